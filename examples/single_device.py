@@ -186,7 +186,7 @@ def serve(kind: str, batch_size: int, budget: float) -> None:
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     tuner = None
     if kind in (TUNED, TUNED_BF16):
-        tuner = DeviceTuner(allow=("precision",) if kind == TUNED_BF16 else (), propose=(), budget=budget)
+        tuner = DeviceTuner(bf16="apply" if kind == TUNED_BF16 else "skip", budget=budget)
     for line in sys.stdin:
         speed = fit(kind, batch_size, int(line), tuner)
         report = tuner.report.to_dict() if tuner is not None and tuner.report is not None else None

@@ -81,7 +81,7 @@ class NonFiniteGradients(OmniError):
     """Too many pushes in a row that the server refused because their gradients were NaN or infinite."""
 
 
-def named(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     """Return an error's class, and its message if it has one."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
@@ -90,27 +90,27 @@ INTERRUPTED = "was interrupted (Ctrl-C)"
 """The ending of a rank that ends by a KeyboardInterrupt, which a terminal sends to all ranks."""
 
 
-def ending(error: BaseException) -> str:
+def end_reason(error: BaseException) -> str:
     """Return how an error ends a rank, as text to follow the rank's name.
 
     Example:
-        >>> ending(ValueError("no such class")), ending(KeyboardInterrupt())
+        >>> end_reason(ValueError("no such class")), end_reason(KeyboardInterrupt())
         ('failed: ValueError: no such class', 'was interrupted (Ctrl-C)')
     """
-    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else f"{_FAILED}{named(error)}"
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else f"{_FAILED}{describe(error)}"
 
 
 _FAILED = "failed: "
 
 
-def tells_of_failure(reason: str) -> bool:
+def is_failure_reason(reason: str) -> bool:
     """Return whether a rank was lost by its own failure, and not by a death, a cut link, Ctrl-C or a person.
 
     Args:
         reason: reason of its loss.
 
     Example:
-        >>> tells_of_failure("rank 3 failed: ValueError"), tells_of_failure("rank 3 was interrupted (Ctrl-C)")
+        >>> is_failure_reason("rank 3 failed: ValueError"), is_failure_reason("rank 3 was interrupted (Ctrl-C)")
         (True, False)
     """
     return re.match(rf"rank \d+ {_FAILED}", reason) is not None

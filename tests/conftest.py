@@ -24,7 +24,7 @@ if os.environ.get("CI"):
 collect_ignore = [] if os.environ.get("OMNI_TEST_ACCELERATOR") == "gpu" else ["accelerator"]
 LONGEST = """
     joining omni_tuner first_batches inside compatibility faces steps deaths groups cluster_methods
-    proportional hostile server_restart frozen serve cli_plan wire merged device shared_memory tuned_merged
+    proportional hostile server_restart frozen serve cli_plan wire merged device shared_memory
     watch device_tuner tensor_parallel three_hosts throughput signals placement start_methods cli_simulate
     shards wire_format simulator report overlap lossy tuned_alone oracles profile regroup tuned_servers
     transport manners cli_device finetuning golden search statistical histories arguments server_core sensing

@@ -18,8 +18,8 @@ from torch.utils.data import TensorDataset
 
 from lightning_omni.simulator import Cluster, Jitter, Link, simulate
 from lightning_omni.trace import Trace
-from lightning_omni.tuning.model.exchanging import ExchangePattern
-from lightning_omni.tuning.model.measured import Measured
+from lightning_omni.tuning.model.cost_model import ExchangePattern
+from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.model.profile import Prediction, Profile
 
 RANKS, BATCH, STEP = 4, 8, 8e-3

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lightning_omni.tuning.model.forecast import Setting, TrainedBatches
-from lightning_omni.tuning.model.measured import Measured
+from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.search import Observation, Search, SearchSpec, Space, TrainedSegment
 
 SLOWNESS = (1, 1, 1.1, 1, 1, 1, 1, 2.6)

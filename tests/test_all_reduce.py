@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.runtime.model.reduction import BUCKET_MB, Reduction, seconds_of_arithmetic
 from lightning_omni.simulator import Cluster, Link, simulate
-from lightning_omni.tuning.model.measured import Measured
+from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.model.profile import Profile
 from lightning_omni.wire.all_reduce import EXACT, AllReduce, Memory, PowerSGD, all_reduce_of, resumed, text_of
 

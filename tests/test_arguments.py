@@ -42,7 +42,7 @@ ROOT = Path(__file__).parent.parent
         (OmniStrategy, {"device_ids": [0]}, "Lightning passes it to DistributedDataParallel"),
         (OmniTuner, {"buget": 0.2}, "OmniTuner(buget=0.2): there is no argument buget; did you mean budget=0.2?"),
         (OmniTuner, {"metric": "val_loss"}, "it takes target, monitor, space"),
-        (DeviceTuner, {"alow": ()}, "did you mean allow=()?"),
+        (DeviceTuner, {"bf": "skip"}, "did you mean bf16='skip'?"),
     ],
 )
 def test_a_name_that_there_is_not_is_refused_with_the_one_that_was_meant(make: Any, given: Any, said: str) -> None:
@@ -85,8 +85,7 @@ BAD: dict[Any, dict[str, list[Any]]] = {
         "seed": [-1, 1.0, "1", None, True, 1 << 40],
     },
     DeviceTuner: {
-        "allow": ["precision", 3, ("speed",)],
-        "propose": ["precision", 3, ("speed",)],
+        "bf16": ["bf16-mixed", True, None],
         "budget": [0, -1, math.nan, "60", None, True],
         "tolerance": [0, -1, math.nan, "0.1", True],
         "setting": [{}, "fast"],
@@ -149,7 +148,7 @@ def test_good_values_are_taken() -> None:
     numpy = pytest.importorskip("numpy")
     OmniTuner(target=numpy.float32(0.5), budget=0, seed=numpy.int64(3), retune_every=None, space={"groups": [1, 2]})
     OmniTuner(target=-3, budget=0.999)
-    DeviceTuner(budget=math.inf, allow=["precision"], batches=[torch.zeros(1)])
+    DeviceTuner(budget=math.inf, bf16="apply", batches=[torch.zeros(1)])
     check_whole("seed", 0, "a whole number")
 
 
@@ -223,7 +222,7 @@ for module in pkgutil.walk_packages(lightning_omni.__path__, "lightning_omni."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.tuning.device import DeviceReport, DeviceSetting
+from lightning_omni.palette import new_figure
 from lightning_omni.tuning.callback.pytorch_lightning import DeviceTuner, OmniTuner
 
 def refusal(call):
@@ -234,8 +233,7 @@ def refusal(call):
         return str(error)
 
 def refusals():
-    device = DeviceReport((), DeviceSetting(), DeviceSetting(), 1.0, 1.0, None, 8)
-    calls = {"tuner": OmniTuner, "device": DeviceTuner, "plot": lambda: device.plot("/dev/null")}
+    calls = {"tuner": OmniTuner, "device": DeviceTuner, "plot": lambda: new_figure(1, 1)}
     return {name: said for name, call in calls.items() if (said := refusal(call))}
 
 print(json.dumps(refusals()))

@@ -18,8 +18,7 @@ from lightning_omni.runtime.data.balance import Balance, OwnTime
 from lightning_omni.runtime.timing import EventClock
 from lightning_omni.strategy.live_metrics import SMOOTHING, StepTimes
 from lightning_omni.tuning.model import constants as c
-from lightning_omni.tuning.model.steps.batch_split import Balancer, BatchSplit, Throughput, seconds, shrunk
-from lightning_omni.tuning.model.steps.parts import straggler_sentence
+from lightning_omni.tuning.model.steps import Balancer, BatchSplit, Throughput, seconds, shrunk, straggler_sentence
 from lightning_omni.wire.messages import GroupStatus, Status
 
 varied = settings(deadline=None, max_examples=50, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -90,7 +89,7 @@ def test_a_small_gain_has_to_be_seen_twice_in_a_row() -> None:
     split = balancer.decide((80, 80), faster)
     assert split is not None
     assert split.shares == (73, 87)
-    assert c.SPLIT_GAIN < split.gain < c.SPLIT_AT_ONCE
+    assert c.ALIKE < split.gain < c.SPLIT_AT_ONCE
 
 
 def test_a_small_gain_has_to_be_seen_twice_with_the_same_member_too_slow() -> None:

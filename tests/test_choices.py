@@ -16,17 +16,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_omni.tuning.callback.first_batches.microbenchmarks import seconds_per_byte
 from lightning_omni.tuning.callback.guards.forecast_check import ForecastCheck
-from lightning_omni.tuning.callback.guards.throughput import Speed
-from lightning_omni.tuning.callback.state import TunerState
+from lightning_omni.tuning.callback.guards.speed import Speed
+from lightning_omni.tuning.callback.microbenchmarks import seconds_per_byte
+from lightning_omni.tuning.callback.tuned_run import TunerState
 from lightning_omni.tuning.model.forecast import Scaling, Setting, TrainedBatches
-from lightning_omni.tuning.model.measured import Measured
+from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.report.digest import Digest
 from lightning_omni.tuning.search import Dimension, Observation, Search, SearchSpec, Space, TrainedSegment
 from lightning_omni.tuning.search import constants as c
-from lightning_omni.tuning.search.choice import best_listed, log_seconds, verdict
-from lightning_omni.tuning.search.rules import careful
+from lightning_omni.tuning.search.choice import best_enumerated, log_seconds, verdict
+from lightning_omni.tuning.search.rules import risk_adjusted
 
 OWN = Setting(1, 0.9, 0.05, method="async_sgd", wire="fp32")
 AVERAGED = "diloco:outer_lr=1.0,outer_momentum=0"
@@ -82,10 +82,10 @@ def test_where_more_steps_cost_little_nothing_is_decided_before_each_ranks_mean_
     """A few random step times tell that groups gain, but not which of them gain most."""
     random = search(seen(exponential()))
     assert verdict(random) == "change"
-    assert verdict(random, is_hurried=True) == ""
-    assert [random.spec.is_hurried(steps) for steps in (6, 12, 24, 48)] == [True, True, False, False], "of 2,344 steps"
+    assert verdict(random, can_wait=True) == ""
+    assert [random.spec.can_wait(steps) for steps in (6, 12, 24, 48)] == [True, True, False, False], "of 2,344 steps"
     for own, found in ((equal(steps=6), "nothing"), (equal(steps=6, slow=4.0), "change")):
-        assert verdict(search(seen(own)), is_hurried=True) == found
+        assert verdict(search(seen(own)), can_wait=True) == found
 
 
 def test_a_slow_rank_is_seen_in_two_steps_and_nothing_else_is_decided_so_early() -> None:
@@ -126,8 +126,8 @@ def test_a_setting_that_pays_is_chosen_though_a_simpler_one_nearly_as_fast_does_
         found = search(seen(0.1 * draw.lognormal(0.0, scatter, (4, 48)), allreduce=0.001))
         forecast, start = found.forecast(), found.spec.start
         gains = {
-            each: forecast.log_seconds(start) - careful(forecast.log_seconds(each), forecast.theory.error(each))
-            for each in map(found.as_it_would_be, found.candidates())
+            each: forecast.log_seconds(start) - risk_adjusted(forecast.log_seconds(each), forecast.theory.error(each))
+            for each in map(found.with_rebalance, found.candidates())
         }
         least = {each: c.GAIN if each.groups > 1 else c.FASTER for each in gains}
         pays = any(gain >= math.log(least[each]) for each, gain in gains.items() if each != start)
@@ -297,7 +297,7 @@ def test_a_setting_that_was_slower_or_faster_than_predicted_is_so_again_and_othe
             assert shift == 0, "it is timed itself"
         else:
             assert -1e-9 <= shift / (log_ratio or 1.0) <= 1.0
-        assert again.most(each) >= again.throughput(each) * (1 - 1e-6)
+        assert again.throughput_bound(each) >= again.throughput(each) * (1 - 1e-6)
     far = next(each for each in found.candidates() if each.groups > 1 and each.period > 16)
     near = replace(trained, momentum=0.5)
     shifts = [math.log(found.throughput(each) / again.throughput(each)) for each in (near, far)]
@@ -334,14 +334,14 @@ def test_groups_that_do_not_pay_are_given_up_if_groups_did_not_before() -> None:
         setting=groups,
         options=SimpleNamespace(further=()),
         searches=[found],
-        speaks=True,
+        is_rank_zero=True,
     )
     run.broadcast_command = run.broadcast_segments = lambda said: said
     run.strategy = SimpleNamespace(epochs=SimpleNamespace(is_open=False))
-    retuning: Any = SimpleNamespace(speed=Speed(256, 10.0, error=0.01), changed=lambda in_mid_epoch: None)
-    applied: Any = SimpleNamespace(give_up_groups=gave_up.append)
+    speeds: Any = SimpleNamespace(speed=Speed(256, 10.0, error=0.01), changed=lambda in_mid_epoch: None)
+    applied: Any = SimpleNamespace(return_to_one_group=gave_up.append)
     reports: Any = SimpleNamespace(chosen=lambda command: None)
-    check = ForecastCheck(run, applied, retuning, reports)
+    check = ForecastCheck(run, applied, speeds, reports)
     assert "were predicted" in check.epoch_done(), "one group is timed again"
     assert not check.epoch_done(), "of one choice this is asked once"
     (segment,) = run.state.segments
@@ -458,16 +458,16 @@ SCENES: dict[str, Callable[[], Search]] = {
 @pytest.mark.parametrize("name", SCENES)
 def test_without_segments_what_is_chosen_is_the_best_of_the_list_or_better(name: str) -> None:
     found = SCENES[name]()
-    listed, chosen = best_listed(found), found.choice().setting
+    listed, chosen = best_enumerated(found), found.choice().setting
 
     def log_careful(setting: Setting) -> float:
-        return careful(log_seconds(found, setting), found.theory.error(setting))
+        return risk_adjusted(log_seconds(found, setting), found.theory.error(setting))
 
     assert log_careful(chosen) <= log_careful(listed) + 1e-9
     assert found.spec.space.holds(chosen) == chosen
     if chosen.groups == 1:
         assert (chosen.momentum, chosen.lr) == (OWN.momentum, OWN.lr), "one group keeps the user's own"
-    considered = found.phase.considered
+    considered = found.considered
     assert considered[0] == replace(considered[0], setting=found.start, improvement=0.0, by="the run")
     assert {each.by for each in considered} <= {"the run", "the list", "scikit-optimize"}
     assert chosen in [each.setting for each in considered]
@@ -476,7 +476,7 @@ def test_without_segments_what_is_chosen_is_the_best_of_the_list_or_better(name:
 def test_scikit_optimize_proposes_a_setting_that_improves_on_the_runs() -> None:
     found = search(seen(exponential()))
     found.choice()
-    proposed = next(each for each in found.phase.considered if each.by == "scikit-optimize")
+    proposed = next(each for each in found.considered if each.by == "scikit-optimize")
     assert proposed.improvement > 0.03
     assert proposed.deviation > 0
     assert proposed.setting.groups > 1
@@ -485,9 +485,9 @@ def test_scikit_optimize_proposes_a_setting_that_improves_on_the_runs() -> None:
 def test_the_same_is_chosen_whenever_the_same_is_told() -> None:
     one, other = (search(seen(exponential())) for _ in range(2))
     assert one.choice() == other.choice()
-    assert one.phase.considered == other.phase.considered
+    assert one.considered == other.considered
     read = Search.from_dict(json.loads(json.dumps(one.to_dict())))
-    assert read.phase.considered == one.phase.considered
+    assert read.considered == one.considered
 
 
 def test_groups_are_not_formed_if_that_takes_more_than_its_part_of_the_run_and_it_says_so() -> None:
@@ -522,10 +522,10 @@ def test_a_dimension_of_the_users_own_is_proposed_for_what_is_not_known_of_it(va
 
 def test_a_phase_takes_a_moment() -> None:
     found = search(seen(exponential()))
-    best_listed(found)  # imports and speeds are remembered
+    best_enumerated(found)  # imports and speeds are remembered
     found.choice()
     again = Search(found.spec, found.observation)
-    best_listed(again)
+    best_enumerated(again)
     began = time.process_time()
     again.choice()
     assert time.process_time() - began < 1.0, "0.1 s on an idle machine"

@@ -14,12 +14,11 @@ from searches import BATCH, found, observed, search, space_of
 
 from lightning_omni.cli import main
 from lightning_omni.methods import method_named, with_period
-from lightning_omni.tuning.model.costs import Costs
-from lightning_omni.tuning.model.exchanging import ExchangePattern
+from lightning_omni.tuning.model.cost_model import Costs, ExchangePattern
 from lightning_omni.tuning.model.profile import Profile
 from lightning_omni.tuning.report import Round, TuningReport
 from lightning_omni.tuning.search.prior import Prior
-from lightning_omni.tuning.search.space import wire_given
+from lightning_omni.tuning.search.space import wire_argument
 
 SAME = ("--method", "async_sgd", "--wire", "int8")
 """Groups exchange in one way: that no better one is looked for saves seconds."""
@@ -150,7 +149,7 @@ def read_exchange(text: str) -> tuple[str, int, Any]:
     """Method, local steps and wire format of a cell."""
     found = re.fullmatch(r"(\S+?)(?:, period (\d+))?(?:, wire (\S+))?", text)
     assert found is not None, text
-    return found[1], int(found[2] or 1), wire_given(found[3] or "fp32")
+    return found[1], int(found[2] or 1), wire_argument(found[3] or "fp32")
 
 
 def method_known(name: str) -> str:

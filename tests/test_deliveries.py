@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory_transport import InMemory
 from test_transport import Group, Serving, served
 from torch import Tensor
 
@@ -19,7 +20,6 @@ from lightning_omni.methods.contract import Gradient
 from lightning_omni.methods.model.master import hyperparameters_of
 from lightning_omni.server.push_dedup import Deliveries
 from lightning_omni.topology import GroupId
-from lightning_omni.transport.memory import InMemory
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats.base import Memory
 

@@ -11,7 +11,7 @@ import torch
 from lightning_omni.group.core import GroupCore
 from lightning_omni.methods import AsyncSGD, Replica
 from lightning_omni.runtime.state.rollback import RollbackPoint
-from lightning_omni.tuning.callback.guards.divergence import DivergenceGuard
+from lightning_omni.tuning.callback.guards.losses import DivergenceGuard
 from lightning_omni.tuning.search.constants import NON_FINITE_TOLERATED
 
 ZERO = torch.zeros(())
@@ -55,11 +55,11 @@ def test_a_rank_that_has_trained_nothing_yet_does_not_count() -> None:
     assert made.is_worse(4 * total, ranks)
 
 
-@pytest.mark.parametrize(("applied", "gives_up"), [(False, True), (None, False), (True, False)])
-def test_pushes_count_and_not_batches(applied: Any, gives_up: bool) -> None:
+@pytest.mark.parametrize(("applied", "has_given_up"), [(False, True), (None, False), (True, False)])
+def test_pushes_count_and_not_batches(applied: Any, has_given_up: bool) -> None:
     made = watch()
     mean = follow(made, [0.5] * NON_FINITE_TOLERATED, True, applied)
-    assert made.gives_up == gives_up == made.is_worse(*mean)
+    assert made.has_given_up == has_given_up == made.is_worse(*mean)
 
 
 def test_losses_that_are_no_numbers_any_more_are_the_end_although_pushes_in_between_are_applied() -> None:
@@ -68,19 +68,19 @@ def test_losses_that_are_no_numbers_any_more_are_the_end_although_pushes_in_betw
     for number in range(NON_FINITE_TOLERATED):
         mean = follow(made, [math.nan], True, number % 2 == 0)
         assert made.is_worse(*mean) == (number == NON_FINITE_TOLERATED - 1)
-    assert not made.gives_up
+    assert not made.has_given_up
     assert not made.is_worse(*follow(made, [0.5], True, True)), "it has learnt to go on"
 
 
 def test_between_refusals_batches_that_push_nothing_change_nothing() -> None:
     made = watch()
     for _ in range(NON_FINITE_TOLERATED):
-        assert not made.gives_up
+        assert not made.has_given_up
         follow(made, [0.5] * 3, True, None)
         follow(made, [0.5], True, False)
-    assert made.gives_up
+    assert made.has_given_up
     follow(made, [0.5], True, True)
-    assert not made.gives_up
+    assert not made.has_given_up
 
 
 def test_a_loss_that_rises_above_the_bound_is_worse() -> None:

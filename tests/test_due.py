@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from memory_transport import InMemoryData, InMemoryServer
 from test_transport import Serving, serving, two  # noqa: F401  # a fixture
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -22,7 +23,6 @@ from lightning_omni.methods.model.totals import Total
 from lightning_omni.server.log.record import Event
 from lightning_omni.simulator import Cluster, Failure, Jitter, Link, replay, simulate
 from lightning_omni.simulator.workbench import Samples
-from lightning_omni.transport.memory import InMemoryData, InMemoryServer
 from lightning_omni.wire import messages as m
 
 varied = settings(deadline=None, max_examples=12, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

@@ -10,7 +10,7 @@ import pytest
 import lightning_omni.simulator as room
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.simulator.engine import Engine, Priority, Timeline
-from lightning_omni.simulator.settings import Cadence, RunLimits
+from lightning_omni.simulator.settings import EvaluationSchedule, RunLimits
 
 
 def run(engine: Engine) -> None:
@@ -119,7 +119,7 @@ def test_values_say_what_is_wrong_with_them() -> None:
     with pytest.raises(ConfigurationError, match="max_epochs=0"):
         RunLimits.of(None, 0, None)
     with pytest.raises(ConfigurationError, match="target="):
-        Cadence(target=("loss", 0.1))
+        EvaluationSchedule(target=("loss", 0.1))
     assert RunLimits.of(10, None, 4.0).fraction(updates=5, epochs=7.0, seconds=1.0) == 0.5
 
 

@@ -16,9 +16,8 @@ from predictions import WAYS, Cell
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import METHODS, DecoupledDiLoCo, DiLoCo, method_named, with_period
-from lightning_omni.tuning.model.costs import Costs
-from lightning_omni.tuning.model.exchanging import ExchangePattern
-from lightning_omni.tuning.model.measured import Measured
+from lightning_omni.tuning.model.cost_model import Costs, ExchangePattern
+from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.model.profile import Prediction, Profile
 from lightning_omni.tuning.model.queueing import BarrierExchange, quantiles_of_slowest, quantiles_of_sum, slowest
 from lightning_omni.wire.layout import Layout

@@ -85,7 +85,7 @@ def fits(head, namespace):
     pl = importlib.import_module(namespace)
     model = importlib.import_module(f"{namespace}.demos.boring_classes").BoringModel()
     strategy = Mine(3, groups=1)
-    tuners = [OmniTuner(budget=0), DeviceTuner(budget=0.1, propose=())]
+    tuners = [OmniTuner(budget=0), DeviceTuner(budget=0.1, bf16='skip')]
     trainer = pl.Trainer(devices=1, strategy=strategy, max_steps=2, limit_val_batches=0, callbacks=tuners, **OPTIONS)
     trainer.fit(model)
     say(head, namespace, "fits", strategy.calls, trainer.global_step, tuners[1].problem)

@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler as s
 from torch.optim.swa_utils import SWALR
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.tuning.callback.apply.hyperparameters import Hyperparameters
+from lightning_omni.tuning.callback.hyperparameters import Hyperparameters
 
 FEW = settings(max_examples=15, deadline=None)
 LR = 0.1

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods import METHODS, AsyncSGD, Method, method_named
-from lightning_omni.tuning.callback.joined import check_joined, suited_to
-from lightning_omni.tuning.callback.run import TunerOptions
+from lightning_omni.tuning.callback.tuned_fit import check_joined, follow_groups
+from lightning_omni.tuning.callback.tuned_run import TunerOptions
 from lightning_omni.tuning.model.forecast import Scaling, Setting
 from lightning_omni.tuning.search import Space
 
@@ -39,7 +39,7 @@ def test_groups_move_the_weights_as_far_in_a_second_as_one_and_with_no_more_mome
 ) -> None:
     """The way of an update is lr / (1 - m), and g groups make g of them in the time that one takes for one."""
     own = Setting(groups=1, momentum=momentum, lr=lr)
-    setting = suited_to(own, groups, AsyncSGD(), Scaling(), FREE)
+    setting = follow_groups(own, groups, AsyncSGD(), Scaling(), FREE)
     assert groups * setting.lr / (1 - setting.momentum) == pytest.approx(lr / (1 - momentum), rel=1e-6)
     total = 1 - (1 - setting.momentum) / groups
     assert total == pytest.approx(max(momentum, 1 - 1 / groups), abs=1e-6)
@@ -50,9 +50,9 @@ def test_groups_move_the_weights_as_far_in_a_second_as_one_and_with_no_more_mome
 @given(MOMENTA, RATES, COUNTS)
 def test_rates_of_adaptive_optimizers_fall_with_the_root_of_the_groups(momentum: float, lr: float, groups: int) -> None:
     own = Setting(groups=1, momentum=momentum, lr=lr)
-    setting = suited_to(own, groups, AsyncSGD(), Scaling(is_adaptive=True), FREE)
+    setting = follow_groups(own, groups, AsyncSGD(), Scaling(is_adaptive=True), FREE)
     assert setting.lr == pytest.approx(lr / math.sqrt(groups))
-    assert setting.momentum == suited_to(own, groups, AsyncSGD(), Scaling(), FREE).momentum
+    assert setting.momentum == follow_groups(own, groups, AsyncSGD(), Scaling(), FREE).momentum
 
 
 @given(st.lists(COUNTS, min_size=1, max_size=6), MOMENTA, RATES)
@@ -61,7 +61,7 @@ def test_what_is_set_depends_on_how_many_groups_there_are_and_not_on_how_many_th
 ) -> None:
     own = setting = Setting(groups=1, momentum=momentum, lr=lr)
     for groups in [*counts, 1]:
-        setting = replace(suited_to(own, groups, AsyncSGD(), Scaling(), FREE), groups=groups)
+        setting = replace(follow_groups(own, groups, AsyncSGD(), Scaling(), FREE), groups=groups)
     assert setting.momentum == pytest.approx(own.momentum, abs=1e-9)
     assert setting.lr == pytest.approx(own.lr)
 
@@ -70,14 +70,14 @@ def test_what_is_set_depends_on_how_many_groups_there_are_and_not_on_how_many_th
 def test_methods_that_average_what_groups_do_or_wait_for_all_keep_the_users_own(name: str) -> None:
     own = Setting(groups=1, momentum=0.9, lr=0.1)
     method: Method = method_named(name)
-    setting = suited_to(own, 8, method, Scaling(), FREE)
+    setting = follow_groups(own, 8, method, Scaling(), FREE)
     is_stepped_by_each = method.updates_per_batch(8) > 1
     assert (setting != replace(own, groups=8)) == is_stepped_by_each
 
 
 def test_one_softsync_update_of_all_groups_is_one_update() -> None:
     own = Setting(groups=1, momentum=0.9, lr=0.1)
-    one, two = (suited_to(own, 8, method_named(f"softsync:n={n}"), Scaling(), FREE) for n in (1, 2))
+    one, two = (follow_groups(own, 8, method_named(f"softsync:n={n}"), Scaling(), FREE) for n in (1, 2))
     assert (one.momentum, one.lr) == (0.9, 0.1)
     assert two.momentum == pytest.approx(0.8)
 
@@ -85,18 +85,18 @@ def test_one_softsync_update_of_all_groups_is_one_update() -> None:
 @pytest.mark.parametrize("groups", [1, 2, 3, 8, 20])
 def test_a_server_that_divides_the_rate_by_the_staleness_is_given_what_it_divides(groups: int) -> None:
     own = Setting(groups=1, momentum=0.6, lr=0.1)
-    plain = suited_to(own, groups, AsyncSGD(), Scaling(), FREE)
-    aware = suited_to(own, groups, AsyncSGD(staleness_aware=True), Scaling(), FREE)
+    plain = follow_groups(own, groups, AsyncSGD(), Scaling(), FREE)
+    aware = follow_groups(own, groups, AsyncSGD(staleness_aware=True), Scaling(), FREE)
     assert aware.momentum == plain.momentum
     assert aware.lr / max(1, groups - 1) == pytest.approx(plain.lr)
 
 
 def test_bounds_of_the_user_hold_and_the_rate_makes_up_for_a_momentum_that_stays() -> None:
     own = Setting(groups=1, momentum=0.9, lr=0.1)
-    fixed = suited_to(own, 4, AsyncSGD(), Scaling(), replace(FREE, momentum=(0.9, 0.9)))
+    fixed = follow_groups(own, 4, AsyncSGD(), Scaling(), replace(FREE, momentum=(0.9, 0.9)))
     assert fixed.momentum == 0.9
     assert fixed.lr == pytest.approx(0.025)
-    bounded = suited_to(own, 40, AsyncSGD(), Scaling(), replace(FREE, lr=(0.05, 0.1)))
+    bounded = follow_groups(own, 40, AsyncSGD(), Scaling(), replace(FREE, lr=(0.05, 0.1)))
     assert bounded.lr == 0.05
 
 

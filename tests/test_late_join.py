@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from memory_transport import InMemory
 from test_transport import KEY, Group, Serving, served
 
 from lightning_omni.errors import Refused
 from lightning_omni.group.lease_client import Lessee
 from lightning_omni.methods import METHODS, Method, method_named
 from lightning_omni.topology import GroupId
-from lightning_omni.transport.memory import InMemory
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.layout import Layout
 from lightning_omni.wire.leases import EpochPlan

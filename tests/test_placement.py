@@ -15,9 +15,8 @@ from runs import run_nodes
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.tuning.model import constants
-from lightning_omni.tuning.model.exchanging import ExchangePattern
-from lightning_omni.tuning.model.measured import Measured
-from lightning_omni.tuning.model.placement import sites_of
+from lightning_omni.tuning.model.cost_model import ExchangePattern, sites_of
+from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.model.profile import Profile
 from lightning_omni.tuning.model.queueing import residence_on_links
 

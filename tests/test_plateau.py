@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lightning_omni.tuning.callback.guards.flatness import TrainingLosses, TrialOutcome, is_falling, lowers_more
+from lightning_omni.tuning.callback.guards.losses import TrainingLosses, TrialOutcome, is_falling, lowers_more
 from lightning_omni.tuning.search import constants as c
 
 LOSSES = st.floats(0.01, 10.0)
@@ -49,7 +49,7 @@ def test_without_a_loss_of_the_start_nothing_is_flat(losses: list[float]) -> Non
 def test_it_makes_no_difference_in_what_unit_a_loss_is(first: float, losses: list[float], unit: float) -> None:
     plain, scaled = TrainingLosses(first, losses), TrainingLosses(unit * first, [unit * loss for loss in losses])
     assert scaled.gained == pytest.approx(unit * plain.gained, abs=1e-6 * unit)
-    limits = c.FLAT * abs(first - plain.now), c.STEEP * plain.now
+    limits = c.FLAT * abs(first - plain.now), c.CLEAR_CHANGE * plain.now
     if all(abs(plain.gained - limit) > 1e-6 for limit in limits):
         assert scaled.is_flat == plain.is_flat
 
@@ -57,7 +57,7 @@ def test_it_makes_no_difference_in_what_unit_a_loss_is(first: float, losses: lis
 @given(st.integers(3, 200), st.floats(0.2, 2.0))
 def test_a_power_law_is_flat_once_its_gain_is_a_small_part_of_what_was_learnt(count: int, power: float) -> None:
     # It falls by always the same part of itself: near the limit for that, rounding to whole epochs decides.
-    assume(abs(c.LONGER**power - 1 - c.STEEP) > 0.05)
+    assume(abs(c.LONGER**power - 1 - c.CLEAR_CHANGE) > 0.05)
     curve = TrainingLosses(2.0, [epoch**-power for epoch in range(1, count + 1)])
     longer = TrainingLosses(2.0, [epoch**-power for epoch in range(1, 4 * count + 1)])
     # Windows are whole epochs: after 6 the last is compared with the 4th, which were 1.5 times fewer and not 1.6.

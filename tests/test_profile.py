@@ -25,8 +25,8 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.simulator import Cluster, Jitter, Link, simulate
 from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace
-from lightning_omni.tuning.model.costs import Costs
-from lightning_omni.tuning.model.measured import Measured
+from lightning_omni.tuning.model.cost_model import Costs
+from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.model.profile import Prediction, Profile
 from lightning_omni.tuning.model.queueing import residence, slowest
 

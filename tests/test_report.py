@@ -25,7 +25,7 @@ from rich.console import Console
 from searches import START, found, later, observed, search, space_of
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.tuning.callback.guards.throughput import RunThroughput
+from lightning_omni.tuning.callback.guards.speed import RunThroughput
 from lightning_omni.tuning.report import Round, RunTimes, TuningReport, Written
 from lightning_omni.tuning.report.digest import NAMES, Digest
 from lightning_omni.tuning.report.page import templates
@@ -89,7 +89,7 @@ def test_reading_asks_no_scikit_optimize_and_loses_nothing_that_was_considered(m
     plain = json.loads(json.dumps(report().to_dict()))
     monkeypatch.setitem(sys.modules, "skopt", None)
     read = TuningReport.from_dict(plain)
-    assert read.rounds[0].search.phase.considered == found().phase.considered
+    assert read.rounds[0].search.considered == found().considered
     assert read.statement == report().statement
 
 
@@ -131,7 +131,7 @@ def test_the_page_has_the_choice_its_reason_and_all_that_was_compared(
         choice = each.search.choice()
         assert f"<td>{choice.setting}</td>" in text
         assert f"<td>{choice.why}</td>" in text
-        for considered in each.search.phase.considered:
+        for considered in each.search.considered:
             assert f"<td>{considered.setting}</td>" in text
             assert f"<td>{considered.by}</td>" in text
     (segment,) = later().segments
@@ -139,7 +139,7 @@ def test_the_page_has_the_choice_its_reason_and_all_that_was_compared(
     assert f'<td class="number">{times(math.exp(segment.log_ratio))}</td>' in text
     for name in whole.digests[0].systems:
         assert name in text
-    assert "Retuning 1, epoch 7" in text
+    assert "SpeedRecord 1, epoch 7" in text
     assert "all-reduce" in text
 
 
@@ -365,7 +365,6 @@ def test_a_rate_counts_what_was_trained_in_the_time_that_it_took() -> None:
                 counted.go()
         counted.pause()
         trained = counted.take()
-        assert trained.samples == 16 * batches
         assert trained.timed == 16 * (batches - 2)
         assert trained.timed / trained.seconds == pytest.approx(16 / 0.005)
 
@@ -375,7 +374,7 @@ def test_the_table_has_all_that_was_considered(saved: tuple[TuningReport, Path])
     console.print(saved[0].table())
     text = console.export_text()
     for made in (found(), later()):
-        for each in made.phase.considered:
+        for each in made.considered:
             assert str(each.setting) in text
     assert "epoch 7" in text
 

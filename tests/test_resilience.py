@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory_transport import InMemory, InMemoryServer
 from test_deliveries import Pushed
 from test_late_join import PLAN, SAMPLES, Member, joins
 from test_server_core import Link, as_bytes, data_peer, gradient, new_parameters, part_of, seed_of
@@ -33,7 +34,6 @@ from lightning_omni.methods.model.master import hyperparameters_of
 from lightning_omni.server import ServerCore
 from lightning_omni.server.collectives.service import BROUGHT_ELSEWHERE
 from lightning_omni.server.service import as_tensor
-from lightning_omni.transport.memory import InMemory, InMemoryServer
 from lightning_omni.transport.serving import state_directory as saving
 from lightning_omni.transport.serving.state_directory import PATIENCE, StateDirectory, saved_weights
 from lightning_omni.wire import messages as m

@@ -30,7 +30,7 @@ from lightning_omni.simulator import Cluster, Jitter
 from lightning_omni.simulator.run import simulate
 from lightning_omni.simulator.server import SimulatedServer
 from lightning_omni.strategy.live_metrics import StepTimes, live_metrics
-from lightning_omni.tuning.model.convergence.momentum import explicit_momentum
+from lightning_omni.tuning.model.momentum import explicit_momentum
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.layout import Layout
 

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.tuning.callback.state import Command
-from lightning_omni.tuning.device.report import DeviceReport
-from lightning_omni.tuning.device.setting import DeviceSetting
+from lightning_omni.tuning.callback.tuned_run import Command
 from lightning_omni.tuning.model.forecast import Setting
 from lightning_omni.tuning.model.profile import Profile
 
@@ -32,12 +30,6 @@ def test_a_profile_of_an_earlier_version_is_read_whole_and_predicts() -> None:
     earlier = kept("profile.json")
     measured = [{**now, **then} for now, then in zip(written["measured"], earlier["measured"], strict=True)]
     assert {**written, **earlier, "measured": measured} == written
-
-
-def test_a_device_report_of_an_earlier_version_is_read_whole() -> None:
-    report = DeviceReport.from_dict(kept("device.json"))
-    assert report.setting == DeviceSetting(threads=2, compiled=("body",))
-    assert json.loads(json.dumps(report.to_dict())) == kept("device.json")
 
 
 def test_what_rank_0_says_arrives_as_it_was_said() -> None:

@@ -20,6 +20,7 @@ import pytest
 import torch
 from ensemble import KEY, NONCE, SHAPES, Ensemble, Make, decoded, train, whole
 from hypothesis import given, settings
+from memory_transport import InMemory
 from processes import Process
 from runs import Running
 from stream import Stream
@@ -40,7 +41,6 @@ from lightning_omni.server.served_optimizer import Shard
 from lightning_omni.server.service import Out
 from lightning_omni.simulator import replay
 from lightning_omni.transport.base import Control, answer_of
-from lightning_omni.transport.memory import InMemory
 from lightning_omni.transport.serving import state_directory as saving
 from lightning_omni.transport.serving.state_directory import (
     ShareDirectory,

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 
 from lightning_omni.simulator import Cluster, Link
 from lightning_omni.simulator.engine import Engine, Timeline
-from lightning_omni.simulator.network.exchange import Exchanges
-from lightning_omni.simulator.network.shared_link import SharedLink
+from lightning_omni.simulator.network import Exchanges, SharedLink
 
 BANDWIDTH = 8.0
 

@@ -20,12 +20,12 @@ from lightning_omni.methods import AsyncSGD, Gossip
 from lightning_omni.server.log.record import Event
 from lightning_omni.simulator import Cluster, Device, Failure, Jitter, Link, replay, simulate
 from lightning_omni.simulator.engine import Engine, Timeline
-from lightning_omni.simulator.network.exchange import Exchanges
-from lightning_omni.simulator.shares import by_share
+from lightning_omni.simulator.network import Exchanges
+from lightning_omni.simulator.partitioned_format import partitioned_format
 from lightning_omni.simulator.workbench import Samples
 from lightning_omni.trace import Trace
-from lightning_omni.tuning.model.exchanging import ExchangePattern
-from lightning_omni.tuning.model.measured import Measured
+from lightning_omni.tuning.model.cost_model import ExchangePattern
+from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.model.profile import Profile
 from lightning_omni.wire.formats import wire_of
 from lightning_omni.wire.formats.base import RAW, RESIDUAL, Memory
@@ -153,7 +153,7 @@ def test_a_format_by_share_is_what_each_server_decodes_of_its_part(
     ]
     layout = Layout.of({str(place): torch.empty(shape) for place, shape in enumerate(shapes)})
     split, each = Split.of(layout, servers, elementwise), wire_of(name)
-    whole = by_share(each, AsyncSGD(), split)
+    whole = partitioned_format(each, AsyncSGD(), split)
     owed: dict[str, Any] = {RESIDUAL: [torch.full(shape, 0.01) for shape in shapes]}
     encoded = whole.encode(tensors, layout, owed, Memory())
     known = layout.subset(encoded.present)
@@ -177,9 +177,9 @@ def test_a_format_by_share_is_what_each_server_decodes_of_its_part(
 
 def test_tensors_as_they_are_and_what_groups_send_one_another_have_no_parts() -> None:
     split = Split.of(Layout.of({"w": torch.ones(256)}), 2, elementwise=True)
-    assert by_share(RAW, AsyncSGD(), split) == RAW
-    assert by_share(wire_of("int8"), Gossip(), split) == wire_of("int8")
-    assert by_share(wire_of({"pull": "bf16"}), AsyncSGD(), split).pushes == RAW
+    assert partitioned_format(RAW, AsyncSGD(), split) == RAW
+    assert partitioned_format(wire_of("int8"), Gossip(), split) == wire_of("int8")
+    assert partitioned_format(wire_of({"pull": "bf16"}), AsyncSGD(), split).pushes == RAW
 
 
 # --- What they cost --------------------------------------------------------------------------------------------------

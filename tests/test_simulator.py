@@ -35,7 +35,7 @@ from lightning_omni.simulator.engine import Engine, Priority, Timeline
 from lightning_omni.simulator.workbench import Samples
 from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace
-from lightning_omni.tuning.model.costs import Costs
+from lightning_omni.tuning.model.cost_model import Costs
 from lightning_omni.tuning.model.profile import Profile
 from lightning_omni.wire.formats import BF16
 from lightning_omni.wire.formats.base import register

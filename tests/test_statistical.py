@@ -16,17 +16,17 @@ from torchmetrics.aggregation import RunningMean
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.trace import Trace
-from lightning_omni.tuning.model.convergence.momentum import (
-    explicit_momentum,
-    implicit_momentum,
-)
-from lightning_omni.tuning.model.convergence.statistical import (
+from lightning_omni.tuning.model.convergence import (
     DecayFit,
     Diverged,
     Estimate,
     LossCurve,
     fit_decay,
     level,
+)
+from lightning_omni.tuning.model.momentum import (
+    explicit_momentum,
+    implicit_momentum,
 )
 
 Law = Callable[[np.ndarray], np.ndarray]

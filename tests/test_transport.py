@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from memory_transport import InMemory
 from runs import run
 from stream import Stream
 from torch import Tensor
@@ -27,7 +28,6 @@ from lightning_omni.server import ServerCore
 from lightning_omni.topology import GroupId
 from lightning_omni.transport import base as transport
 from lightning_omni.transport.base import Address, Control, Data, LastingData, Transport
-from lightning_omni.transport.memory import InMemory
 from lightning_omni.transport.zeromq import ZeroMQ
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack

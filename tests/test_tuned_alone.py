@@ -120,7 +120,7 @@ def test_a_run_that_is_saved_while_it_is_timed_again_is_timed_again_when_it_goes
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             if trainer.current_epoch == 0:
                 run_of(first).problem = ""  # as if there were several ranks
-                timed = first._fit.by_first_batches  # type: ignore[union-attr]
+                timed = first._fit.online  # type: ignore[union-attr]
                 timed.begin(run_of(first).hyperparameters())
                 timed.begin_again("it is slower")
                 trainer.save_checkpoint(tmp_path / "timed.ckpt")

@@ -30,7 +30,7 @@ def ip(*words: str) -> str:
     return subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20).stdout
 
 
-def why_not() -> str:
+def why_impossible() -> str:
     if sys.platform != "linux" or shutil.which("ip") is None:
         return "needs Linux and the command ip (iproute2)"
     if os.geteuid() != 0:
@@ -46,7 +46,7 @@ def why_not() -> str:
     return ""
 
 
-WHY_NOT = why_not()
+WHY_NOT = why_impossible()
 pytestmark = [
     pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
     pytest.mark.slow,

@@ -20,7 +20,7 @@ README = (ROOT.parent / "README.md").read_text()
 USE = """
 trainer = {alias}.Trainer(
     strategy=OmniStrategy(groups=2, method="local_sgd:period=8"),
-    callbacks=[OmniTuner(target=0.9, monitor="val_acc"), DeviceTuner(allow=("precision",))],
+    callbacks=[OmniTuner(target=0.9, monitor="val_acc"), DeviceTuner(bf16="apply")],
     devices=4,
 )
 strategy = OmniStrategy(groups=2, find_unused_parameters=True)

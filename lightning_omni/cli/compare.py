@@ -12,7 +12,7 @@ from lightning_omni.cli.units import Quantity, bytes_of, check_above_zero, rate_
 from lightning_omni.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from lightning_omni.tuning.model.convergence.statistical import Estimate
+    from lightning_omni.tuning.model.convergence import Estimate
     from lightning_omni.tuning.model.forecast import Setting
     from lightning_omni.tuning.search.planned import PlannedEvidence
 
@@ -176,7 +176,7 @@ class Comparison:
     @classmethod
     def of(cls, machines: Any, momentum: float, is_adaptive: bool) -> Comparison:
         """Compare on `Machines` that the user describes."""
-        from lightning_omni.tuning.search.choice import best_by_forecast, best_listed
+        from lightning_omni.tuning.search.choice import best_by_forecast, best_enumerated
         from lightning_omni.tuning.search.planned import speed_up
         from lightning_omni.tuning.search.space import METHODS, WIRES
 
@@ -196,7 +196,7 @@ class Comparison:
                 name, setting, known.throughput(setting), samples, time, not known.theory.covers(setting)
             )
 
-        best = best_listed(ours)
+        best = best_enumerated(ours)
         pays = best != ddp
         peers = [
             row(known, name, best_by_forecast(known))
@@ -268,8 +268,7 @@ def _evidence(
 ) -> PlannedEvidence:
     from lightning_omni.tuning.model.forecast import Scaling, Setting
     from lightning_omni.tuning.search.planned import PlannedEvidence
-    from lightning_omni.tuning.search.space import Space, group_counts
-    from lightning_omni.tuning.search.specification import SearchSpec
+    from lightning_omni.tuning.search.space import SearchSpec, Space, group_counts
 
     ranks = len(machines.speeds)
     groups = tuple(sorted({*group_counts(ranks), machines.sites})) if methods else (1,)

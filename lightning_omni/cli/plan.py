@@ -149,10 +149,10 @@ def ways_of(
 def _check_wire(wire: str, methods: Sequence[str]) -> None:
     """Raise a `ConfigurationError` if the wire format does not exist, or not for one of these methods."""
     from lightning_omni.methods import method_named
-    from lightning_omni.tuning.search.space import wire_given
+    from lightning_omni.tuning.search.space import wire_argument
     from lightning_omni.wire.formats import wire_of
 
-    wire_format = _as_option(lambda: wire_of(wire_given(wire)))
+    wire_format = _as_option(lambda: wire_of(wire_argument(wire)))
     for method in methods:
         _as_option(partial(wire_format.check, method_named(method)))
 

@@ -29,7 +29,7 @@ from lightning_omni.runtime.model.parameter_groups import ParameterGroups
 from lightning_omni.runtime.model.replica import Part
 from lightning_omni.runtime.parallel_state import Place
 from lightning_omni.transport.base import Control
-from lightning_omni.tuning.model.steps.timer import StepTimer
+from lightning_omni.tuning.model.steps import StepTimer
 from lightning_omni.wire.partition import check_by_parts
 
 

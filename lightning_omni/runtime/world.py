@@ -21,7 +21,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_omni.checks import plain
-from lightning_omni.errors import ConfigurationError, OmniError, RankLost, UnsupportedError, ending
+from lightning_omni.errors import ConfigurationError, OmniError, RankLost, UnsupportedError, end_reason
 from lightning_omni.group.core import LastAnswer
 from lightning_omni.methods.model.head import check_mergeable, held_by_one
 from lightning_omni.methods.model.master import check_servable
@@ -397,7 +397,7 @@ class World(Place):
     def fail(self, error: BaseException, where: str = "") -> None:
         """End this rank's run with an error, and report it to the server, so that no other rank waits for this one."""
         self.is_begun = False
-        how = f"has lost its group: {error}" if _is_of_a_loss(error) else ending(error)
+        how = f"has lost its group: {error}" if _is_of_a_loss(error) else end_reason(error)
         # A rank that has trained to the end has not failed, whatever happens afterwards.
         self.connection.leave("" if self.is_finished else f"rank {self.rank} {how}{where}")
         self._close_connections(has_failed=True)

@@ -19,7 +19,7 @@ from lightning_omni.methods.model.head import check_mergeable, held_by_one, pass
 from lightning_omni.methods.model.modules import describe_module, tensors_of, with_tensors
 from lightning_omni.simulator.cluster import Cluster
 from lightning_omni.simulator.engine import Engine, Timeline
-from lightning_omni.simulator.network.exchange import Exchanges
+from lightning_omni.simulator.network import Exchanges
 from lightning_omni.simulator.server import HEAD, SimulatedServer
 from lightning_omni.simulator.workbench import Result, Workbench
 from lightning_omni.simulator.workload import Loss
@@ -37,7 +37,7 @@ _DRAWN_AT_ONCE = 64
 """Number of jitter factors drawn at once."""
 
 
-class Clockwork:
+class DeviceClock:
     """The times of one rank's batches; the seed of their jitter is ``(seed, rank)``."""
 
     def __init__(self, cluster: Cluster, rank: int, seed: int) -> None:
@@ -73,7 +73,7 @@ class Members:
     ) -> None:
         self._all_reduce, self._unsent = all_reduce, dict[Hashable, Unsent]()
         self._ranks, self._link = ranks, cluster.group_link
-        self._clocks = [Clockwork(cluster, rank, seed) for rank in ranks]
+        self._clocks = [DeviceClock(cluster, rank, seed) for rank in ranks]
         self._is_balanced = is_balanced and len(ranks) > 1
 
     @property
@@ -141,7 +141,7 @@ class Assignment(NamedTuple):
     seconds: float
 
 
-class Carried(NamedTuple):
+class ActivationSize(NamedTuple):
     """The size of one sample's data on the way to a merged head, or back.
 
     Attributes:
@@ -155,7 +155,7 @@ class Carried(NamedTuple):
     others: int
 
     @classmethod
-    def of(cls, tree: Any) -> Carried:
+    def of(cls, tree: Any) -> ActivationSize:
         sizes = [(each.numel(), each.element_size(), each.is_floating_point()) for each in tensors_of(tree)]
         floats = [(count, count * width) for count, width, is_float in sizes if is_float]
         others = sum(count * width for count, width, is_float in sizes if not is_float)
@@ -196,12 +196,12 @@ class SimulatedHead:
         """Describe the head for the server: its name, its module, and the seed; without weights and optimizer."""
         return {"name": self.name, "module": describe_module(self._module), "seed": seed}
 
-    def sizes(self, model: nn.Module, loss: Loss, batch: Any) -> tuple[Carried, Carried]:
+    def sizes(self, model: nn.Module, loss: Loss, batch: Any) -> tuple[ActivationSize, ActivationSize]:
         """Return the sizes of the head's inputs and outputs for a batch."""
-        seen: list[tuple[Carried, Carried]] = []
+        seen: list[tuple[ActivationSize, ActivationSize]] = []
 
         def keep(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            seen.append((Carried.of((args, kwargs)), Carried.of(output)))
+            seen.append((ActivationSize.of((args, kwargs)), ActivationSize.of(output)))
 
         was_training = model.training
         hook = self._module.register_forward_hook(keep, with_kwargs=True)
@@ -329,7 +329,7 @@ class ThroughHead(Gradients):
         bench: Workbench,
         head: SimulatedHead,
         costs: Exchanges,
-        sizes: tuple[Carried, Carried],
+        sizes: tuple[ActivationSize, ActivationSize],
         wire: Both,
     ) -> None:
         super().__init__(engine, bench)

@@ -37,7 +37,7 @@ from lightning_omni.methods.model.totals import Total
 from lightning_omni.simulator.engine import Engine, Process, Timeline
 from lightning_omni.simulator.gradients import Assignment, Gradients, Members
 from lightning_omni.simulator.monitor import Batches as TrainedBatches
-from lightning_omni.simulator.monitor import Leased, Monitor
+from lightning_omni.simulator.monitor import LeasedSamples, Monitor
 from lightning_omni.simulator.server import GENERATION, SimulatedNetwork, SimulatedServer
 from lightning_omni.simulator.settings import Batches
 from lightning_omni.simulator.workbench import Result
@@ -50,7 +50,7 @@ MOST_REFUSED = 10
 
 
 @dataclass
-class Surroundings:
+class SimulationContext:
     """The objects that all groups of a run share.
 
     Attributes:
@@ -105,7 +105,7 @@ class EpochBarrier:
             self._engine.resume(process)
 
 
-class Account(msgspec.Struct):
+class UnpushedWork(msgspec.Struct):
     """The training of a group since its last push: gradients, samples, sum of losses, and seconds of its devices.
 
     Where the server may restart from a save, the seconds are those of `batches` that are not dealt out again. Both are
@@ -118,12 +118,12 @@ class Account(msgspec.Struct):
     seconds: float = 0.0
     batches: TrainedBatches = []
 
-    def was_counted(self) -> None:
+    def clear(self) -> None:
         self.seconds, self.batches = 0.0, []
 
     def go_back(self) -> None:
         """Remove batches that a server restarted from its last save deals out again."""
-        self.batches = [batch for batch in self.batches if not batch[0].goes_out_again(*batch[1:3])]
+        self.batches = [batch for batch in self.batches if not batch[0].is_reissued(*batch[1:3])]
         self.seconds = sum(seconds for *_, seconds in self.batches)
 
 
@@ -135,7 +135,7 @@ class SimulatedGroup:
         replica: its weights.
         ranks: ranks of its members; the first leads.
         members: its devices.
-        around: the shared objects of the run.
+        context: the shared objects of the run.
         epoch: the current epoch, if the group joins a running run; else None.
 
     Attributes:
@@ -152,19 +152,19 @@ class SimulatedGroup:
         replica: Replica,
         ranks: tuple[int, ...],
         members: Members,
-        around: Surroundings,
+        context: SimulationContext,
         epoch: int | None = None,
     ) -> None:
         self.core, self.replica, self.ranks, self.leader = core, replica, ranks, ranks[0]
         self.number = replica.group
-        self.members, self._around = members, around
+        self.members, self._context = members, context
         core.attach(replica)
         self._parameters = set(replica.ordered)
         self._data = core.data = Lessee(members=len(ranks), generation=GENERATION)
         if epoch is not None:
             self._data.restart(epoch)
-        self._account, self._pushing = Account(), Account()
-        self.leased = Leased()
+        self._unpushed, self._pushing = UnpushedWork(), UnpushedWork()
+        self.leased = LeasedSamples()
         self.asked: m.Await | None = None
         self._exchange: Process | None = None
         self._under_way: Ask | None = None
@@ -180,9 +180,9 @@ class SimulatedGroup:
         if joins:
             self.replica.load((yield from self._fetch(self.core.fetch(0))))
         yield from self._train_epoch()
-        while self._data.epoch + 1 < self._around.monitor.limits.epochs:
-            yield from self._around.barrier.wait(self.process)  # other groups may still wait for an answer
-            yield from self._around.server.wait_while_away()
+        while self._data.epoch + 1 < self._context.monitor.limits.epochs:
+            yield from self._context.barrier.wait(self.process)  # other groups may still wait for an answer
+            yield from self._context.server.wait_until_restarted()
             self.open_epoch(self._data.epoch + 1)
             if self.core.method.steps_at == "server":
                 # The master weights have moved while the group waited for others.
@@ -192,27 +192,27 @@ class SimulatedGroup:
     def open_epoch(self, epoch: int) -> None:
         """Open an epoch, one pass over the data, and count batches from 0."""
         self._data.restart(epoch)
-        size = self._around.monitor.epoch_size
-        plan = EpochPlan(epoch=epoch, total=size, batch_size=self._around.batches.size, budget=size)
-        self._around.server.control(self.leader, m.OpenEpoch(plan=plan))
+        size = self._context.monitor.epoch_size
+        plan = EpochPlan(epoch=epoch, total=size, batch_size=self._context.batches.size, budget=size)
+        self._context.server.control(self.leader, m.OpenEpoch(plan=plan))
 
     def _train_epoch(self) -> Timeline:
         while (batch := (yield from self._next_batch())) is not None:
-            action = self._do_at_once(self._step((yield from self._compute(batch)), batch.stop - batch.start))
+            action = self._perform(self._step((yield from self._compute(batch)), batch.stop - batch.start))
             if self.core.method.talks_to_peers:
-                self._around.monitor.check()
+                self._context.monitor.check()
             while not isinstance(action, NextGradient):
-                action = self._do_at_once(self.core.answer(0, (yield from self._wait_for(action))))
+                action = self._perform(self.core.answer(0, (yield from self._wait_for(action))))
 
     def _next_batch(self) -> Timeline:
         """Return the next batch, perhaps after a wait; None at the end of the epoch."""
-        around, data = self._around, self._data
-        around.monitor.end(self.number)
+        context, data = self._context, self._data
+        context.monitor.end(self.number)
         while True:
             if data.drawn == data.trained:
-                if around.server.away_until is not None:
-                    yield from around.server.wait_while_away()
-                (out,) = around.server.control(self.leader, data.draw(data.drawn, self._finished))
+                if context.server.away_until is not None:
+                    yield from context.server.wait_until_restarted()
+                (out,) = context.server.control(self.leader, data.draw(data.drawn, self._finished))
                 self.leased.report(data.epoch, self._finished)
                 data.drew(cast(m.Drawn, out.message).batches)
             if data.drawn > data.trained:
@@ -220,7 +220,7 @@ class SimulatedGroup:
                 return data.current
             if self._under_way is not None:  # there is no batch left to overlap it with
                 self.core.apply_answer(0, (yield from self._receive()))
-            yield from around.server.wait_while_away()
+            yield from context.server.wait_until_restarted()
             self.asked = data.question()
             self.ask(self.asked)
             verdict = yield None
@@ -230,9 +230,9 @@ class SimulatedGroup:
 
     def ask(self, question: m.Await) -> None:
         """Send the request for the next step; repeated after a restart of the server."""
-        out = self._around.server.control(self.leader, question)
+        out = self._context.server.control(self.leader, question)
         self.leased.report(question.epoch, question.trained)
-        self._around.network.deliver(out)
+        self._context.network.deliver(out)
 
     @property
     def _finished(self) -> int:
@@ -246,13 +246,13 @@ class SimulatedGroup:
 
     def _compute(self, batch: Batch) -> Timeline:
         """Wait until the group has its gradient, and return the `Result`."""
-        around = self._around
-        now = around.engine.now
+        context = self._context
+        now = context.engine.now
         work = self.members.work(batch, now)
-        seconds = max(own for _, _, own in work) + self.members.reduce_seconds(around.server.shard.layout)
+        seconds = max(own for _, _, own in work) + self.members.reduce_seconds(context.server.shard.layout)
         self.core.step_took(0, seconds)
-        around.monitor.begin(self.number, work)
-        apart = around.batches.members_apart
+        context.monitor.begin(self.number, work)
+        apart = context.batches.members_apart
         assignment = Assignment(
             group=self.number,
             leader=self.leader,
@@ -261,35 +261,35 @@ class SimulatedGroup:
             place=self._data.place,
             seconds=seconds,
         )
-        return (yield from around.gradients.compute(assignment))
+        return (yield from context.gradients.compute(assignment))
 
     def _step(self, result: Result, size: int) -> Action:
         """Pass a gradient to the state machine, and return its next action."""
-        monitor = self._around.monitor
+        monitor = self._context.monitor
         seconds = monitor.computed(self.number, size)
-        self._account.seconds += seconds
+        self._unpushed.seconds += seconds
         if monitor.may_go_back:
-            self._account.batches.append((self.leased, *self._data.place, seconds))
-        self._account.steps += 1
-        self._account.samples += size
-        self._account.losses += result.loss
+            self._unpushed.batches.append((self.leased, *self._data.place, seconds))
+        self._unpushed.steps += 1
+        self._unpushed.samples += size
+        self._unpushed.losses += result.loss
         if self.core.method.talks_to_peers:
-            done, self._account = self._account, Account()
+            done, self._unpushed = self._unpushed, UnpushedWork()
             self._record(done, monitor.steps, monitor.steps, 0, self._data.epoch)
         hyperparameters = hyperparameters_of(self.replica.optimizer, self._parameters)
         return self.core.gradient(0, Gradient(self.members.averaged(result.gradient), hyperparameters))
 
-    def _record(self, done: Account, read: int, write: int, staleness: int, epoch: int) -> None:
+    def _record(self, done: UnpushedWork, read: int, write: int, staleness: int, epoch: int) -> None:
         """Append a row to the trace for the training since the last one."""
         loss = done.losses / max(1, done.steps)
-        row = (self._around.engine.now, self.number, read, write, staleness, loss, done.samples, epoch, done.steps)
-        self._around.monitor.rows.append(row)
-        self._around.monitor.pushed(done.seconds, done.batches)
-        done.was_counted()
+        row = (self._context.engine.now, self.number, read, write, staleness, loss, done.samples, epoch, done.steps)
+        self._context.monitor.rows.append(row)
+        self._context.monitor.pushed(done.seconds, done.batches)
+        done.clear()
 
     # --- Actions of its state machine --------------------------------------------------------------------------------
 
-    def _do_at_once(self, action: Action) -> Action:
+    def _perform(self, action: Action) -> Action:
         """Perform actions that take no time, and return the first that does."""
         while True:
             answer: Answer = None
@@ -297,8 +297,8 @@ class SimulatedGroup:
                 case Publish():
                     self._published = copies(action.tensors)
                 case SendPeer():
-                    self._around.engine.start(self._send(action))
-                case ReadInbox() if not self._told_of_peers(is_there=True):
+                    self._context.engine.start(self._send(action))
+                case ReadInbox() if not self._peer_updates(is_there=True):
                     answer = self._read_inbox()
                 case _:
                     return action
@@ -319,7 +319,7 @@ class SimulatedGroup:
                 return (yield from self._read_peer(action.group))
             case ReadInbox():
                 inbox = self._read_inbox()
-                yield self._around.engine.now + self._told_of_peers(is_there=inbox.count > 0)
+                yield self._context.engine.now + self._peer_updates(is_there=inbox.count > 0)
                 return inbox
             case _:
                 raise TypeError(f"{action!r} is nothing that a simulated group can do")
@@ -331,7 +331,7 @@ class SimulatedGroup:
         process = Process(self._push(ask))
         self._before, self._pushed = self._pushed, (ask.epoch, ask.trained)
         self._under_way, self._exchange = ask, process
-        self._around.engine.resume(process)
+        self._context.engine.resume(process)
 
     def _receive(self) -> Timeline:
         """Wait for the answer to the push in flight, and return the method's answer."""
@@ -344,47 +344,47 @@ class SimulatedGroup:
 
     def stop(self) -> None:
         """Stop the group after its death; nothing receives the answer to its exchange."""
-        engine = self._around.engine
+        engine = self._context.engine
         engine.stop(self.process)
         if self._exchange is not None:
             engine.stop(self._exchange)
-        self.lose_answer()
+        self.drop_answer()
 
-    def lose_answer(self) -> None:
+    def drop_answer(self) -> None:
         """Drop the exchange with the server that is in flight; a living group repeats it."""
-        if (attempt := self._around.network.exchanges.pop(self.number, None)) is not None:
-            self._around.engine.stop(attempt)
+        if (attempt := self._context.network.exchanges.pop(self.number, None)) is not None:
+            self._context.engine.stop(attempt)
 
     def go_back(self) -> None:
         """Handle a restart from the last save: batches that are not pushed may be dealt out again."""
-        self._account.go_back()
+        self._unpushed.go_back()
         self._pushing.go_back()
 
     def _push(self, ask: Ask) -> Timeline:
-        done = self._pushing = self._account
-        self._account = Account()
+        done = self._pushing = self._unpushed
+        self._unpushed = UnpushedWork()
         return (yield from self._until_answered(lambda: self._try_to_push(ask, done)))
 
     def _until_answered(self, attempt: Callable[[], Timeline]) -> Timeline:
         """Repeat an attempt to exchange with the server until it is answered, and return the answer."""
-        around = self._around
+        context = self._context
         while True:
-            if around.server.away_until is not None:
-                yield from around.server.wait_while_away()
+            if context.server.away_until is not None:
+                yield from context.server.wait_until_restarted()
             # A separate process, because it ends when the server dies.
-            process = around.network.exchanges[self.number] = Process(attempt())
-            around.engine.resume(process)
+            process = context.network.exchanges[self.number] = Process(attempt())
+            context.engine.resume(process)
             if (answer := (yield process)) is not None:
-                del around.network.exchanges[self.number]
+                del context.network.exchanges[self.number]
                 return answer
 
-    def _try_to_push(self, ask: Ask, done: Account) -> Timeline:
+    def _try_to_push(self, ask: Ask, done: UnpushedWork) -> Timeline:
         """Push once, and return the server's answer."""
-        server, network, monitor, need = self._around.server, self._around.network, self._around.monitor, ask.need
+        server, network, monitor, need = self._context.server, self._context.network, self._context.monitor, ask.need
         assert isinstance(need, Exchange)
         nbytes, outgoing = server.prepare(self.core, ask)
         # A separate process, because a push in flight is served even if this group dies.
-        yield self._around.engine.start(network.costs.push(self.number, nbytes))
+        yield self._context.engine.start(network.costs.push(self.number, nbytes))
         shard = server.shard
         clock, refused = shard.master.clock, shard.counts.refused
         read = min(need.read_at, clock)  # a restarted server treats newer weights as those of its save
@@ -404,9 +404,9 @@ class SimulatedGroup:
     def _check_divergence(self) -> None:
         """End the run when the server refuses one push too many, before the group receives the refusal."""
         try:
-            self.core.check_nonfinite(self._around.server.shard.counts.refused_in_row[self.number])
+            self.core.check_nonfinite(self._context.server.shard.counts.refused_in_row[self.number])
         except NonFiniteGradients:
-            self._around.monitor.ended = (
+            self._context.monitor.ended = (
                 f"diverged: {MOST_REFUSED} pushes of group {self.number} in a row were not finite"
             )
 
@@ -415,58 +415,58 @@ class SimulatedGroup:
         return (yield from self._receive_answer(ask, answer))
 
     def _try_to_fetch(self, ask: Ask) -> Timeline:
-        yield self._around.network.costs.ask(self.number)
-        out = self._around.server.ask(self.leader, self.core, ask)
+        yield self._context.network.costs.ask(self.number)
+        out = self._context.server.ask(self.leader, self.core, ask)
         self.leased.report(ask.epoch, ask.trained)
-        self._around.network.deliver(out)
+        self._context.network.deliver(out)
         return (yield None)
 
     def _receive_answer(self, ask: Ask, answer: tuple[m.Weights, list[Tensor]]) -> Timeline:
         """Broadcast the server's answer to all members, and return the method's answer."""
         message, tensors = answer
         if len(self.ranks) > 1 and (seconds := self._passed_on(self._bytes_of_answer(ask))):
-            yield self._around.engine.now + seconds
+            yield self._context.engine.now + seconds
         return self.core.receive(LastAnswer.of(message), tensors, message.clock, message.note, ask.fragment)
 
     def _bytes_of_answer(self, ask: Ask) -> int:
         """Return the bytes of an answer's broadcast: encoded, if that is smaller and of a size known beforehand."""
         if not ask.pulls:
             return 0
-        layout = self._around.server.shard.layout.fragment(ask.fragment, self.core.method.fragments)
+        layout = self._context.server.shard.layout.fragment(ask.fragment, self.core.method.fragments)
         answers = self.core.wire_format.answers if isinstance(ask.need, Exchange) else RAW
         smallest, largest = answers.sizes(layout)
         return min(largest, layout.nbytes) if smallest == largest else layout.nbytes
 
     def _passed_on(self, nbytes: int) -> float:
-        return self._around.network.costs.passed_on(nbytes, len(self.ranks))
+        return self._context.network.costs.passed_on(nbytes, len(self.ranks))
 
     # --- From group to group -----------------------------------------------------------------------------------------
 
     def _read_peer(self, number: int) -> Timeline:
         """Wait for the published weights of a group, and return them; None if it has none."""
-        yield self._around.network.to_peer()
-        peer = self._around.groups.get(number)
+        yield self._context.network.to_peer()
+        peer = self._context.groups.get(number)
         published = peer._published if peer is not None else None
-        yield self._around.network.to_peer(self._peer_bytes if published is not None else 0)
-        if seconds := self._told_of_peers(is_there=published is not None):
-            yield self._around.engine.now + seconds
+        yield self._context.network.to_peer(self._peer_bytes if published is not None else 0)
+        if seconds := self._peer_updates(is_there=published is not None):
+            yield self._context.engine.now + seconds
         return published
 
     @property
     def _peer_bytes(self) -> int:
-        return self.core.wire_format.pushes.sizes(self._around.server.shard.layout)[1]
+        return self.core.wire_format.pushes.sizes(self._context.server.shard.layout)[1]
 
-    def _told_of_peers(self, is_there: bool) -> float:
+    def _peer_updates(self, is_there: bool) -> float:
         """Return the seconds in which members learn whether a peer's weights are available, and then receive them."""
         seconds = self._passed_on(0)
-        return seconds + self._passed_on(self._around.server.shard.layout.nbytes) if is_there else seconds
+        return seconds + self._passed_on(self._context.server.shard.layout.nbytes) if is_there else seconds
 
     def _send(self, need: SendPeer) -> Timeline:
         """Run a process that sends weights to a group's inbox."""
         tensors = copies(need.tensors)
-        yield self._around.network.to_peer(self._peer_bytes)
-        if need.group in self._around.groups:
-            self._around.groups[need.group]._inbox.add(tensors)
+        yield self._context.network.to_peer(self._peer_bytes)
+        if need.group in self._context.groups:
+            self._context.groups[need.group]._inbox.add(tensors)
 
     def _read_inbox(self) -> Inbox:
         count, total = self._inbox.count, self._inbox.take()

@@ -11,19 +11,19 @@ import numpy as np
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.simulator.engine import Engine, Timeline
-from lightning_omni.simulator.settings import Cadence, RunLimits
+from lightning_omni.simulator.settings import EvaluationSchedule, RunLimits
 from lightning_omni.trace import reaches
 
 Columns = dict[str, np.ndarray[Any, Any]]
 Row = tuple[float, int, int, int, int, float, int, int, int]
 """A push or, where groups exchange only with one another, a step, as in `Trace.COLUMNS`."""
-Batches = list[tuple["Leased", int, int, float]]
+Batches = list[tuple["LeasedSamples", int, int, float]]
 """Trained batches: the progress of their group, epoch, number of the batch, and seconds of devices."""
 Work = list[tuple[int, int, float]]
 """Rank, samples and seconds of each member of a group."""
 
 
-class Leased:
+class LeasedSamples:
     """A group's progress as reported to the server, now and as of its last save.
 
     Attributes:
@@ -40,7 +40,7 @@ class Leased:
     def report(self, epoch: int, trained: int) -> None:
         self.known = max(self.known, (epoch, trained))
 
-    def goes_out_again(self, epoch: int, number: int) -> bool:
+    def is_reissued(self, epoch: int, number: int) -> bool:
         """Return whether a server that restarts from its last save deals a trained batch out again."""
         known_epoch, known = self.known
         saved = self.saved[1] if self.saved[0] == known_epoch else 0
@@ -53,7 +53,7 @@ class Monitor:
     Args:
         engine: virtual time.
         limits: the run's limits; kept, as is `epoch_size`.
-        cadence: the times of evaluations.
+        schedule: the times of evaluations.
         metrics: computes the present metrics; None if there are none.
         clock: returns the clock of the master weights; None where groups exchange only with one another: then each step
             counts as an update.
@@ -75,14 +75,14 @@ class Monitor:
         self,
         engine: Engine,
         limits: RunLimits,
-        cadence: Cadence,
+        schedule: EvaluationSchedule,
         metrics: Callable[[], dict[str, float]] | None,
         clock: Callable[[], int] | None,
         epoch_size: int,
     ) -> None:
-        self._engine, self._cadence, self._metrics, self._clock = engine, cadence, metrics, clock
+        self._engine, self._schedule, self._metrics, self._clock = engine, schedule, metrics, clock
         self.limits, self.epoch_size = limits, epoch_size
-        self._period = math.inf if cadence.every_updates is None else cadence.every_updates
+        self._period = math.inf if schedule.every_updates is None else schedule.every_updates
         self._next_evaluation = self._period
         self.rows: list[Row] = []
         self.evaluations: list[tuple[float, int, int, dict[str, float]]] = []
@@ -139,7 +139,7 @@ class Monitor:
             are_lost: whether all updates since that save are lost, including those that are not repeated.
         """
         for leased, epoch, number, seconds in self._since_save or ():
-            if are_lost or leased.goes_out_again(epoch, number):
+            if are_lost or leased.is_reissued(epoch, number):
                 self.useful_seconds -= seconds
         self._since_save, self._is_back = [], True
         if self._period < math.inf:
@@ -182,9 +182,9 @@ class Monitor:
         assert self._metrics is not None
         metrics, self._is_back = self._metrics(), False
         self.evaluations.append((self._engine.now, self.updates, self.samples, metrics))
-        if self._cadence.target is None:
+        if self._schedule.target is None:
             return
-        name, value = self._cadence.target
+        name, value = self._schedule.target
         if name not in metrics:
             raise ConfigurationError(f"target={name!r}: evaluate returns {', '.join(map(repr, metrics)) or 'nothing'}")
         if reaches(name, metrics[name], value):

@@ -23,9 +23,9 @@ from lightning_omni.server.log.record import Event, Spans
 from lightning_omni.server.served_optimizer import Shard
 from lightning_omni.simulator.gradients import RoundedHead
 from lightning_omni.simulator.monitor import Row, arrays
+from lightning_omni.simulator.partitioned_format import partitioned_format
 from lightning_omni.simulator.replicas import named_parameters, own_replica
 from lightning_omni.simulator.server import resolve_also
-from lightning_omni.simulator.shares import by_share
 from lightning_omni.simulator.workbench import Samples, Workbench
 from lightning_omni.simulator.workload import Loss, MakeOptimizer
 from lightning_omni.topology import Topology
@@ -328,7 +328,7 @@ class _Replay:
         self._method = method
         wire_format = from_wire(event.wire_format) if event.wire_format else RAW
         self._split = self._divided(event.servers)
-        self._wire_format, self._overlap = by_share(wire_format, method, self._split), event.overlap
+        self._wire_format, self._overlap = partitioned_format(wire_format, method, self._split), event.overlap
         if not self._is_formed:
             self._is_formed = True
             at_server = self._optimizer if method.steps_at == "server" else None
@@ -464,7 +464,7 @@ class _Replay:
         if len(group.present) == len(own):
             own = [tensor if there else None for tensor, there in zip(own, group.present, strict=True)]
         group.core.steps_take(0, self._step_time)
-        self._go_on(group, group.core.gradient(0, Gradient(own, used)))
+        self._continue(group, group.core.gradient(0, Gradient(own, used)))
         return [gradient[name] for name in self._head]
 
     def _head_access(self, event: Event) -> None:
@@ -489,12 +489,12 @@ class _Replay:
         if group.sent is not None:
             group.sent, group.answer = None, pulled
             if isinstance(group.core.waits_for(0), Receive):
-                self._go_on(group, Receive())
+                self._continue(group, Receive())
             return
         group.core.steps_take(0, self._step_time)
-        self._go_on(group, group.core.answer(0, pulled))
+        self._continue(group, group.core.answer(0, pulled))
 
-    def _go_on(self, group: _Group, action: Action) -> None:
+    def _continue(self, group: _Group, action: Action) -> None:
         """Perform the group's sends, and the receives whose answers have arrived."""
         while True:
             match action:

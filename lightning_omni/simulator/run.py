@@ -14,7 +14,7 @@ from lightning_omni.methods import HardSync, Method, checked, method_named
 from lightning_omni.methods.overlap import check_overlap
 from lightning_omni.server.log.record import Recorder
 from lightning_omni.simulator.cluster import Cluster
-from lightning_omni.simulator.settings import Batches, Cadence, Formation, Progress, RunLimits, progress_of
+from lightning_omni.simulator.settings import Batches, EvaluationSchedule, Formation, Progress, RunLimits, progress_of
 from lightning_omni.simulator.simulation import Simulation
 from lightning_omni.simulator.workload import Evaluate, Loss, MakeOptimizer, Workload
 from lightning_omni.topology import Topology
@@ -119,8 +119,8 @@ def simulate(
         (20, 'max_updates')
     """
     limits = RunLimits.of(max_updates, max_epochs, max_seconds)
-    cadence = Cadence(evaluate_every, evaluate_every_seconds, target)
-    if evaluate is None and cadence != Cadence():
+    schedule = EvaluationSchedule(evaluate_every, evaluate_every_seconds, target)
+    if evaluate is None and schedule != EvaluationSchedule():
         raise ConfigurationError("evaluate=None: pass a function that evaluates a model, or neither period nor target")
     batches = Batches(batch_size, rebalance == "auto", batched, members_apart, seed)
     check_kind("cluster", cluster, Cluster, "a Cluster, as Cluster.even(4)")
@@ -144,7 +144,7 @@ def simulate(
     workload = Workload(model, data, loss, evaluate, optimizer)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        run = Simulation(workload, cluster, formation, batches, limits, cadence, record)
+        run = Simulation(workload, cluster, formation, batches, limits, schedule, record)
         with progress_of(progress) as shown:
             return run.run(shown, returns_if_interrupted=progress is not False)
 

@@ -1,7 +1,7 @@
 """The real server, as simulated groups use it, with all ranks joined, and the network to and from it.
 
 It refuses no message of theirs. Several servers that hold a share of the weights each do the same as one, in the same
-order, so the simulation has one; `lightning_omni.simulator.network.exchange` computes the time that several take.
+order, so the simulation has one; `lightning_omni.simulator.network` computes the time that several take.
 """
 
 from __future__ import annotations
@@ -24,17 +24,64 @@ from lightning_omni.server.log.record import Recorder
 from lightning_omni.server.served_optimizer import Shard
 from lightning_omni.simulator.cluster import Link
 from lightning_omni.simulator.engine import Engine, Process, Timeline
-from lightning_omni.simulator.network.exchange import Exchanges
+from lightning_omni.simulator.network import Exchanges
 from lightning_omni.simulator.replicas import WeightsByClock
-from lightning_omni.simulator.saved_state import SavedState
 from lightning_omni.topology import Topology
 from lightning_omni.transport.memory import InMemoryConnections
 from lightning_omni.wire import handshake
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.codec import pack
+from lightning_omni.wire.codec import Packed, pack, unpack
 from lightning_omni.wire.formats.base import Memory, WireFormat, to_wire
 from lightning_omni.wire.handshake import NONCE_BYTES
+from lightning_omni.wire.journal import Entry
 from lightning_omni.wire.layout import Layout
+
+
+class SavedState:
+    """The last save of a server, and the journal of its answers to ranks since.
+
+    The state is saved when a real server saves it (`lightning_omni.transport.serving.state_directory`): after groups
+    were formed or have joined, and then periodically, between two messages. If groups wait for answers when a save is
+    due, it is made once none waits, at most one period later. The state does not change between two messages, so it
+    suffices to make due saves before the next message.
+
+    Args:
+        every: seconds between two saves, above 0.
+        on_save: called after each save, except that of a server that has just started.
+    """
+
+    def __init__(self, every: float, on_save: Callable[[], None]) -> None:
+        self._every, self._on_save = every, on_save
+        self._due = self._latest = self._changed = 0.0
+        self._saved: tuple[Packed, Tensor]
+        self._journal: list[Entry] = []
+
+    def save(self, core: ServerCore, moment: float) -> None:
+        self._write(core, moment)
+        self._on_save()
+
+    def poll(self, core: ServerCore, now: float) -> None:
+        """Make the saves that are due by now. The caller polls before each message, and before the server dies."""
+        if core.has_state:
+            due = self._changed if core.journal.is_due else self._due
+            moment = max(self._changed, due if core.is_quiet else self._latest)
+            if moment <= now:
+                self.save(core, moment + (now - moment) // self._every * self._every)
+        self._changed = now
+
+    def restore(self, core: ServerCore, now: float) -> None:
+        """Restore the last save in another server, which saves at once."""
+        packed, buffer = self._saved
+        core.load(unpack(packed, buffer.clone()), self._journal, now)
+        self._write(core, now)
+        self._changed = now
+
+    def _write(self, core: ServerCore, moment: float) -> None:
+        self._saved, self._journal = pack(core.state()), []
+        core.journal.write, core.journal.is_due = self._journal.append, False
+        self._due = moment + self._every
+        self._latest = self._due + self._every
+
 
 GENERATION = 1
 """The generation of groups; the groups are formed once."""
@@ -188,13 +235,13 @@ class SimulatedServer:
         self._link, self.shard = InMemoryConnections(self.core), self.core.shards[0]
         self.snapshots.forget()
 
-    def come_back(self, ranks: Iterable[int]) -> None:
+    def restart(self, ranks: Iterable[int]) -> None:
         """Let the server receive messages again, and attach these ranks again."""
         self.away_until = None
         for rank in ranks:
             self._join(rank, returns=True)
 
-    def wait_while_away(self) -> Timeline:
+    def wait_until_restarted(self) -> Timeline:
         while self.away_until is not None:
             yield self.away_until
 

@@ -102,7 +102,7 @@ class RunLimits:
 
 
 @dataclass(frozen=True)
-class Cadence:
+class EvaluationSchedule:
     """The times of a run's evaluations, besides the one at its end, and the metric that ends it.
 
     Args:

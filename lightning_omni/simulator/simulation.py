@@ -17,13 +17,13 @@ from lightning_omni.server.log.record import Recorder
 from lightning_omni.simulator.cluster import Cluster, Failure, ServerRestart
 from lightning_omni.simulator.engine import Engine, Priority, Timeline
 from lightning_omni.simulator.gradients import Gradients, Members, SimulatedHead, ThroughHead
-from lightning_omni.simulator.group_process import MOST_REFUSED, EpochBarrier, SimulatedGroup, Surroundings
+from lightning_omni.simulator.group_process import MOST_REFUSED, EpochBarrier, SimulatedGroup, SimulationContext
 from lightning_omni.simulator.monitor import Monitor, arrays, evaluated
-from lightning_omni.simulator.network.exchange import Exchanges
+from lightning_omni.simulator.network import Exchanges
+from lightning_omni.simulator.partitioned_format import partitioned_format
 from lightning_omni.simulator.replicas import SharingReplica, named_parameters, own_replica
 from lightning_omni.simulator.server import HEAD, SimulatedNetwork, SimulatedServer, part_of
-from lightning_omni.simulator.settings import Batches, Cadence, Enough, Formation, Progress, RunLimits
-from lightning_omni.simulator.shares import by_share
+from lightning_omni.simulator.settings import Batches, Enough, EvaluationSchedule, Formation, Progress, RunLimits
 from lightning_omni.simulator.workbench import Samples, Workbench
 from lightning_omni.simulator.workload import Workload
 from lightning_omni.topology import GroupId
@@ -43,7 +43,7 @@ class Simulation:
         formation: the groups, and how they exchange.
         batches: the settings of batches and gradients.
         limits: the limits of the run.
-        cadence: the times of evaluations.
+        schedule: the times of evaluations.
         record: receives every event at the server.
 
     Attributes:
@@ -58,10 +58,10 @@ class Simulation:
         formation: Formation,
         batches: Batches,
         limits: RunLimits,
-        cadence: Cadence,
+        schedule: EvaluationSchedule,
         record: Recorder | None = None,
     ) -> None:
-        self._cluster, self._formation, self._batches, self._cadence = cluster, formation, batches, cadence
+        self._cluster, self._formation, self._batches, self._schedule = cluster, formation, batches, schedule
         self._evaluate, self._engine = workload.evaluate, Engine()
         self._model = copy.deepcopy(workload.model).train()
         self._evaluated = copy.deepcopy(workload.model).eval()
@@ -80,14 +80,14 @@ class Simulation:
         between = Cluster(cluster.devices) if topology.is_synchronous else cluster
         split = self._split(layout, between.server_count)
         self._servers = len(split.shares)
-        self._wire_format = by_share(formation.wire_format, formation.method, split)
+        self._wire_format = partitioned_format(formation.wire_format, formation.method, split)
         self._costs = Exchanges(self._engine, between, split.fractions)
         self._network = SimulatedNetwork(self._engine, between.link, self.server, self._costs)
         self._gradients = self._new_gradients(workload)
         self._form()
         metrics = self._metrics if self._evaluate is not None else None
         clock = None if formation.method.talks_to_peers else lambda: self.server.core.clock
-        self._monitor = Monitor(self._engine, limits, cadence, metrics, clock, len(self._samples))
+        self._monitor = Monitor(self._engine, limits, schedule, metrics, clock, len(self._samples))
         self._network.expired = self._monitor.check
         self.groups: dict[int, SimulatedGroup] = {}
         self._homes: dict[int, SimulatedGroup] = {}
@@ -127,7 +127,7 @@ class Simulation:
             self._head.install(self.server, Both.of(self._wire_format))
 
     def _add_groups(self) -> None:
-        self._around = Surroundings(
+        self._context = SimulationContext(
             engine=self._engine,
             server=self.server,
             network=self._network,
@@ -158,7 +158,7 @@ class Simulation:
         replica.peers, replica.servers = self.server.core.roster.groups, self._servers
         core = GroupCore(method, self._wire_format, MOST_REFUSED, self._formation.overlap)
         core.form(identity)
-        group = self.groups[number] = SimulatedGroup(core, replica, ranks, members, self._around, epoch)
+        group = self.groups[number] = SimulatedGroup(core, replica, ranks, members, self._context, epoch)
         self._network.processes[number] = group.process
         self._costs.nodes[number] = self._cluster.node_of(members.first)
         return group
@@ -168,7 +168,7 @@ class Simulation:
     def run(self, progress: Progress | None, returns_if_interrupted: bool) -> Trace:
         try:
             self._start()
-            self._go_through(progress)
+            self._run_events(progress)
         except KeyboardInterrupt:
             if not returns_if_interrupted:
                 raise
@@ -185,8 +185,8 @@ class Simulation:
                 self._engine.start(self._failure(event), Priority.FAILURE)
             elif isinstance(event, ServerRestart) and not self._formation.topology.is_synchronous:
                 self._engine.start(self._restart(event), Priority.FAILURE)
-        if self._cadence.every_seconds:
-            self._engine.start(self._monitor.evaluate_by_time(self._cadence.every_seconds))
+        if self._schedule.every_seconds:
+            self._engine.start(self._monitor.evaluate_by_time(self._schedule.every_seconds))
         for group in self.groups.values():
             group.open_epoch(0)
         for group in list(self.groups.values()):
@@ -199,7 +199,7 @@ class Simulation:
             yield running[0].process
         self._monitor.ended = self._monitor.ended or "max_epochs"
 
-    def _go_through(self, progress: Progress | None) -> None:
+    def _run_events(self, progress: Progress | None) -> None:
         monitor, engine, shown = self._monitor, self._engine, 0.0
         while not monitor.ended:
             due = engine.next_time
@@ -225,7 +225,7 @@ class Simulation:
         if is_away := self.server.away_until is not None:
             self._remove(group)
             self._barrier.leave(group.process)
-            yield from self.server.wait_while_away()  # it notices the death only then
+            yield from self.server.wait_until_restarted()  # it notices the death only then
         self._network.deliver(self.server.tick())
         rank = group.ranks[topology.members(home).index(failure.rank)]
         out = self.server.lose(rank, reason)
@@ -238,15 +238,15 @@ class Simulation:
         self._barrier.leave(group.process)
         if failure.until is not None:
             yield max(failure.until, self._engine.now)
-            yield from self.server.wait_while_away()
-            self._come_back(home, group)
+            yield from self.server.wait_until_restarted()
+            self._restart_group(home, group)
 
     def _remove(self, group: SimulatedGroup) -> None:
         group.stop()
         del self.groups[group.number]
         self._gradients.drop(group.number)
 
-    def _come_back(self, home: int, dead: SimulatedGroup) -> None:
+    def _restart_group(self, home: int, dead: SimulatedGroup) -> None:
         """Form a new group of the devices of a dead one, which joins the others."""
         joined, ranks, out = self.server.join(len(dead.ranks), str(home))
         epoch = joined.plan.epoch if joined.plan is not None else 0
@@ -263,10 +263,10 @@ class Simulation:
         self._monitor.go_back(are_lost=self._formation.method.steps_at == "server")
         for group in list(self.groups.values()):
             group.go_back()
-            group.lose_answer()
+            group.drop_answer()
         self._saved()  # the new server starts with a save
         yield restart.until
-        self.server.come_back(rank for group in self.groups.values() for rank in group.ranks)
+        self.server.restart(rank for group in self.groups.values() for rank in group.ranks)
         self._network.deliver(self.server.tick())
         self._engine.start(self._ask_again())
 

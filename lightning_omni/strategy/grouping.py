@@ -146,17 +146,6 @@ class GroupedStrategy(_Base):
     def attach_optimizers(self) -> None:
         self.proxies.attach(self.world, self.pl_module, self.real_optimizers, self.merged, self._trainer)
 
-    def merge(self, name: str) -> None:
-        """Keep a submodule at the server once several groups are formed, or none if ``name`` is empty.
-
-        All ranks call it while they are one group.
-        """
-        world, clocks = self.world, [part.replica.clock for part in self.world.parts]
-        self.merged = Merged(name or None)
-        self.attach_optimizers()
-        for part, clock in zip(world.parts, clocks, strict=False):  # heads are last in both lists
-            part.replica.clock = clock if part.head is None else 0
-
     def wrap_for_group(self) -> None:
         """Wrap the module into a new DDP over the compute group. A group of one rank or a sharded module needs none."""
         self.model = self.pl_module

@@ -2,7 +2,7 @@
 
 A transport provides for a rank its control connection (`Control`), its data connection (`Data`) and a leader's
 connections to other leaders (`Peers`), and for the server the driver of its state machine (`Served`). The transport of
-a run is one value, a `Transport`. The default is ZeroMQ; `in_memory` connects both sides within one process.
+a run is one value, a `Transport`. The default is ZeroMQ.
 
 Rule 1: messages on a control connection arrive in order, and so do messages on a data connection.
 Rule 2: a request has one answer. A refusal is raised as `Refused`, and the end of the run as the error that caused it.
@@ -32,7 +32,7 @@ from lightning_omni.errors import (
     ProtocolError,
     RankLost,
     Refused,
-    tells_of_failure,
+    is_failure_reason,
 )
 from lightning_omni.group.sharded_inbox import Arrivals
 from lightning_omni.methods import Inbox
@@ -299,7 +299,7 @@ class Control(ABC):
         elif self.rank in message.lost:
             kind = RankLost if message.barred else Evicted
             self.end(kind(f"rank {self.rank}'s group is out of the run: {message.reason}"))
-        elif message.barred and tells_of_failure(message.reason):
+        elif message.barred and is_failure_reason(message.reason):
             self.failures += (message.reason,)
         return False
 

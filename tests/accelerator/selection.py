@@ -54,7 +54,6 @@ FILES_LEFT_OUT = {
     "signals": ALIKE,
     "start_methods": "ranks that are forked or spawned by other launchers do not load the devices",
     "three_hosts": "its network namespaces need root, and its ranks do what those of `joining` do",
-    "tuned_merged": ALIKE,
     "tuned_servers": ALIKE,
     "validated": "the script evaluates weights of two ranks on the CPU",
     "watch": NO_DEVICE,

@@ -26,9 +26,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from lightning_omni.tuning.callback.first_batches.timing import DECISION_STEPS
+from lightning_omni.tuning.callback.online_tuner import DECISION_STEPS
 from lightning_omni.tuning.model.forecast import Forecast, Scaling, Setting, TrainedBatches
-from lightning_omni.tuning.model.measured import Measured
+from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.search import Observation, Search, SearchSpec, Space
 from lightning_omni.tuning.search import constants as c
 from lightning_omni.tuning.search.choice import verdict
@@ -150,7 +150,7 @@ class Cluster:
             search = self._search([*known, self._measured(factors[:, timed], samples)])
             is_early = number == 0
             is_clear, choice = bool(verdict(search, is_early=is_early)), search.choice(asks=not is_early).setting
-            is_known = bool(verdict(search, is_early=is_early, is_hurried=True))
+            is_known = bool(verdict(search, is_early=is_early, can_wait=True))
             splits = is_early and is_clear
             found.append(Look(trained + steps, is_clear, is_known, splits, self._truth.log_seconds(choice)))
             if splits:
@@ -193,7 +193,7 @@ def main() -> None:
         table = Table(title=f"{ranks} ranks: times as fast as one group (worst run)")
         table.add_column("steps of the run", justify="right")
         for part in PARTS:
-            table.add_column(f"{part:.0%} first" + (" *" if part == c.UNHURRIED else ""), justify="right")
+            table.add_column(f"{part:.0%} first" + (" *" if part == c.WAITING_SHARE else ""), justify="right")
         for length in LENGTHS:
             gains = [[gain(*run, length, part) for run in runs] for part in PARTS]
             cells = (f"{math.exp(statistics.fmean(each)):.3f} ({math.exp(min(each)):.2f})" for each in gains)

@@ -23,7 +23,7 @@ from tasks import EVERY, JUDGING, TASKS, Run, Task, at_evaluation, crossing
 from lightning_omni.methods import AsyncSGD
 from lightning_omni.simulator import Cluster, Jitter, simulate
 from lightning_omni.topology import Topology
-from lightning_omni.tuning.callback.joined import suited_to
+from lightning_omni.tuning.callback.tuned_fit import follow_groups
 from lightning_omni.tuning.model.forecast import Scaling, Setting
 from lightning_omni.tuning.search import Space
 
@@ -81,7 +81,7 @@ def speed_ups(fleet: Fleet, alone: float) -> tuple[float, float]:
     """
     task = fleet.task
     own = Setting(groups=1, momentum=task.momentum, lr=task.own_lr)
-    tuned = suited_to(own, fleet.groups, AsyncSGD(), Scaling(task.is_adaptive), Space(groups=(1,)))
+    tuned = follow_groups(own, fleet.groups, AsyncSGD(), Scaling(task.is_adaptive), Space(groups=(1,)))
     most = PATIENCE * fleet.groups * alone
     as_set, followed = (fleet.batches(each.momentum, each.lr, most) for each in (own, tuned))
     return fleet.groups * alone / as_set, fleet.groups * alone / followed

@@ -41,14 +41,14 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import method_named, with_period
 from lightning_omni.simulator import Cluster
 from lightning_omni.topology import Topology
-from lightning_omni.tuning.callback.first_batches.timing import DECISION_STEPS
+from lightning_omni.tuning.callback.online_tuner import DECISION_STEPS
 from lightning_omni.tuning.model.forecast import Scaling, Setting, TrainedBatches
-from lightning_omni.tuning.model.measured import Measured
+from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.search import Observation, Search, SearchSpec, Space
 from lightning_omni.tuning.search.choice import verdict
 from lightning_omni.tuning.search.evidence import Evidence
-from lightning_omni.tuning.search.experience import Experience
-from lightning_omni.tuning.search.space import ALL_REDUCES, METHODS, WIRES, wire_given
+from lightning_omni.tuning.search.prior import PriorTheory
+from lightning_omni.tuning.search.space import ALL_REDUCES, METHODS, WIRES, wire_argument
 from lightning_omni.wire.formats import wire_of
 
 LONGEST = 6.0
@@ -112,7 +112,7 @@ class Judged:
             lr=setting.lr,
             most=most,
             seed=self.seed,
-            wire=wire_given(setting.wire),
+            wire=wire_argument(setting.wire),
             overlap=setting.overlap,
             all_reduce=setting.all_reduce,
             rebalance="auto" if setting.rebalance else "off",
@@ -142,7 +142,7 @@ class Judged:
             losses = tuple(trace.rows["loss"].tolist())
             search = Search(spec, Observation(TrainedBatches(self.own, samples, losses), measured))
             is_early = batches == DECISION_STEPS[0]
-            if verdict(search, is_early=is_early, is_hurried=spec.is_hurried(batches)):
+            if verdict(search, is_early=is_early, can_wait=spec.can_wait(batches)):
                 break
         setting = search.choice(asks=not is_early).setting
         return Decided(setting, search.prediction(setting).topology, batches, trace.seconds, search)
@@ -159,7 +159,7 @@ class Judged:
 
     def alternatives(self, evidence: Evidence) -> Iterator[Setting]:
         """Ways of exchanging, each in steps of three sizes."""
-        assert isinstance(evidence.theory, Experience)
+        assert isinstance(evidence.theory, PriorTheory)
         for rebalance in (False, True):
             for format_ in ("fp32", *ALL_REDUCES):
                 yield replace(self.own, all_reduce=format_, rebalance=rebalance)
@@ -217,7 +217,7 @@ def fastest_wire(evidence: Evidence, setting: Setting) -> str:
 
 def _can_travel(method: str, wire: str) -> bool:
     try:
-        wire_of(wire_given(wire)).check(method_named(method))
+        wire_of(wire_argument(wire)).check(method_named(method))
     except ConfigurationError:
         return False
     return True

@@ -44,7 +44,7 @@ from lightning_omni.methods import method_named, with_period
 from lightning_omni.tuning.model.forecast import Setting
 from lightning_omni.tuning.model.profile import Prediction
 from lightning_omni.tuning.search import Search
-from lightning_omni.tuning.search.space import METHODS, wire_given
+from lightning_omni.tuning.search.space import METHODS, wire_argument
 
 RANKS = 4
 FIRST = 56
@@ -130,7 +130,7 @@ def train(told: dict[str, Any]) -> dict[str, Any]:
     options: dict[str, Any] = {"encryption": "off", "heartbeat_timeout": 30, "servers": told["servers"]}
     if setting is not None:
         method = with_period(method_named(setting["method"]), setting.get("period", 1))
-        wires = {"wire": wire_given(setting["wire"]), "all_reduce": setting["all_reduce"]}
+        wires = {"wire": wire_argument(setting["wire"]), "all_reduce": setting["all_reduce"]}
         options |= wires | {"groups": setting["groups"], "method": method}
     tuner = omni.OmniTuner(monitor="none") if setting is None else None
     trainer = pl.Trainer(

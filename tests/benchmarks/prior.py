@@ -63,8 +63,7 @@ from torch import nn
 from lightning_omni.methods import Method, method_named, with_period
 from lightning_omni.simulator import Cluster
 from lightning_omni.tuning.model.forecast import Scaling, Setting, Theory
-from lightning_omni.tuning.search.experience import Experience
-from lightning_omni.tuning.search.prior import STREAMING, Prior, PriorRow, Steepness
+from lightning_omni.tuning.search.prior import STREAMING, Prior, PriorRow, PriorTheory, Steepness
 from lightning_omni.tuning.search.space import ALL_REDUCES, METHODS
 from lightning_omni.wire.all_reduce import PowerSGD, all_reduce_of
 
@@ -564,7 +563,7 @@ def beside_one_group(
         scatter: of the groups' step times, with which that is looked up.
     """
     own, period = Setting(1, task.momentum, task.own_lr), method.push_period * method.fragments
-    theory = Experience(own, Scaling(task.is_adaptive), prior=Prior.load(), scatter=scatter)
+    theory = PriorTheory(own, Scaling(task.is_adaptive), prior=Prior.load(), scatter=scatter)
     suggested = theory.suggested(replace(own, groups=groups, period=period, method=like))
     most = LONGEST * task.updates
     found = task.train(cluster, method, groups, momentum=suggested.momentum, lr=suggested.lr, most=most)

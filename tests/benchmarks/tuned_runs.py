@@ -55,15 +55,15 @@ from torch import nn
 from lightning_omni.methods import method_named, with_period
 from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace
-from lightning_omni.tuning.callback.first_batches.timing import DECISION_STEPS
-from lightning_omni.tuning.callback.guards.throughput import Speed
+from lightning_omni.tuning.callback.guards.speed import Speed
+from lightning_omni.tuning.callback.online_tuner import DECISION_STEPS
 from lightning_omni.tuning.model.forecast import Setting, TrainedBatches
-from lightning_omni.tuning.model.measured import Measured
+from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.search import Observation, Search, TrainedSegment
 from lightning_omni.tuning.search.choice import best_by_forecast, verdict
 from lightning_omni.tuning.search.evidence import mean_error
 from lightning_omni.tuning.search.prior import Prior
-from lightning_omni.tuning.search.space import wire_given
+from lightning_omni.tuning.search.space import wire_argument
 
 DEVIATIONS = statistics.NormalDist().inv_cdf(0.9)
 """Between the mean and either end of an interval of 80 %."""
@@ -213,7 +213,7 @@ class TunedRun:
             target=("smooth_loss", task.target) if to_target else None,
             most=most,
             seed=judged.seed + 1009 * since.changes,
-            wire=wire_given(setting.wire),
+            wire=wire_argument(setting.wire),
             overlap=setting.overlap,
             all_reduce=setting.all_reduce,
             rebalance="auto" if setting.rebalance else "off",
@@ -224,7 +224,7 @@ class TunedRun:
         return Stretch(trace, run.moment(trace), reached)
 
     def decide(self, since: Moment, segments: Sequence[TrainedSegment]) -> Decided:
-        """Times one group from a moment on, as `tuner.by_first_batches` does, and chooses."""
+        """Times one group from a moment on, as `tuner.online` does, and chooses."""
         judged, own = self.judged, self.judged.own
         spec = replace(judged.spec, switch=self.options.switch)
         setting, known, moments = own, list[Measured](), DECISION_STEPS
@@ -235,8 +235,8 @@ class TunedRun:
                 batches = TrainedBatches(own, ends, tuple(found.trace.rows["loss"].tolist()))
                 search = Search(spec, Observation(batches, Measured.of(found.trace)), known, segments)
                 is_early, is_last = steps == DECISION_STEPS[0], steps == moments[-1]
-                hurried, may_stay = spec.is_hurried(steps), not segments
-                if is_last or verdict(search, is_early=is_early, may_stay=may_stay, is_hurried=hurried):
+                hurried, may_stay = spec.can_wait(steps), not segments
+                if is_last or verdict(search, is_early=is_early, may_stay=may_stay, can_wait=hurried):
                     break
             chosen = search.choice(asks=self.options.asks and not is_early).setting
             if known and chosen in (setting, own):
@@ -295,7 +295,7 @@ class TunedRun:
         if speed.log_most() - theory(setting) >= one_at_least - theory(one):
             return None
         variance = speed.error**2 + mean_error(search.measured) ** 2
-        return TrainedSegment(setting, math.log(search.modelled(setting) / speed.rate), variance, speed.rate)
+        return TrainedSegment(setting, math.log(search.modelled_throughput(setting) / speed.rate), variance, speed.rate)
 
 
 def speed_in(trace: Trace, epoch: float) -> Speed | None:

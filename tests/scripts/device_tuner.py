@@ -10,9 +10,9 @@ from common import OPTIONS, InTime, omni, pl, report, trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_omni.tuning.device import DeviceSetting, timing
+from lightning_omni.tuning.device import DeviceSetting, comparison
 
-timing.BLOCK_SECONDS = 0.01  # the test does not depend on which way is the faster one
+comparison.BLOCK_SECONDS = 0.01  # the test does not depend on which way is the faster one
 RANK = int(os.environ.get("LOCAL_RANK", 0))
 
 
@@ -22,13 +22,12 @@ class ConvNet(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
-        self.seen: list[tuple[int, bool, bool, bool]] = []
+        self.seen: list[tuple[int, bool, bool]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         weight = self.net[0].weight
         last = bool(weight.is_contiguous(memory_format=torch.channels_last))
-        fused = bool(self.trainer.optimizers[0].param_groups[0].get("fused"))
-        self.seen.append((torch.get_num_threads(), last, fused, torch.is_autocast_enabled("cpu")))
+        self.seen.append((torch.get_num_threads(), last, torch.is_autocast_enabled("cpu")))
         loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
         self.log("train_loss", loss, sync_dist=True)
         return loss
@@ -54,7 +53,7 @@ def main() -> None:
         if fit.get("setting") is not None:
             tuner = omni.DeviceTuner(setting=DeviceSetting.from_dict(fit["setting"]))
         elif "budget" in fit:
-            tuner = omni.DeviceTuner(budget=fit["budget"], allow=("precision",))
+            tuner = omni.DeviceTuner(budget=fit["budget"], bf16="apply")
         module = ConvNet()
         before = torch.get_num_threads()
         run = trainer(

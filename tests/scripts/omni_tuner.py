@@ -21,14 +21,14 @@ from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, T
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.transport.zeromq.keys import ENVIRONMENT
-from lightning_omni.tuning.callback.background import at_once, beside
-from lightning_omni.tuning.callback.first_batches import decision as by_first_batches
-from lightning_omni.tuning.callback.first_batches.microbenchmarks import Microbenchmarks
+from lightning_omni.tuning.callback import online_tuner
+from lightning_omni.tuning.callback.background import run_in_background, run_inline
+from lightning_omni.tuning.callback.microbenchmarks import Microbenchmarks
 from lightning_omni.tuning.search import Dimension, constants
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))
 NODE = int(os.environ.get("NODE_RANK", 0))
-BESIDE = beside
+IN_BACKGROUND = run_in_background
 REDUCE_PER_BYTE = Microbenchmarks.reduce_per_byte
 
 
@@ -89,7 +89,7 @@ class Sent(Dimension):
 def is_deciding(trainer: Any) -> bool:
     """Whether rank 0 finds out, beside the batch that begins, what is to be done."""
     fits = [each._fit for each in trainer.callbacks if isinstance(each, omni.OmniTuner) and each._fit is not None]
-    return any(each.by_first_batches._decision is not None for each in fits)
+    return any(each.online._decision is not None for each in fits)
 
 
 class Classifier(pl.LightningModule):
@@ -294,7 +294,9 @@ def main() -> None:
         if "again" not in fit:
             tuner = omni.OmniTuner(**fit["tuner"]) if "tuner" in fit else None
         time.perf_counter = EmulatedClock() if "emulated" in fit else EmulatedClock.real  # type: ignore[assignment]
-        by_first_batches.beside = BESIDE if "beside" in fit else at_once  # which takes as many steps as it likes
+        online_tuner.run_in_background = (
+            IN_BACKGROUND if "beside" in fit else run_inline
+        )  # which takes as many steps as it likes
         meets = [Meets()] if "emulated" in fit else []
         callbacks = [*meets, tuner, state] if tuner else [state]
         options = {"max_epochs": 4, **fit.get("trainer", {})}
@@ -343,14 +345,11 @@ def main() -> None:
                 "refused": refused,
                 "in_training": tuner.state_dict()["after"] if tuner else [],
                 "considered": [
-                    each.setting.to_dict()
-                    for search in (tuner.searches if tuner else [])
-                    for each in search.phase.considered
+                    each.setting.to_dict() for search in (tuner.searches if tuner else []) for each in search.considered
                 ],
                 "segments of the tuner": [each["setting"] for each in tuner.state_dict()["segments"]] if tuner else [],
                 "updates": strategy.report().updates,
                 "sent": getattr(strategy.world.core.wire_format, "fraction", 1.0),
-                "merged": strategy.merged.name,
                 "head_time": strategy.report().head_time,
                 "hooks": sum(len(each._forward_hooks) for each in module.modules()),
                 "world": [len(strategy.world.topology.alive), type(strategy.world.method).__name__],

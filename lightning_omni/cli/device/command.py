@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_omni.cli.console import print_line, progress_bar, show
-from lightning_omni.cli.outputs import check_file, check_picture
+from lightning_omni.cli.outputs import check_file
 from lightning_omni.cli.units import Quantity, check_above_zero, time_of
 from lightning_omni.errors import ConfigurationError
 
@@ -18,14 +18,12 @@ def device(
     input: list[int] | None = None,
     classes: int | None = None,
     batch_size: int | None = None,
-    allow: str = "",
-    propose: str = "precision,batch_size,workers",
+    bf16: str = "propose",
     budget: Quantity = 120.0,
     tolerance: float = 0.02,
     json: Path | None = None,
-    picture: Path | None = None,
 ) -> int:
-    """Find this machine's fastest settings for a model: threads, memory, optimizer, compilation, precision, batch.
+    """Find this machine's fastest settings for a model: memory, compilation, precision.
 
     Args:
         model: The LightningModule, as file.py:Class or package.module:Class.
@@ -35,23 +33,18 @@ def device(
         input: Shape of one sample of random data, as in "[3, 32, 32]".
         classes: Number of labels of random data. Without it a batch has inputs only.
         batch_size: Samples in a batch of random data, 64 by default. Real data has its own batch size.
-        allow: Properties that may be changed although they affect the statistics of training: precision, batch_size,
-            workers, separated by commas.
-        propose: Which of these are at least measured and reported, separated by commas.
+        bf16: What to do with bfloat16: apply, if it is faster and the losses agree; propose, or skip.
         budget: Time for all measurements, as in 2min, or in seconds.
         tolerance: Largest distance between the loss curves of two precisions, as a fraction of the losses.
         json: File for the report, in JSON.
-        picture: File for a picture of the report (.png, .svg or .pdf).
     """
     if json is not None:
         check_file("--json", json)
-    if picture is not None:
-        check_picture("--picture", picture)
     check_above_zero({"batch_size": batch_size, "classes": classes})
     seconds = time_of("--budget", budget)
     from lightning_omni.cli.device import subject  # here, so that --help does not wait for torch
 
-    allowed, proposed = subject.names_of("allow", allow), subject.names_of("propose", propose)
+    choice = subject.bf16_of(bf16)
     module = subject.made_from(model, "model", arguments or {})
     if not hasattr(module, "training_step"):
         raise ConfigurationError(f"model {model!r} is no LightningModule: it has no training_step; name one that has")
@@ -61,16 +54,15 @@ def device(
             module,
             given,
             batches,
-            allow=allowed,
-            propose=proposed,
+            bf16=choice,
             budget=seconds,
             tolerance=tolerance,
             progress=progress,
         )
     try:
-        show(report.table(), report.tall_table())
+        show(report.table())
         for line in subject.lines_of(report).splitlines():
             print_line(line)
     finally:  # a full disk or a closed standard output must not lose the measurements
-        subject.write(report, json, picture)
+        subject.write(report, json)
     return 0

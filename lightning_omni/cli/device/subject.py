@@ -9,16 +9,16 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 import torch
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.simulator import workload
-from lightning_omni.tuning.callback import tuner_module
 from lightning_omni.tuning.device import DeviceReport
 from lightning_omni.tuning.device.setting import DeviceSetting
-from lightning_omni.tuning.device.tune import ALLOWABLE
+from lightning_omni.tuning.device.tune import Bf16
+from lightning_omni.tuning.trainer import tuner_module
 
 _SYNTHETIC_BATCHES = 4
 
@@ -96,30 +96,25 @@ def _is_lightnings(kind: type) -> bool:
     return kind.__module__.split(".")[0] in ("lightning", "pytorch_lightning")
 
 
-def names_of(option: str, text: str) -> tuple[str, ...]:
-    """Return the names in an option's text, which commas or spaces separate.
+def bf16_of(text: str) -> Bf16:
+    """Return the choice that ``--bf16`` names.
 
     Raises:
-        ConfigurationError: a name is not one of `ALLOWABLE`.
+        ConfigurationError: it names none.
     """
-    names = tuple(text.replace(",", " ").split())
-    for name in names:
-        if name not in ALLOWABLE:
-            raise ConfigurationError(f"--{option} {name}: pass some of {', '.join(ALLOWABLE)}")
-    return names
+    if text not in get_args(Bf16):
+        raise ConfigurationError(f"--bf16 {text}: pass one of {', '.join(get_args(Bf16))}")
+    return cast("Bf16", text)
 
 
-def write(report: DeviceReport, path: Path | None, picture: Path | None) -> None:
-    """Write the report as JSON, and a picture of it."""
-    if path is not None:
-        try:
-            path.write_text(json.dumps(report.to_dict(), indent=1))
-        except OSError as error:
-            raise ConfigurationError(
-                f"--json: {str(path)!r}: {error.strerror}; pass a file that can be written"
-            ) from error
-    if picture is not None:
-        report.plot(picture)
+def write(report: DeviceReport, path: Path | None) -> None:
+    """Write the report as JSON."""
+    if path is None:
+        return
+    try:
+        path.write_text(json.dumps(report.to_dict(), indent=1))
+    except OSError as error:
+        raise ConfigurationError(f"--json: {str(path)!r}: {error.strerror}; pass a file that can be written") from error
 
 
 @contextmanager
@@ -136,18 +131,13 @@ def _quiet() -> Iterator[None]:
 def lines_of(report: DeviceReport) -> str:
     """Return the lines to paste into a script."""
     setting = report.setting
-    names = ("threads", "keep_memory", "cudnn_benchmark", "channels_last", "fused", "compiled")
+    names = ("keep_memory", "channels_last", "compiled")
     values = {name: getattr(setting, name) for name in names}
     changed = ", ".join(f"{name}={value!r}" for name, value in values.items() if value != getattr(DeviceSetting, name))
-    trainer = [f'precision="{setting.precision}"'] if setting.precision == "bf16-mixed" else []
-    trainer += [f"devices={setting.workers}"] if setting.workers > 1 else []
+    trainer = ['precision="bf16-mixed"'] if setting.bf16 else []
     trainer += [f"callbacks=[DeviceTuner(setting=DeviceSetting({changed}))]"] if changed else []
     text = []
     if changed:
         text += ["from lightning_omni import DeviceTuner", "from lightning_omni.tuning.device import DeviceSetting", ""]
-    if setting.precision == "tf32":
-        text += ['torch.set_float32_matmul_precision("high")']
     text += [f"trainer = Trainer({', '.join(trainer)})" + ("" if trainer else f"  # {report.of_none}")]
-    if setting.batch_size is not None:
-        text += [f"# and batch_size={setting.batch_size} in your DataLoader"]
     return "\n".join(text)

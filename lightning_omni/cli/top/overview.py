@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-from lightning_omni.tuning.model.steps.parts import parts_of_step, straggler_sentence
+from lightning_omni.tuning.model.steps import parts_of_step, straggler_sentence
 from lightning_omni.wire.sanitize import quoted
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from lightning_omni.runtime.data.loader import Leases
 from lightning_omni.runtime.timing import Clock, HostClock, clock_of, wait_for
 from lightning_omni.runtime.world import World
 from lightning_omni.tuning.model import constants as c
-from lightning_omni.tuning.model.steps.batch_split import Balancer, Throughput
+from lightning_omni.tuning.model.steps import Balancer, Throughput
 
 FIRST = 1 + c.SPLIT_WARM_UP + c.SPLIT_FEWEST
 """Batches before the members of a group exchange speeds for the first time (an epoch's first batch is not measured)."""

@@ -22,7 +22,7 @@ from lightning_omni.strategy.saving import SavingStrategy
 from lightning_omni.strategy.signals import Signals
 from lightning_omni.strategy.waiting import whereabouts
 from lightning_omni.topology import Topology
-from lightning_omni.tuning.model.steps.parts import straggler_sentence
+from lightning_omni.tuning.model.steps import straggler_sentence
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer

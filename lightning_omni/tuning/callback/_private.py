@@ -8,15 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pytorch_lightning import LightningModule, Trainer
+    from pytorch_lightning import Trainer
 
 
-def is_compiled(module: LightningModule) -> bool:
-    """Return whether a LightningModule was compiled by torch.compile before the Trainer received it."""
-    return getattr(module, "_compiler_ctx", None) is not None
-
-
-def skip_the_rest(trainer: Trainer) -> None:
+def end_epoch(trainer: Trainer) -> None:
     """End the epoch, from ``on_train_batch_start``, as if the module's hook had returned -1."""
     trainer.fit_loop.epoch_loop.batch_progress.increment_processed()
     raise StopIteration

@@ -15,7 +15,7 @@ SWITCH_INTERVAL = 1e-4
 lock and waits this long for it: with Python's default of 5 ms, a batch would take as long as the computation."""
 
 
-def beside(find: Callable[[], Found]) -> Future[Found]:
+def run_in_background(find: Callable[[], Found]) -> Future[Found]:
     """Run a function in a thread of its own.
 
     Args:
@@ -25,17 +25,17 @@ def beside(find: Callable[[], Found]) -> Future[Found]:
         The future of its result or error.
     """
 
-    def find_beside() -> Found:
+    def find_in_background() -> Found:
         with frequent_switches:
             return find()
 
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="omni-tuner")
-    found = thread.submit(find_beside)
+    found = thread.submit(find_in_background)
     thread.shutdown(wait=False)
     return found
 
 
-def at_once(find: Callable[[], Found]) -> Future[Found]:
+def run_inline(find: Callable[[], Found]) -> Future[Found]:
     """Run a fast function in the calling thread, and return its finished future."""
     found: Future[Found] = Future()
     try:
@@ -69,4 +69,4 @@ frequent_switches = _FrequentSwitches()
 """The context of a thread that computes beside training."""
 
 
-__all__ = ["at_once", "beside", "frequent_switches"]
+__all__ = ["frequent_switches", "run_in_background", "run_inline"]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from lightning_omni.strategy import follow
-from lightning_omni.tuning.callback.device import DeviceTunerHooks
-from lightning_omni.tuning.callback.omni import OmniTunerHooks
+from lightning_omni.tuning.callback.hooks import OmniTunerHooks
+from lightning_omni.tuning.device.device_tuner import DeviceTunerHooks
 
 
 class DeviceTuner(DeviceTunerHooks):  # noqa: D101

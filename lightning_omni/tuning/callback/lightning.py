@@ -13,8 +13,8 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_omni.tuning.callback import either
-from lightning_omni.tuning.callback.device import DeviceProbeHooks, DeviceTunerHooks
-from lightning_omni.tuning.callback.omni import OmniTunerHooks
+from lightning_omni.tuning.callback.hooks import OmniTunerHooks
+from lightning_omni.tuning.device.device_tuner import DeviceProbeHooks, DeviceTunerHooks
 
 
 class Names:

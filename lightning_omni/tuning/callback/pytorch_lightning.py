@@ -10,8 +10,8 @@ from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
 from pytorch_lightning.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 
 from lightning_omni.tuning.callback import either
-from lightning_omni.tuning.callback.device import DeviceProbeHooks, DeviceTunerHooks
-from lightning_omni.tuning.callback.omni import OmniTunerHooks
+from lightning_omni.tuning.callback.hooks import OmniTunerHooks
+from lightning_omni.tuning.device.device_tuner import DeviceProbeHooks, DeviceTunerHooks
 
 
 class Names:

@@ -6,9 +6,7 @@ A metric that is logged in the sanity check is accepted; otherwise the first val
 from __future__ import annotations
 
 import difflib
-import inspect
 from collections.abc import Iterable
-from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from lightning_omni.errors import ConfigurationError
@@ -22,8 +20,6 @@ MONITORED = "val_loss"
 """The default metric."""
 _LATE = "on_train_epoch_end"
 """The hook whose metrics are missing until the second validation."""
-
-_STEPS = ("training_step", "validation_step")
 
 
 class MonitoredMetric:
@@ -84,7 +80,7 @@ class MonitoredMetric:
 def _may_log_late(trainer: Trainer, module: LightningModule) -> bool:
     """Return whether the hook `_LATE` of the module or a user's callback may log something."""
     owners = (module, *callbacks_of(trainer))
-    return any(not _is_known(_home(each, _LATE)) and _speaks_of_logging(each) for each in owners)
+    return any(not _is_known(_home(each, _LATE)) for each in owners)
 
 
 def _home(owner: Any, hook: str) -> type:
@@ -94,16 +90,3 @@ def _home(owner: Any, hook: str) -> type:
 def _is_known(kind: type) -> bool:
     home = kind.__module__
     return kind is object or any(home.startswith(f"{name}.") for name in (*NAMESPACES, "lightning_omni"))
-
-
-def _speaks_of_logging(owner: Any) -> bool:
-    """Return whether a user's method calls ``log`` or ``log_dict``; the metrics of the steps are recorded already."""
-    kinds = [kind for kind in type(owner).__mro__ if not _is_known(kind)]
-    own = [each for kind in kinds for name, each in vars(kind).items() if name not in _STEPS]
-    methods = [inspect.unwrap(each) for each in own if inspect.isfunction(each)]
-    return any({"log", "log_dict"} & _names_in(each.__code__) for each in methods if inspect.isfunction(each))
-
-
-def _names_in(code: CodeType) -> set[str]:
-    inner = [_names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
-    return set(code.co_names).union(*inner)

@@ -1,4 +1,4 @@
-"""The search for the settings with which a device trains a model fastest, measured on copies, without Lightning."""
+"""The search for the settings with which a device trains a model fastest, measured on copies."""
 
 from lightning_omni.tuning.device.report import DeviceReport, Finding
 from lightning_omni.tuning.device.setting import DeviceSetting

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+import ctypes
+import platform
+import sys
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
-from lightning_omni.checks import check_whole, counted, keep_plain
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods.model.master import held_by
 from lightning_omni.serialization import Serializable
-from lightning_omni.tuning.device.allocator import keep_memory
-
-FUSABLE = (SGD, Adam, AdamW, Adagrad)
-"""Optimizers for which torch has fused kernels."""
-
-PRECISIONS = ("32-true", "tf32", "bf16-mixed")
-"""The parameters' own precision; TF32 in matrix products (CUDA); products and convolutions in bfloat16 (autocast)."""
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -31,64 +27,35 @@ class DeviceSetting(Serializable):
     """A way to use a device for training. The defaults change nothing.
 
     Args:
-        threads: torch's threads for one operation; None for their present number.
         keep_memory: whether to keep freed memory for the next tensors (CPU, glibc).
-        cudnn_benchmark: whether cuDNN measures its convolution algorithms (CUDA).
         channels_last: whether channels are the innermost dimension of convolution weights, and thus of activations.
-        fused: whether the optimizer updates each weight in one pass over memory.
         compiled: names of the submodules that `torch.compile` compiles; ``""`` is the whole module.
-        precision: ``"32-true"`` for no change, ``"tf32"``, or ``"bf16-mixed"`` as in Lightning's Trainer.
-        batch_size: samples in a batch; None for that of the given batches.
-        workers: processes that share the machine's cores.
-
-    Raises:
-        ConfigurationError: a value is out of range.
+        bf16: whether to train in ``bf16-mixed``, as in Lightning's Trainer.
 
     Example:
-        >>> DeviceSetting(threads=2, channels_last=True).words
-        '2 threads, channels_last'
+        >>> DeviceSetting(channels_last=True, compiled=("",)).words
+        'channels_last, compiled model'
     """
 
-    threads: int | None = None
     keep_memory: bool = False
-    cudnn_benchmark: bool = False
     channels_last: bool = False
-    fused: bool = False
     compiled: tuple[str, ...] = ()
-    precision: str = "32-true"
-    batch_size: int | None = None
-    workers: int = 1
-
-    def __post_init__(self) -> None:
-        keep_plain(self)
-        if self.precision not in PRECISIONS:
-            raise ConfigurationError(f"precision={self.precision!r}: pass one of {', '.join(map(repr, PRECISIONS))}")
-        for name in ("threads", "batch_size", "workers"):
-            if getattr(self, name) is not None:
-                check_whole(name, getattr(self, name), "1 or more", low=1)
-        object.__setattr__(self, "compiled", tuple(self.compiled))
+    bf16: bool = False
 
     @property
     def words(self) -> str:
         """Describe the differences from the defaults."""
-        parts = [counted(self.threads, "thread")] if self.threads is not None else []
-        parts += ["freed memory kept"] * self.keep_memory + ["cudnn.benchmark"] * self.cudnn_benchmark
-        parts += ["channels_last"] * self.channels_last + ["fused optimizer"] * self.fused
+        parts = ["freed memory kept"] * self.keep_memory + ["channels_last"] * self.channels_last
         if self.compiled:
             parts.append(f"compiled {', '.join(name or 'model' for name in self.compiled)}")
-        parts += [self.precision] * (self.precision != "32-true")
-        parts += [f"batches of {self.batch_size}"] if self.batch_size is not None else []
-        parts += [f"{self.workers} processes"] if self.workers > 1 else []
-        return ", ".join(parts) or "defaults"
+        return ", ".join(parts + ["bf16-mixed"] * self.bf16) or "defaults"
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         """Return the context for the forward pass; as in Lightning, it casts each weight at every use."""
-        if self.precision != "bf16-mixed":
-            return nullcontext()
-        return torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False)
+        return torch.autocast(device.type, torch.bfloat16, cache_enabled=False) if self.bf16 else nullcontext()
 
     def apply(self, model: nn.Module, optimizer: Optimizer | None = None) -> Applied:
-        """Apply everything except autocast, batch size and workers, which belong in the training loop.
+        """Apply everything except autocast, which belongs in the training loop.
 
         Args:
             model: model to change in place: memory format and compiled submodules.
@@ -118,29 +85,15 @@ class Applied(ExitStack):
     undo = ExitStack.close
 
     def to_process(self, setting: DeviceSetting) -> None:
-        """Apply the settings of the whole process: threads, allocator, cuDNN and TF32."""
-        # Each callback is registered before its change, because Ctrl-C may interrupt in between.
-        if setting.threads is not None:
-            self.callback(torch.set_num_threads, torch.get_num_threads())
-            torch.set_num_threads(setting.threads)
+        """Apply the setting of the whole process, that of the allocator."""
         if setting.keep_memory:
-            self.callback(keep_memory, False)
+            self.callback(keep_memory, False)  # registered first, because Ctrl-C may interrupt in between
             keep_memory(True)
-        if setting.cudnn_benchmark:
-            self.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
-            torch.backends.cudnn.benchmark = True
-        if setting.precision == "tf32":
-            self.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-            self.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
-            torch.set_float32_matmul_precision("high")
-            torch.backends.cudnn.allow_tf32 = True
 
     def to_model(self, setting: DeviceSetting, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Apply memory format, fused steps and compiled submodules."""
+        """Apply memory format and compiled submodules."""
         if setting.channels_last:
             self._channels_last(model, optimizer)
-        if setting.fused and optimizer is not None:
-            self._fuse(optimizer)
         for name in setting.compiled:
             try:
                 submodule = model.get_submodule(name)
@@ -155,6 +108,7 @@ class Applied(ExitStack):
     def _channels_last(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         if optimizer is not None:
             self.callback(align_layouts, optimizer)  # runs after the weights are restored
+            self.callback(optimizer.register_step_pre_hook(align_layouts).remove)
         for parameter in model.parameters():
             if (wanted := _FORMATS.get(parameter.dim())) is None or parameter.is_contiguous(memory_format=wanted):
                 continue
@@ -162,19 +116,6 @@ class Applied(ExitStack):
             _reformat(parameter, wanted)
         if optimizer is not None:
             align_layouts(optimizer)
-
-    def _fuse(self, optimizer: Optimizer) -> None:
-        handle = optimizer.register_step_pre_hook(align_layouts)
-        self.callback(handle.remove)
-        for group in optimizer.param_groups:
-            for flag, value in (("fused", True), ("foreach", False)):
-                if flag in group:
-                    self.callback(group.__setitem__, flag, group[flag])
-                    group[flag] = value
-            for parameter in group["params"]:
-                count = optimizer.state.get(parameter, {}).get("step")
-                if isinstance(count, Tensor):  # as fused kernels require
-                    optimizer.state[parameter]["step"] = count.to(parameter.device, torch.float32)
 
 
 def align_layouts(optimizer: Optimizer, *_: Any) -> None:
@@ -187,27 +128,25 @@ def align_layouts(optimizer: Optimizer, *_: Any) -> None:
     for parameter in held_by(optimizer):
         if parameter.dim() not in _FORMATS:
             continue
-        if parameter.grad is not None and _lies_otherwise(parameter.grad, parameter):
+        if parameter.grad is not None and _has_other_strides(parameter.grad, parameter):
             parameter.grad = _laid_out_as(parameter.grad, parameter)
         state = optimizer.state.get(parameter, {})
         for name, value in state.items():
-            if isinstance(value, Tensor) and _lies_otherwise(value, parameter):
+            if _has_other_strides(value, parameter):
                 state[name] = _laid_out_as(value, parameter)
 
 
 def contiguous(tree: Any) -> Any:
     """Return a tree of dicts, lists and tuples with contiguous tensors, so that any program can load them."""
-    if isinstance(tree, Tensor):
-        return tree if tree.layout != torch.strided or tree.is_contiguous() else tree.contiguous()
-    if isinstance(tree, dict):
-        return type(tree)((key, contiguous(value)) for key, value in tree.items())
-    if type(tree) in (list, tuple):
-        return type(tree)(contiguous(value) for value in tree)
-    return tree
+    return tree_map(lambda each: each.contiguous() if _is_strided(each) else each, tree)
 
 
-def _lies_otherwise(tensor: Tensor, parameter: Tensor) -> bool:
-    return tensor.layout == torch.strided and tensor.shape == parameter.shape and tensor.stride() != parameter.stride()
+def _has_other_strides(tensor: Any, parameter: Tensor) -> bool:
+    return _is_strided(tensor) and tensor.shape == parameter.shape and tensor.stride() != parameter.stride()
+
+
+def _is_strided(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided
 
 
 def _laid_out_as(tensor: Tensor, parameter: Tensor) -> Tensor:
@@ -220,9 +159,45 @@ def _reformat(parameter: nn.Parameter, memory_format: torch.memory_format) -> No
         parameter.grad = _laid_out_as(parameter.grad, parameter)
 
 
-@contextmanager
-def used(setting: DeviceSetting) -> Iterator[None]:
-    """Apply a setting to the process for the duration of the context."""
-    with Applied() as applied:
-        applied.to_process(setting)
-        yield
+# --- The C library's allocator ----------------------------------------------------------------------------------------
+
+# These are the constants of <malloc.h>; mallopt(3) explains them.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
+_MOST_MAPPINGS = 65536
+_LARGEST_THRESHOLD = 32 * 2**20
+"""Upper limit of glibc's own growing threshold, in bytes."""
+
+
+@cache
+def _library() -> Any:
+    if not sys.platform.startswith("linux") or platform.libc_ver()[0] != "glibc":
+        return None
+    library = ctypes.CDLL(None)
+    return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None
+
+
+def can_keep_memory() -> bool:
+    """Return whether `keep_memory` has any effect here."""
+    return _library() is not None
+
+
+def keep_memory(keep: bool) -> None:
+    """Set whether the process keeps freed memory for the next tensors, or returns it to the kernel.
+
+    PyTorch allocates CPU tensors with malloc. By default glibc returns freed blocks of 32 MiB and more to the kernel
+    at once, and the next step requests them again, page by page, each page zeroed. The arithmetic does not change.
+
+    glibc's growing threshold cannot be restored, so ``False`` sets its final value in a process that frees large
+    tensors: 32 MiB, and 64 MiB for memory at the heap's end.
+    """
+    library = _library()
+    if library is None:
+        return
+    if keep:
+        library.mallopt(_M_MMAP_MAX, 0)
+        library.mallopt(_M_TRIM_THRESHOLD, -1)
+    else:
+        library.mallopt(_M_MMAP_MAX, _MOST_MAPPINGS)
+        library.mallopt(_M_MMAP_THRESHOLD, _LARGEST_THRESHOLD)
+        library.mallopt(_M_TRIM_THRESHOLD, 2 * _LARGEST_THRESHOLD)
+        library.malloc_trim(0)

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.tuning.device.setting import Applied, DeviceSetting, used
+from lightning_omni.tuning.device.setting import Applied, DeviceSetting
 
 Loss = Callable[[Any, Any], Tensor]
 """Function that returns the loss of a model for a batch."""
@@ -51,9 +52,7 @@ class TrainingSetup:
 
     @property
     def batch_size(self) -> int:
-        size = size_of(self.batches[0])
-        assert size is not None
-        return size
+        return size_of(self.batches[0]) or 0
 
     @property
     def device(self) -> torch.device:
@@ -90,15 +89,14 @@ class Trial:
 
     def __init__(self, setup: TrainingSetup, setting: DeviceSetting, nudge: float = 0.0) -> None:
         self.setup, self.setting, self._nudge = setup, setting, nudge
-        self.samples = setting.batch_size or setup.batch_size
+        self.samples = setup.batch_size
         self.model, self.optimizer = setup.copies()
         self._begins_empty = not self.optimizer.state
         Applied().to_model(setting, self.model, self.optimizer)  # never undone: the copy is discarded
-        same_size = self.samples == setup.batch_size
-        self._batches = list(setup.batches) if same_size else [resized(batch, self.samples) for batch in setup.batches]
 
     def run(self, steps: int) -> float:
-        with used(self.setting):
+        with Applied() as applied:
+            applied.to_process(self.setting)
             self.reset()
             for number in range(1 + steps // 5):
                 self._step(number)
@@ -111,7 +109,8 @@ class Trial:
 
     def losses(self, steps: int, seed: int = 0) -> list[float]:
         """Return the losses of a training from the setup's weights, on its batches cyclically."""
-        with used(self.setting):
+        with Applied() as applied:
+            applied.to_process(self.setting)
             self.reset()
             seed_all(seed)
             return [float(self._step(number).detach()) for number in range(steps)]
@@ -119,7 +118,7 @@ class Trial:
     def reset(self) -> None:
         """Restore the weights of the setup, because trained weights might have another speed."""
         with torch.no_grad():
-            for own, lent in zip(_tensors(self.model), _tensors(self.setup.model), strict=True):
+            for own, lent in zip(*map(_tensors, (self.model, self.setup.model)), strict=True):
                 own.copy_(lent)
             if self._nudge:
                 seed_all(1)
@@ -129,7 +128,7 @@ class Trial:
             self.optimizer.state.clear()
 
     def _step(self, number: int) -> Tensor:
-        batch = self._batches[number % len(self._batches)]
+        batch = self.setup.batches[number % len(self.setup.batches)]
 
         def closure() -> Tensor:
             self.optimizer.zero_grad()
@@ -150,9 +149,8 @@ class Trial:
             )
 
 
-def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
 
 
 # --- Preserved state --------------------------------------------------------------------------------------------------
@@ -170,15 +168,12 @@ def same_rng_state() -> Iterator[None]:
 
 @contextmanager
 def untouched(setup: TrainingSetup) -> Iterator[None]:
-    """Restore the RNG state, the threads, and the gradients of the setup's model on exit."""
-    threads = torch.get_num_threads()
+    """Restore the RNG state and the gradients of the setup's model on exit."""
     gradients = [parameter.grad for parameter in setup.model.parameters()]
     try:
         with same_rng_state():
             yield
     finally:
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
         for parameter, gradient in zip(setup.model.parameters(), gradients, strict=True):
             parameter.grad = gradient
 
@@ -192,8 +187,8 @@ def seed_all(seed: int) -> None:
 
 def synchronize(device: torch.device) -> None:
     """Wait until the device has finished its work."""
-    if device.type not in ("cpu", "meta") and hasattr(getattr(torch, device.type, None), "synchronize"):
-        getattr(torch, device.type).synchronize()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 # --- Batches ----------------------------------------------------------------------------------------------------------
@@ -206,37 +201,4 @@ def size_of(batch: Any) -> int | None:
         >>> size_of({"x": [torch.zeros(5, 2)], "y": torch.zeros(5)})
         5
     """
-    if isinstance(batch, Tensor):
-        return int(batch.shape[0]) if batch.dim() else None
-    if isinstance(batch, dict):
-        batch = list(batch.values())
-    if isinstance(batch, (list, tuple)):
-        return next((size for size in map(size_of, batch) if size is not None), None)
-    return None
-
-
-def resized(batch: Any, size: int) -> Any:
-    """Return a batch with ``size`` samples, by repeating or truncating the given ones.
-
-    Only tensors whose first dimension is the batch's change.
-
-    Example:
-        >>> resized((torch.arange(2), "name"), 5)
-        (tensor([0, 1, 0, 1, 0]), 'name')
-    """
-    old = size_of(batch)
-
-    def change(tree: Any) -> Any:
-        if isinstance(tree, Tensor):
-            if not tree.dim() or tree.shape[0] != old:
-                return tree
-            return tree[torch.arange(size, device=tree.device) % old]
-        if isinstance(tree, dict):
-            return {key: change(value) for key, value in tree.items()}
-        if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-            return type(tree)(*map(change, tree))
-        if isinstance(tree, (list, tuple)):
-            return type(tree)(map(change, tree))
-        return tree
-
-    return change(batch)
+    return next((int(each.shape[0]) for each in tree_leaves(batch) if isinstance(each, Tensor) and each.dim()), None)

@@ -11,7 +11,7 @@ POOLED = 8.0
 COMMON = 1e-3
 """Significance level above which the ranks of a group count as independent, not as slow in the same steps."""
 ALIKE = 0.05
-"""Relative difference of speeds up to which ranks are not sorted by speed."""
+"""Relative difference of speeds that is not worth a change: up to it, ranks are not sorted, and batches not split."""
 NOTICED = 0.1
 """Relative excess over the server's busy time from which another resource counts as the bottleneck of exchanges."""
 SHORTEST_EXCHANGE = 0.05
@@ -47,8 +47,8 @@ RISEN = 4.0
 """Standard errors by which the end of a diverged curve exceeds its start."""
 SPIKE_WINDOW, SPIKE = 7, 10.0
 """Points in the running median of losses, and standard deviations from it beyond which a loss is a spike."""
-LITTLE_SKIPPED, MUCH_SKIPPED = 0.25, 0.5
-"""Fractions of a curve that are skipped at its start where no law fits all of it."""
+MOST_SKIPPED = 0.5
+"""Largest fraction of a curve that is skipped at its start where no law fits all of it; half of that is tried first."""
 CORRELATED, LESS_CORRELATED = 2.0, 1.5
 """Autocorrelation time, in points, above which skipping is tried, and the factor by which skipping must reduce it."""
 SHORTEST_DECAY, LONGEST_DECAY = 0.00001, 30.0
@@ -80,7 +80,7 @@ SPLIT_WARM_UP = 5
 """Number of first batches to skip, in which memory is allocated, kernels are selected and caches are filled."""
 SPLIT_WINDOW, SPLIT_FEWEST = 20, 3
 """Largest and smallest number of batches in the median of a rank's speed."""
-SPLIT_GAIN, SPLIT_AT_ONCE = 0.05, 0.25
-"""Relative gain in a group's speed that changes a split when seen twice, and the gain that changes it at once."""
+SPLIT_AT_ONCE = 0.25
+"""Relative gain in a group's speed that changes a split at once; a gain above `ALIKE` does when it is seen twice."""
 STRAGGLER, STRAGGLER_SECONDS = 1.5, 0.005
 """Ratio to the compute time of the rest of its group, and excess in seconds, above which a rank is a straggler."""

@@ -1,20 +1,323 @@
-"""The fitted or known costs from which `Profile` predicts, with resampled draws for the intervals."""
+"""The fitted or known costs from which `Profile` predicts, with resampled draws for the intervals.
+
+They depend on the placement of ranks, since messages within a node or site cross no slow link, and on the pattern of
+exchanges: how often groups exchange, how many bytes, and who waits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+import math
+from bisect import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar, cast
 
+import msgspec
 import numpy as np
 
+from lightning_omni.checks import check_number, check_whole, keep_plain
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.tuning.model.cluster_change import ClusterChange
-from lightning_omni.tuning.model.costs import Costs
-from lightning_omni.tuning.model.exchanging import ExchangePattern
-from lightning_omni.tuning.model.placement import Placement
+from lightning_omni.methods import Method, method_named
+from lightning_omni.methods.overlap import check_overlap
+from lightning_omni.serialization import Serializable
+from lightning_omni.tuning.model.measurements import Measured
+from lightning_omni.wire.formats import Wire, wire_of
+from lightning_omni.wire.formats.base import WireFormat
+from lightning_omni.wire.layout import Layout, TensorSpec
 
 Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The nodes of the ranks. It is empty if each rank is on a node of its own, and the server on none of these.
+
+    Args:
+        of: node or site of each rank: see `sites_of`.
+        server: node of all servers; None if they are on none of these nodes, on each of them, or unknown.
+        per_byte: seconds of each byte between two ranks on one node; None if unknown.
+        round_trip: seconds until a nearly empty message is answered there.
+
+    Example:
+        >>> placement = Placement({0: 0, 1: 0, 2: 1, 3: 1}, server=0)
+        >>> placement.are_together([2, 3]), placement.are_together([1, 2]), placement.are_here([(0, 2), (1, 3), (2, 0)])
+        (True, False, [True, True, False])
+    """
+
+    of: Mapping[int, int] = field(default_factory=dict)
+    server: int | None = None
+    per_byte: float | None = None
+    round_trip: float = 0.0
+
+    @classmethod
+    def measured(cls, measured: Sequence[Measured]) -> Placement:
+        """Return the placement in the last segment that has nodes, with the least measured costs within nodes."""
+        known = [each for each in measured if each.nodes]
+        if not known:
+            return cls()
+        of = dict(zip(known[-1].ranks, known[-1].nodes, strict=True))
+        timed = [each for each in known if each.node_per_byte]
+        per_byte = min((each.node_per_byte for each in timed), default=None)
+        round_trip = min((each.node_round_trip for each in timed), default=0.0)
+        server = None if known[-1].per_node else known[-1].server_node
+        return cls(of, server, per_byte, round_trip)
+
+    def are_together(self, members: Sequence[int]) -> bool:
+        return bool(self.of) and len({self.of[rank] for rank in members}) == 1
+
+    def are_here(self, groups: Sequence[Sequence[int]]) -> list[bool]:
+        """Return, for each group, whether its leader, which exchanges with the server, is on the server's node."""
+        return [self.server is not None and self.of[members[0]] == self.server for members in groups]
+
+    def handed_on(self, groups: Sequence[Sequence[int]], over: Array, nbytes: float) -> Array:
+        """Return the seconds in which each group's leader forwards a message to its members, shape (draws, groups).
+
+        The members form a tree, whose depth is the number of messages in sequence.
+
+        Args:
+            groups: members of each group.
+            over: seconds of one message that crosses links, shape (draws,).
+            nbytes: bytes of the message.
+        """
+        depths = np.array([(len(members) - 1).bit_length() for members in groups])
+        message = over[:, None]
+        if self.per_byte is not None:
+            within = self.round_trip / 2 + self.per_byte * nbytes
+            message = np.where([self.are_together(members) for members in groups], within, message)
+        return np.asarray(depths * message)
+
+    def repeated(self, ranks: int) -> Placement:
+        """Return the placement of ``ranks`` ranks on repeated copies of these nodes."""
+        if not self.of:
+            return self
+        known, more = list(self.of.values()), 1 + max(self.of.values())
+        return replace(self, of={r: known[r % len(known)] + more * (r // len(known)) for r in range(ranks)})
+
+
+def sites_of(nodes: Sequence[int], seconds: Sequence[float], apart: float) -> tuple[tuple[int, ...], list[int]]:
+    """Join consecutive nodes into sites, within which links are much faster than between sites.
+
+    Args:
+        nodes: node of each rank, in ascending order of ranks.
+        seconds: seconds of one message from each node to the next; at least one.
+        apart: ratio to the time over the fastest link above which a link leads to another site.
+
+    Returns:
+        The site of each rank, numbered from 0, and the indices of the links inside a site. If all links are alike, the
+        nodes themselves, and no link.
+
+    Example:
+        >>> sites_of((0, 0, 1, 2, 3), [0.001, 0.008, 0.001], apart=3.0)
+        ((0, 0, 0, 1, 1), [0, 2])
+        >>> sites_of((0, 0, 1, 2), [0.008, 0.009], apart=3.0)
+        ((0, 0, 1, 2), [])
+    """
+    longest = apart * min(seconds)
+    starts = [number for number, each in enumerate(seconds, 1) if each > longest]
+    if not starts:
+        return tuple(nodes), []
+    numbers = {node: number for number, node in enumerate(sorted(set(nodes)))}
+    inside = [number for number, each in enumerate(seconds) if each <= longest]
+    return tuple(bisect(starts, numbers[node]) for node in nodes), inside
+
+
+def over_links(measured: Measured) -> list[int]:
+    """Return the numbers of the groups whose leader is not on the server's node, or of all groups if there is none.
+
+    Only exchanges of these groups cross links.
+    """
+    here = Placement.measured([measured]).are_here(measured.groups)
+    return [number for number, is_here in enumerate(here) if not is_here] or [*range(len(here))]
+
+
+@dataclass(frozen=True)
+class ExchangePattern(Serializable):
+    """The properties of a method, a wire format and an overlap that `Profile.predict` needs.
+
+    Args:
+        period: local steps of a group between two exchanges; None for the measured number.
+        push: bytes of an exchange to the server; None for the measured number.
+        pull: bytes of its answer; None for the measured number.
+        barrier: whether each exchange waits for those of all other groups.
+        delay: steps that a group makes during an exchange before it waits for the answer.
+        peers: whether groups exchange with one another instead of with a server.
+        dynamic: whether slow groups make fewer local steps, so that all reach a barrier at about the same time.
+
+    Raises:
+        ConfigurationError: a number is out of range.
+
+    Example:
+        A group sends one of four fragments every twelve steps, and waits for the answer after two more:
+
+        >>> ExchangePattern.of("diloco:period=48,fragments=4,delay=2", nbytes=4_000_000)
+        ExchangePattern(period=12, push=1000000, pull=1000000, barrier=True, delay=2, peers=False, dynamic=False)
+    """
+
+    period: int | None = None
+    push: int | None = None
+    pull: int | None = None
+    barrier: bool = False
+    delay: int = 0
+    peers: bool = False
+    dynamic: bool = False
+
+    def __post_init__(self) -> None:
+        keep_plain(self)
+        if self.period is not None:
+            check_whole("period", self.period, "local steps between two exchanges, 1 or more", low=1)
+        for name in ("push", "pull"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), "bytes of an exchange, 0 or more, or None", 0, below=math.inf)
+        check_whole("delay", self.delay, "steps that an exchange is not waited for, 0 or more")
+        if self.delay > (self.period or self.delay):
+            raise ConfigurationError(
+                f"delay={self.delay} with period={self.period}: an answer is waited for before the next exchange;"
+                f" pass 0 to {self.period}"
+            )
+        if self.peers and self.barrier:
+            raise ConfigurationError("peers=True with barrier=True: groups that read from peers do not wait for all")
+
+    @classmethod
+    def of(
+        cls, method: str | Method, wire: Wire = "fp32", overlap: bool = False, nbytes: int | Layout = 0
+    ) -> ExchangePattern:
+        """Return the pattern of a method.
+
+        Args:
+            method: the method or its name.
+            wire: encoding of tensors as bytes, as in ``OmniStrategy(wire=...)``.
+            overlap: whether an exchange travels while the group computes the next gradient.
+            nbytes: bytes of the weights as float32, or their layout. With 0, bytes are as measured, in any format.
+
+        Raises:
+            ConfigurationError: the method or the wire format does not exist, or they do not work together.
+
+        Example:
+            >>> ExchangePattern.of("elastic_averaging:period=8", wire="bf16", nbytes=4_000_000)
+            ExchangePattern(period=8, push=2000000, pull=4000000, barrier=False, delay=0, peers=False, dynamic=False)
+            >>> ExchangePattern.of("hardsync", wire={"push": "int8", "pull": "bf16"}, overlap=True, nbytes=4_096)
+            ExchangePattern(period=1, push=1056, pull=2048, barrier=True, delay=1, peers=False, dynamic=False)
+        """
+        method = method_named(method) if isinstance(method, str) else method
+        wire = wire_of(wire)
+        wire.check(method)
+        if overlap:
+            check_overlap(method)
+        delay = getattr(method, "delay", int(overlap))
+        if method.talks_to_peers:
+            return cls._between_peers(method, wire, nbytes)
+        # If pushes and pulls have different periods, each exchange carries its share of both.
+        period = min(method.push_period, method.pull_period)
+        push, pull = (
+            round(_mean_bytes(each, nbytes, method.fragments) * period / every) if nbytes else None
+            for each, every in ((wire.pushes, method.push_period), (wire.answers, method.pull_period))
+        )
+        dynamic = method.has_barrier and getattr(method, "dynamic_steps", False)
+        return cls(period, push, pull, method.has_barrier, period if delay is None else delay, dynamic=dynamic)
+
+    @classmethod
+    def _between_peers(cls, method: Method, wire: WireFormat, nbytes: int | Layout) -> ExchangePattern:
+        """Return the pattern between peers: a group waits for its reads, but not for its writes to another's inbox."""
+        read = round(_mean_bytes(wire.pushes, nbytes, 1)) if nbytes else None
+        is_waited_for = getattr(method, "kind", "pull") == "pull"
+        return cls(method.push_period, 0, read if is_waited_for else 0, delay=0 if is_waited_for else 1, peers=True)
+
+
+def _mean_bytes(wire_format: WireFormat, nbytes: int | Layout, fragments: int) -> float:
+    whole = Layout((TensorSpec("weights", (-(-nbytes // 4),), "float32"),)) if isinstance(nbytes, int) else nbytes
+    parts = [whole.fragment(number, fragments) for number in range(fragments)] if fragments > 1 else [whole]
+    return sum(wire_format.sizes(part)[1] for part in parts) / fragments
+
+
+@dataclass(frozen=True)
+class Costs(Serializable):
+    """The known costs in seconds, for equal ranks without jitter.
+
+    ``exchange``, ``serve`` and ``link`` are those of one server.
+
+    Args:
+        per_sample: forward and backward pass of a sample on one rank.
+        overhead: part of a rank's step that does not depend on its samples.
+        allreduce: a gradient on a rank's link; a ring of k ranks takes 2 (k - 1) / k of it.
+        allreduce_latency: each of the 2 (k - 1) messages of a ring.
+        exchange: a push and its answer, for a group that does not wait for other groups.
+        serve: part of ``exchange`` in which the server computes; pushes queue for it.
+        link: part of ``exchange`` in which a push is on the server's link; its answer takes as long the other way.
+        head_per_sample: exclusive access to a merged head, per sample of a group's batch.
+        nbytes: bytes of one exchange, one way; 0 if unknown.
+        period: local steps between two exchanges, H.
+        servers: number of servers, each with a share of the weights, of ``serve`` and of ``link``.
+        per_node: whether each node runs one server, so that a share of each exchange crosses no link.
+
+    Raises:
+        ConfigurationError: a number is out of range.
+    """
+
+    per_sample: float
+    overhead: float = 0.0
+    allreduce: float = 0.0
+    allreduce_latency: float = 0.0
+    exchange: float = 0.0
+    serve: float = 0.0
+    link: float = 0.0
+    head_per_sample: float = 0.0
+    nbytes: int = 0
+    period: int = 1
+    servers: int = 1
+    per_node: bool = False
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if each.name == "per_node":
+                continue
+            least = int(each.name in ("period", "servers"))
+            check_number(each.name, getattr(self, each.name), f"a number, {least} or more", least, below=math.inf)
+        if self.per_sample + self.overhead <= 0:
+            raise ConfigurationError("per_sample=0: pass the seconds of a sample, or overhead= of a step")
+        # Rounding must not matter: in binary, 0.1 + 2 * 0.1 is slightly more than 0.3.
+        if (parts := self.serve + 2 * self.link) > self.exchange and not math.isclose(parts, self.exchange):
+            raise ConfigurationError(
+                f"exchange={self.exchange}: serve, and link both ways, are parts of it; pass {parts:g} or more"
+            )
+        if self.link and not self.nbytes:
+            raise ConfigurationError(f"link={self.link}: pass nbytes= as well, the bytes that take so long")
+
+
+class ClusterChange(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A set of differences from the measured cluster; None keeps a measured value.
+
+    The fields are the arguments of `Profile.scaled`.
+
+    Raises:
+        ConfigurationError: a value is out of range.
+    """
+
+    ranks: int | None = None
+    bandwidth: float | None = None
+    latency: float | None = None
+    slowest: float | None = None
+    servers: int | None = None
+    per_node: bool = False
+    batch_size: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.servers is not None:
+            check_whole("servers", self.servers, "a whole number, 1 or more", low=1)
+        if self.per_node and self.servers is None:
+            raise ConfigurationError("per_node=True: pass servers=, the number of nodes, as well")
+        if self.ranks is not None:
+            check_whole("ranks", self.ranks, "a whole number, 1 or more", low=1)
+        if self.bandwidth is not None:
+            check_number("bandwidth", self.bandwidth, "a positive number", above=0)
+        if self.latency is not None:
+            check_number("latency", self.latency, "a positive number", low=0, below=math.inf)
+        if self.slowest is not None:
+            check_number("slowest", self.slowest, "a positive number", above=0, below=math.inf)
+        if self.batch_size is not None:
+            size = self.batch_size
+            check_number("batch_size", size, "samples per rank and step, above 0", above=0, below=math.inf)
+
+
 Drawn = TypeVar("Drawn")
 
 

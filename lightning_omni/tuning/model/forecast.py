@@ -1,6 +1,6 @@
 """The time to a target of any setting, hardware efficiency × statistical efficiency, with an interval.
 
-A prior (`lightning_omni.tuning.search.experience`) or theory predicts the samples that a setting needs; a profile of
+A prior (`lightning_omni.tuning.search.prior`) or theory predicts the samples that a setting needs; a profile of
 the cluster (`lightning_omni.tuning.model.profile`) predicts the samples per second.
 
 Rule 1: Settings are compared by samples, not updates: groups of different size make updates of different size.
@@ -21,7 +21,7 @@ from lightning_omni.checks import counted
 from lightning_omni.methods import method_named
 from lightning_omni.serialization import Serializable
 from lightning_omni.tuning.model import constants as c
-from lightning_omni.tuning.model.convergence.statistical import DecayFit, Estimate, LossCurve, check_level, fit_decay
+from lightning_omni.tuning.model.convergence import DecayFit, Estimate, LossCurve, check_level, fit_decay
 
 Array = np.ndarray[Any, Any]
 
@@ -65,7 +65,6 @@ class Setting(Serializable):
     wire: str = ""
     overlap: bool = False
     all_reduce: str = ""
-    merged: str = ""
 
     @property
     def updates_per_batch(self) -> int:
@@ -100,7 +99,6 @@ class Setting(Serializable):
         parts = [f"period {self.period}"] * (self.period > 1)
         parts += self._averaged
         parts += [f"wire {self.wire}"] * (several and self.wire not in ("", "fp32"))
-        parts += [f"{self.merged} merged"] * (several and bool(self.merged))
         return parts + ["overlapped"] * (several and self.overlap)
 
     def __str__(self) -> str:

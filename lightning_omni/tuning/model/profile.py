@@ -31,15 +31,11 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.serialization import Serializable
 from lightning_omni.topology import Topology
 from lightning_omni.tuning.model import constants as c
-from lightning_omni.tuning.model.cluster_change import ClusterChange
-from lightning_omni.tuning.model.convergence.statistical import Estimate, check_level
-from lightning_omni.tuning.model.cost_model import CostModel, first_draw
-from lightning_omni.tuning.model.costs import Costs
-from lightning_omni.tuning.model.exchanging import ExchangePattern
-from lightning_omni.tuning.model.fit import fit_model
-from lightning_omni.tuning.model.head_cost import HeadCost
-from lightning_omni.tuning.model.measured import HeadMeasured, Measured, mean_samples
-from lightning_omni.tuning.model.plan import TrainingPlan
+from lightning_omni.tuning.model.convergence import Estimate, check_level
+from lightning_omni.tuning.model.cost_fit import fit_model
+from lightning_omni.tuning.model.cost_model import ClusterChange, CostModel, Costs, ExchangePattern, first_draw
+from lightning_omni.tuning.model.measurements import Measured, mean_samples
+from lightning_omni.tuning.model.training_plan import TrainingPlan
 from lightning_omni.wire.all_reduce import EXACT, all_reduce_of
 
 Array = np.ndarray[Any, Any]
@@ -253,7 +249,6 @@ class Profile(Serializable):
         nbytes: int | None = None,
         exchanging: ExchangePattern | None = None,
         all_reduce: str = "fp32",
-        head: HeadCost | None = None,
         level: float = 0.8,
     ) -> Prediction:
         """Predict the speed of a grouping.
@@ -269,7 +264,6 @@ class Profile(Serializable):
                 own answers only, with equal bytes each way. With a pattern, the bottleneck is the part that would help
                 most if it were twice as fast.
             all_reduce: format of gradients in a group, as in ``OmniStrategy(all_reduce=...)``; ``"fp32"`` as measured.
-            head: merged submodule of several groups; None if there is none, or for the measured one.
             level: probability of the intervals, which cover noise in the measurements, not errors of the model.
 
         Raises:
@@ -277,7 +271,6 @@ class Profile(Serializable):
         """
         model = self._model if exchanging is None else self._model.forecast or self._model
         model = self._averaging(model, all_reduce)
-        model = model if head is None else head.changed(model)
         batch = self.batch_size if batch_size is None else batch_size
         if exchanging is not None and (period is not None or nbytes is not None):
             raise ConfigurationError(
@@ -322,7 +315,6 @@ class Profile(Serializable):
         rebalance: bool = False,
         exchanging: ExchangePattern | None = None,
         all_reduce: str = "fp32",
-        head: HeadCost | None = None,
     ) -> float:
         """Return the most likely speed, as `predict` does, but without intervals and in a fiftieth of the time.
 
@@ -332,7 +324,6 @@ class Profile(Serializable):
             ConfigurationError: an argument is out of range.
         """
         model = self._averaging(self._likely, all_reduce)
-        model = model if head is None else head.changed(model)
         plan = TrainingPlan(model, self.batch_size, rebalance, model.known(exchanging or ExchangePattern()))
         topology, rate = self._fastest_topology(groups, plan)
         return float(plan.outcome(topology).samples_rate[0]) if rate is None else rate
@@ -385,14 +376,6 @@ class Profile(Serializable):
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Return the shapes of the parameters whose gradients a group averages; empty if unknown."""
         return next((each.shapes for each in reversed(self.measured) if each.shapes), ())
-
-    @property
-    def heads(self) -> Mapping[str, HeadMeasured]:
-        """Return the measured costs of merging, by the submodule's name.
-
-        They are from the latest measurement that has any; empty if none has.
-        """
-        return next((each.heads for each in reversed(self.measured) if each.heads), {})
 
     @cached_property
     def _likely(self) -> CostModel:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lightning_omni.checks import counted
-from lightning_omni.tuning.model.convergence.statistical import Estimate
+from lightning_omni.tuning.model.convergence import Estimate
 from lightning_omni.tuning.model.forecast import Forecast, Setting, SettingEstimate, samples_to
 from lightning_omni.tuning.model.profile import BOTTLENECKS, Prediction, Profile
 from lightning_omni.tuning.report.texts import between, duration, interval, number, span
@@ -231,7 +231,7 @@ class Digest:
             (setting.groups, rebalance): self._prediction_of(replace(setting, rebalance=rebalance))
             for setting in (replace(self.choice.setting, groups=groups) for groups in self.groups)
             for rebalance in (False, True)
-            if not rebalance or self.search.is_uneven(setting)
+            if not rebalance or self.search.gains_from_rebalance(setting)
         }
 
     def prediction(self, groups: int) -> Prediction:
@@ -253,7 +253,7 @@ class Digest:
                 self.samples(each.setting).value,
                 self.ratio(each.setting),
             )
-            for each in self.search.phase.considered
+            for each in self.search.considered
         ]
 
     # --- Sentences ---------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from lightning_omni.palette import (
     plot_interval,
 )
 from lightning_omni.palette import PARTS as PARTS_COLOURS
-from lightning_omni.tuning.model.convergence.statistical import Estimate
+from lightning_omni.tuning.model.convergence import Estimate
 from lightning_omni.tuning.report.digest import Digest, shares
 from lightning_omni.tuning.report.texts import number, times
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.palette import CHOSEN, EXPECTED, can_draw, new_figure, plot_interval
-from lightning_omni.tuning.model.convergence.statistical import Estimate
+from lightning_omni.tuning.model.convergence import Estimate
 from lightning_omni.tuning.model.forecast import Scaling, Setting, Theory
 from lightning_omni.tuning.model.profile import BOTTLENECKS, Prediction, Profile
 from lightning_omni.tuning.report.page import TextTable, templates
@@ -24,7 +24,7 @@ from lightning_omni.tuning.report.tuning import TuningReport
 from lightning_omni.tuning.search import Search, SearchSpec, Space
 from lightning_omni.tuning.search.choice import best_by_forecast
 from lightning_omni.tuning.search.planned import PlannedEvidence
-from lightning_omni.tuning.search.rules import careful, is_faster, least
+from lightning_omni.tuning.search.rules import cheapest, is_faster, risk_adjusted
 from lightning_omni.tuning.search.space import METHODS, WIRES, group_counts
 
 _STEM = "plan"
@@ -173,9 +173,9 @@ class PlanRow:
         return self.efficiency[0] - math.log(self.prediction.samples_per_second.value)
 
     @property
-    def careful(self) -> float:
+    def risk_adjusted(self) -> float:
         """Return `log_seconds` with a small penalty for an untried setting."""
-        return careful(self.log_seconds, self.efficiency[1])
+        return risk_adjusted(self.log_seconds, self.efficiency[1])
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,7 @@ class Plan:
         Rows that are extrapolated are shown, and never recommended.
         """
         known = [row for row in self.rows if not row.is_extrapolated]
-        return least(known, lambda row: row.careful, lambda row: row.setting.groups)
+        return cheapest(known, lambda row: row.risk_adjusted, lambda row: row.setting.groups)
 
     def relative(self, row: PlanRow) -> float:
         """Return the time to the target, relative to the best row's."""

@@ -5,14 +5,13 @@
 
 from lightning_omni.tuning.search.choice import Choice
 from lightning_omni.tuning.search.evidence import Evidence, Observation, TrainedSegment
-from lightning_omni.tuning.search.phase import Considered
+from lightning_omni.tuning.search.optimization import ConsideredSetting
 from lightning_omni.tuning.search.search import Search
-from lightning_omni.tuning.search.space import Dimension, Space
-from lightning_omni.tuning.search.specification import SearchSpec
+from lightning_omni.tuning.search.space import Dimension, SearchSpec, Space
 
 __all__ = [
     "Choice",
-    "Considered",
+    "ConsideredSetting",
     "Dimension",
     "Evidence",
     "Observation",

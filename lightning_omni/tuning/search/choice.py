@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_omni.tuning.model.forecast import Forecast, Setting, SettingEstimate
-from lightning_omni.tuning.model.measured import Measured
 from lightning_omni.tuning.model.profile import BOTTLENECKS
 from lightning_omni.tuning.search import constants as c
-from lightning_omni.tuning.search.evidence import Evidence, Observation, mean_error
-from lightning_omni.tuning.search.rules import careful, is_faster, least
+from lightning_omni.tuning.search.evidence import Evidence, mean_error
+from lightning_omni.tuning.search.rules import cheapest, is_faster, risk_adjusted
 
 
 @dataclass(frozen=True)
@@ -35,10 +34,10 @@ def log_seconds(evidence: Evidence, setting: Setting, forming: bool = True) -> f
     by_samples = math.inf if spec.ends_by_time else spec.horizon / max(evidence.throughput(start), 1e-12)
     left = min(spec.seconds, by_samples)
     seconds = left * math.exp(forecast.log_seconds(setting) - forecast.log_seconds(start))
-    return math.log(max(seconds + spec.switch * (forming and _is_formed(evidence, setting)), 1e-12))
+    return math.log(max(seconds + spec.switch * (forming and _needs_forming(evidence, setting)), 1e-12))
 
 
-def _is_formed(evidence: Evidence, setting: Setting) -> bool:
+def _needs_forming(evidence: Evidence, setting: Setting) -> bool:
     """Return whether a setting needs groups to be formed; one group adopts a setting without that."""
     return setting.groups > 1 and setting != evidence.start
 
@@ -49,45 +48,51 @@ def allowed_seconds(evidence: Evidence) -> float:
     return spec.allowance + spec.budget * math.exp(log_seconds(evidence, evidence.start))
 
 
-def gains(evidence: Evidence, setting: Setting, forming: bool = True) -> bool:
+def risk_adjusted_seconds(evidence: Evidence, setting: Setting, forming: bool = True) -> float:
+    """Return `log_seconds`, raised by a part of the uncertainty of a setting's samples."""
+    return risk_adjusted(log_seconds(evidence, setting, forming), evidence.theory.error(setting))
+
+
+def gains_enough(evidence: Evidence, setting: Setting, forming: bool = True) -> bool:
     """Return whether a setting gains enough for a change; several groups must gain more."""
-    gain = log_seconds(evidence, evidence.start)
-    gain -= careful(log_seconds(evidence, setting, forming), evidence.theory.error(setting))
+    gain = log_seconds(evidence, evidence.start) - risk_adjusted_seconds(evidence, setting, forming)
     return gain >= math.log(_least_gain(setting))
 
 
-def pays(evidence: Evidence, setting: Setting) -> bool:
+def is_worth_switching(evidence: Evidence, setting: Setting) -> bool:
     """Return whether a setting gains enough, and forming its groups takes no longer than allowed."""
     is_affordable = setting.groups == 1 or evidence.spec.switch <= allowed_seconds(evidence)
-    return is_affordable and gains(evidence, setting)
+    return is_affordable and gains_enough(evidence, setting)
 
 
-def pays_or_stays(evidence: Evidence, setting: Setting) -> bool:
+def is_worth_trying(evidence: Evidence, setting: Setting) -> bool:
     """Return whether a setting, user-defined dimensions aside, is worth a change or is the run's own."""
     plain = replace(setting, further=evidence.start.further)
-    return plain == evidence.start or pays(evidence, plain)
+    return plain == evidence.start or is_worth_switching(evidence, plain)
 
 
-def best_listed(evidence: Evidence) -> Setting:
+def best_enumerated(evidence: Evidence) -> Setting:
     """Return the best of all settings that can be enumerated and are worth a change; otherwise the run's own."""
     forecast = evidence.forecast()
-    promising = [each for each in promising_settings(evidence, forecast) if pays(evidence, each)]
+    promising = [each for each in promising_settings(evidence, forecast) if is_worth_switching(evidence, each)]
     return _best_of(evidence, forecast, promising) if promising else evidence.start
 
 
-def explained(evidence: Evidence, setting: Setting, proposed: str = "") -> Choice:
+def explain(evidence: Evidence, setting: Setting, proposed: str = "") -> Choice:
     """Return a choice with its reasons; ``proposed`` names the source of a setting that is not from the list."""
     if setting == evidence.spec.start:
         reasons = ["nothing is expected to be faster by enough"]
-        if any(gains(evidence, each, forming=False) for each in promising_settings(evidence, evidence.forecast())):
-            reasons = [_too_short(evidence)]
-        why = "; ".join([*reasons, *evidence.corrected, _bottleneck(evidence, setting)])
+        if any(
+            gains_enough(evidence, each, forming=False) for each in promising_settings(evidence, evidence.forecast())
+        ):
+            reasons = [_why_too_short(evidence)]
+        why = "; ".join([*reasons, *evidence.corrections, _bottleneck(evidence, setting)])
     else:
         why = _reasons(evidence, setting, proposed)
     return Choice(setting, why, evidence.forecast().of(setting))
 
 
-def _too_short(evidence: Evidence) -> str:
+def _why_too_short(evidence: Evidence) -> str:
     """Return the reason why faster groups are not formed."""
     spec, left = evidence.spec, math.exp(log_seconds(evidence, evidence.start))
     allowed = max(0.0, allowed_seconds(evidence))
@@ -95,39 +100,6 @@ def _too_short(evidence: Evidence) -> str:
     if spec.switch > allowed:
         return f"{text}, and budget={spec.budget:g} allows {allowed:.2g} s"
     return f"{text}; with that they are not faster by enough"
-
-
-def gain_of_merging(evidence: Evidence) -> Choice | None:
-    """Return the choice if a measured submodule could be merged; None if it is not clearly faster."""
-    if not evidence.profile.heads:
-        return None
-    spec = replace(evidence.spec, space=replace(evidence.spec.space, merged=tuple(evidence.profile.heads)))
-    found = _gain_with(evidence, Evidence(spec, evidence.known, evidence.observation, evidence.segments))
-    return found if found is not None and found.setting.merged else None
-
-
-def gain_of_servers(evidence: Evidence, nodes: int) -> Choice | None:
-    """Return the choice if each of the nodes had a parameter server; None if it is not clearly faster."""
-
-    def spread(measured: Measured) -> Measured:
-        return replace(measured, servers=nodes, per_node=True)
-
-    observation: Observation | None = evidence.observation
-    if observation is not None:
-        observation = replace(observation, measured=spread(observation.measured))
-    known = [spread(each) for each in evidence.known]
-    found = _gain_with(evidence, Evidence(evidence.spec, known, observation, evidence.segments))
-    return found if found is not None and found.setting.groups > 1 else None
-
-
-def _gain_with(evidence: Evidence, other: Evidence) -> Choice | None:
-    """Return the best setting by other evidence; None if it is not clearly faster."""
-    chosen, best = best_listed(evidence), best_listed(other)
-    gain = math.exp(evidence.forecast().log_seconds(chosen) - other.forecast().log_seconds(best))
-    if gain < c.GAIN:
-        return None
-    why = f"the target is predicted to be reached {gain:.2f} times faster ({best})"
-    return Choice(best, why, other.forecast().of(best))
 
 
 def best_by_forecast(evidence: Evidence, groups: int | None = None) -> Setting:
@@ -141,12 +113,12 @@ def best_by_forecast(evidence: Evidence, groups: int | None = None) -> Setting:
 
 
 def _best_of(evidence: Evidence, forecast: Forecast, candidates: Sequence[Setting]) -> Setting:
-    return least(
+    return cheapest(
         candidates,
-        lambda setting: careful(forecast.log_seconds(setting), forecast.theory.error(setting)),
+        lambda setting: risk_adjusted(forecast.log_seconds(setting), forecast.theory.error(setting)),
         lambda setting: (
             setting.groups,
-            _unusual(setting),
+            _complexity(setting),
             forecast.theory(setting),
             evidence.scaling.step(setting),
         ),
@@ -157,22 +129,28 @@ def promising_settings(evidence: Evidence, forecast: Forecast, groups: int | Non
     """Return, of hundreds of settings, those that may be the best; the others would lose even with a free exchange."""
     candidates = [each for each in evidence.candidates() if groups in (None, each.groups)]
     bounds = sorted(
-        (careful(forecast.theory(each) - math.log(evidence.most(each)), forecast.theory.error(each)), number, each)
+        (
+            risk_adjusted(
+                forecast.theory(each) - math.log(evidence.throughput_bound(each)), forecast.theory.error(each)
+            ),
+            number,
+            each,
+        )
         for number, each in enumerate(candidates)
     )
     lowest, found = math.inf, []
     for bound, _, each in bounds:
         if bound > lowest + math.log(c.FASTER):
             break
-        found.append(evidence.as_it_would_be(each))
-        lowest = min(lowest, careful(forecast.log_seconds(found[-1]), forecast.theory.error(found[-1])))
+        found.append(evidence.with_rebalance(each))
+        lowest = min(lowest, risk_adjusted(forecast.log_seconds(found[-1]), forecast.theory.error(found[-1])))
     return found
 
 
-def _unusual(setting: Setting) -> int:
+def _complexity(setting: Setting) -> int:
     """Count the features of a setting that serve its speed alone; the fewest decide a tie."""
     lossy = [each not in ("", "fp32") for each in (setting.wire, setting.all_reduce)]
-    return sum((setting.method != "async_sgd", setting.overlap, bool(setting.merged), *lossy))
+    return sum((setting.method != "async_sgd", setting.overlap, *lossy))
 
 
 def _least_gain(setting: Setting) -> float:
@@ -180,7 +158,7 @@ def _least_gain(setting: Setting) -> float:
     return c.GAIN if setting.groups > 1 else c.FASTER
 
 
-def verdict(evidence: Evidence, is_early: bool = False, may_stay: bool = True, is_hurried: bool = False) -> str:
+def verdict(evidence: Evidence, is_early: bool = False, may_stay: bool = True, can_wait: bool = False) -> str:
     """Return "change" if another setting is certainly better, "nothing" if none is, and "" if neither is certain.
 
     The interval of the hardware forecast narrows with every measured batch. The uncertainty of the samples does not, so
@@ -190,13 +168,13 @@ def verdict(evidence: Evidence, is_early: bool = False, may_stay: bool = True, i
         evidence: the evidence so far.
         is_early: whether only proportional batches may be decided on, which leave the updates unchanged.
         may_stay: whether "nothing" may be returned.
-        is_hurried: whether measuring more costs little. Then step times that scatter too much decide nothing: a gain
+        can_wait: whether measuring more costs little. Then step times that scatter too much decide nothing: a gain
             becomes certain before the setting with the largest gain does.
     """
     start = evidence.start
     if is_early and start == evidence.spec.start:
         return ""
-    if is_hurried and not is_early and is_faster(1 + mean_error(evidence.measured), 1.0):
+    if can_wait and not is_early and is_faster(1 + mean_error(evidence.measured), 1.0):
         return ""
     forecast = evidence.forecast()
     promising = promising_settings(evidence, forecast)
@@ -204,13 +182,13 @@ def verdict(evidence: Evidence, is_early: bool = False, may_stay: bool = True, i
     if is_early and best != start:
         return ""
     if best == evidence.spec.start:
-        return "nothing" if may_stay and _most(evidence, forecast, start, promising) < c.GAIN else ""
+        return "nothing" if may_stay and _largest_speed_up(evidence, forecast, start, promising) < c.GAIN else ""
     least, _ = _speed_up(evidence, evidence.spec.start, best)
-    least *= math.exp(-careful(forecast.theory(best), forecast.theory.error(best)))
+    least *= math.exp(-risk_adjusted(forecast.theory(best), forecast.theory.error(best)))
     return "change" if least > _least_gain(best) else ""
 
 
-def _most(evidence: Evidence, forecast: Forecast, start: Setting, promising: Sequence[Setting]) -> float:
+def _largest_speed_up(evidence: Evidence, forecast: Forecast, start: Setting, promising: Sequence[Setting]) -> float:
     """Return the upper bound of the speed-up of the fastest other setting."""
     first = min((each for each in promising if each != start), key=forecast.log_seconds, default=start)
     return _speed_up(evidence, start, first)[1] * math.exp(-forecast.theory(first))
@@ -259,4 +237,4 @@ def _reasons(evidence: Evidence, best: Setting, proposed: str = "") -> str:
         gain = evidence.throughput(best) / evidence.throughput(replace(best, further=alone.further))
         known = best.further in [each.setting.further for each in evidence.segments]
         parts.append(f"with {values} it was {gain:.2f} times faster" if known else f"nothing is known of {values} yet")
-    return "; ".join([*parts, *evidence.corrected, _bottleneck(evidence, best)])
+    return "; ".join([*parts, *evidence.corrections, _bottleneck(evidence, best)])

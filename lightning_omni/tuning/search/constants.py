@@ -6,19 +6,19 @@ FASTER = 1.05
 """Factor by which more groups, proportional batches or an all-reduce format must be faster; a smaller gain is a tie."""
 CLEARLY = 4.0
 """Ranks differ in speed if their mean squared deviation is more than this multiple of that under noise alone."""
-LOST, NOISY, SCATTERED = 0.5, 0.2, 1.0
-"""A run has diverged if its loss exceeds the level of the first batches by the largest of three amounts: this part of
-the loss reduction in them, this part of the level, and this many standard deviations of single batches' losses."""
+LOST, CLEAR_CHANGE = 0.5, 0.2
+"""A run has diverged if its loss exceeds the level of the first batches by the largest of three amounts: the first part
+of the loss reduction in them, the second part of the level, and the standard deviation of single batches' losses. A
+training loss that falls by the second part of itself is not flat."""
 GAIN = 1.1
 """A run under way changes its groups only for an expected speed-up of at least this factor."""
-SMALLER = 3.0
-"""Divisor of the learning rate if one group diverges with updates other than the user's."""
 CAUTION = 0.25
 """Standard deviations of a forecast that count against a setting when one is chosen."""
 POINTS = 600
 """Points at which the acquisition function is evaluated."""
-WIDEST = 3.0
-"""scikit-optimize may propose learning rates between the prior's rate divided by this factor and the rate times it."""
+RATE_FACTOR = 3.0
+"""scikit-optimize may propose learning rates between the prior's rate divided by this factor and the rate times it. If
+one group diverges with updates other than the user's, its rate is divided by the factor."""
 FORMING = 1.0
 """Assumed seconds to form groups until the run has formed some."""
 SEGMENT_ERROR = 0.02
@@ -28,14 +28,14 @@ MOST_TRIED = 8
 SPEED_ERROR = 0.2
 """Standard deviation, in logarithms, of the hardware model's error for the speed of several groups, and of the effect
 of another value in a user-defined dimension."""
-NEAR_GROUPS, NEAR_PERIOD, OTHER_WAY, OTHER_VALUE = 8.0, 32.0, 0.5, 2.0
-"""Distances between settings at which the model's errors have a correlation of exp(-1/2): a factor of groups, and a
-factor of periods. The last two are multiples of that distance: between settings that exchange in different ways, and
-between settings with different values in a user-defined dimension."""
+NEAR_GROUPS, OTHER_WAY, OTHER_VALUE = 8.0, 0.5, 2.0
+"""Distances between settings at which the model's errors have a correlation of exp(-1/2): a factor of groups; that of
+periods is `LARGEST_PERIOD`. The last two are multiples of that distance: between settings that exchange in different
+ways, and between settings with different values in a user-defined dimension."""
 FIRST_DECISION, DECISIONS = 3, 5
 """Optimizer steps of a run before the first decision, which may only enable proportional batches; and the number of
 decisions, each after twice as many steps as the one before. From the second one on, every setting is considered."""
-UNHURRIED = 0.01
+WAITING_SHARE = 0.01
 """Part of a run's steps. Before it, a decision on more than proportional batches needs step times that scatter little,
 unless it is the last decision."""
 LARGEST_PERIOD = 32
@@ -50,9 +50,9 @@ LARGEST_STEP = 1.3
 """Largest step that the prior may suggest, relative to the user's own. The prior was measured on a grid of factors of
 √3, which cannot distinguish steps closer than half of one factor. A step that is too large may never learn anything,
 even if it is faster on most tasks."""
-LONGER, FLAT, STEEP = 1.6, 0.05, 0.2
+LONGER, FLAT = 1.6, 0.05
 """A training loss is flat if, while the number of windows grew by the first factor, it fell by less than the second
-part of the reduction since the start, and by less than the third part of itself."""
+part of the reduction since the start, and by less than `CLEAR_CHANGE` of itself."""
 FEWEST_WINDOWS, LATE = 3, 0.2
 """Fewest windows for that decision; and the last part of the windows, over which the loss is averaged."""
 SHORTEST_WINDOW = 50
@@ -79,6 +79,3 @@ of an empty message above which a message's time shows the cost of its bytes."""
 OTHER_LINK = 3.0
 """Ratio of a message's time to that over the fastest link between consecutive nodes, above which the link leads to
 another site."""
-TIMED_PASSES, MOST_MERGEABLE = 3, 3
-"""Timed passes of a submodule, of which the shortest counts, because the first one allocates memory; and submodules
-whose merging is evaluated at most, unless the user names some."""

@@ -19,19 +19,94 @@ import numpy as np
 from lightning_omni.methods import method_named, with_period
 from lightning_omni.serialization import Serializable
 from lightning_omni.tuning.model.constants import BLOCKS, TAIL
-from lightning_omni.tuning.model.exchanging import ExchangePattern
+from lightning_omni.tuning.model.cost_model import ExchangePattern
 from lightning_omni.tuning.model.forecast import Forecast, Scaling, Setting, TrainedBatches
-from lightning_omni.tuning.model.head_cost import HeadCost
-from lightning_omni.tuning.model.measured import Measured
+from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.model.profile import Prediction, Profile
 from lightning_omni.tuning.search import constants as c
-from lightning_omni.tuning.search.experience import Experience
-from lightning_omni.tuning.search.prior import Prior
-from lightning_omni.tuning.search.residuals import SpeedResiduals
+from lightning_omni.tuning.search.prior import Prior, PriorTheory
 from lightning_omni.tuning.search.rules import is_faster
-from lightning_omni.tuning.search.space import checked_axis, wire_given
-from lightning_omni.tuning.search.specification import SearchSpec
-from lightning_omni.wire.formats import wire_of
+from lightning_omni.tuning.search.space import SearchSpec, checked_axis, wire_argument
+
+Array = np.ndarray[Any, Any]
+
+
+class SpeedResiduals:
+    """A Gaussian process over log ratios of measured to predicted seconds, the errors of the hardware model.
+
+    Its mean is zero, and its kernel is fixed, since half a dozen segments cannot determine its lengths. Settings are
+    close if they have about as many groups and exchange about as often, in the same way: a busy server, or a lock in
+    the user's data, slows similar settings down.
+
+    Args:
+        settings: the settings of the segments.
+        log_ratios: logarithm of measured over predicted seconds of each segment.
+        variances: variances of the log ratios.
+        spans: lengths of the ranges among the user-defined dimensions, by name. Values half a range apart are as
+            different as two values of a list.
+
+    Example:
+        >>> from lightning_omni.tuning.model.forecast import Setting
+        >>> trained = Setting(4, 0.6, 0.1, method="async_sgd")
+        >>> residuals = SpeedResiduals([trained], [0.7], [0.001])
+        >>> mean, deviation = residuals(trained)
+        >>> round(mean, 2), deviation < 0.05
+        (0.68, True)
+        >>> 0.4 < residuals(Setting(8, 0.6, 0.1, method="local_sgd", period=4))[0] < mean
+        True
+    """
+
+    def __init__(
+        self,
+        settings: Sequence[Setting],
+        log_ratios: Sequence[float],
+        variances: Sequence[float],
+        spans: Mapping[str, float] | None = None,
+    ) -> None:
+        self._spans = dict(spans or {})
+        latest = {(*_place(each), *each.further): number for number, each in enumerate(settings)}
+        kept = sorted(latest.values())  # the latest of settings with the same coordinates
+        self._settings = [settings[number] for number in kept]
+        if kept:
+            noise = [max(variances[number], c.SEGMENT_ERROR**2) for number in kept]
+            self._inverse = np.linalg.inv(self._kernel(self._settings, self._settings) + np.diag(noise))
+            self._weights = self._inverse @ np.array([log_ratios[number] for number in kept])
+
+    def __call__(self, setting: Setting) -> tuple[float, float]:
+        """Return the expected log ratio of a setting, and its standard deviation."""
+        if not self._settings:
+            return 0.0, c.SPEED_ERROR
+        near = self._kernel([setting], self._settings)[0]
+        variance = c.SPEED_ERROR**2 - float(near @ self._inverse @ near)
+        return float(near @ self._weights), math.sqrt(max(variance, 0.0))
+
+    def _kernel(self, some: Sequence[Setting], others: Sequence[Setting]) -> Array:
+        a, b = (np.array([_place(each) for each in settings]) for settings in (some, others))
+        squares = ((a[:, None] - b[None]) ** 2).sum(-1)
+        squares += np.array([[self._apart(one, other) for other in others] for one in some])
+        return np.asarray(c.SPEED_ERROR**2 * np.exp(-0.5 * squares))
+
+    def _apart(self, one: Setting, other: Setting) -> float:
+        """Return the squared distance between two settings in the user-defined dimensions."""
+        mine, theirs, apart = dict(one.further), dict(other.further), 0.0
+        for name in {*mine, *theirs}:
+            if mine.get(name) == theirs.get(name):
+                continue
+            part = 1.0
+            if name in self._spans and name in mine and name in theirs:
+                part = 2 * abs(mine[name] - theirs[name]) / self._spans[name]
+            apart += (c.OTHER_VALUE * part) ** 2
+        return apart
+
+
+def _place(setting: Setting) -> list[float]:
+    """Return coordinates in which settings at distance 1 have errors with a correlation of exp(-1/2)."""
+    return [
+        math.log(setting.groups) / math.log(c.NEAR_GROUPS),
+        math.log(setting.period) / math.log(c.LARGEST_PERIOD),
+        float(setting.overlap) * c.OTHER_WAY,
+        float(setting.method.partition(":")[0] == "async_sgd") * c.OTHER_WAY,
+    ]
 
 
 @dataclass(frozen=True)
@@ -95,12 +170,12 @@ class Evidence:
         self.spec, self.observation = spec, observation
         self.known = list(known)
         self._segments, self._compared = list(segments), False
-        self.theory = Experience(spec.basis, spec.scaling, prior=Prior.load())
+        self.theory = PriorTheory(spec.basis, spec.scaling, prior=Prior.load())
         self._rates: dict[Setting, float] = {}
         self._uneven: dict[Setting, bool] = {}
-        self._most: dict[tuple[int, str, str], float] = {}
+        self._bounds: dict[tuple[int, str], float] = {}
         self._ways: list[Setting] | None = None
-        self._patterns: dict[tuple[str, int, str, bool, tuple[str, int] | tuple[()]], ExchangePattern] = {}
+        self._patterns: dict[tuple[str, int, str, bool], ExchangePattern] = {}
 
     @property
     def scaling(self) -> Scaling:
@@ -128,16 +203,15 @@ class Evidence:
     def throughput(self, setting: Setting) -> float:
         key = replace(setting, momentum=0.0, lr=0.0)
         if key not in self._rates:  # a search requests hundreds of settings
-            self._rates[key] = self.modelled(setting) * self._correction(setting)
+            self._rates[key] = self.modelled_throughput(setting) * self._correction(setting)
         return self._rates[key]
 
-    def modelled(self, setting: Setting) -> float:
+    def modelled_throughput(self, setting: Setting) -> float:
         return self.profile.samples_per_second(
             setting.groups,
             rebalance=setting.rebalance,
             exchanging=self._pattern(setting),
             all_reduce=setting.all_reduce or "fp32",
-            head=self._head(setting),
         )
 
     @property
@@ -152,7 +226,7 @@ class Evidence:
     def _as_compared(self, segment: TrainedSegment) -> TrainedSegment:
         if not segment.samples_per_second:
             return segment
-        log_ratio = math.log(self.modelled(segment.setting) / segment.samples_per_second)
+        log_ratio = math.log(self.modelled_throughput(segment.setting) / segment.samples_per_second)
         return replace(segment, log_ratio=log_ratio, samples_per_second=0.0)
 
     @cached_property
@@ -184,33 +258,30 @@ class Evidence:
         return math.exp(-self.residual(setting)[0]) if self.segments else 1.0
 
     @property
-    def corrected(self) -> list[str]:
+    def corrections(self) -> list[str]:
         """Return at most one sentence for the user: the latest groups that were clearly slower than predicted."""
         said = []
         for each in self.segments:
-            predicted = self.modelled(each.setting)
+            predicted = self.modelled_throughput(each.setting)
             rate = predicted * math.exp(-each.log_ratio)
             if each.setting.groups > 1 and is_faster(predicted, rate):
                 text = f"{each.setting.groups} groups have trained {rate:.3g} samples per second"
                 said.append(f"{text}, and {predicted:.3g} were predicted")
         return said[-1:]
 
-    def most(self, setting: Setting) -> float:
+    def throughput_bound(self, setting: Setting) -> float:
         """Return the samples per second that a setting's groups would reach with a free exchange."""
-        key = setting.groups, setting.all_reduce or "fp32", setting.merged
-        if key not in self._most:
+        key = setting.groups, setting.all_reduce or "fp32"
+        if key not in self._bounds:
             none = 0 if self.profile.nbytes else None
             free = ExchangePattern(period=sys.maxsize, push=none, pull=none)
             ways = (False, True) if self.spec.space.rebalance else (False,)
-            head = self._head(setting)
             alike = [each for each in self.candidates() if each.groups == setting.groups] if self.segments else []
-            self._most[key] = max(map(self._correction, alike), default=1.0) * max(
-                self.profile.samples_per_second(
-                    setting.groups, rebalance=how, exchanging=free, all_reduce=key[1], head=head and head.at_least
-                )
+            self._bounds[key] = max(map(self._correction, alike), default=1.0) * max(
+                self.profile.samples_per_second(setting.groups, rebalance=how, exchanging=free, all_reduce=key[1])
                 for how in ways
             )
-        return self._most[key]
+        return self._bounds[key]
 
     def prediction(self, setting: Setting) -> Prediction:
         """Return the hardware model's prediction of a setting, corrected by the segments."""
@@ -222,7 +293,6 @@ class Evidence:
             period=period,
             exchanging=pattern,
             all_reduce=all_reduce,
-            head=self._head(setting),
         )
         factor = self._correction(setting)
         return found if factor == 1 else found.faster(factor)
@@ -236,29 +306,12 @@ class Evidence:
         """Return the exchange pattern of a setting; None for one group and for the run's own method."""
         if setting.groups == 1 or not setting.method:
             return None
-        head = self._head(setting)
-        shared = (setting.merged, setting.groups) if head is not None else ()
-        key = setting.method, setting.period, setting.wire, setting.overlap, shared
+        key = setting.method, setting.period, setting.wire, setting.overlap
         if key not in self._patterns:
             method = with_period(method_named(setting.method), setting.period)
-            wire = wire_given(setting.wire) if setting.wire else "fp32"
-            nbytes = self.profile.nbytes if head is None else head.body
-            found = ExchangePattern.of(method, wire, setting.overlap, nbytes)
-            self._patterns[key] = found if head is None else head.added_to(found)
+            wire = wire_argument(setting.wire) if setting.wire else "fp32"
+            self._patterns[key] = ExchangePattern.of(method, wire, setting.overlap, self.profile.nbytes)
         return self._patterns[key]
-
-    def _head(self, setting: Setting) -> HeadCost | None:
-        """Return the cost of the submodule that a setting merges; None if it merges none or the cost is not known."""
-        if setting.groups == 1 or setting.merged not in self.profile.heads:
-            return None
-        rows = self.profile.batch_size * self.profile.ranks / setting.groups
-        wire_format = wire_of(wire_given(setting.wire or "fp32"))
-        return HeadCost(self.profile.heads[setting.merged], self.profile.nbytes, rows, wire_format)
-
-    @property
-    def unseen_heads(self) -> list[str]:
-        """Return the submodules of the search space whose cost of merging could not be measured."""
-        return [name for name in self.spec.space.merged if name not in self.profile.heads]
 
     def forecast(self) -> Forecast:
         self.profile  # noqa: B018 - it sets the scatter of step times in the theory
@@ -276,7 +329,7 @@ class Evidence:
             return math.nan
         batches = self.observation.batches
         level, gained = batches.level, batches.first_loss - batches.level
-        return level + max(c.LOST * gained, c.NOISY * abs(level), c.SCATTERED * batches.scatter)
+        return level + max(c.LOST * gained, c.CLEAR_CHANGE * abs(level), batches.scatter)
 
     @property
     def learnt_below(self) -> float:
@@ -292,7 +345,7 @@ class Evidence:
 
     # --- Settings ----------------------------------------------------------------------------------------------------
 
-    def is_uneven(self, setting: Setting) -> bool:
+    def gains_from_rebalance(self, setting: Setting) -> bool:
         """Return whether proportional batches make a setting faster by more than a tie."""
         if not self.spec.space.rebalance or setting.groups == len(self.profile.speeds):
             return False
@@ -305,10 +358,10 @@ class Evidence:
     @property
     def start(self) -> Setting:
         """Return the run's own setting, with proportional batches where they pay."""
-        return self.as_it_would_be(self.spec.start)
+        return self.with_rebalance(self.spec.start)
 
-    def as_it_would_be(self, setting: Setting) -> Setting:
-        return replace(setting, rebalance=self.is_uneven(setting))
+    def with_rebalance(self, setting: Setting) -> Setting:
+        return replace(setting, rebalance=self.gains_from_rebalance(setting))
 
     def candidates(self) -> list[Setting]:
         """Return every way in which groups may exchange, if its cost is known.
@@ -320,8 +373,6 @@ class Evidence:
             space, start, profile = self.spec.space, self.spec.start, self.profile
             formats = [each for each in space.all_reduce if each == start.all_reduce or _pays(profile, each)]
             ways = replace(space, all_reduce=tuple(formats)).ways(start, self.suggested)
-            heads = {"", *profile.heads}
-            ways = [each for each in ways if each.groups == 1 or each.merged in heads]
             ranks = profile.ranks
             self._ways = [each for each in ways if each.groups < ranks or each.all_reduce == start.all_reduce]
         return list(self._ways)

@@ -14,12 +14,12 @@ from typing_extensions import override
 
 from lightning_omni.checks import check_number
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.tuning.model.convergence.statistical import Estimate
+from lightning_omni.tuning.model.convergence import Estimate
 from lightning_omni.tuning.model.forecast import Setting
-from lightning_omni.tuning.model.measured import Measured
+from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.model.profile import Profile
 from lightning_omni.tuning.search.evidence import Evidence, scatter
-from lightning_omni.tuning.search.specification import SearchSpec
+from lightning_omni.tuning.search.space import SearchSpec
 
 STEPS = 64
 """Steps that stand for a description of machines; their step times scatter as described."""

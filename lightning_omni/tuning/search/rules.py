@@ -16,12 +16,12 @@ def is_faster(rate: float, than: float) -> bool:
     return rate > FASTER * than
 
 
-def careful(log_cost: float, deviation: float) -> float:
+def risk_adjusted(log_cost: float, deviation: float) -> float:
     """Return a predicted cost, raised by a part of its uncertainty."""
     return log_cost + CAUTION * deviation
 
 
-def least(options: Sequence[Option], log_cost: Callable[[Option], float], order: Callable[[Option], Any]) -> Option:
+def cheapest(options: Sequence[Option], log_cost: Callable[[Option], float], order: Callable[[Option], Any]) -> Option:
     """Return the cheapest option; among options that tie with it, the first in an order."""
     lowest = min(map(log_cost, options))
     return min((each for each in options if log_cost(each) <= lowest + math.log(FASTER)), key=order)

@@ -1,7 +1,6 @@
-"""The space of settings that a search covers: one object for each dimension.
+"""The space of settings that a search covers, and the specification of a search.
 
-A dimension holds its bounds and puts a setting inside them. `Dimension` is the base class of user-defined dimensions,
-which also list their values and apply a value to a run.
+`Dimension` is the base class of user-defined dimensions, which list their values and apply a value to a run.
 """
 
 from __future__ import annotations
@@ -9,19 +8,18 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from itertools import product
 from numbers import Integral, Real
 from typing import Any, ClassVar
 
-from typing_extensions import override
+import msgspec
 
-from lightning_omni.checks import plain
+from lightning_omni.checks import check_number, plain
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method, method_named
 from lightning_omni.methods.overlap import check_overlap
-from lightning_omni.tuning.model.forecast import Setting
+from lightning_omni.tuning.model.forecast import Scaling, Setting
 from lightning_omni.tuning.search import constants as c
 from lightning_omni.wire.all_reduce import all_reduce_of
 from lightning_omni.wire.formats import wire_of
@@ -78,156 +76,7 @@ class Dimension(ABC):
         return setting.with_further(self.name, value)
 
 
-class OwnDimension(ABC):
-    """A dimension that every run has."""
-
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """Return the key in ``space=``."""
-
-    def hold(self, setting: Setting) -> Setting:
-        """Return a setting, moved to the nearest bound if it is outside."""
-        return setting
-
-
-@dataclass(frozen=True)
-class Groups(OwnDimension):
-    """Numbers of compute groups, with 1 among them."""
-
-    numbers: tuple[int, ...]
-    name = "groups"
-
-    def __post_init__(self) -> None:
-        if 1 not in self.numbers:
-            raise ConfigurationError(f'space={{"groups": {list(self.numbers)}}}: one group has to be among them; add 1')
-
-
-@dataclass(frozen=True)
-class Range(OwnDimension, ABC):
-    """The smallest and the largest value of a number."""
-
-    bounds: tuple[float, float]
-
-    def _check(self, is_good: bool, what: str) -> None:
-        if not is_good:
-            raise ConfigurationError(
-                f'space={{"{self.name}": {self.bounds}}}: pass the least and the largest value, {what}'
-            )
-
-
-@dataclass(frozen=True)
-class Momentum(Range):
-    """Bounds of the explicit momentum."""
-
-    name = "momentum"
-
-    def __post_init__(self) -> None:
-        self._check(0 <= self.bounds[0] <= self.bounds[1] < 1, "from 0 up to 1, without 1")
-
-    def hold(self, setting: Setting) -> Setting:
-        return replace(setting, momentum=_inside(setting.momentum, self.bounds))
-
-
-@dataclass(frozen=True)
-class LearningRate(Range):
-    """Bounds of the learning rate."""
-
-    name = "lr"
-
-    def __post_init__(self) -> None:
-        self._check(0 <= self.bounds[0] <= self.bounds[1] and self.bounds[1] > 0, "above 0")
-
-    def hold(self, setting: Setting) -> Setting:
-        return replace(setting, lr=_inside(setting.lr, self.bounds))
-
-
-@dataclass(frozen=True)
-class Period(OwnDimension):
-    """Local steps between two exchanges; empty for powers of two up to `LARGEST_PERIOD`."""
-
-    numbers: tuple[int, ...]
-    name = "period"
-
-    def __post_init__(self) -> None:
-        if any(each < 1 for each in self.numbers):
-            raise ConfigurationError(f'space={{"period": {list(self.numbers)}}}: pass numbers of steps, 1 or more')
-
-
-@dataclass(frozen=True)
-class ExchangeDimension(OwnDimension, ABC):
-    """The values of one property of the exchange; empty for that of the setting that a search starts from."""
-
-    values: tuple[Any, ...]
-
-    def options(self, setting: Setting) -> Sequence[Any]:
-        """Return the values to choose from; by default the value of a setting."""
-        return self.values or (getattr(setting, self.name),)
-
-    def _check_texts(self, what: str, read: Callable[[str], object]) -> None:
-        for each in self.values:
-            if not isinstance(each, str) or not each:
-                raise ConfigurationError(f'space={{"{self.name}": {each!r}}}: pass {what}')
-            read(each)
-
-
-@dataclass(frozen=True)
-class MethodName(ExchangeDimension):
-    """The methods, as `lightning_omni.methods.method_named` takes them, without their periods."""
-
-    name = "method"
-
-    def __post_init__(self) -> None:
-        self._check_texts('names of methods, such as "local_sgd"', method_named)
-
-
-@dataclass(frozen=True)
-class Wire(ExchangeDimension):
-    """The wire formats, as ``"int8"``, or ``"int8/bf16"`` for pushes and answers."""
-
-    name = "wire"
-
-    def __post_init__(self) -> None:
-        for each in self.values:
-            wire_of(wire_given(each))
-
-
-@dataclass(frozen=True)
-class Overlap(ExchangeDimension):
-    """The choice whether exchanges travel while the next gradient is computed."""
-
-    name = "overlap"
-
-    def __post_init__(self) -> None:
-        if not all(isinstance(each, bool) for each in self.values):
-            raise ConfigurationError(f'space={{"overlap": {list(self.values)}}}: pass True, False or both')
-
-
-@dataclass(frozen=True)
-class AllReduceFormat(ExchangeDimension):
-    """The formats in which members of a group average their gradients: names that `all_reduce_of` takes."""
-
-    name = "all_reduce"
-
-    def __post_init__(self) -> None:
-        self._check_texts('formats, such as "powersgd:4"', all_reduce_of)
-
-
-@dataclass(frozen=True)
-class MergedName(ExchangeDimension):
-    """The submodules that several groups may merge: names in ``named_modules()``; merging none is always possible."""
-
-    name = "merged"
-
-    def __post_init__(self) -> None:
-        self._check_texts('names of submodules, such as "classifier"; merging none is always possible', str)
-
-    @override
-    def options(self, setting: Setting) -> Sequence[Any]:
-        return ("", *self.values) if self.values else (setting.merged,)
-
-
-def wire_given(text: Any) -> Any:
+def wire_argument(text: Any) -> Any:
     """Return the wire format of a setting as ``OmniStrategy(wire=...)`` takes it.
 
     Raises:
@@ -260,7 +109,6 @@ class Space:
         wire: wire formats of pushes and answers; empty for that of this setting.
         overlap: whether exchanges may travel during the computation; empty for that of this setting.
         all_reduce: formats in which the members of a group may average their gradients, beside that of this setting.
-        merged: submodules that several groups may merge; empty for that of this setting.
 
     Raises:
         ConfigurationError: a range is empty or out of bounds, or a method or format does not exist.
@@ -276,24 +124,22 @@ class Space:
     wire: tuple[str, ...] = ()
     overlap: tuple[bool, ...] = ()
     all_reduce: tuple[str, ...] = ()
-    merged: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _ = self.dimensions  # each dimension checks its bounds
-
-    @cached_property
-    def dimensions(self) -> tuple[OwnDimension, ...]:
-        """Return the dimensions that every run has."""
-        own = Groups(self.groups), Momentum(self.momentum), LearningRate(self.lr), Period(self.period)
-        return *own, *self.exchanges, AllReduceFormat(self.all_reduce), self.head
-
-    @property
-    def exchanges(self) -> tuple[ExchangeDimension, ...]:
-        return MethodName(self.method), Wire(self.wire), Overlap(self.overlap)
-
-    @property
-    def head(self) -> MergedName:
-        return MergedName(self.merged)
+        """Check the values of each dimension."""
+        if 1 not in self.groups:
+            raise ConfigurationError(f'space={{"groups": {list(self.groups)}}}: one group has to be among them; add 1')
+        (least, most), (slowest, fastest) = self.momentum, self.lr
+        _check_range("momentum", self.momentum, 0 <= least <= most < 1, "from 0 up to 1, without 1")
+        _check_range("lr", self.lr, 0 <= slowest <= fastest and fastest > 0, "above 0")
+        if any(each < 1 for each in self.period):
+            raise ConfigurationError(f'space={{"period": {list(self.period)}}}: pass numbers of steps, 1 or more')
+        _check_texts("method", self.method, 'names of methods, such as "local_sgd"', method_named)
+        _check_texts("all_reduce", self.all_reduce, 'formats, such as "powersgd:4"', all_reduce_of)
+        for each in self.wire:
+            wire_of(wire_argument(each))
+        if not all(isinstance(each, bool) for each in self.overlap):
+            raise ConfigurationError(f'space={{"overlap": {list(self.overlap)}}}: pass True, False or both')
 
     @classmethod
     def of(
@@ -338,8 +184,8 @@ class Space:
             suggested: returns a setting with the momentum and learning rate that are expected to suit it.
         """
         found = [start]
-        ways = product(*(each.options(start) for each in (*self.exchanges, self.head)))
-        for method, wire, overlap, merged in ways:
+        exchanges = self.method or (start.method,), self.wire or (start.wire,), self.overlap or (start.overlap,)
+        for method, wire, overlap in product(*exchanges):
             if not method:  # the cost of a user's own method is not known
                 continue
             value = method_named(method)
@@ -347,18 +193,27 @@ class Space:
             for groups in self.groups[1:]:
                 if not _can_be(value, groups, wire, overlap):
                     continue
-                like = replace(start, groups=groups, method=method, wire=wire, overlap=overlap, merged=merged)
-                if merged and not (_is_known_merged(like) or (method, merged) == (start.method, start.merged)):
-                    continue
+                like = replace(start, groups=groups, method=method, wire=wire, overlap=overlap)
                 found += [suggested(replace(like, period=period)) for period in periods]
         formats = [each for each in self.all_reduce if each != start.all_reduce]
         return found + [replace(each, all_reduce=format_) for format_ in formats for each in found]
 
     def holds(self, setting: Setting) -> Setting:
         """Return a setting, moved to the nearest bounds."""
-        for dimension in self.dimensions:
-            setting = dimension.hold(setting)
-        return setting
+        momentum, lr = _inside(setting.momentum, self.momentum), _inside(setting.lr, self.lr)
+        return replace(setting, momentum=momentum, lr=lr)
+
+
+def _check_range(name: str, bounds: tuple[float, float], is_good: bool, what: str) -> None:
+    if not is_good:
+        raise ConfigurationError(f'space={{"{name}": {bounds}}}: pass the least and the largest value, {what}')
+
+
+def _check_texts(name: str, values: Sequence[Any], what: str, read: Callable[[str], object]) -> None:
+    for each in values:
+        if not isinstance(each, str) or not each:
+            raise ConfigurationError(f'space={{"{name}": {each!r}}}: pass {what}')
+        read(each)
 
 
 def _bounds(name: str, given: Any) -> tuple[float, float]:
@@ -390,7 +245,7 @@ _KNOWN: dict[str, Callable[[str, Any], Any]] = {
     "lr": _bounds,
     "rebalance": _any,
     "period": _whole_numbers,
-    **dict.fromkeys(("method", "wire", "overlap", "all_reduce", "merged"), _choices),
+    **dict.fromkeys(("method", "wire", "overlap", "all_reduce"), _choices),
 }
 """Readers of the user's values, by name."""
 
@@ -404,21 +259,12 @@ def _can_be(method: Method, groups: int, wire: str, overlap: bool) -> bool:
     try:
         method.check(groups)
         if wire:
-            wire_of(wire_given(wire)).check(method)
+            wire_of(wire_argument(wire)).check(method)
         if overlap:
             check_overlap(method)
     except ConfigurationError:
         return False
     return True
-
-
-def _is_known_merged(setting: Setting) -> bool:
-    """Return whether the cost in samples of a setting with a merged submodule is known.
-
-    Each group's gradient steps a head. Where it steps the body, too, the setting is at most as stale as asynchronous
-    SGD, which the prior covers.
-    """
-    return setting.updates_per_batch == setting.groups and not setting.overlap
 
 
 def group_counts(ranks: int) -> list[int]:
@@ -479,3 +325,71 @@ def _numbers(name: str, value: Any, whole: bool = False) -> list[Any]:
     if not values:
         raise ConfigurationError(f"space={{{name!r}: {value!r}}}: nothing to choose from; pass at least one number")
     return [plain(each) for each in values]
+
+
+@dataclass(frozen=True)
+class SearchSpec:
+    """The specification of a search for a setting.
+
+    Args:
+        start: the setting that the run uses without a search.
+        batch: samples of all ranks in one batch.
+        horizon: samples that the run will still train on.
+        space: the search space.
+        reference: the *reference batch*: samples of the batch that learning rate and momentum of ``start`` belong to.
+            None means ``batch``: a user's own belong to one synchronous step of all ranks, even if a run begins with
+            several groups. Those chosen by an earlier search belong to one group's batch.
+        scaling: the scaling of learning rates.
+        seconds: the time after which the run ends in any case; infinite without a time limit.
+        ends_by_time: whether nothing else ends the run, so that ``horizon`` is a guess.
+        switch: seconds to form groups, as measured in this run.
+        budget: part of the run's time that choosing and forming groups may take.
+        allowance: seconds of the budget that the run has earned and not spent; the rest of the run adds to them.
+        seed: the seed of all random numbers.
+
+    Raises:
+        ConfigurationError: the learning rate of ``start`` is 0, which no factor changes.
+    """
+
+    start: Setting
+    batch: int
+    horizon: float
+    space: Space
+    scaling: Scaling = field(default_factory=Scaling)
+    seconds: float = math.inf
+    ends_by_time: bool = False
+    switch: float = 0.0
+    budget: float = 1.0
+    allowance: float = 0.0
+    seed: int = 0
+    reference: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.start.lr > 0:
+            raise ConfigurationError(f"lr={self.start.lr}: there is nothing to tune; pass a learning rate above 0")
+        if self.reference is not None:
+            check_number("reference", self.reference, "a number of samples above 0, or None", above=0, below=math.inf)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, without user-defined dimensions; an infinite bound becomes None."""
+        plain: dict[str, Any] = msgspec.to_builtins(replace(self, space=replace(self.space, further=())))
+        plain["space"]["lr"] = [None if math.isinf(bound) else bound for bound in self.space.lr]
+        return {**plain, "seconds": None if math.isinf(self.seconds) else self.seconds}
+
+    @staticmethod
+    def from_dict(plain: Mapping[str, Any]) -> SearchSpec:
+        """Rebuild a specification from `to_dict`."""
+        low, high = plain["space"]["lr"]
+        space = {**plain["space"], "lr": (low, math.inf if high is None else high)}
+        seconds = math.inf if plain["seconds"] is None else plain["seconds"]
+        return msgspec.convert({**plain, "space": space, "seconds": seconds}, SearchSpec)
+
+    @property
+    def basis(self) -> Setting:
+        """Return ``start`` with the number of groups that its learning rate and momentum belong to, for theory."""
+        belongs_to = self.reference if self.reference is not None else self.batch
+        return replace(self.start, groups=max(1, round(self.batch / belongs_to)))
+
+    def can_wait(self, steps: int) -> bool:
+        """Return whether the steps are so small a part of the run that measuring more costs little."""
+        return steps < c.WAITING_SHARE * self.horizon / self.batch

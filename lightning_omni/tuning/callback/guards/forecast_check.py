@@ -19,12 +19,10 @@ from contextlib import suppress
 from dataclasses import replace
 
 from lightning_omni.errors import OmniError
-from lightning_omni.tuning.callback.apply.applied import AppliedSetting
-from lightning_omni.tuning.callback.guards.retuning import Retuning
-from lightning_omni.tuning.callback.guards.throughput import Speed
-from lightning_omni.tuning.callback.reports.reports import TunerReports
-from lightning_omni.tuning.callback.run import TunedRun
-from lightning_omni.tuning.callback.state import Command
+from lightning_omni.tuning.callback.applied_setting import AppliedSetting
+from lightning_omni.tuning.callback.guards.speed import Speed, SpeedRecord
+from lightning_omni.tuning.callback.reports import TunerReports
+from lightning_omni.tuning.callback.tuned_run import Command, TunedRun
 from lightning_omni.tuning.model.forecast import Setting
 from lightning_omni.tuning.search import Search, TrainedSegment
 from lightning_omni.tuning.search import constants as c
@@ -35,18 +33,18 @@ from lightning_omni.tuning.search.evidence import mean_error
 class ForecastCheck:
     """A comparison of a run's samples per second with the forecast.
 
-    The speed of groups is compared with that of one group once after each choice. `Retuning` detects groups that get
+    The speed of groups is compared with that of one group once after each choice. `SpeedRecord` detects groups that get
     slower later.
 
     Args:
         run: the tuned run.
         applied: the setting that it trains with.
-        retuning: the record of its speed.
+        speeds: the record of its speed.
         reports: the reports of a change.
     """
 
-    def __init__(self, run: TunedRun, applied: AppliedSetting, retuning: Retuning, reports: TunerReports) -> None:
-        self._run, self._applied, self._retuning, self._reports = run, applied, retuning, reports
+    def __init__(self, run: TunedRun, applied: AppliedSetting, speeds: SpeedRecord, reports: TunerReports) -> None:
+        self._run, self._applied, self._speed_record, self._reports = run, applied, speeds, reports
         self._steps, self._next = 0, c.FEWEST_STEPS
 
     def step_done(self) -> str:
@@ -57,14 +55,14 @@ class ForecastCheck:
         probability of a false alarm.
         """
         run, state = self._run, self._run.state
-        is_users_own = state.setting is not None and state.setting == state.own
-        if not is_users_own or state.is_final or state.before_trial is not None:
+        is_user_setting = state.setting is not None and state.setting == state.own
+        if not is_user_setting or state.is_final or state.before_trial is not None:
             return ""
         self._steps += 1
         if self._steps < self._next:
             return ""
         self._next = math.ceil(self._steps * (1 + c.CHANGED))
-        speed = self._retuning.speed_so_far()
+        speed = self._speed_record.speed_so_far()
         return run.world.broadcast_text(self._why_slower(speed) if speed is not None else "")
 
     def _why_slower(self, speed: Speed) -> str:
@@ -80,7 +78,7 @@ class ForecastCheck:
 
     def epoch_done(self) -> str:
         """Return why one group is to be timed again, by the speed of a whole epoch, or "". All ranks call it."""
-        speed = self._retuning.speed
+        speed = self._speed_record.speed
         return self._check(speed) if self._is_due and speed is not None else ""
 
     def validated(self) -> str:
@@ -90,7 +88,7 @@ class ForecastCheck:
         """
         if not self._is_due:
             return ""
-        speed = self._retuning.speed_so_far()
+        speed = self._speed_record.speed_so_far()
         return self._check(speed) if speed is not None and speed.is_known_within(c.GAIN) else ""
 
     @property
@@ -104,7 +102,7 @@ class ForecastCheck:
     def _check(self, speed: Speed) -> str:
         run, state = self._run, self._run.state
         state.checked = state.rounds
-        is_known = run.speaks and run.searches
+        is_known = run.is_rank_zero and run.searches
         found = self._refutes(run.searches[-1], run.setting, speed) if is_known else None
         segments = self._trained(speed, is_refuted=found is not None) if is_known else state.segments
         command, was_refuted = run.broadcast_command(found), state.refuted
@@ -113,8 +111,8 @@ class ForecastCheck:
             return self._why_other_value()
         if not was_refuted:
             return command.why
-        self._applied.give_up_groups(command.setting)
-        self._retuning.changed(in_mid_epoch=run.strategy.epochs.is_open)
+        self._applied.return_to_one_group(command.setting)
+        self._speed_record.changed(in_mid_epoch=run.strategy.epochs.is_open)
         self._reports.chosen(command)
         return ""
 
@@ -124,7 +122,7 @@ class ForecastCheck:
         if not run.options.further:
             return ""
         why, began = "", time.perf_counter()
-        if run.speaks and run.searches:
+        if run.is_rank_zero and run.searches:
             last = run.searches[-1]
             space = replace(last.spec.space, further=run.options.further)  # no checkpoint holds them
             spec = replace(last.spec, space=space, horizon=run.horizon, seconds=run.seconds_left)
@@ -135,13 +133,13 @@ class ForecastCheck:
                     why = f"{value} is to be tried, or was faster"
             last.overhead += time.perf_counter() - began
         why = run.world.broadcast_text(why)
-        run.leave_out(time.perf_counter() - began)
+        run.exclude_seconds(time.perf_counter() - began)
         return why
 
     def _trained(self, speed: Speed, is_refuted: bool) -> list[TrainedSegment]:
         """Return the last segment of each setting, with the one that has just been measured."""
         run, setting, search = self._run, self._run.setting, self._run.searches[-1]
-        log_ratio = math.log(search.modelled(setting) / speed.rate)
+        log_ratio = math.log(search.modelled_throughput(setting) / speed.rate)
         variance = speed.error**2 + mean_error(search.measured) ** 2
         segment = TrainedSegment(setting, log_ratio, variance, speed.rate if is_refuted else 0.0)
         return [*(each for each in run.state.segments if each.setting != setting), segment]

@@ -22,18 +22,16 @@ from torch import Tensor
 
 from lightning_omni.runtime.state.rollback import RollbackPoint
 from lightning_omni.strategy._private import put_averages, will_step
-from lightning_omni.tuning.callback.apply.applied import AppliedSetting
-from lightning_omni.tuning.callback.guards.flatness import TrainingLosses, TrialOutcome, is_falling
-from lightning_omni.tuning.callback.guards.retuning import Retuning
-from lightning_omni.tuning.callback.guards.throughput import SpeedHistory
-from lightning_omni.tuning.callback.reports.reports import TunerReports
-from lightning_omni.tuning.callback.run import TunedRun
-from lightning_omni.tuning.callback.state import Command
+from lightning_omni.tuning.callback.applied_setting import AppliedSetting
+from lightning_omni.tuning.callback.guards.losses import TrainingLosses, TrialOutcome, is_falling
+from lightning_omni.tuning.callback.guards.speed import SpeedHistory, SpeedRecord
+from lightning_omni.tuning.callback.reports import TunerReports
+from lightning_omni.tuning.callback.tuned_run import Command, TunedRun
 from lightning_omni.tuning.search import constants as c
 
 
 @dataclass
-class OwnTrial:
+class UserSettingTrial:
     """A trial of the user's own setting.
 
     Attributes:
@@ -53,7 +51,7 @@ class OwnTrial:
     taken: int = 0
 
 
-class PlateauWatch:
+class PlateauGuard:
     """A watch for plateaus of the training loss, which tries the user's own setting there.
 
     A trial begins where all groups synchronize, at the end of an epoch or inside it. It can end after any step, because
@@ -62,13 +60,13 @@ class PlateauWatch:
     Args:
         run: the tuned run.
         applied: the setting that it trains with.
-        retuning: the record of its speed.
+        speeds: the record of its speed.
         reports: the reports of a change.
     """
 
-    def __init__(self, run: TunedRun, applied: AppliedSetting, retuning: Retuning, reports: TunerReports) -> None:
-        self._run, self._applied, self._retuning, self._reports = run, applied, retuning, reports
-        self._trial: OwnTrial | None = None
+    def __init__(self, run: TunedRun, applied: AppliedSetting, speeds: SpeedRecord, reports: TunerReports) -> None:
+        self._run, self._applied, self._speed_record, self._reports = run, applied, speeds, reports
+        self._trial: UserSettingTrial | None = None
         self._noted: list[Tensor] = []  # losses that belong to no window yet
         self._is_inside = False  # whether their first one was inside an epoch
 
@@ -119,7 +117,7 @@ class PlateauWatch:
     def _is_watched(self) -> bool:
         """Return whether the run trains with a choice that a trial may replace; the same on all ranks."""
         state = self._run.state
-        is_chosen = state.setting is not None and not state.is_final and not self._applied.is_users_own
+        is_chosen = state.setting is not None and not state.is_final and not self._applied.is_user_setting
         return self._run.may_change_inside and is_chosen  # a trial ends inside an epoch
 
     def _follow(self, least: int) -> bool:
@@ -132,7 +130,7 @@ class PlateauWatch:
             is_stale = run.world.method.updates_per_batch(run.setting.groups) > 1
             first = run.searches[0].observation.batches.first_loss if run.searches else math.nan  # rank 0 decides
             state.losses = TrainingLosses(first, setting=state.setting, is_stale=is_stale)
-        (batches,) = self._of_all(torch.tensor([float(len(self._noted))]))
+        (batches,) = self._sum_over_ranks(torch.tensor([float(len(self._noted))]))
         samples = batches * run.batch(1) / run.window
         count = max(int(samples / (c.SHORTEST_WINDOW * self._batch)), least) if samples else 0
         if not count:
@@ -141,14 +139,14 @@ class PlateauWatch:
         ends = [number * len(self._noted) // count for number in range(count + 1)]
         losses = torch.stack(self._noted).tolist() if self._noted else []
         sums = [[math.fsum(losses[begin:end]), end - begin] for begin, end in itertools.pairwise(ends)]
-        for total, number in self._of_all(torch.tensor(sums)):
+        for total, number in self._sum_over_ranks(torch.tensor(sums)):
             state.losses.windows.append(total / number)
             if total / number < state.learnt_below:
                 state.learnt_below = math.nan
         state.samples += samples
         return True
 
-    def _of_all(self, own: Tensor) -> list[Any]:
+    def _sum_over_ranks(self, own: Tensor) -> list[Any]:
         """Return the sum over all ranks, as plain numbers. All ranks call it."""
         summed: Tensor = self._run.strategy.reduce(own.to(self._run.strategy.root_device), reduce_op="sum")
         return list(summed.tolist())
@@ -174,7 +172,7 @@ class PlateauWatch:
         """Begin a trial of the user's own setting. All ranks call it."""
         run, curve = self._run, self._run.state.losses
         steps = self._length
-        starts_over = not self.has_learnt and self._applied.may_start_over
+        starts_over = not self.has_learnt and self._applied.can_restart
         learnt = "is no lower than it was before" if starts_over else "hardly falls any more"
         run.info(
             f"OmniTuner: the training loss {learnt} ({curve.now:.4g}) with {run.state.setting}: your own setting is"
@@ -182,7 +180,7 @@ class PlateauWatch:
         )
         before = self._applied.begin_trial(starts_over)
         curve.trial_begins()
-        self._trial = OwnTrial(steps, steps, self._retuning.stash_speeds(), before)
+        self._trial = UserSettingTrial(steps, steps, self._speed_record.stash_speeds(), before)
 
     def ended(self) -> None:
         """Restore the weights from before a trial in which training ends, if it has raised the loss.
@@ -197,14 +195,14 @@ class PlateauWatch:
             self._applied.return_to(trial.before)
             put_averages(self._run.trainer)
 
-    def _losses(self, trial: OwnTrial) -> list[float]:
+    def _losses(self, trial: UserSettingTrial) -> list[float]:
         """Return the mean loss of each batch over ranks. All ranks call it."""
         if not trial.losses:
             return []
         losses: list[float] = self._run.strategy.reduce(torch.stack(trial.losses), reduce_op="mean").tolist()
         return losses
 
-    def _end(self, trial: OwnTrial) -> None:
+    def _end(self, trial: UserSettingTrial) -> None:
         """Keep the user's own setting, extend the trial, or restore the setting before it. All ranks call it."""
         run, state = self._run, self._run.state
         losses = self._losses(trial)
@@ -220,9 +218,9 @@ class PlateauWatch:
             why = "it lowers the training loss further"
         else:
             self._applied.end_trial(trial.before if outcome is TrialOutcome.WORSE else None)
-            self._retuning.restore_speeds(trial.speeds)
+            self._speed_record.restore_speeds(trial.speeds)
             why = "your own setting, which was tried, does not lower the training loss further"
         self._reports.chosen(Command(run.setting, why=why))
 
 
-__all__ = ["OwnTrial", "PlateauWatch"]
+__all__ = ["PlateauGuard", "UserSettingTrial"]

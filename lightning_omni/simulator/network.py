@@ -1,0 +1,273 @@
+"""Durations of a group's exchanges with the parameter servers: links, the servers' network cards, and their queues.
+
+This file uses the group and the bytes of a message, never its content.
+
+Rule 1: messages on a card at the same time share it evenly, and cross their groups' links at the same time. The parts
+of an exchange, one for each server, share the group's link in proportion to their bytes, so that the exchange is never
+faster than the link carries the whole.
+Rule 2: a part that stays on its group's node crosses no link and no card.
+Rule 3: with one server, servers do not synchronize: each time is bitwise the same as without support for several.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+
+from lightning_omni.simulator.cluster import Cluster, Link
+from lightning_omni.simulator.engine import Engine, Process, Timeline, until_resumed
+
+
+class _Lane:
+    """The messages that have the same limit.
+
+    Attributes:
+        messages: a heap of (``crossed`` at its end, serial number, process to resume then).
+        crossed: bytes that would have crossed of a message that had been in the lane from the beginning.
+        rate: bytes per second of each message.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[float, int, Process]] = []
+        self.crossed = self.rate = 0.0
+
+    @property
+    def due(self) -> float:
+        return max(self.messages[0][0] - self.crossed, 0.0) / self.rate
+
+
+class SharedLink:
+    """One direction of a link.
+
+    Args:
+        engine: virtual time.
+        bandwidth: bytes per second, finite.
+
+    Example:
+        Two messages of 100 bytes over a link of 100 bytes a second, half a second after one another:
+
+        >>> engine = Engine()
+        >>> link = SharedLink(engine, 100.0)
+        >>> def send(moment):
+        ...     yield moment
+        ...     print((yield link.carry(100, limit=1000.0)))
+        >>> for moment in (0.0, 0.5):
+        ...     _ = engine.start(send(moment))
+        >>> while engine.events:
+        ...     engine.step()
+        1.5
+        2.0
+    """
+
+    def __init__(self, engine: Engine, bandwidth: float) -> None:
+        self._engine, self._bandwidth = engine, bandwidth
+        self._lanes: dict[float, _Lane] = {}  # by limit
+        self._shared_at, self._serial_number = 0.0, 0
+
+    def carry(self, nbytes: float, limit: float) -> Process:
+        """Start to carry a message.
+
+        Args:
+            nbytes: bytes of the message, above 0.
+            limit: its most bytes per second.
+
+        Returns:
+            A process that ends when the whole message has crossed, and returns that time.
+        """
+        message = self._engine.start(until_resumed())
+        self._continue()
+        lane = self._lanes.setdefault(limit, _Lane())
+        self._serial_number += 1
+        heapq.heappush(lane.messages, (lane.crossed + nbytes, self._serial_number, message))
+        self._share()
+        return message
+
+    def _continue(self) -> None:
+        for lane in self._lanes.values():
+            lane.crossed += lane.rate * (self._engine.now - self._shared_at)
+        self._shared_at = self._engine.now
+
+    def _share(self) -> None:
+        """Divide the bandwidth evenly after the messages have changed; faster lanes get the surplus of slower ones."""
+        left, count = self._bandwidth, sum(len(lane.messages) for lane in self._lanes.values())
+        for limit, lane in sorted(self._lanes.items()):
+            lane.rate = min(limit, left / count)
+            left, count = left - lane.rate * len(lane.messages), count - len(lane.messages)
+        if self._lanes:
+            self._serial_number += 1
+            first = min(self._lanes.values(), key=lambda lane: lane.due)
+            self._engine.start(self._arrive(first, self._engine.now + first.due, self._serial_number))
+
+    def _arrive(self, lane: _Lane, due: float, serial_number: int) -> Timeline:
+        """Run a process that ends the first messages of a lane, unless the messages change before."""
+        yield due
+        if serial_number != self._serial_number:
+            return
+        self._continue()
+        lane.crossed = lane.messages[0][0]  # without rounding error
+        arrived = []
+        while lane.messages and lane.messages[0][0] <= lane.crossed:
+            arrived.append(heapq.heappop(lane.messages)[2])
+        self._lanes = {limit: each for limit, each in self._lanes.items() if each.messages}
+        self._share()
+        for message in arrived:
+            self._engine.resume(message, self._engine.now)
+
+
+_Parts = Sequence[tuple[SharedLink, float]]
+"""The parts of a message: the card that each crosses, and its bytes."""
+
+
+class Queue:
+    """A first-come, first-served queue."""
+
+    def __init__(self) -> None:
+        self._free_at = 0.0
+
+    def serve(self, arrival: float, seconds: float) -> float:
+        """Serve a request that arrives at ``arrival`` and takes ``seconds``; return the time of its end."""
+        self._free_at = max(arrival, self._free_at) + seconds
+        return self._free_at
+
+
+class _Server:
+    """The shared resources of a server: its network card in both directions, its updates and a merged head."""
+
+    def __init__(self, engine: Engine, card: Link) -> None:
+        self.inwards, self.outwards = (SharedLink(engine, card.bandwidth) for _ in range(2))
+        self.updates, self.head = Queue(), Queue()
+
+
+class Exchanges:
+    """Exchanges with the servers, in virtual time.
+
+    A push ends when the last of its parts is served, and an answer when the last of its parts has arrived. If
+    each of several servers holds a share of the weights, the others report the arrival of their parts to the
+    coordinator (server 0), which informs them when all parts have arrived: one small message each way.
+
+    Args:
+        engine: virtual time.
+        cluster: the links, the servers and their nodes.
+        shares: the fraction of the weights that each server holds; they add up to 1.
+
+    Attributes:
+        nodes: the node of each group's leader, by group number.
+
+    Example:
+        Two servers with half of 100 bytes each, over a link of 100 bytes a second; cards of 50 bytes a second:
+
+        >>> from lightning_omni.simulator.cluster import Link
+        >>> engine, cluster = Engine(), Cluster.even(2, link=Link(100.0), server=Link(50.0), servers=2)
+        >>> exchanges = Exchanges(engine, cluster, [0.5, 0.5])
+        >>> _ = engine.start(exchanges.push(0, 100))
+        >>> while engine.events:
+        ...     engine.step()
+        >>> engine.now  # a second through both cards at once, no faster than over the link
+        1.0
+    """
+
+    def __init__(self, engine: Engine, cluster: Cluster, shares: Sequence[float]) -> None:
+        self._engine, self._cluster, self._shares = engine, cluster, shares
+        self._link, self._card = cluster.link, cluster.server
+        self._servers = [_Server(engine, cluster.server) for _ in shares]
+        self.nodes: dict[int, int] = {}
+
+    # --- Shares of the weights ---------------------------------------------------------------------------------------
+
+    def ask(self, group: int) -> float:
+        """Return the time at which every server can act on a small message that a group sends now to all of them."""
+        now, away = self._engine.now, self._away_from(group)
+        there = now + self._link.latency + self._card.latency
+        return max(self._agreed([there if place in away else now for place in range(len(self._shares))]))
+
+    def push(self, group: int, nbytes: int) -> Timeline:
+        """Wait until all servers have received and served their parts of a push."""
+        servers, received = self._servers, [self._engine.now] * len(self._servers)
+        away = self._away_from(group)
+        arrivals = yield from self._come([(servers[place].inwards, nbytes * self._shares[place]) for place in away])
+        for place, arrival in zip(away, arrivals, strict=True):
+            received[place] = arrival
+        if len(servers) > 1:
+            received = self._agreed(received)
+            yield received[0]
+        yield max(
+            each.updates.serve(moment, self._cluster.update_seconds * share)
+            for each, moment, share in zip(servers, received, self._shares, strict=True)
+        )
+
+    def answer(self, group: int, nbytes: int) -> Timeline:
+        """Wait until an answer that the servers send now has reached a group."""
+        away = self._away_from(group)
+        yield from self._leave([(self._servers[place].outwards, nbytes * self._shares[place]) for place in away])
+
+    def passed_on(self, nbytes: int, members: int) -> float:
+        """Return the seconds in which the leader of a group broadcasts an answer to its members."""
+        return self._cluster.group_link.broadcast_seconds(nbytes, members)
+
+    def begin_again(self) -> None:
+        """Reset the servers' queues and cards after a restart."""
+        self._servers = [_Server(self._engine, self._card) for _ in self._shares]
+
+    def _away_from(self, group: int) -> list[int]:
+        return [place for place in range(len(self._shares)) if not self._is_at_home(group, place)]
+
+    def _come(self, parts: _Parts) -> Timeline:
+        """Wait until all parts of a message have crossed a link, and then cards; return the arrival of each."""
+        delay = self._link.seconds(self._unshared(parts)), self._card.latency
+        yield self._engine.now + delay[0] + delay[1] if parts else self._engine.now
+        return (yield from self._cross(parts))
+
+    def _leave(self, parts: _Parts) -> Timeline:
+        """Wait until all parts of a message have crossed cards, and then a link."""
+        yield from self._cross(parts)
+        delay = self._link.seconds(self._unshared(parts)) + self._card.latency
+        yield self._engine.now + delay if parts else self._engine.now
+
+    def _unshared(self, parts: _Parts) -> float:
+        """Return the bytes that cross a link alone: all, if cards have infinite bandwidth."""
+        return sum(nbytes for _, nbytes in parts) if math.isinf(self._card.bandwidth) else 0.0
+
+    def _cross(self, parts: _Parts) -> Timeline:
+        """Wait until parts have crossed their cards and, at the same time, a link; return the end of each."""
+        whole, now = sum(nbytes for _, nbytes in parts), self._engine.now
+        if not whole or math.isinf(self._card.bandwidth):
+            return [now] * len(parts)
+        bandwidth = self._link.bandwidth
+        crossing = [card.carry(nbytes, bandwidth * (nbytes / whole)) if nbytes else None for card, nbytes in parts]
+        for part in crossing:
+            if part is not None:
+                yield part
+        return [now if part is None else part.returned for part in crossing]
+
+    def _agreed(self, here: Sequence[float]) -> list[float]:
+        """Return the times at which servers may continue if their parts arrive at these: server 0 coordinates."""
+        message = self._link.latency + self._card.latency
+        first, *others = here
+        decided = max([first, *(moment + message for moment in others)])
+        return [decided, *[decided + message] * len(others)]
+
+    def _is_at_home(self, group: int, server: int) -> bool:
+        return self._cluster.servers == "per-node" and self.nodes[group] == server
+
+    # --- A merged head, which the first server holds -----------------------------------------------------------------
+
+    def to_head(self, group: int, nbytes: int, answers: tuple[int, int], size: int) -> Timeline:
+        """Wait until a batch has travelled to a merged head, and its exclusive access there is over.
+
+        Args:
+            group: number of the group.
+            nbytes: bytes of the batch.
+            answers: bytes of its outputs, and of their gradients.
+            size: samples in the batch.
+        """
+        first, is_at_home = self._servers[0], self._is_at_home(group, 0)
+        yield from self._come([] if is_at_home else [(first.inwards, nbytes)])
+        # The exclusive access includes the travel of the outputs and of their gradients.
+        slower = Link(min(self._link.bandwidth, self._card.bandwidth), self._link.latency)
+        travel = 0.0 if is_at_home else sum(slower.seconds(each) + self._card.latency for each in answers)
+        yield first.head.serve(self._engine.now, size * self._cluster.head_seconds_per_sample + travel)
+
+    def from_head(self, group: int, nbytes: int) -> Timeline:
+        """Wait until the gradients of a batch have travelled back."""
+        yield from self._leave([] if self._is_at_home(group, 0) else [(self._servers[0].outwards, nbytes)])

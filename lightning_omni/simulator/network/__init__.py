@@ -1,1 +1,0 @@
-"""The simulated network: exchanges with the servers, and links that several messages share."""

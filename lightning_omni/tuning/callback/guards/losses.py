@@ -1,0 +1,203 @@
+"""Rules for the training loss with a chosen setting: divergence, and a plateau that a trial may leave.
+
+A setting that looks good may diverge a thousand batches later. A run that would have gone well without a tuner must not
+end that way; a `RollbackPoint` restores it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_omni.serialization import Serializable
+from lightning_omni.tuning.model.forecast import Setting
+from lightning_omni.tuning.search import constants as c
+
+
+class DivergenceGuard:
+    """A running mean of one rank's training loss since the last search.
+
+    Args:
+        threshold: the training loss above which the run has diverged.
+    """
+
+    def __init__(self, threshold: float) -> None:
+        self.threshold = threshold
+        self._mean: Tensor | None = None
+        self._lost: Tensor | None = None
+        self._refused = 0
+
+    def batch_done(self, loss: Tensor | None, is_guarded: bool, applied: bool | None) -> None:
+        """Record a batch.
+
+        Args:
+            loss: its loss, or None if there is none.
+            is_guarded: whether a server rejects non-finite pushes, so that a non-finite loss does no harm.
+            applied: whether the group's push was applied; None if there was none.
+        """
+        if loss is not None:
+            loss, before = loss.detach(), self._mean
+            is_finite, lost = torch.isfinite(loss), torch.zeros_like(loss) if self._lost is None else self._lost
+            mean = loss.clone() if before is None else before.lerp(loss, c.NEWEST_LOSS)
+            if is_guarded and before is not None:
+                mean = torch.where(is_finite, torch.where(torch.isfinite(before), mean, loss), before)
+            self._mean, self._lost = mean, torch.where(is_finite, 0.0, lost + 1)  # on the device: nothing waits for it
+        if applied is not None:
+            self._refused = 0 if applied else self._refused + 1
+
+    @property
+    def has_given_up(self) -> bool:
+        """Return whether too many pushes in a row were not applied; the same on all members of the group."""
+        return self._refused >= c.NON_FINITE_TOLERATED
+
+    def mean(self, like: Tensor) -> Tensor:
+        """Return the running mean of the loss and 1, to be summed over ranks; NaN and 1 if nothing is learnt any more.
+
+        A rank that has trained nothing yet, as after a resume at an epoch's end, returns two zeros.
+        """
+        if self.has_given_up:
+            return like.new_tensor([math.nan, 1.0])
+        if self._mean is None or self._lost is None:
+            return like.new_zeros(2)
+        mean = torch.where(self._lost < c.NON_FINITE_TOLERATED, self._mean, math.nan)
+        return torch.stack([mean.to(like), like.new_ones(())])
+
+    def is_worse(self, total: float, ranks: float) -> bool:
+        """Return whether the mean loss of the ranks that have one exceeds the threshold, or is NaN."""
+        return ranks > 0 and not total / ranks <= self.threshold
+
+
+def loss_in(outputs: Any, accumulated: int) -> Tensor | None:
+    """Return the undivided loss from the outputs that Lightning passes to ``on_train_batch_end``."""
+    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+    return loss * accumulated if isinstance(loss, Tensor) else None
+
+
+@dataclass
+class TrainingLosses(Serializable):
+    """The training loss with one setting, and whether it is flat.
+
+    Args:
+        first: loss at the start of the run.
+
+    Attributes:
+        windows: mean loss of each window, the latest one last: an epoch, or a part of one.
+        setting: the setting of these windows.
+        is_stale: whether its gradients are stale, because the optimizer steps for each group's.
+        trials: number of trials of the user's own setting.
+        next_trial: number of windows after which another trial may begin.
+
+    Example:
+        >>> curve = TrainingLosses(first=2.3, windows=[1.0, 0.50, 0.49])
+        >>> curve.is_flat, round(curve.gained, 2)
+        (True, 0.01)
+    """
+
+    first: float
+    windows: list[float] = field(default_factory=list)
+    setting: Setting | None = None
+    is_stale: bool = True
+    trials: int = 0
+    next_trial: float = 0.0
+
+    def trial_begins(self) -> None:
+        """Count a trial of the user's own setting; each one makes the wait for the next longer."""
+        self.trials += 1
+        self.next_trial = c.LONGER**self.trials * len(self.windows)
+
+    @property
+    def now(self) -> float:
+        """Return the mean of the last windows; NaN if there are none."""
+        return self._mean(len(self.windows))
+
+    @property
+    def gained(self) -> float:
+        """Return the decrease of the loss while the number of windows grew by the factor `c.LONGER`."""
+        return self._mean(round(len(self.windows) / c.LONGER)) - self.now
+
+    @property
+    def is_flat(self) -> bool:
+        """Return whether the gain is a small part of the decrease since the start, and of the loss itself.
+
+        Stale gradients may keep a loss from its final value while it still falls a little. Without them, it is flat
+        only if it does not fall at all. It is never flat if there are too few windows.
+        """
+        if len(self.windows) < c.FEWEST_WINDOWS:
+            return False
+        if not self.is_stale:
+            return self.gained <= _rounding(self)
+        return self.gained <= min(c.FLAT * abs(self.first - self.now), c.CLEAR_CHANGE * abs(self.now))
+
+    def _mean(self, end: int) -> float:
+        """Return the mean of the last windows before an index."""
+        count = max(1, round(c.LATE * len(self.windows)))
+        last = self.windows[max(0, end - count) : end]
+        return statistics.fmean(last) if last else math.nan
+
+
+class TrialOutcome(IntEnum):
+    """The outcome of a trial, as a number that rank 0 can broadcast."""
+
+    BETTER = 0
+    """The trial has lowered the loss by more than the setting before is expected to."""
+    NEITHER = 1
+    """The trial has lowered the loss by less than that."""
+    WORSE = 2
+    """The loss is higher than before the trial."""
+
+    @classmethod
+    def of(cls, losses: Sequence[float], curve: TrainingLosses) -> TrialOutcome:
+        """Return the outcome of a trial by the losses of all its batches."""
+        _, last = _latest(losses)
+        if last and lowers_more(last, curve):
+            return cls.BETTER
+        return cls.NEITHER if last and statistics.fmean(last) <= curve.now + _rounding(curve) else cls.WORSE
+
+
+def is_falling(losses: Sequence[float]) -> bool:
+    """Return whether a trial's loss falls by more than its scatter explains; larger steps may raise it at first."""
+    earlier, last = _latest(losses)
+    if not earlier:
+        return False
+    return statistics.fmean(earlier) - statistics.fmean(last) > math.hypot(_error(earlier), _error(last))
+
+
+def _latest(losses: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
+    """Return the last part of the losses, which counts, after an equally long part before it."""
+    count = math.ceil(c.LAST * len(losses))
+    return losses[-2 * count : -count], losses[-count:]
+
+
+def lowers_more(losses: Sequence[float], curve: TrainingLosses) -> bool:
+    """Return whether a trial has lowered the loss by more than the setting before is expected to.
+
+    That setting is expected to repeat its gain of the last `c.LONGER`-fold growth of its windows, since a run that has
+    lasted so long may last as long again. A difference below the standard error of the trial's mean does not count.
+
+    Args:
+        losses: losses of the last batches of the trial.
+        curve: the training loss with the setting before.
+    """
+    return curve.now - statistics.fmean(losses) > max(0.0, curve.gained) + _error(losses) + _rounding(curve)
+
+
+def _rounding(curve: TrainingLosses) -> float:
+    """Return the difference that single precision cannot resolve."""
+    return 1e-6 * abs(curve.now)
+
+
+def _error(losses: Sequence[float]) -> float:
+    """Return the standard error of the mean; NaN if a loss is not finite."""
+    if not math.isfinite(math.fsum(losses)):
+        return math.nan
+    return statistics.stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else 0.0
+
+
+__all__ = ["TrainingLosses", "TrialOutcome", "is_falling", "lowers_more"]

@@ -1,0 +1,326 @@
+"""`OmniTuner`: Lightning's hooks, translated into calls of a `Fit`, which decides.
+
+The class serves both of Lightning's namespaces, as the strategy does (see ``pytorch_lightning.py`` and
+``lightning.py``). A `TunedFit` serves runs whose ranks were started together, a `JoinedFit` runs that groups join and
+leave.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from typing_extensions import override
+
+from lightning_omni.checks import check_kind, check_number, check_whole, plain
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.strategy.arguments import refuses_unknown
+from lightning_omni.strategy.hooks import OmniStrategyHooks, strategy_of
+from lightning_omni.strategy.namespaces import need_namespace
+from lightning_omni.tuning.callback.background import frequent_switches
+from lightning_omni.tuning.callback.target_metric import MONITORED
+from lightning_omni.tuning.callback.tuned_fit import Fit, JoinedFit, TunedFit, may_form_groups
+from lightning_omni.tuning.callback.tuned_run import TunedRun, TunerOptions, last_choice
+from lightning_omni.tuning.search import Choice, Search, Space
+from lightning_omni.tuning.trainer import names_for
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule, Trainer
+    from pytorch_lightning.callbacks import Callback as _CallbackBase
+else:
+    _CallbackBase = object
+
+_MOST_SEED = (1 << 32) - (1 << 16)
+"""The largest seed: libraries take seeds below 2³², and a search adds small numbers to its own."""
+_SMALLER = ("loss", "error")
+"""Parts of the names of metrics that are better if smaller."""
+_LARGER = {"acc", "accuracy", "auc", "auroc", "f1", "precision", "recall", "dice", "iou", "bleu", "map", "ndcg", "r2"}
+"""Words in the names of metrics that are better if larger."""
+
+
+@dataclass(frozen=True)
+class RemoteResults:
+    """The results of a fit in other processes; `OmniTunerHooks` has the same attributes."""
+
+    searches: list[Search] = field(default_factory=list)
+    problem: str = ""
+    folder: Path | None = None
+
+
+class OmniTunerHooks(_CallbackBase):
+    """A callback that chooses groups, method, momentum and learning rate for the shortest predicted time to the target.
+
+    The run begins in one group, as without the tuner, and its first batches are timed: the compute time of each rank
+    and the duration of the all-reduce. From these the tuner predicts the samples per second of every number of groups,
+    method, number of local steps and wire format; their costs in samples are known from other tasks. A scikit-optimize
+    phase then proposes the setting to train with: its surrogate model is this prediction, corrected by the measurements
+    of the run since. When a setting is predicted to be clearly faster, the run switches to it in the middle of the
+    epoch: groups are formed, momentum and learning rate are set, and batches are split in proportion to the ranks'
+    speeds where that pays. If no setting is faster, nothing changes. Groups that are slower than predicted are given
+    up. No batch is discarded, and nothing is trained only to try it. See docs/how-to/tuning.md.
+
+    With ``data="static"``, and with a sampler of your own, groups change at the end of the epoch.
+
+    In a run that groups join on their own (``OmniStrategy(join=True)``) their number is given, and momentum and
+    learning rate follow it whenever a group joins, leaves or dies.
+
+    The callback needs `OmniStrategy`, one optimizer, automatic optimization, and one DataLoader over a map-style
+    dataset.
+
+    Args:
+        target: value of ``monitor`` that is to be reached soonest; None for the lowest loss at the end of the run.
+        monitor: name of a logged metric, which is compared with ``target`` at validations.
+        space: the search space: any of ``"groups"``, ``"method"``, ``"period"``, ``"wire"``, ``"overlap"``,
+            ``"all_reduce"``, ``"momentum"``, ``"lr"``, ``"rebalance"``, each a value, a list, or the smallest and the
+            largest value: ``{"groups": [1, 2, 4], "momentum": 0.9}``. By default groups are powers of two and the
+            number of ranks, momentum is 0 to 0.95 (or up to yours, if that is larger), the learning rate follows them,
+            and batches may be split by speed; how groups exchange, and how their members average gradients, is searched
+            unless you have chosen it (``method=``, ``wire=``, ``overlap=`` or ``all_reduce=`` of the strategy).
+        budget: part of the run's time that choosing and forming groups may take, from 0 to below 1. 0 changes nothing.
+        retune_every: epochs between two checks whether the setting is still the best; None to make no checks.
+        mode: ``"min"`` or ``"max"``: whether a smaller or a larger ``monitor`` is better; None decides by its name
+            (``"min"`` if it contains "loss" or "error", otherwise ``"max"``), and with a ``target`` a name that matches
+            neither, such as "val_rmse", is refused.
+        seed: seed of scikit-optimize's proposals.
+
+    Attributes:
+        choice: on rank 0, the latest choice, a `lightning_omni.tuning.search.Choice`.
+        searches: the run's searches so far, including those from the checkpoint that it resumed from; only rank 0's
+            list is complete.
+        problem: why nothing was searched; empty if there was no problem.
+        folder: on rank 0, the folder of the report; None if there is none.
+
+    Raises:
+        ConfigurationError: an argument is wrong; the message names it.
+
+    Example:
+        >>> from lightning_omni import OmniTuner
+        >>> tuner = OmniTuner(target=0.88, monitor="val_acc")  # Trainer(strategy=OmniStrategy(), callbacks=[tuner])
+
+    References:
+        Hadjis et al. 2016, "Omnivore", for the objective.
+    """
+
+    @refuses_unknown
+    def __init__(
+        self,
+        target: float | None = None,
+        monitor: str = MONITORED,
+        space: Mapping[str, Any] | None = None,
+        budget: float = 0.1,
+        retune_every: int | None = 1,
+        mode: Literal["min", "max"] | None = None,
+        seed: int = 0,
+    ) -> None:
+        need_namespace(type(self))
+        super().__init__()
+        if target is not None:
+            check_number("target", target, "a finite number, or None", -sys.float_info.max, sys.float_info.max)
+        check_kind("monitor", monitor, str, "the name of a metric that is logged")
+        check_number(
+            "budget",
+            budget,
+            "the part of the run's time that choosing and forming groups may take, from 0 to below 1, such as 0.1",
+            0,
+            below=1,
+        )
+        check_kind("space", space, (Mapping, type(None)), "a dictionary, or None")
+        if retune_every is not None:
+            check_whole("retune_every", retune_every, "a number of epochs, or None", low=1)
+        if mode not in (None, "min", "max"):
+            raise ConfigurationError(f'mode={mode!r}: pass "min", "max" or None')
+        is_lower_better = any(each in monitor.lower() for each in _SMALLER)
+        is_named = is_lower_better or not _LARGER.isdisjoint(re.split(r"[^a-z0-9]+", monitor.lower()))
+        if mode is None and target is not None and not is_named:
+            raise ConfigurationError(
+                f"target={target} and monitor={monitor!r}: its name does not say whether a smaller or a larger value is"
+                ' better; pass mode="min" or mode="max"'
+            )
+        check_whole("seed", seed, "a whole number from 0 up", high=_MOST_SEED)
+        self._space = dict(space or {})
+        self._further = Space.of(self._space, ranks=1 << 30).further
+        self.target, self.monitor, self.budget = plain(target), monitor, plain(budget)
+        self.retune_every, self.seed = plain(retune_every), plain(seed)
+        self._mode = mode or ("min" if is_lower_better else "max")
+        self._fit: Fit | None = None
+        self._kept: dict[str, Any] = {}
+        self._remote = RemoteResults()
+        self._stage = ""
+
+    @property
+    def _options(self) -> TunerOptions:
+        return TunerOptions(
+            target=self.target,
+            monitor=self.monitor,
+            is_lower_better=self._mode == "min",
+            budget=self.budget,
+            space=self._space,
+            further=self._further,
+            retune_every=self.retune_every,
+            seed=self.seed,
+        )
+
+    @property
+    def searches(self) -> list[Search]:
+        """Return the run's searches so far, including those from the checkpoint that it resumed from.
+
+        Only rank 0's list is complete.
+        """
+        return self._remote.searches if self._fit is None else self._fit.run.searches
+
+    @property
+    def choice(self) -> Choice | None:
+        """Return the latest choice, on rank 0."""
+        return last_choice(self._remote.searches) if self._fit is None else self._fit.run.choice
+
+    @property
+    def problem(self) -> str:
+        """Return why nothing was searched."""
+        return self._remote.problem if self._fit is None else self._fit.run.problem
+
+    @property
+    def folder(self) -> Path | None:
+        """Return the folder of the report, on rank 0."""
+        return self._remote.folder if self._fit is None else self._fit.run.folder
+
+    # --- Set-up -------------------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._stage = stage
+        if stage != "fit":
+            return
+        if not isinstance(trainer.strategy, OmniStrategyHooks):
+            raise ConfigurationError(
+                f"OmniTuner forms compute groups, and {type(trainer.strategy).__name__} has none;"
+                " pass Trainer(strategy=OmniStrategy())"
+            )
+        self._leave()
+        if trainer.is_global_zero:  # Lightning's launcher has done so already if it starts the ranks
+            self._load_libraries()
+        names = names_for(trainer)
+        run = TunedRun(trainer, pl_module, self._options, names.rank_zero_info)
+        self._fit = JoinedFit(run) if run.strategy.joins else TunedFit(run)
+        run.strategy.on_ready.append(self._fit.begin)
+
+    def on_omni_launch(self, trainer: Trainer) -> None:
+        """Start a server for several groups, and the import of slow libraries, while the other ranks start."""
+        self._load_libraries()
+        if self.budget > 0 and may_form_groups(self._options, trainer):
+            strategy_of(trainer).prepare_server()
+
+    def _load_libraries(self) -> None:
+        """Start to import the libraries of a search: all ranks would wait for their first use."""
+        if self.budget > 0:
+            threading.Thread(target=_import_libraries, name="omni-libraries", daemon=True).start()
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._fitting.fit_starts()
+
+    # --- Training -----------------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._fitting.epoch_starts()
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """End the epoch early if no push of this group is applied any more."""
+        self._fitting.batch_starts()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._fitting.batch_done(outputs, batch_idx)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check whether the setting is still the best."""
+        self._fitting.epoch_done()
+
+    # --- Validation ---------------------------------------------------------------------------------------------------
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._fit is not None:
+            self._fit.validation_starts()
+
+    @override
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._fitting.sanity_checked()
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking and trainer.state.fn == "fit":
+            self._fitting.validated()
+
+    # --- End ----------------------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the report, and inform the user if the target was not reached."""
+        self._fitting.ended()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._leave()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._leave()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Return observations and choices as plain values, with which a resumed run continues."""
+        return self._fit.run.state_dict() if self._fit is not None else self._kept
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state before the first batch; only a fit continues with it."""
+        self._kept = state_dict
+        if self._fit is not None and self._stage == "fit":
+            self._fit.run.load_state_dict(state_dict)
+
+    def omni_results(self) -> dict[str, Any]:
+        """Return the results in rank 0's process as plain values, for the script's process."""
+        folder = str(self.folder) if self.folder is not None else None
+        return {"state": self.state_dict(), "problem": self.problem, "folder": folder}
+
+    def take_omni_results(self, results: dict[str, Any]) -> None:
+        """Load the results of rank 0's process in the script's process."""
+        self._kept = results["state"]
+        searches = [Search.from_dict(each) for each in self._kept.get("searches", ())]
+        self._remote = RemoteResults(
+            searches, results["problem"], Path(results["folder"]) if results["folder"] else None
+        )
+
+    @property
+    def _fitting(self) -> Fit:
+        assert self._fit is not None
+        return self._fit
+
+    def _leave(self) -> None:
+        if self._fit is None:
+            return
+        self._fit.close()
+        if self._fit.begin in self._fit.run.strategy.on_ready:
+            self._fit.run.strategy.on_ready.remove(self._fit.begin)
+
+
+def _import_libraries() -> None:
+    """Import libraries, which takes a second or two; their use reports errors of an installation."""
+    with frequent_switches, suppress(ImportError):
+        importlib.import_module("scipy.optimize")
+        importlib.import_module("skopt")
+
+
+__all__ = ["OmniTunerHooks"]

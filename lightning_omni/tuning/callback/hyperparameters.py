@@ -1,0 +1,290 @@
+"""The learning rate and momentum of an optimizer, with the schedulers that change them."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.tuning.model.forecast import Scaling
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
+
+
+_REHEARSED_STEPS = 1000
+_REHEARSED_FACTOR = 0.5
+_RATE_TOLERANCE = 0.01
+"""The largest deviation from the scaled rate, as a fraction of the highest one: a warm-up may begin at a tiny rate."""
+
+
+def check_scaling(
+    optimizer: Optimizer, schedulers: Sequence[Any], held: Sequence[Any], scale: Callable[[Any, Any, float], None]
+) -> None:
+    """Check that the learning rates of schedulers that are not torch's are those that `scale` sets.
+
+    Copies of the schedulers are stepped, so that the run's own do not change.
+
+    Args:
+        optimizer: the optimizer whose rates they set.
+        schedulers: the schedulers of its rates.
+        held: these, and those that they hold.
+        scale: multiplies the rates of an optimizer and of its schedulers.
+
+    Raises:
+        ConfigurationError: the rates are others, or the schedulers cannot be copied and stepped.
+    """
+    foreign = sorted({type(each).__name__ for each in held if not type(each).__module__.startswith("torch.")})
+    if not foreign:
+        return
+    names = " and ".join(foreign)
+    remedy = (
+        "compute the rates from base_lrs, as the schedulers of torch do, or use those (a SequentialLR of LinearLR and"
+        " CosineAnnealingLR, say)"
+    )
+    try:
+        plain, scaled = (_Rehearsal(optimizer, schedulers, held) for _ in range(2))
+        scale(scaled.optimizer, scaled.schedulers, _REHEARSED_FACTOR)
+        plain.step()
+        scaled.step()
+    except Exception as error:  # a class of the user's own may raise anything
+        raise ConfigurationError(
+            f"{names} cannot be stepped on a copy to learn whether its schedule follows another learning rate"
+            f" ({type(error).__name__}: {error}); {remedy}"
+        ) from error
+    if not plain.is_like(scaled):
+        raise ConfigurationError(
+            f"the schedule of {names} does not follow a learning rate that is chosen, because it keeps a rate of its"
+            f" own under another name than base_lrs; {remedy}"
+        )
+
+
+class _Rehearsal:
+    """Copies of schedulers, with an optimizer that has the rates of theirs, but not its parameters."""
+
+    def __init__(self, optimizer: Optimizer, schedulers: Sequence[Any], held: Sequence[Any]) -> None:
+        groups = [{name: each for name, each in group.items() if name != "params"} for group in optimizer.param_groups]
+        self.optimizer = Optimizer(
+            [{**group, "params": [torch.zeros(1)]} for group in copy.deepcopy(groups)],
+            copy.deepcopy(optimizer.defaults),
+        )
+        memo: dict[int, Any] = {id(optimizer): self.optimizer}
+        for each in held:
+            for value in vars(each).values():
+                if isinstance(value, Optimizer):
+                    memo[id(value)] = self.optimizer
+                elif isinstance(value, Module):
+                    memo[id(value)] = value  # it may be large, and a schedule only reads it
+        self.schedulers = copy.deepcopy(list(schedulers), memo)
+        self._rates: list[list[float]] = []
+
+    def step(self) -> None:
+        """Step the schedulers, and note the rates.
+
+        Raises:
+            Exception: whatever their first step raises. A later one may be beyond the end of the schedule.
+        """
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # no optimizer has stepped
+            try:
+                for _ in range(_REHEARSED_STEPS):
+                    self._step_once()
+            except Exception:
+                if not self._rates:
+                    raise
+
+    def _step_once(self) -> None:
+        for each in self.schedulers:
+            each.step(*[1.0] * isinstance(each, ReduceLROnPlateau))
+        self._rates.append([float(group["lr"]) for group in self.optimizer.param_groups])
+
+    def is_like(self, scaled: _Rehearsal) -> bool:
+        """Return whether the rates of another rehearsal are these times the factor."""
+        highest = 0.0
+        for mine, theirs in zip(self._rates, scaled._rates, strict=False):
+            highest = max(highest, *map(abs, mine))
+            for rate, other in zip(mine, theirs, strict=True):
+                if not abs(other - _REHEARSED_FACTOR * rate) <= _RATE_TOLERANCE * _REHEARSED_FACTOR * highest:
+                    return False
+        return True
+
+
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
+_RATES_OF_SCHEDULERS = ("base_lrs", "max_lrs", "min_lrs", "_last_lr", "eta_min")
+_RATES_OF_PLATEAUS = ("default_min_lr", "eps")
+
+
+class Hyperparameters:
+    """The learning rate and momentum of one optimizer, which `OmniTuner` tunes.
+
+    The learning rate is that of the first parameter group at the peak of its schedule (a warm-up has hardly begun when
+    a search does); the rates of other groups and of the schedulers change in proportion.
+
+    Args:
+        optimizer: the optimizer.
+        schedulers: the schedulers of its rates.
+
+    Raises:
+        ConfigurationError: the optimizer has no weights (that of a module whose ``configure_optimizers`` returns None)
+            or no learning rate (Adafactor, if it finds its own), or the learning rate is 0.
+    """
+
+    def __init__(self, optimizer: Optimizer, schedulers: Sequence[Any] = ()) -> None:
+        self._optimizer = optimizer
+        self._given = list(schedulers)
+        self._schedulers = _flat(schedulers)
+        if not optimizer.param_groups:
+            raise ConfigurationError("configure_optimizers returns no optimizer, so that nothing is trained")
+        first = optimizer.param_groups[0]
+        if any(group.get("lr") is None for group in optimizer.param_groups):
+            raise ConfigurationError(f"{type(optimizer).__name__} has no learning rate that could be chosen; pass lr=")
+        if not self.lr > 0:
+            raise ConfigurationError(f"lr={self.lr}: learning rates near it are searched, so pass one above 0")
+        self._has_betas = "betas" in first
+        self.has_momentum = self._has_betas or "momentum" in first
+        self._is_momentum_scheduled = any(getattr(each, "cycle_momentum", False) for each in self._schedulers)
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> Hyperparameters:
+        """Return the hyperparameters of a Trainer that has one optimizer."""
+        return cls(trainer.optimizers[0], [config.scheduler for config in trainer.lr_scheduler_configs])
+
+    @property
+    def scaling(self) -> Scaling:
+        """Return how learning rates scale with batch and momentum."""
+        return Scaling(is_adaptive=not isinstance(self._optimizer, SGD))
+
+    @property
+    def is_momentum_free(self) -> bool:
+        """Return whether momentum can be chosen: all parameter groups share one, and no schedule changes it."""
+        is_common = len(set(map(self._momentum_of, self._optimizer.param_groups))) == 1
+        return self.has_momentum and is_common and not self._is_momentum_scheduled
+
+    @property
+    def lr(self) -> float:
+        """Return the learning rate at the peak of its schedule."""
+        return self._highest()[0]
+
+    @property
+    def momentum(self) -> float:
+        """Return the momentum, or β1; 0.0 if there is none."""
+        return self._momentum_of(self._optimizer.param_groups[0])
+
+    def _momentum_of(self, group: dict[str, Any]) -> float:
+        return float(group["betas"][0] if self._has_betas else group.get("momentum", 0.0))
+
+    def set_momentum(self, momentum: float) -> None:
+        """Set the momentum (or β1) of all parameter groups.
+
+        Nothing changes if the optimizer has no momentum, a scheduler changes it, or the first parameter group has this
+        momentum already.
+        """
+        if not self.has_momentum or self._is_momentum_scheduled or momentum == self.momentum:
+            return
+        for group in self._optimizer.param_groups:
+            if self._has_betas:
+                first, *others = group["betas"]
+                group["betas"] = (torch.full_like(first, momentum) if isinstance(first, Tensor) else momentum, *others)
+            else:
+                group["momentum"] = momentum
+
+    def make_default(self) -> None:
+        """Give the present momentum to parameter groups that are added later, as in finetuning."""
+        if self.is_momentum_free:
+            name = "betas" if self._has_betas else "momentum"
+            getattr(self._optimizer, "defaults", {})[name] = self._optimizer.param_groups[0][name]
+
+    def scale(self, factor: float) -> None:
+        """Multiply all rates for good, including those that schedulers store. Schedules keep their shape."""
+        if factor == 1.0:
+            return
+        for name in _RATES:
+            groups = [group for group in self._optimizer.param_groups if name in group]
+            _own(groups, name)
+            for group in groups:
+                _set(group, name, _times(group[name], factor))
+        for scheduler in self._schedulers:
+            for name in (*_RATES_OF_SCHEDULERS, *_RATES_OF_PLATEAUS * isinstance(scheduler, ReduceLROnPlateau)):
+                value = vars(scheduler).get(name)
+                if isinstance(value, list):
+                    setattr(scheduler, name, [_times(each, factor) for each in value])
+                elif isinstance(value, (int, float)) and not isinstance(value, bool):
+                    setattr(scheduler, name, _times(value, factor))
+
+    def check_schedules(self) -> None:
+        """Check that the schedules follow `scale`, before a search begins.
+
+        Raises:
+            ConfigurationError: a scheduler of the user's own class keeps a rate that `scale` does not know.
+        """
+        check_scaling(
+            self._optimizer,
+            self._given,
+            self._schedulers,
+            lambda optimizer, schedulers, factor: type(self)(optimizer, schedulers).scale(factor),
+        )
+
+    def _highest(self) -> list[float]:
+        """Return the learning rate of each parameter group at the peak of its schedule."""
+        rates = [
+            float(group.get("max_lr", group.get("initial_lr", group["lr"]))) for group in self._optimizer.param_groups
+        ]
+        for scheduler in self._schedulers:
+            peaks = vars(scheduler).get("max_lrs", rates)  # the groups of a CyclicLR hold only the lowest
+            rates = [max(float(peak), rate) for peak, rate in zip(peaks, rates, strict=True)]
+        return rates
+
+
+def _times(value: Any, factor: float) -> float:
+    """Return a product, without rounding errors if it has few digits: the user's own rate is restored exactly.
+
+    Example:
+        >>> 0.05 * 1.3 * (1 / 1.3), _times(0.05 * 1.3, 1 / 1.3)
+        (0.049999999999999996, 0.05)
+    """
+    product = float(value) * factor
+    short = float(f"{product:.12g}")
+    return short if math.isclose(product, short, rel_tol=1e-15) else product
+
+
+def _flat(schedulers: Iterable[Any]) -> list[Any]:
+    """Return schedulers, and those that they hold under any name, each once."""
+    found: dict[int, Any] = {}
+    left = list(schedulers)
+    while left:
+        each = left.pop()
+        if id(each) not in found:
+            found[id(each)] = each
+            for held in vars(each).values():
+                inside = held.tolist() if isinstance(held, np.ndarray) else held
+                inside = inside if isinstance(inside, (list, tuple)) else [inside]
+                left += [one for one in inside if isinstance(one, LRScheduler)]
+    return list(found.values())
+
+
+def _own(groups: Sequence[dict[str, Any]], name: str) -> None:
+    """Replace a tensor that several groups share by one for each."""
+    seen: set[int] = set()
+    for group in groups:
+        value = group[name]
+        if isinstance(value, Tensor) and id(value) in seen:
+            group[name] = value.clone()
+        seen.add(id(value))
+
+
+def _set(group: dict[str, Any], name: str, value: Any) -> None:
+    """Set a rate, which may be a tensor that a compiled optimizer reads."""
+    if isinstance(group[name], Tensor):
+        group[name].fill_(float(value))
+    else:
+        group[name] = float(value)

@@ -1,0 +1,211 @@
+"""Timings of messages and arithmetic that a run may need, made while no rank trains.
+
+Rule: all ranks of the group request the same timings in the same order, and receive the same results.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from lightning_omni.runtime.data.balance import gather
+from lightning_omni.runtime.exchange.serve_time import seconds_of_push
+from lightning_omni.runtime.model.reduction import seconds_of_arithmetic
+from lightning_omni.runtime.timing import wait_for
+from lightning_omni.strategy.hooks import OmniStrategyHooks
+from lightning_omni.tuning.model.cost_model import sites_of
+from lightning_omni.tuning.search import constants as c
+from lightning_omni.wire.all_reduce import all_reduce_of
+
+MESSAGE_BYTES = 1 << 16, 1 << 18, 1 << 20
+"""Sizes of messages that take longer because of their content. On fast links, the last one takes much longer than an
+empty one and is a small part of a large gradient; on slow links, smaller ones do."""
+
+
+def seconds_per_byte(timed: Callable[[int], float], nbytes: int) -> float:
+    """Return the seconds that each byte adds to a message, by two messages that differ in their bytes alone.
+
+    Neither is empty, if a gradient is large enough for two: many links send the first bytes of a message at once, and a
+    small message does not show the time of a large one. If a gradient is smaller than all of these messages, the
+    smallest one decides, because two of nearly equal size differ by chance alone.
+
+    Args:
+        timed: returns the seconds of a message with a number of four-byte values.
+        nbytes: bytes of a gradient; only the smallest message may be larger.
+    """
+    short = seconds = timed(1)
+    count, per_byte = 1, 0.0
+    for size in MESSAGE_BYTES:
+        more = max(MESSAGE_BYTES[0], min(nbytes, size)) // 4
+        if more <= count:
+            break
+        longer = timed(more)
+        per_byte = max(longer - seconds, 1e-9) / (4 * (more - count))
+        if count > 1 and longer > c.CLEARLY_LONGER * short:
+            break
+        count, seconds = more, longer
+    return per_byte
+
+
+class Sites(NamedTuple):
+    """The nodes or sites of the members, and the times of messages inside one of them.
+
+    Attributes:
+        of: the node or site of each member, where no slow link joins two members; empty if all are on one node.
+        round_trip: seconds of a nearly empty message inside one and its answer; 0 if unknown.
+        per_byte: seconds of each byte of such a message, one way; 0 if unknown.
+    """
+
+    of: tuple[int, ...]
+    round_trip: float = 0.0
+    per_byte: float = 0.0
+
+
+class Microbenchmarks:
+    """Timings that are made once each, when they are first requested.
+
+    Args:
+        strategy: strategy of a run whose ranks are one group.
+    """
+
+    def __init__(self, strategy: OmniStrategyHooks) -> None:
+        self._strategy, self._world = strategy, strategy.world
+        self._averaging: dict[str, float] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of a gradient, with merged heads, which one group averages, too."""
+        return sum(part.replica.layout.nbytes for part in self._world.parts)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        layouts = [part.replica.layout for part in self._world.parts]
+        return tuple(tuple(spec.shape) for layout in layouts for spec in layout.specs)
+
+    @cached_property
+    def round_trip(self) -> float:
+        """Return the seconds of a nearly empty message to another rank and back: the shortest of a few.
+
+        An all-gather of one number sends as many messages, one after the other, as there are other ranks.
+        """
+        own = self._shortest(lambda: gather(self._world, [0.0]))
+        return 2 * gather(self._world, [own])[0][0] / max(1, len(self._world.members) - 1)
+
+    @cached_property
+    def reduce_per_byte(self) -> float:
+        """Return the seconds that each byte adds to an all-reduce, as measured on rank 0."""
+        return seconds_per_byte(self._seconds_of_all_reduce, self.nbytes)
+
+    @cached_property
+    def nodes(self) -> Sites:
+        """Return the nodes, and the times of messages within the first that has two ranks."""
+        places = dict[int, list[int]]()
+        nodes = self._world.server.nodes_of(self._world.members)
+        for place, node in enumerate(nodes):
+            places.setdefault(node, []).append(place)
+        pair = next((each[:2] for each in places.values() if len(each) > 1), None)
+        return Sites(nodes) if pair is None else Sites(nodes, *self._timed(*pair))
+
+    @cached_property
+    def sites(self) -> Sites:
+        """Return the sites, nodes joined by fast links, and the times of messages over the slowest link within one.
+
+        The nodes are returned if all links are alike, or if links are not the cause of a slow all-reduce, because small
+        times differ by chance. Two nodes have only one link, which has nothing to be compared with.
+        """
+        nodes = self._world.server.nodes_of(self._world.members)
+        firsts = [nodes.index(node) for node in sorted(set(nodes))]
+        if len(firsts) < 3:
+            return self.nodes
+        pairs = list(pairwise(firsts))
+        empty = max(self._seconds_of_links(pairs, 1))
+        for size in MESSAGE_BYTES:
+            seconds = self._seconds_of_links(pairs, size // 4)
+            if max(seconds) > c.CLEARLY_LONGER * empty:
+                break
+        of, inside = sites_of(nodes, seconds, c.OTHER_LINK)
+        if not inside or c.CLEARLY_LONGER * max(seconds) < self.reduce_per_byte * size:
+            return self.nodes
+        return Sites(of, *self._timed(*pairs[max(inside, key=seconds.__getitem__)]))
+
+    @cached_property
+    def push(self) -> float:
+        """Return the seconds that a push will take a server, which runs where rank 0 does."""
+        is_there = self._world.rank == self._world.members[0]
+        own = sum(map(seconds_of_push, self._strategy.real_optimizers)) if is_there else 0.0
+        return gather(self._world, [own])[0][0]
+
+    @property
+    def averaging(self) -> dict[str, float]:
+        """Return, by timed format, the seconds that the slowest rank computes to average gradients."""
+        return dict(self._averaging)
+
+    def time_averaging(self, formats: tuple[str, ...]) -> None:
+        """Time the arithmetic of those all-reduce formats that were not timed yet."""
+        wanted = [each for each in formats if each not in self._averaging]
+        if not wanted:
+            return
+        shapes, device = self.shapes, self._world.device
+        rows = gather(self._world, [seconds_of_arithmetic(all_reduce_of(each), shapes, device) for each in wanted])
+        self._averaging.update(zip(wanted, map(max, zip(*rows, strict=True)), strict=True))
+
+    def _seconds_of_all_reduce(self, count: int) -> float:
+        numbers = torch.zeros(count, device=self._world.device)
+        found = self._shortest(partial(dist.all_reduce, numbers, group=self._world.compute_group))
+        return gather(self._world, [found])[0][0]
+
+    def _timed(self, first: int, second: int) -> tuple[float, float]:
+        """Return the seconds of a short message between two members and its answer, and of each byte one way."""
+
+        def there(count: int) -> float:
+            return self._seconds_between([(first, second)], count)[0]
+
+        return 2 * there(1), seconds_per_byte(there, self.nbytes)
+
+    def _seconds_of_links(self, pairs: Sequence[tuple[int, int]], count: int) -> list[float]:
+        """Return the seconds of ``count`` elements over each link; links without a common end are timed together."""
+        seconds = [0.0] * len(pairs)
+        for start in range(2):
+            seconds[start::2] = self._seconds_between(pairs[start::2], count)
+        return seconds
+
+    def _seconds_between(self, pairs: Sequence[tuple[int, int]], count: int) -> list[float]:
+        """Return the seconds of ``count`` elements from the first to the second member of each pair: half a round trip.
+
+        All pairs send at once, so that each member is in one pair at most.
+        """
+        numbers, group = torch.zeros(count, device=self._world.device), self._world.compute_group
+        own, found = self._world.members.index(self._world.rank), 0.0
+        for first, second in pairs:
+
+            def there_and_back(other: int = second) -> None:
+                dist.send(numbers, group=group, group_dst=other)
+                dist.recv(numbers, group=group, group_src=other)
+
+            def back_and_there(other: int = first) -> None:
+                dist.recv(numbers, group=group, group_src=other)
+                dist.send(numbers, group=group, group_dst=other)
+
+            if own in (first, second):
+                found = self._shortest(there_and_back if own == first else back_and_there)
+        seconds = gather(self._world, [found])
+        return [seconds[first][0] / 2 for first, _ in pairs]
+
+    def _shortest(self, send: Callable[[], object]) -> float:
+        found = []
+        for _ in range(c.MESSAGES):
+            wait_for(self._world.device)
+            began = time.perf_counter()
+            send()
+            wait_for(self._world.device)
+            found.append(time.perf_counter() - began)
+        return min(found)
+
+
+__all__ = ["Microbenchmarks", "seconds_per_byte"]

@@ -1,0 +1,467 @@
+"""Tuning by a run's own first batches: they are timed until a faster setting is clear, and the run switches to it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lightning_omni.errors import ConfigurationError, OmniError
+from lightning_omni.runtime.data.balance import Balance, gather_values
+from lightning_omni.runtime.timing import wait_for
+from lightning_omni.strategy._private import will_step
+from lightning_omni.strategy.declared import loader_of
+from lightning_omni.strategy.hooks import OmniStrategyHooks
+from lightning_omni.tuning.callback.applied_setting import AppliedSetting
+from lightning_omni.tuning.callback.background import run_in_background, run_inline
+from lightning_omni.tuning.callback.fit_space import FitSpace
+from lightning_omni.tuning.callback.guards.speed import SpeedRecord
+from lightning_omni.tuning.callback.hyperparameters import Hyperparameters
+from lightning_omni.tuning.callback.microbenchmarks import Microbenchmarks
+from lightning_omni.tuning.callback.reports import TunerReports
+from lightning_omni.tuning.callback.tuned_run import Command, TunedRun
+from lightning_omni.tuning.model.forecast import TrainedBatches
+from lightning_omni.tuning.model.measurements import Measured
+from lightning_omni.tuning.model.steps import StepTimer
+from lightning_omni.tuning.search import Observation, Search, SearchSpec
+from lightning_omni.tuning.search import constants as c
+from lightning_omni.tuning.search.choice import verdict
+from lightning_omni.tuning.search.rules import is_faster
+from lightning_omni.tuning.trainer import batch_size_of, log_nothing
+
+DECISION_STEPS = tuple(c.FIRST_DECISION << number for number in range(c.DECISIONS))
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """One optimizer step of one rank.
+
+    Attributes:
+        samples: samples of this rank.
+        own: its compute time in seconds: with the optimizer's step and hooks, without waiting for others.
+        seconds: seconds from the end of the last step to the end of this one.
+        loss: mean over its samples, before the step.
+        loading: seconds of ``own`` spent waiting for the data loader.
+    """
+
+    samples: int
+    own: float
+    seconds: float
+    loss: float
+    loading: float
+
+
+class FirstBatches:
+    """The timing of a run's first steps, on every rank of one group.
+
+    The batches are the run's own, and none is undone. A step takes equally long for one rank and for all, and its part
+    that is not a rank's own computation is the all-reduce. Ranks decide after the same batches, counted in optimizer
+    steps, so that all reach the collectives of `seen`.
+
+    Args:
+        strategy: strategy of the run, whose groups are formed and whose first batch has not begun.
+        spec: the specification of the search, which starts from the run's setting.
+        before: an earlier timing of the same group with other batches, whose messages need not be timed again.
+    """
+
+    def __init__(self, strategy: OmniStrategyHooks, spec: SearchSpec, before: FirstBatches | None = None) -> None:
+        self.spec = spec
+        self._alone: Microbenchmarks = before._alone if before else Microbenchmarks(strategy)
+        self._strategy, self._world = strategy, strategy.world
+        self._balance = Balance("auto", log_nothing, only_measures=True)
+        self._kept = strategy.balance
+        self._timer = StepTimer()
+        self._steps: list[TimedStep] = []
+        self._losses: list[Tensor] = []
+        self._count = self._measured = 0
+        self._loaded = 0.0
+        self._moments = list(DECISION_STEPS[1:] if before else DECISION_STEPS)
+        self._seen = 0
+        batch = batch_size_of(loader_of(strategy.pl_module.trainer))
+        strategy.balance = self._balance
+        self._balance.begin(self._world, strategy.pl_module, lambda: strategy.epochs.leases, samples=batch)
+
+    def batch_done(self, loss: Tensor | None, steps: bool, counts: bool = True) -> None:
+        """Record a batch.
+
+        Args:
+            loss: loss of the batch; None if there is none.
+            steps: whether the optimizer has stepped.
+            counts: whether the step is recorded.
+        """
+        wait_for(self._world.device)
+        if loss is not None:
+            self._losses.append(loss.detach())
+        if not steps:
+            return
+        seconds, batches = self._timer.done(), self._balance.measured[self._measured :]
+        mean = float(torch.stack(self._losses).mean()) if self._losses else math.nan
+        if counts and seconds is not None and len(batches) == len(self._losses) > 0:
+            samples, own = (math.fsum(column) for column in zip(*batches, strict=True))
+            self._steps.append(TimedStep(int(samples), own, seconds, mean, self._balance.loading - self._loaded))
+        self._measured, self._loaded, self._losses = len(self._balance.measured), self._balance.loading, []
+        self._count += 1
+
+    def interrupted(self) -> None:
+        """Leave the next step untimed, because it includes more than training."""
+        self._timer.interrupt()
+
+    @property
+    def is_due(self) -> bool:
+        """Return whether a decision is due; the same on all ranks."""
+        return bool(self._moments) and self._count >= self._moments[0]
+
+    @property
+    def is_early(self) -> bool:
+        """Return whether the last observation suffices for proportional batches only."""
+        return self._seen == DECISION_STEPS[0]
+
+    @property
+    def can_wait(self) -> bool:
+        """Return whether the last observation covers so small a part of the run that measuring more costs little."""
+        return self.spec.can_wait(self._seen)
+
+    @property
+    def is_last(self) -> bool:
+        """Return whether the last observation leads to a decision in any case."""
+        return not self._moments
+
+    def seen(self) -> Observation | None:
+        """Return the observation of all ranks so far, the same on all; None if it is too small. All ranks call it."""
+        self._seen = self._moments.pop(0)
+        rows: list[list[TimedStep]] = gather_values(self._world, self._steps, list[TimedStep])
+        count = min(map(len, rows))
+        if count < 2:
+            return None
+        rows = [row[-count:] for row in rows]
+        # In the long run a step takes equally long on all ranks: if one is late after an all-reduce, in a hook or the
+        # optimizer, the others wait for it at the next one.
+        seconds = [math.fsum(row[step].seconds for row in rows) / len(rows) for step in range(count)]
+        samples = [sum(row[step].samples for row in rows) for step in range(count)]
+        take_long = is_faster(1 + self._seconds_of_bytes / _quickest(rows), 1.0)
+        if take_long:
+            self._alone.time_averaging(self.spec.space.all_reduce)
+        losses = [math.fsum(row[step].loss for row in rows) / len(rows) for step in range(count)]
+        ends = [float(sum(samples[: step + 1])) for step in range(count)]
+        alone, server = self._alone, self._world.server
+        places = alone.sites if take_long else alone.nodes
+        measured = Measured(
+            groups=(self._world.members,),
+            samples=tuple(tuple(each.samples for each in row) for row in rows),
+            own=tuple(tuple(max(each.own, 1e-9) for each in row) for row in rows),
+            steps=(tuple(seconds),),
+            exchanges=((0.0,) * count,),
+            serve=alone.push,
+            round_trip=alone.round_trip,
+            reduce_per_byte=alone.reduce_per_byte,
+            hands_on=True,
+            shapes=alone.shapes,
+            averaging=alone.averaging,
+            loading=tuple(math.fsum(each.loading for each in row) / count for row in rows),
+            nbytes=alone.nbytes,
+            servers=server.count,
+            per_node=server.per_node,
+            nodes=places.of,
+            server_node=server.node,
+            node_round_trip=places.round_trip,
+            node_per_byte=places.per_byte,
+        )
+        return Observation(TrainedBatches(self.spec.start, tuple(ends), tuple(losses)), measured)
+
+    @property
+    def _seconds_of_bytes(self) -> float:
+        """Return the seconds that a gradient's bytes take in an all-reduce."""
+        return self._alone.reduce_per_byte * self._alone.nbytes
+
+    def close(self) -> None:
+        """Stop timing, and restore the strategy's own balance."""
+        self._balance.end()
+        if self._strategy.balance is self._balance:
+            self._strategy.balance = self._kept
+            self._kept.after_validation()  # the time since it was replaced is no batch of its own
+
+
+def _quickest(rows: Sequence[Sequence[TimedStep]]) -> float:
+    """Return the seconds in which the fastest rank computes a batch of mean size, from rows of shape (ranks, steps)."""
+    samples = [math.fsum(each.samples for each in row) for row in rows]
+    seconds = [math.fsum(each.own for each in row) for row in rows]
+    each = min(own / number for own, number in zip(seconds, samples, strict=True))
+    return max(each * math.fsum(samples) / (len(rows) * len(rows[0])), 1e-9)
+
+
+@dataclass
+class _Decision:
+    """A decision during the first batches.
+
+    Attributes:
+        observation: the measurements of all ranks; None if there are too few.
+        is_early: whether they suffice for proportional batches only.
+        can_wait: whether they cover so small a part of the run that measuring more costs little.
+        is_last: whether a decision is made in any case.
+        may_stay: whether "nothing is faster" may be decided before the last decision.
+        found: the future of rank 0's search; None on other ranks.
+        batches: batches trained since.
+    """
+
+    observation: Observation | None
+    is_early: bool
+    can_wait: bool
+    is_last: bool
+    may_stay: bool
+    found: Future[Search | None] | None = None
+    batches: int = 0
+
+    def trained(self) -> bool:
+        """Count a batch, and return whether to poll rank 0: after 1, 2, 4, 8 batches, and so on.
+
+        A poll takes as long as a short batch, so there are few; the first one suffices if a batch takes longer than the
+        decision.
+        """
+        self.batches += 1
+        return self.batches & (self.batches - 1) == 0
+
+
+class OnlineTuner:
+    """The tuning of a run by its own first batches.
+
+    Proportional batches cost no samples, but their gain is the least certain: equal batches alone do not show whether a
+    slow rank takes longer for each sample or for each step. So once batches are split, they are timed again.
+
+    Args:
+        run: the tuned run.
+        space: the search space of the run.
+        applied: the setting that it trains with.
+        speeds: the record of its speed.
+        reports: the reports of the choice.
+    """
+
+    def __init__(
+        self,
+        run: TunedRun,
+        space: FitSpace,
+        applied: AppliedSetting,
+        speeds: SpeedRecord,
+        reports: TunerReports,
+    ) -> None:
+        self._run, self._space, self._applied = run, space, applied
+        self._speed_record, self._reports = speeds, reports
+        self._batches: FirstBatches | None = None
+        self._known: list[Measured] = []
+        self._is_patient = False
+        self._deciding = 0.0
+        self._decision: _Decision | None = None
+        self._postponed: Command | None = None
+        self._spec: SearchSpec | None = None
+
+    # --- Start --------------------------------------------------------------------------------------------------------
+
+    def begin(self, hyperparameters: Hyperparameters) -> None:
+        """Begin the run in one group with the user's own setting, and time it."""
+        run = self._run
+        run.strategy.form_one()
+        run.state.own, run.state.reference = None, float(run.batch(run.world.size))
+        spec = self._space.specification(hyperparameters, self._applied.seconds_to_form)
+        run.state.own = spec.start
+        self._is_patient = False
+        self._time(spec)
+
+    def begin_again(self, reason: str) -> None:
+        """Restore the user's own setting, in one group, and time it again. All ranks call it.
+
+        That nothing is faster is then decided only by the last decision: an effect that is new, or has misled the last
+        ones, may show in few batches.
+        """
+        run = self._run
+        run.info(f"OmniTuner: timing the run in one group again, because {reason}")
+        self.close()
+        self._applied.restore_user_setting()
+        run.state.unfinished = True
+        # One group's speed is no reason to begin again, if the epoch is too short for a choice.
+        self._speed_record.changed(in_mid_epoch=run.strategy.epochs.is_open)
+        hyperparameters = run.hyperparameters()
+        self._deciding, self._known, self._is_patient = 0.0, [], True
+        spec = self._space.specification(hyperparameters, self._applied.seconds_to_form)
+        if max(spec.space.groups) > 1:
+            run.world.connection.start_server()  # it was dismissed if one group was chosen before
+        self._time(spec)
+
+    def _time(self, spec: SearchSpec, before: FirstBatches | None = None) -> None:
+        self._spec = spec
+        self._batches = FirstBatches(self._run.strategy, spec, before)
+
+    # --- Training -----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_timing(self) -> bool:
+        """Return whether batches are timed, or a choice is postponed."""
+        return self._batches is not None or self._postponed is not None
+
+    def interrupted(self) -> None:
+        if self._batches is not None:
+            self._batches.interrupted()
+
+    def batch_done(self, loss: Tensor | None) -> None:
+        """Record the loss and the time of a batch, if batches are timed.
+
+        After a step of the optimizer, start a decision that is due, or poll the one in progress; not at the last batch
+        of an epoch. All ranks call it.
+        """
+        batches, trainer = self._batches, self._run.trainer
+        if batches is None:
+            return
+        steps = will_step(trainer)
+        if self._decision is not None:
+            batches.interrupted()  # rank 0 decides meanwhile, and is slower
+        # The size of the last batch is not known here if samples were distributed beforehand.
+        is_partial = trainer.is_last_batch and not self._run.may_change_inside
+        batches.batch_done(loss, steps, counts=not is_partial)
+        if not steps or trainer.is_last_batch:
+            return
+        if self._decision is not None:
+            if self._decision.trained():
+                self._poll_decision(self._decision)
+        elif batches.is_due:
+            self._begin_to_decide(batches)
+
+    def close(self) -> None:
+        """Stop timing."""
+        self._postponed = None
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = self._decision = None
+
+    # --- Decisions ----------------------------------------------------------------------------------------------------
+
+    def _begin_to_decide(self, batches: FirstBatches) -> None:
+        """Start a decision on every rank; all ranks keep training until rank 0 has decided."""
+        began, run = time.perf_counter(), self._run
+        decision = self._decision = _Decision(
+            batches.seen(), batches.is_early, batches.can_wait, batches.is_last, not self._is_patient
+        )
+        if run.is_rank_zero:
+            # An early decision takes no time.
+            start = run_inline if decision.is_early else run_in_background
+            decision.found = start(self._finding(decision, batches.spec))
+        self._exclude_seconds(time.perf_counter() - began)
+        self._poll_decision(decision)
+
+    def _poll_decision(self, decision: _Decision) -> None:
+        """Poll whether rank 0 has decided, and conclude if it has. All ranks call it."""
+        began, run = time.perf_counter(), self._run
+        is_over = False
+        if run.broadcast(int(decision.found is not None and decision.found.done())):
+            self._decision = None
+            is_over = self._conclude(decision)
+        self._exclude_seconds(time.perf_counter() - began)
+        if is_over and run.is_rank_zero:
+            run.rounds[-1].search.overhead += self._deciding
+            self._deciding = 0.0
+
+    def _exclude_seconds(self, seconds: float) -> None:
+        self._deciding += seconds
+        self._run.exclude_seconds(seconds)
+
+    def _conclude(self, decision: _Decision) -> bool:
+        """Carry out a decision, or continue timing; return whether anything was decided. All ranks call it."""
+        run, batches = self._run, self._batches
+        assert batches is not None
+        command = run.broadcast_command(self._command(decision, batches.spec))
+        if command is not None and command.setting.groups > 1 and not self._space.join_server():
+            batches.spec = self._spec = self._space.restrict_to_server(batches.spec)
+            if run.is_rank_zero:
+                run.rounds.pop()
+                decision.found = run_inline(self._finding(decision, batches.spec))
+            command = run.broadcast_command(self._command(decision, batches.spec))
+        if command is not None and command.error:
+            raise ConfigurationError(command.error)
+        if command is not None or decision.is_last:
+            self.close()
+        batches.interrupted()
+        if command is not None and not (self._known and command.setting == run.state.setting):
+            if run.may_change_inside or command.setting == batches.spec.start:
+                self.adopt(command)
+            else:
+                self._postponed = command
+            splits = command.setting.groups == 1 and command.setting.rebalance
+            if splits and decision.observation is not None:
+                self._time_again(decision.observation, batches)
+        if command is not None or decision.is_last:
+            run.state.unfinished = self._postponed is not None
+        return command is not None
+
+    def epoch_done(self, is_last: bool) -> None:
+        """Adopt a postponed choice at the end of an epoch, unless the run ends here. All ranks call it."""
+        if self._postponed is not None and not is_last:
+            began, run = time.perf_counter(), self._run
+            self.adopt(self._postponed)
+            run.state.unfinished = False
+            self._exclude_seconds(time.perf_counter() - began)
+            if run.is_rank_zero:
+                run.rounds[-1].search.overhead += self._deciding
+                self._deciding = 0.0
+        self._postponed = None
+
+    def _finding(self, decision: _Decision, spec: SearchSpec) -> Callable[[], Search | None]:
+        """Return the function of rank 0 that returns a search whose choice is clear or due, and None otherwise."""
+        observation, segments = decision.observation, list(self._run.state.segments)
+        now = observation.measured if observation is not None else None
+        known = [each for each in self._known if now is not None and each.ranks == now.ranks]
+
+        def find() -> Search | None:
+            if observation is None:
+                return None
+            search = Search(spec, observation, known, segments)
+            if not (decision.is_last or verdict(search, decision.is_early, decision.may_stay, decision.can_wait)):
+                return None
+            search.choice(asks=not decision.is_early)  # an early choice takes no time
+            return search
+
+        return find
+
+    def _command(self, decision: _Decision, spec: SearchSpec) -> Command | None:
+        """Return rank 0's command; None to continue measuring, and on other ranks."""
+        run = self._run
+        if decision.found is None:
+            return None
+        try:
+            search = decision.found.result()
+            if search is None:
+                return None
+            if search.known and search.choice().setting in (run.state.setting, spec.start):
+                return Command(run.setting)  # the forecast was right, or nothing is better
+            run.remember(search, run.seconds)
+            self._speed_record.search_begins()
+            return run.conclude(search)
+        except OmniError as error:
+            return Command(spec.start, error=str(error))
+
+    def _time_again(self, observation: Observation, before: FirstBatches) -> None:
+        """Time one group with proportional batches, once, to see whether it is as fast as predicted."""
+        if not self._known:
+            self._known = [observation.measured]
+            self._time(before.spec, before)
+
+    def adopt(self, command: Command) -> None:
+        """Train with the setting of a command from now on. All ranks call it."""
+        run = self._run
+        start = run.own if self._spec is None else self._spec.start  # a resumed run has no specification
+        if command.setting == start and run.state.setting in (None, start):
+            run.state.setting = command.setting
+            run.world.dismiss_server()
+        else:
+            self._applied.capture()
+            run.state.reference = run.batch(len(run.world.live_ranks)) / command.setting.groups
+            scale = replace(command, scale=command.setting.lr / start.lr / run.state.scaled)
+            self._applied.apply(run.hyperparameters(), scale)
+        self._applied.watch(command.divergence_threshold, keeps=True)
+        run.state.rounds, run.state.learnt_below = run.state.rounds + 1, command.learnt_below
+        self._speed_record.changed(in_mid_epoch=run.strategy.epochs.is_open)
+        self._reports.chosen(command)
+
+
+__all__ = ["OnlineTuner"]

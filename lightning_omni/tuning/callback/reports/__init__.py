@@ -1,1 +1,0 @@
-"""Reports of a tuned run, and metrics for loggers."""

@@ -1,0 +1,491 @@
+"""The actions of a tuner in one fit: a `TunedFit` searches, a `JoinedFit` follows the number of joined groups.
+
+`TunedRun` holds the state that its parts share, `OnlineTuner` measures and chooses, `AppliedSetting` is the setting
+that the run trains with, and `ForecastCheck`, `SpeedRecord` and `PlateauGuard` decide when to change it.
+
+Rule: rank 0 decides, and sends its decision to the others before any action; all ranks do the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from lightning_omni.errors import ConfigurationError, UnsupportedError
+from lightning_omni.methods import AsyncSGD, Method
+from lightning_omni.strategy._private import has_hook_for_gradients, stops_now, will_step
+from lightning_omni.strategy.declared import is_fast_dev_run
+from lightning_omni.strategy.hooks import OmniStrategyHooks
+from lightning_omni.tuning.callback import _private
+from lightning_omni.tuning.callback.applied_setting import AppliedSetting
+from lightning_omni.tuning.callback.fit_space import FitSpace
+from lightning_omni.tuning.callback.guards.forecast_check import ForecastCheck
+from lightning_omni.tuning.callback.guards.losses import loss_in
+from lightning_omni.tuning.callback.guards.plateau import PlateauGuard
+from lightning_omni.tuning.callback.guards.speed import SpeedRecord, samples_in
+from lightning_omni.tuning.callback.hyperparameters import Hyperparameters
+from lightning_omni.tuning.callback.online_tuner import OnlineTuner
+from lightning_omni.tuning.callback.reports import TunerReports
+from lightning_omni.tuning.callback.target_metric import MONITORED, MonitoredMetric
+from lightning_omni.tuning.callback.tuned_run import TunedRun, TunerOptions
+from lightning_omni.tuning.model.forecast import Scaling, Setting
+from lightning_omni.tuning.model.momentum import explicit_for
+from lightning_omni.tuning.search import Space
+from lightning_omni.tuning.search import constants as c
+from lightning_omni.wire.all_reduce import EXACT
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
+
+
+def may_form_groups(options: TunerOptions, trainer: Trainer) -> bool:
+    """Return whether the search includes several groups."""
+    is_one = options.space.get("groups") in (1, [1], (1,))
+    return options.budget > 0 and trainer.world_size > 1 and not is_one
+
+
+class Fit:
+    """The actions of a tuner in one fit; by default, none.
+
+    Args:
+        run: the fit.
+    """
+
+    def __init__(self, run: TunedRun) -> None:
+        self.run = run
+
+    def fit_starts(self) -> None:
+        """Act before any loop begins; the groups are not formed yet."""
+
+    def begin(self) -> None:
+        """Act before the first batch; the groups are formed."""
+
+    def epoch_starts(self) -> None:
+        """Act before the batches of an epoch."""
+
+    def batch_starts(self) -> None:
+        """Act before a batch."""
+
+    def batch_done(self, outputs: Any, batch_idx: int) -> None:
+        """Act after a batch.
+
+        Args:
+            outputs: outputs of the training step.
+            batch_idx: number of the batch in the epoch.
+        """
+
+    def validation_starts(self) -> None:
+        """Act before a validation."""
+
+    def sanity_checked(self) -> None:
+        """Act after the validation before the first batch."""
+
+    def validated(self) -> None:
+        """Act after a validation."""
+
+    def epoch_done(self) -> None:
+        """Act at the end of an epoch, which is a synchronization point."""
+
+    def ended(self) -> None:
+        """Act after training."""
+
+    def close(self) -> None:
+        """Stop all measurements."""
+
+
+class TunedFit(Fit):
+    """A fit in which groups are formed, with the parts of its tuner.
+
+    Args:
+        run: the fit.
+    """
+
+    def __init__(self, run: TunedRun) -> None:
+        super().__init__(run)
+        self._check(run.strategy, run.options)
+        self.monitor = MonitoredMetric(run.options.monitor, run.options.target is not None)
+        self.space = FitSpace(run)
+        self.applied = AppliedSetting(run, self.space)
+        self.speeds = SpeedRecord(run)
+        self.reports = TunerReports(run)
+        self.plateau = PlateauGuard(run, self.applied, self.speeds, self.reports)
+        parts = run, self.space, self.applied, self.speeds, self.reports
+        self.online = OnlineTuner(*parts)
+        self.check = ForecastCheck(run, self.applied, self.speeds, self.reports)
+
+    @staticmethod
+    def _check(strategy: OmniStrategyHooks, options: TunerOptions) -> None:
+        """Reject a fit that cannot be searched, and make the run begin as one group."""
+        strategy.check_whole("OmniTuner forms other groups while they train")
+        strategy.arrangement.restore()  # an earlier fit of this strategy may have been tuned
+        if "all_reduce" in options.space and strategy.world.reduction.format != EXACT:
+            raise ConfigurationError(
+                f'space={{"all_reduce": {options.space["all_reduce"]!r}}}: it is forecast from the first batches, whose'
+                " gradients are averaged as they are; leave all_reduce= of the strategy out"
+            )
+        if "all_reduce" in options.space and has_hook_for_gradients(strategy):
+            raise ConfigurationError(
+                f'space={{"all_reduce": {options.space["all_reduce"]!r}}} and ddp_comm_hook=: both say how'
+                " gradients are averaged; leave one of them out"
+            )
+        if options.budget and strategy.merged:
+            raise ConfigurationError(
+                f"OmniTuner and merged={strategy.merged.name!r}: groups change while they train, and a merged head"
+                " belongs to the groups that began with it; leave merged= out, or pass OmniTuner(budget=0)"
+            )
+        if options.budget:
+            strategy.arrangement.begin_in_one_group()
+
+    @override
+    def fit_starts(self) -> None:
+        run = self.run
+        self.monitor.check_validated(run.trainer)
+        monitor = run.options.monitor
+        if run.options.target is None and monitor != MONITORED:
+            run.info(f"OmniTuner: monitor={monitor!r} is not used: it is compared with target=, and there is none")
+        if may_form_groups(run.options, run.trainer) and not self.space.why_impossible(2):
+            run.world.connection.start_server()
+        else:
+            run.world.dismiss_server()
+
+    @override
+    def begin(self) -> None:
+        run = self.run
+        run.strategy.arrangement.stash()
+        run.begin()
+        if run.broadcast(stops_now(run.trainer)):
+            self._disable("training was stopped before the first batch")
+            return
+        try:
+            hyperparameters = run.hyperparameters()
+            if run.options.budget:
+                hyperparameters.check_schedules()
+        except (ConfigurationError, UnsupportedError) as error:
+            self._disable(str(error), may_split=self._may_split_untuned)
+            return
+        if run.state.setting is not None and run.state.ranks != run.world.size:
+            self._prepare_new_search(hyperparameters)
+        if run.may_change_inside:  # the third window may show a flat loss
+            run.strategy.epochs.check_every = c.FEWEST_WINDOWS * c.SHORTEST_WINDOW * run.batch(run.world.size)
+            run.strategy.epochs.on_check = self._synchronized
+        if run.state.setting is not None:
+            self._resume()
+        else:
+            run.state.ranks = run.world.size
+            if not run.options.budget or run.world.size == 1:
+                self._disable("one rank is one group" if run.options.budget else "budget=0")
+                return
+            if not run.may_change_again(run.trainer.current_epoch):
+                self._disable("groups can change at ends of epochs only, and no epoch follows this one")
+                return
+            self.online.begin(hyperparameters)
+        run.begin()
+
+    def _disable(self, problem: str, may_split: bool = False) -> None:
+        """Continue with the user's settings, except that batches may be split by speed."""
+        run = self.run
+        run.problem, run.strategy.epochs.check_every = problem, 0
+        run.strategy.arrangement.form()
+        run.world.dismiss_server()
+        splits = may_split and self.applied.split_by_speed()
+        but = ", but batches are split in proportion to the ranks' speeds where that pays" if splits else ""
+        run.info(f"OmniTuner: nothing is tuned{but}: {problem}")
+
+    @property
+    def _may_split_untuned(self) -> bool:
+        """Return whether an untuned run may split batches by speed, which changes nothing else."""
+        run = self.run
+        return bool(run.options.budget) and self.space.may_rebalance and not is_fast_dev_run(run.trainer)
+
+    def _prepare_new_search(self, hyperparameters: Hyperparameters) -> None:
+        """Prepare a new search for a run resumed with another number of ranks."""
+        run = self.run
+        run.info(
+            f"OmniTuner: the run is resumed with {run.world.size} ranks instead of {run.state.ranks}: searching again"
+        )
+        if run.state.own is not None:
+            hyperparameters.set_momentum(run.state.own.momentum)
+        hyperparameters.scale(1 / run.state.scaled)
+        run.forget()
+
+    def _resume(self) -> None:
+        """Resume a run with its chosen setting; the checkpoint has restored rates and momentum."""
+        run, state = self.run, self.run.state
+        if self._lacks_server:
+            state.before_trial, state.speeds = None, []
+            self.online.begin_again("there is no parameter server")
+            return
+        if state.unfinished:
+            self.online.begin_again("the checkpoint was saved before anything was chosen, or used")
+            return
+        run.hyperparameters().make_default()
+        if state.before_trial is not None or not self.applied.is_user_setting:
+            self.applied.capture()
+        if state.before_trial is not None:
+            self.applied.end_trial(None)
+        else:
+            self.applied.form(run.setting, dict(state.speeds) or None, bool(state.speeds))
+            self.applied.watch(math.nan, keeps=True)
+
+    @property
+    def _lacks_server(self) -> bool:
+        """Return whether a resumed run needs several groups, now or after a trial, without having a server."""
+        state = self.run.state
+        settings = [each for each in (state.setting, state.before_trial) if each is not None]
+        return any(each.groups > 1 for each in settings) and not self.space.join_server()
+
+    # --- Training -----------------------------------------------------------------------------------------------------
+
+    @override
+    def epoch_starts(self) -> None:
+        self.speeds.throughput.go()
+        self.online.interrupted()
+
+    @override
+    def batch_starts(self) -> None:
+        if self.applied.has_given_up:
+            _private.end_epoch(self.run.trainer)
+
+    @override
+    def batch_done(self, outputs: Any, batch_idx: int) -> None:
+        if self.run.problem:
+            return
+        self.speeds.throughput.batch_done(samples_in(self.run.trainer, batch_idx))
+        loss = loss_in(outputs, self.run.window)
+        self.online.batch_done(loss)
+        self.applied.batch_done(loss)
+        self.plateau.batch_done(loss)
+        self._check_one_group()
+
+    def _check_one_group(self) -> None:
+        """Check the speed of one group, whose ranks are all at the same step, inside an epoch."""
+        run, trainer = self.run, self.run.trainer
+        may_change = run.options.retune_every is not None and not self.online.is_timing
+        may_change &= run.may_change_inside
+        if may_change and will_step(trainer) and not trainer.is_last_batch and (reason := self.check.step_done()):
+            self.online.begin_again(reason)
+
+    @override
+    def validation_starts(self) -> None:
+        self.speeds.throughput.pause()
+        self.online.interrupted()
+
+    @override
+    def sanity_checked(self) -> None:
+        self.monitor.sanity_checked(self.run.trainer.callback_metrics)
+
+    @override
+    def validated(self) -> None:
+        run, options = self.run, self.run.options
+        metrics = run.trainer.callback_metrics
+        self.speeds.throughput.go()
+        if self.monitor.is_open:
+            problem, world = self.monitor.validated(run.trainer, run.module, metrics), run.world
+            # While groups train, all have the same metrics, but at different times.
+            if bool(problem) if world.is_computing else run.broadcast(bool(problem)):
+                raise ConfigurationError(problem or f"monitor={options.monitor!r}: no metric of that name is logged")
+        if (value := metrics.get(options.monitor)) is not None:
+            self.reports.validated(float(value))
+        self._check_in_mid_epoch()
+
+    def _check_in_mid_epoch(self) -> None:
+        """Check the groups where all of them synchronize inside an epoch, which may be the only one."""
+        run, trainer = self.run, self.run.trainer
+        is_inside = run.strategy.epochs.is_open and not trainer.is_last_batch and not run.world.is_computing
+        if not is_inside or run.problem or not run.may_change_inside:
+            return
+        # No rank may have accumulated gradients without a step, or a callback that stops the run.
+        if not any(run.world.all_reduce_max([int(not will_step(trainer) or stops_now(trainer))])):
+            may_change = run.options.retune_every is not None and not self.online.is_timing
+            self._react(self.check.validated, may_change, ends_epoch=False)
+
+    def _react(self, reason: Callable[[], str], may_change: bool, ends_epoch: bool) -> None:
+        """Check whether the chosen setting is still right, after all groups have synchronized. All ranks call it.
+
+        Args:
+            reason: returns why to choose again; empty if there is no reason.
+            may_change: whether more than a rollback is possible.
+            ends_epoch: whether the epoch has ended, too.
+        """
+        if self.applied.has_diverged:
+            self.applied.roll_back()
+            self.speeds.changed(in_mid_epoch=not ends_epoch)
+            return
+        self.plateau.synchronized(ends_epoch)
+        if self.plateau.has_learnt:
+            self.applied.capture_weights()
+        if not may_change or self.plateau.is_trying:
+            return
+        if why := reason():
+            self.online.begin_again(why)
+        elif self.plateau.is_due:
+            self.plateau.begin_trial()
+
+    def _synchronized(self) -> None:
+        self._check_in_mid_epoch()
+        self.epoch_starts()
+
+    @override
+    def ended(self) -> None:
+        self.plateau.ended()
+        self.online.close()
+        if not self.run.problem and self.run.state.setting is None:
+            self.run.problem = "the run has ended before anything was chosen, or could be used"
+            self.run.info(f"OmniTuner: nothing is tuned: {self.run.problem}")
+        self.reports.ended()
+
+    @override
+    def close(self) -> None:
+        self.online.close()
+        self.run.strategy.epochs.check_every = 0
+
+    @override
+    def epoch_done(self) -> None:
+        run, options = self.run, self.run.options
+        epoch = run.trainer.current_epoch + 1
+        if run.problem:
+            return
+        run.has_ended_epoch = True
+        self.speeds.epoch_done()
+        self.online.epoch_done(is_last=stops_now(run.trainer) or epoch >= run.epochs)
+        is_due = options.retune_every is not None and epoch % options.retune_every == 0
+        may_change = is_due and run.state.setting is not None and not stops_now(run.trainer)
+        may_change &= run.may_change_again(epoch)
+        self._react(lambda: self.check.epoch_done() or self.speeds.reason(), may_change, ends_epoch=True)
+        run.has_ended_epoch = False
+
+
+_CHOSEN = ("momentum", "lr", "rebalance")
+"""Dimensions that a group which has joined on its own can choose."""
+
+
+def follow_groups(own: Setting, groups: int, method: Method, scaling: Scaling, space: Space) -> Setting:
+    """Return the momentum and learning rate with which groups train like one.
+
+    With g groups whose pushes are applied one after the other, staleness is g - 1 on average, and the implicit momentum
+    of 1 - 1 / g is subtracted from the explicit one. The learning rate moves the weights as far in the time of a batch,
+    which has g updates now. (Optimizers that divide by the gradients' size use the square root of g.) Nothing changes
+    for methods that average the groups, or wait for all of them.
+
+    Args:
+        own: the user's setting, of one group.
+        groups: number of groups.
+        method: the method of their exchange.
+        scaling: the scaling of learning rates.
+        space: bounds of momentum and learning rate.
+
+    Example:
+        >>> own = Setting(groups=1, momentum=0.9, lr=0.1)
+        >>> for groups in (2, 4, 16):
+        ...     print(follow_groups(own, groups, AsyncSGD(), Scaling(), Space(groups=(1,))))
+        2 groups, momentum 0.8, lr 0.1
+        4 groups, momentum 0.6, lr 0.1
+        16 groups, momentum 0, lr 0.0625
+
+    References:
+        Mitliagkas et al. 2016, "Asynchrony begets Momentum", Theorem 6; Zhang et al. 2016, "Staleness-aware Async-SGD",
+        for rates that fall with the staleness.
+    """
+    updates = method.updates_per_batch(groups)
+    momentum = min(max(explicit_for(own.momentum, updates - 1), space.momentum[0]), space.momentum[1])
+    lr = scaling.lr(updates, momentum, scaling.step(own))
+    if isinstance(method, AsyncSGD) and method.staleness_aware:
+        lr *= max(1, updates - 1)  # the server divides it by that
+    return replace(own, groups=groups, momentum=momentum, lr=min(max(lr, space.lr[0]), space.lr[1]))
+
+
+class JoinedFit(Fit):
+    """A fit of a group that has joined on its own: momentum and learning rate follow the number of groups.
+
+    The users who start and stop groups set their number, and the first group sets how all exchange. All members of a
+    group receive the number of groups in the same answer of the server, and decide by themselves. The weights move as
+    far in a second, and with as much momentum, explicit and implicit together, as with the user's own setting and one
+    group. So more groups bring gradients with less noise, and not larger steps.
+
+    Args:
+        run: the fit.
+
+    Raises:
+        UnsupportedError: ``space`` has a dimension that such a group cannot choose.
+    """
+
+    def __init__(self, run: TunedRun) -> None:
+        super().__init__(run)
+        check_joined(run.options)
+        self._space = Space.of(run.options.space, ranks=1)
+        self._hyperparameters: Hyperparameters | None = None
+
+    @override
+    def begin(self) -> None:
+        run = self.run
+        if run.options.budget and self._space.rebalance and len(run.world.members) > 1:
+            AppliedSetting(run, FitSpace(run)).split_by_speed()  # it changes nothing but the speed
+        try:
+            hyperparameters = self._hyperparameters = self._tunable_hyperparameters()
+        except ConfigurationError as error:
+            run.problem = str(error)
+            run.info(f"OmniTuner: momentum and learning rate stay as they are: {run.problem}")
+            return
+        if run.state.own is None:  # a group that joins later receives that of the first one
+            run.state.own = Setting(groups=1, momentum=hyperparameters.momentum, lr=hyperparameters.lr)
+            run.state.setting = run.state.own
+        self._space = Space.of(run.options.space, ranks=1, momentum=run.state.own.momentum)
+        if not hyperparameters.is_momentum_free:
+            self._space = replace(self._space, momentum=(hyperparameters.momentum, hyperparameters.momentum))
+        hyperparameters.make_default()  # a group that joins later has the momentum that the others have by now
+
+    def _tunable_hyperparameters(self) -> Hyperparameters:
+        """Return the hyperparameters that follow the number of groups.
+
+        Raises:
+            ConfigurationError: none does; the message states why.
+        """
+        run = self.run
+        method, optimizers = run.world.method, len(run.trainer.optimizers)
+        if not run.options.budget:
+            raise ConfigurationError("budget=0")
+        if method.updates_per_batch(2) == 1:
+            raise ConfigurationError(f"with {method} they do not depend on the number of groups")
+        if optimizers != 1:
+            raise ConfigurationError(f"it needs one optimizer, and there are {optimizers}")
+        hyperparameters = Hyperparameters.of(run.trainer)
+        hyperparameters.check_schedules()
+        return hyperparameters
+
+    @override
+    def batch_done(self, outputs: Any, batch_idx: int) -> None:
+        groups = self.run.world.core.last_answer.groups
+        if self._hyperparameters is None or not groups:
+            return
+        if groups != self.run.setting.groups:
+            self._follow(groups, self._hyperparameters)
+
+    def _follow(self, groups: int, hyperparameters: Hyperparameters) -> None:
+        """Adapt momentum and learning rate to a new number of groups. All members call it."""
+        run, state = self.run, self.run.state
+        setting = follow_groups(run.own, groups, run.world.method, hyperparameters.scaling, self._space)
+        hyperparameters.set_momentum(setting.momentum)
+        hyperparameters.make_default()
+        hyperparameters.scale(setting.lr / run.own.lr / state.scaled)
+        state.scaled, state.setting = setting.lr / run.own.lr, setting
+        run.info(f"OmniTuner: trains with {setting}, as suits the number of groups in the run")
+        metrics = {"omni/groups": float(groups), "omni/momentum": setting.momentum, "omni/lr": setting.lr}
+        for logger in run.trainer.loggers:
+            logger.log_metrics(metrics, step=run.trainer.global_step)
+
+
+def check_joined(options: TunerOptions) -> None:
+    """Raise `UnsupportedError` if ``space`` has a dimension that a group which has joined on its own cannot choose."""
+    for name in options.space:
+        if name not in _CHOSEN:
+            raise UnsupportedError(
+                f"space={{{name!r}: ...}} with join=True: the first group decides how all exchange, and you decide how"
+                f" many groups there are; pass some of {', '.join(map(repr, _CHOSEN))}"
+            )
+
+
+__all__ = ["Fit", "JoinedFit", "TunedFit", "check_joined", "follow_groups", "may_form_groups"]

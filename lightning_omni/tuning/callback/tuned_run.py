@@ -1,0 +1,369 @@
+"""A tuned fit: the state that the parts of a tuner share, and its time."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_omni.runtime.world import World
+from lightning_omni.serialization import Serializable
+from lightning_omni.strategy.declared import callbacks_of, loader_of
+from lightning_omni.strategy.hooks import OmniStrategyHooks
+from lightning_omni.topology import Topology
+from lightning_omni.trace import reaches
+from lightning_omni.tuning.callback.guards.losses import TrainingLosses
+from lightning_omni.tuning.callback.hyperparameters import Hyperparameters
+from lightning_omni.tuning.model.forecast import Setting
+from lightning_omni.tuning.report import Round, RunTimes
+from lightning_omni.tuning.search import Choice, Dimension, Search, TrainedSegment
+from lightning_omni.tuning.search import constants as c
+from lightning_omni.tuning.trainer import batch_size_of, check_tunable
+from lightning_omni.wire.progress import ReferenceBatch
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule, Trainer
+
+
+@dataclass(frozen=True)
+class Command(Serializable):
+    """A command of rank 0 to all ranks.
+
+    Attributes:
+        setting: the setting to train with from now on.
+        speeds: samples per second of each rank; None if unknown.
+        by_speed: whether groups are formed by them.
+        scale: factor of the learning rates.
+        divergence_threshold: the training loss above which the run has diverged with that setting; NaN if unknown.
+        learnt_below: the training loss below which it has learnt something with that setting; NaN if unknown.
+        why: the reasons of the choice.
+        error: the message of an error that every rank raises; empty if there is none.
+    """
+
+    setting: Setting
+    speeds: Mapping[int, float] | None = None
+    by_speed: bool = False
+    scale: float = 1.0
+    divergence_threshold: float = math.nan
+    learnt_below: float = math.nan
+    why: str = ""
+    error: str = ""
+
+    @classmethod
+    def to_form(cls, search: Search, setting: Setting) -> Command:
+        """Return the command to train with a setting, in groups of similar speed where these are faster."""
+        profile = search.profile
+        if len(profile.speeds) < setting.groups:
+            return cls(setting)
+        topology = search.prediction(setting).topology
+        by_speed = topology != Topology.of(topology.ranks, setting.groups)
+        return cls(setting, speeds=dict(zip(topology.ranks, profile.speeds, strict=True)), by_speed=by_speed)
+
+
+@dataclass
+class TunerState(Serializable):
+    """The state of a tuned run in checkpoints, beside its searches.
+
+    Attributes:
+        setting: the setting that the run trains with; None before a choice.
+        own: the user's own setting.
+        reference: samples of the batch that momentum and learning rate belong to.
+        scaled: factor of the user's learning rates.
+        ranks: number of ranks.
+        speeds: rank and samples per second, if groups were formed by speed.
+        unfinished: whether a search is under way.
+        rounds: number of adopted choices.
+        checked: value of ``rounds`` when speed was last compared with the forecast.
+        segments: the trained segments.
+        refuted: whether groups have seemed not to pay once, so that one group was timed again; next time they are given
+            up.
+        divergence_threshold: the training loss above which the run has diverged; NaN if unknown.
+        learnt_below: the training loss below which it has learnt something since the choice; NaN once it has.
+        is_final: whether the run stays in one group: it had diverged with its choice, had learnt too slowly, or groups
+            were not fast enough.
+        before_trial: the setting to restore if a trial is no better; None if there is no trial.
+        losses: the training loss with the setting, window by window.
+        samples: samples of the windows.
+        forgotten: seconds of searches that are not kept.
+        at_target: all seconds, and those of them for tuning, when the target was reached; None before that.
+        trained: seconds of training before the run was resumed.
+        reached: seconds of training, and the monitored metric, of each validation.
+    """
+
+    setting: Setting | None = None
+    own: Setting | None = None
+    reference: float = 0.0
+    scaled: float = 1.0
+    ranks: int = 0
+    speeds: list[tuple[int, float]] = field(default_factory=list)
+    unfinished: bool = False
+    rounds: int = 0
+    checked: int = 0
+    segments: list[TrainedSegment] = field(default_factory=list)
+    refuted: bool = False
+    divergence_threshold: float = math.nan
+    learnt_below: float = math.nan
+    is_final: bool = False
+    before_trial: Setting | None = None
+    losses: TrainingLosses = field(default_factory=lambda: TrainingLosses(math.nan))
+    samples: float = 0.0
+    forgotten: float = 0.0
+    at_target: tuple[float, float] | None = None
+    trained: float = 0.0
+    reached: list[tuple[float, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class TunerOptions:
+    """The options of a tuner, which are the arguments of `OmniTunerHooks`.
+
+    Attributes:
+        is_lower_better: whether a smaller value of the monitored metric is better.
+        further: the user-defined dimensions of ``space``.
+    """
+
+    target: float | None
+    monitor: str
+    is_lower_better: bool
+    budget: float
+    space: Mapping[str, Any]
+    further: tuple[Dimension, ...]
+    retune_every: int | None
+    seed: int
+
+    def is_reached(self, value: float) -> bool:
+        """Return whether a value of the monitored metric is the target, or better."""
+        return self.target is not None and reaches("loss" if self.is_lower_better else "", value, self.target)
+
+
+class TunedRun:
+    """One fit.
+
+    Args:
+        trainer: a Trainer whose strategy is an OmniStrategy.
+        module: the trained module.
+        options: options of the tuner.
+        info: logs a message for the user, on rank 0.
+
+    Attributes:
+        state: the state in checkpoints.
+        rounds: all searches so far, on rank 0.
+        choice: the latest choice, on rank 0.
+        problem: why nothing is searched.
+        folder: folder of the report, on rank 0; None if there is none.
+        has_ended_epoch: whether an epoch has just ended, which the Trainer does not count yet.
+    """
+
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, options: TunerOptions, info: Callable[[str], None]
+    ) -> None:
+        self.trainer, self.module, self.options, self.info = trainer, module, options, info
+        assert isinstance(trainer.strategy, OmniStrategyHooks)
+        self.strategy: OmniStrategyHooks = trainer.strategy
+        self.state = TunerState()
+        self.rounds: list[Round] = []
+        self.choice: Choice | None = None
+        self.problem = ""
+        self.folder: Path | None = None
+        self._began = 0.0
+        self.has_ended_epoch = False
+
+    @property
+    def world(self) -> World:
+        return self.strategy.world
+
+    @property
+    def own(self) -> Setting:
+        assert self.state.own is not None
+        return self.state.own
+
+    @property
+    def setting(self) -> Setting:
+        """Return the present setting, once a search has ended."""
+        assert self.state.setting is not None
+        return self.state.setting
+
+    @property
+    def is_rank_zero(self) -> bool:
+        """Return whether this rank decides."""
+        return bool(self.trainer.is_global_zero)
+
+    def broadcast(self, number: int) -> int:
+        """Return rank 0's number, 0 or more. All ranks call it."""
+        return self.world.all_reduce_max([number if self.is_rank_zero else 0])[0]
+
+    def broadcast_command(self, command: Command | None) -> Command | None:
+        """Return rank 0's command, if there is one. All ranks call it."""
+        text = self.world.broadcast_text(json.dumps(command.to_dict()) if command is not None else "")
+        return Command.from_dict(json.loads(text)) if text else None
+
+    def broadcast_segments(self, segments: list[TrainedSegment]) -> list[TrainedSegment]:
+        """Return rank 0's segments. All ranks call it."""
+        text = self.world.broadcast_text(json.dumps([each.to_dict() for each in segments]))
+        return [TrainedSegment.from_dict(each) for each in json.loads(text)]
+
+    def hyperparameters(self) -> Hyperparameters:
+        """Return the hyperparameters of a fit that can be tuned.
+
+        Raises:
+            ConfigurationError: it cannot be tuned.
+        """
+        check_tunable(self.trainer)
+        return Hyperparameters.of(self.trainer)
+
+    # --- Searches -----------------------------------------------------------------------------------------------------
+
+    @property
+    def searches(self) -> list[Search]:
+        return [each.search for each in self.rounds]
+
+    @property
+    def may_change_inside(self) -> bool:
+        """Return whether groups can change inside an epoch: not if its samples were distributed beforehand."""
+        return self.strategy.epochs.leases is not None
+
+    def may_change_again(self, epoch: int) -> bool:
+        """Return whether the run is long enough to be timed in an epoch and changed then."""
+        return epoch + (not self.may_change_inside) < self.epochs
+
+    def remember(self, search: Search, seconds: float) -> None:
+        self.rounds.append(Round(search, self.trainer.current_epoch, seconds))
+
+    def conclude(self, search: Search) -> Command:
+        """Record the choice of a search, and return the command to train with it."""
+        self.choice = search.choice()
+        self.state.segments = search.segments
+        setting = replace(self.choice.setting, groups=min(self.choice.setting.groups, len(self.world.live_ranks)))
+        return replace(
+            Command.to_form(search, setting),
+            divergence_threshold=search.divergence_threshold,
+            learnt_below=search.learnt_below,
+            why=self.choice.why,
+        )
+
+    def forget(self) -> None:
+        """Drop all findings, which do not hold for another set of ranks."""
+        self.state = replace(
+            self.state,
+            setting=None,
+            scaled=1.0,
+            speeds=[],
+            unfinished=False,
+            segments=[],
+            refuted=False,
+            divergence_threshold=math.nan,
+            learnt_below=math.nan,
+            before_trial=None,
+            losses=TrainingLosses(math.nan),
+            forgotten=self.spent,
+        )
+        self.rounds = []
+
+    # --- Time ---------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Start the clock of training, or restart it after something else."""
+        self._began = time.perf_counter()
+
+    def exclude_seconds(self, seconds: float) -> None:
+        self._began += seconds
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds of training so far, without those of searches."""
+        return self.state.trained + (time.perf_counter() - self._began if self._began else 0.0)
+
+    @property
+    def spent(self) -> float:
+        """Return the seconds of all searches of the run; rank 0's value counts."""
+        return self.state.forgotten + sum(each.overhead for each in self.searches)
+
+    @property
+    def times(self) -> RunTimes:
+        return RunTimes(self.seconds, self.spent, self.state.at_target)
+
+    # --- Length -------------------------------------------------------------------------------------------------------
+
+    @property
+    def window(self) -> int:
+        return int(self.trainer.accumulate_grad_batches)
+
+    def batch(self, ranks: int) -> int:
+        """Return the samples of a synchronous step of some ranks."""
+        return ReferenceBatch(ranks, batch_size_of(loader_of(self.trainer)), self.window).samples
+
+    @property
+    def batches(self) -> float:
+        """Return the batches of each rank in an epoch; 1 if unknown."""
+        batches = self.trainer.fit_loop.max_batches
+        return max(1, batches) if math.isfinite(batches) else 1
+
+    @property
+    def epochs(self) -> float:
+        return float(min(self._limits, default=max(c.UNLIMITED, 2 * (self.trainer.current_epoch + 1))))
+
+    @property
+    def ends_by_time(self) -> bool:
+        """Return whether ``max_time`` alone ends the run."""
+        return not self._limits and math.isfinite(self.seconds_left)
+
+    @property
+    def _limits(self) -> list[float]:
+        """Return the limits of the run, in epochs."""
+        most, steps = self.trainer.max_epochs, self.strategy.epochs.max_steps
+        by_epochs = [] if most in (None, -1) else [float(most or 0)]
+        return by_epochs if steps == -1 else [*by_epochs, steps * self.window / self.batches]
+
+    @property
+    def samples_per_epoch(self) -> float:
+        return self.batches * self.batch(len(self.world.live_ranks)) / self.window
+
+    @property
+    def horizon(self) -> float:
+        """Return the samples that are left to train with a setting chosen now."""
+        epochs = self.strategy.epochs
+        begun = self.trainer.current_epoch + self.has_ended_epoch  # Lightning counts it a little later
+        begun += not self.may_change_inside  # the timed epoch does not change
+        trained = float(epochs.samples) if epochs.is_open and self.may_change_inside else 0.0
+        return max(0.0, (self.epochs - begun) * self.samples_per_epoch - trained)
+
+    @property
+    def seconds_left(self) -> float:
+        """Return the seconds until ``max_time`` ends the run; infinite if it has none."""
+        timers = [each for each in callbacks_of(self.trainer) if hasattr(each, "time_remaining")]
+        left = [each.time_remaining() for each in timers]
+        return min((each for each in left if each is not None), default=math.inf)
+
+    # --- Checkpoints --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the observations as plain lists, with which a resumed run continues."""
+        return {
+            **self.state.to_dict(),
+            "searches": [each.to_dict() for each in self.searches],
+            "when": [(each.epoch, each.seconds_run) for each in self.rounds],
+            "after": [sorted(each.measured_after.items()) for each in self.rounds],
+            "spent": self.spent,
+            "trained": self.seconds,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the result of `state_dict`."""
+        self.state = TunerState.from_dict(state)
+        rounds = zip(state["searches"], state["when"], state["after"], strict=True)
+        self.rounds = [Round(Search.from_dict(each), when[0], when[1], dict(after)) for each, when, after in rounds]
+        self.choice = last_choice(self.searches) if self.is_rank_zero else None
+        if self._began:  # in a run, as after a learning-rate finder: the state has the time so far
+            self.begin()
+
+
+def last_choice(searches: list[Search]) -> Choice | None:
+    """Return the choice of the last search."""
+    return searches[-1].choice() if searches else None
+
+
+__all__ = ["Command", "TunedRun", "TunerOptions", "TunerState", "last_choice"]

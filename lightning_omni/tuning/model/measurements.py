@@ -1,0 +1,226 @@
+"""The measurements that ranks take of their own steps, to which a profile is fitted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from lightning_omni.checks import check_number
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.serialization import Serializable
+from lightning_omni.trace import Trace
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Measured(Serializable):
+    """A segment of training with one grouping, as measured by its ranks, without the first steps that warm up.
+
+    Args:
+        groups: ranks of each group.
+        samples: for each rank, in ascending order, its samples in each of its steps.
+        own: for each rank in that order, its compute time in each step, in seconds (load, forward, backward, the
+            optimizer's step), without the exchange and waiting for other ranks.
+        steps: for each group, seconds of each step, from the end of one to the end of the next.
+        exchanges: for each group, seconds of each step in the exchange with the server; zeros if there is one group.
+        serve: seconds that a server computes for one push, or for its share of one; 0 if unknown. With one group, the
+            seconds that a single server would need.
+        head: seconds of exclusive access to a merged head; 0 if there is none.
+        period: local steps between two exchanges, H.
+        nbytes: bytes of one exchange, one way; 0 if unknown.
+        servers: number of servers, each with a share of the weights; with one group, the number that several would use.
+        per_node: whether each node ran one server.
+        round_trip: seconds until the server, or another rank, answers a nearly empty message; 0 if unknown. It is used
+            only if no exchange was measured.
+        reduce_per_byte: seconds that each byte adds to an all-reduce of all ranks, timed by itself; 0 if unknown.
+            It limits the part of a step that is attributed to the all-reduce, and only if no exchange was measured.
+        hands_on: whether a group's leader forwards its answers to the other members, over the links of their
+            all-reduce. With several groups the measured exchanges include that.
+        nodes: for each rank, in ascending order, its node; or its site, if links between some nodes are much faster
+            than to others. Empty if each rank has links of its own, if all are on one node, or if unknown.
+        server_node: node of a single server, existing or not; None if it is on none of these, or unknown.
+        node_round_trip: ``round_trip`` between two ranks on one node, or at one site; 0 if unknown.
+        node_per_byte: seconds of each byte of such a message, one way; 0 if unknown.
+        shapes: shapes of the parameters whose gradients a group averages; empty if unknown.
+        averaging: by all-reduce format, seconds that a rank computes to average gradients in it, where known.
+        loading: for each rank, the mean seconds of ``own`` in which it waited for its data loader; empty if unknown.
+
+    Raises:
+        ConfigurationError: a field is missing, inconsistent or out of range.
+
+    Example:
+        >>> measured = Measured(
+        ...     groups=((0,), (1,)), samples=((8, 8), (8, 8)), own=((0.1, 0.1), (0.2, 0.2)),
+        ...     steps=((0.11, 0.11), (0.21, 0.21)), exchanges=((0.01, 0.01), (0.01, 0.01)),
+        ... )
+        >>> Measured.from_dict(measured.to_dict()) == measured
+        True
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    samples: tuple[tuple[float, ...], ...]
+    own: tuple[tuple[float, ...], ...]
+    steps: tuple[tuple[float, ...], ...]
+    exchanges: tuple[tuple[float, ...], ...]
+    serve: float = 0.0
+    head: float = 0.0
+    period: int = 1
+    nbytes: int = 0
+    servers: int = 1
+    per_node: bool = False
+    round_trip: float = 0.0
+    reduce_per_byte: float = 0.0
+    hands_on: bool = False
+    nodes: tuple[int, ...] = ()
+    server_node: int | None = None
+    node_round_trip: float = 0.0
+    node_per_byte: float = 0.0
+    shapes: tuple[tuple[int, ...], ...] = ()
+    averaging: Mapping[str, float] = field(default_factory=dict)
+    loading: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("groups", "samples", "own", "steps", "exchanges"):  # accepts lists
+            kind = int if name == "groups" else float
+            object.__setattr__(self, name, tuple(tuple(map(kind, row)) for row in getattr(self, name)))
+        object.__setattr__(self, "nodes", tuple(map(int, self.nodes)))
+        object.__setattr__(self, "loading", tuple(map(float, self.loading)))
+        object.__setattr__(self, "shapes", tuple(tuple(map(int, shape)) for shape in self.shapes))
+        _check_counts(self)
+        _check_numbers(self)
+
+    @property
+    def loading_share(self) -> float:
+        """Return the fraction of the slowest rank's compute time spent waiting for its data loader; 0 if unknown."""
+        means = [math.fsum(row) / len(row) for row in self.own]
+        slowest = means.index(max(means))
+        return self.loading[slowest] / means[slowest] if self.loading else 0.0
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted(rank for members in self.groups for rank in members))
+
+    @classmethod
+    def of(cls, trace: Trace) -> Measured:
+        """Return the measurements of a simulated run.
+
+        Args:
+            trace: trace of `lightning_omni.simulator.simulate`, with at least two steps of each group.
+
+        Raises:
+            ConfigurationError: the trace has no step times, or too few.
+        """
+        if not len(trace.steps.get("group", ())):
+            raise ConfigurationError("trace: it has no step times; pass one of a simulated run, of this version")
+        groups = {number: tuple(members) for number, members in enumerate(trace.meta["groups"]) if members}
+        ranks = sorted(rank for members in groups.values() for rank in members)
+        samples, own = (_columns(trace.work, "rank", ranks, name) for name in ("samples", "seconds"))
+        steps, exchanges = (_columns(trace.steps, "group", [*groups], name) for name in ("seconds", "exchange"))
+        merged = trace.meta.get("merged")
+        pushed = [weight for name, weight in trace.weights.items() if not (merged and name.startswith(f"{merged}."))]
+        link = trace.meta["cluster"]["link"]["latency"] + trace.meta["cluster"]["server"]["latency"]
+        return cls(
+            tuple(groups.values()),
+            samples,
+            own,
+            steps,
+            exchanges,
+            nbytes=sum(weight.nbytes for weight in pushed),
+            shapes=tuple(weight.shape for weight in pushed),
+            round_trip=2 * float(link),
+            **(_of_exchanges(trace, len(ranks) / len(groups)) if len(groups) > 1 else _of_one_group(trace, len(ranks))),
+        )
+
+
+def _of_one_group(trace: Trace, ranks: int) -> dict[str, Any]:
+    bandwidth = float(trace.meta["cluster"]["group_link"]["bandwidth"])
+    return {"serve": _serve_time(trace), "reduce_per_byte": 2 * (ranks - 1) / ranks / bandwidth, "hands_on": True}
+
+
+def _serve_time(trace: Trace) -> float:
+    """Return the seconds of a push at a server, or those it would take if nothing was exchanged."""
+    return float(trace.meta["cluster"]["update_seconds"])
+
+
+def _of_exchanges(trace: Trace, members: float) -> dict[str, Any]:
+    cluster, steps = trace.meta["cluster"], trace.rows["steps"]
+    per_node = cluster.get("servers") == "per-node"
+    devices = sum(kind["count"] for kind in cluster["devices"])
+    servers = (cluster["nodes"] or devices) if per_node else cluster.get("servers", 1)
+    per_access = members * float(trace.meta["batch_size"])
+    return {
+        "serve": _serve_time(trace) / servers,
+        "hands_on": True,
+        "head": per_access * float(cluster["head_seconds_per_sample"]) if trace.meta.get("merged") else 0.0,
+        "period": max(1, round(float(steps.mean()))) if len(steps) else 1,
+        "servers": servers,
+        "per_node": per_node,
+    }
+
+
+def servers_of(measured: Sequence[Measured]) -> tuple[int, bool]:
+    """Return the number of servers of the last segment with several groups, and whether each node ran one.
+
+    Without such a segment, return those of the last segment, which its ranks would use as several groups.
+    """
+    last = ([each for each in measured if len(each.groups) > 1] or measured)[-1]
+    return last.servers, last.per_node
+
+
+def mean_samples(measured: Sequence[Measured]) -> float:
+    """Return the mean samples of a rank in a step."""
+    counts = [number for each in measured for row in each.samples for number in row]
+    return sum(counts) / len(counts)
+
+
+def _columns(table: Mapping[str, Array], key: str, keys: Sequence[int], name: str) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(table[name][table[key] == one].tolist()) for one in keys)
+
+
+def _check_counts(measured: Measured) -> None:
+    ranks = [rank for members in measured.groups for rank in members]
+    if not ranks or not all(measured.groups) or len(set(ranks)) != len(ranks):
+        raise ConfigurationError(f"groups={measured.groups}: pass the ranks of each group, each rank once")
+    for name, count, of in (
+        ("samples", len(ranks), "rank"),
+        ("own", len(ranks), "rank"),
+        ("steps", len(measured.groups), "group"),
+        ("exchanges", len(measured.groups), "group"),
+    ):
+        if len(getattr(measured, name)) != count:
+            raise ConfigurationError(f"{name}: {len(getattr(measured, name))} rows; pass one for each {of}, {count}")
+    for name in ("nodes", "loading"):
+        if (found := len(getattr(measured, name))) not in (0, len(ranks)):
+            raise ConfigurationError(f"{name}: of {found} ranks; pass that of each of {len(ranks)}, or none")
+    order = sorted(ranks)
+    for number, members in enumerate(measured.groups):
+        count = len(measured.steps[number])
+        if not count:
+            raise ConfigurationError(f"steps: none of group {number}; measure at least one, better 30")
+        if len(measured.exchanges[number]) != count:
+            raise ConfigurationError(f"exchanges: {len(measured.exchanges[number])} of group {number}; pass {count}")
+        for rank in members:
+            for name in ("samples", "own"):
+                found = len(getattr(measured, name)[order.index(rank)])
+                if found != count:
+                    raise ConfigurationError(
+                        f"{name}: {found} of rank {rank}, whose group made {count} steps; pass one for each step"
+                    )
+
+
+def _check_numbers(measured: Measured) -> None:
+    for name in ("samples", "own", "steps"):
+        if not all(0 < number < math.inf for row in getattr(measured, name) for number in row):
+            raise ConfigurationError(f"{name}: pass numbers above 0; leave out steps that were not measured")
+    if not all(0 <= number < math.inf for row in measured.exchanges for number in row):
+        raise ConfigurationError("exchanges: pass seconds, 0 or more")
+    seconds = "serve", "head", "round_trip", "reduce_per_byte", "node_round_trip", "node_per_byte"
+    least = dict.fromkeys((*seconds, "nbytes"), 0) | {"period": 1, "servers": 1}
+    for name, low in least.items():
+        check_number(name, getattr(measured, name), f"a number, {low} or more", low, below=math.inf)

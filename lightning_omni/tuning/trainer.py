@@ -1,0 +1,95 @@
+"""Lightning for both tuners: the namespace of a Trainer, its loggers, and a ``training_step`` without its loop."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.strategy import NAMESPACES, module_in
+from lightning_omni.strategy.declared import is_fast_dev_run
+from lightning_omni.strategy.namespaces import namespace_of
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
+
+
+def tuner_module(kind: type) -> Any:
+    """Return the tuner module for the namespace of a class, such as that of a Trainer, or of its nearest base class."""
+    return module_in("tuning.callback", namespace_of(kind) or NAMESPACES[-1])
+
+
+def names_for(trainer: object) -> Any:
+    """Return the `Names` of the namespace that a Trainer belongs to."""
+    return tuner_module(type(trainer)).Names
+
+
+def log(trainer: Trainer, metrics: Mapping[str, float]) -> Path | None:
+    """Log metrics to all loggers, on all ranks.
+
+    Returns:
+        The folder of the first logger, on rank 0; None on other ranks, and if it has none on this machine.
+    """
+    for logger in trainer.loggers:
+        logger.log_metrics(dict(metrics), step=trainer.global_step)
+    folder = trainer.log_dir if trainer.loggers else None  # a collective of all ranks
+    return None if folder is None or "://" in str(folder) or not trainer.is_global_zero else Path(folder)
+
+
+def arguments_of(step: Callable[..., Any]) -> tuple[int, ...]:
+    """Return the arguments of a training_step beside the batch: the batch's number, or none.
+
+    Raises:
+        ConfigurationError: it takes no batch.
+    """
+    parameters = list(inspect.signature(step).parameters.values())[1:]
+    if parameters and parameters[0].name == "dataloader_iter":
+        raise ConfigurationError("training_step draws its batches itself from dataloader_iter")
+    many = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters)
+    return (0,) if many or len(parameters) > 1 else ()
+
+
+def loss_of(found: Any) -> Tensor:
+    """Return the loss in the result of a training_step.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    loss = found.get("loss") if isinstance(found, Mapping) else found
+    if not isinstance(loss, Tensor):
+        raise ConfigurationError('training_step returns no loss: return it, or a dictionary with it as "loss"')
+    return loss
+
+
+def log_nothing(*_: Any, **__: Any) -> None:
+    """Replace ``log``."""
+
+
+def check_tunable(trainer: Trainer) -> None:
+    """Reject a fit that cannot be tuned.
+
+    Raises:
+        ConfigurationError: it cannot be tuned; the message states why.
+    """
+    if is_fast_dev_run(trainer):
+        raise ConfigurationError("fast_dev_run trains too little")
+    if not trainer.lightning_module.automatic_optimization:
+        raise ConfigurationError("with manual optimization only training_step knows what a step is")
+    if len(trainer.optimizers) != 1:
+        raise ConfigurationError(f"it needs one optimizer, and there are {len(trainer.optimizers)}")
+    arguments_of(type(trainer.lightning_module).training_step)
+    loader = trainer.train_dataloader
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        raise ConfigurationError("the training data are a stream, or come from several loaders")
+    if loader.batch_size is None and getattr(loader.batch_sampler, "batch_size", None) is None:
+        raise ConfigurationError("the DataLoader does not say how large its batches are")
+
+
+def batch_size_of(loader: DataLoader[Any]) -> int:
+    """Return the samples in one rank's batch."""
+    return int(loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1)
