@@ -226,6 +226,8 @@ class Comparison:
     def verdict(self) -> str:
         """Return what to use, and why."""
         _, ours, peer = self.rows
+        if not self.pays and ours.setting == self.rows[0].setting:
+            return "use DDP: no setting of lightning-omni is predicted to be faster"
         if not self.pays:
             return (
                 f"use DDP: lightning-omni at its best is predicted to take {ours.time.value:.2f} times as long, no gain"
