@@ -11,7 +11,7 @@ import lightning_omni
 from lightning_omni.cli import main
 from lightning_omni.cli.compare import strategy_text
 from lightning_omni.tuning.model.forecast import Setting
-from lightning_omni.tuning.search.planned import Machines
+from lightning_omni.tuning.search.machines import Machines
 
 UNEQUAL = ("--speeds", "1,1,1,0.25", "--link", "100mbit", "--model-size", "50MB", "--step", "0.2s")
 EQUAL = ("--speeds", "8x1", "--link", "100Gbit", "--model-size", "50MB", "--step", "0.2s")

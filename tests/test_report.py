@@ -27,8 +27,8 @@ from searches import START, found, later, observed, search, space_of
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.tuning.callback.guards.speed import RunThroughput
 from lightning_omni.tuning.report import Round, RunTimes, TuningReport, Written
-from lightning_omni.tuning.report.digest import NAMES, Digest
 from lightning_omni.tuning.report.page import templates
+from lightning_omni.tuning.report.summary import NAMES, SearchSummary
 from lightning_omni.tuning.report.texts import interval, number, span, times
 from lightning_omni.tuning.search import Dimension, Search, Space, TrainedSegment
 from lightning_omni.tuning.search.space import Axis
@@ -137,7 +137,7 @@ def test_the_page_has_the_choice_its_reason_and_all_that_was_compared(
     (segment,) = later().segments
     assert f"<td>{segment.setting}</td>" in text
     assert f'<td class="number">{times(math.exp(segment.log_ratio))}</td>' in text
-    for name in whole.digests[0].systems:
+    for name in whole.summaries[0].systems:
         assert name in text
     assert "SpeedRecord 1, epoch 7" in text
     assert "all-reduce" in text
@@ -168,10 +168,10 @@ def test_whatever_was_found_can_be_shown(made: object) -> None:
 
 
 def test_a_speed_up_is_as_sure_as_the_difference_of_two_settings() -> None:
-    digest = report().digests[0]
-    own = digest.speed_up_of(digest.start)
+    summary = report().summaries[0]
+    own = summary.speed_up_of(summary.start)
     assert own.low == own.value == own.high == 1.0
-    other = digest.speed_up_of(replace(digest.curve[8], momentum=0.0))
+    other = summary.speed_up_of(replace(summary.curve[8], momentum=0.0))
     assert other.low < other.value < other.high
 
 
@@ -190,30 +190,30 @@ def test_without_matplotlib_there_is_a_page_that_says_how_to_get_it(
 
 
 def test_a_speed_up_is_over_the_users_own_setting_and_the_product_of_both_efficiencies() -> None:
-    digest = report().digests[0]
-    for setting in (*digest.curve.values(), digest.choice.setting):
-        gain = digest.search.throughput(setting) / digest.search.throughput(digest.start)
-        assert digest.ratio(setting) == pytest.approx(gain / digest.samples(setting).value)
-        assert digest.speed_up_of(setting).value == pytest.approx(digest.ratio(setting))
-    assert digest.considered[0].samples == 1.0, "the run's own"
+    summary = report().summaries[0]
+    for setting in (*summary.curve.values(), summary.choice.setting):
+        gain = summary.search.throughput(setting) / summary.search.throughput(summary.start)
+        assert summary.ratio(setting) == pytest.approx(gain / summary.samples(setting).value)
+        assert summary.speed_up_of(setting).value == pytest.approx(summary.ratio(setting))
+    assert summary.considered[0].samples == 1.0, "the run's own"
 
 
 def test_seconds_are_told_only_for_a_target_of_a_loss() -> None:
-    assert report(target=0.9).digests[0].seconds is not None
-    assert report(target=0.9, monitor="accuracy").digests[0].seconds is None
-    assert report().digests[0].seconds is None
+    assert report(target=0.9).summaries[0].seconds is not None
+    assert report(target=0.9, monitor="accuracy").summaries[0].seconds is None
+    assert report().summaries[0].seconds is None
     assert "time to the target" in page_of(0.9)
 
 
 def test_what_is_told_twice_is_told_alike() -> None:
     whole = replace(report(target=0.9), times=RunTimes(120.0, 6.0, (80.0, 5.0)))
-    digest, page = whole.digests[0], html.unescape(words_of(whole))
-    assert digest.seconds is not None
-    for figure in (span(digest.speed_up), interval(digest.seconds)):
+    summary, page = whole.summaries[0], html.unescape(words_of(whole))
+    assert summary.seconds is not None
+    for figure in (span(summary.speed_up), interval(summary.seconds)):
         assert figure in whole.statement
         assert f"<td>{figure}</td>" in page
-    assert digest.systems["your own setting"].setting == START
-    assert f">{times(digest.speed_up.low)} to {times(digest.speed_up.high)}</td>" in page  # among the systems
+    assert summary.systems["your own setting"].setting == START
+    assert f">{times(summary.speed_up.low)} to {times(summary.speed_up.high)}</td>" in page  # among the systems
     assert "<td>reached after 80 s, 5 s of them for tuning</td>" in page
     assert whole.times is not None
     assert whole.times.metrics == {"omni/tuner/seconds": 6.0, "omni/tuner/target_seconds": 80.0}
@@ -226,10 +226,14 @@ def test_headlines_have_their_intervals_and_what_was_measured() -> None:
     assert re.search(r"speed-up over your own setting: [\d.]+× \(80 % interval [\d.]+× to [\d.]+×\)", said)
     assert re.search(r"time to the target, forecast: .* \(.* to .*\)", said)
     groups = found().choice().setting.groups
-    digest = report().digests[0]
-    for rate, is_outside in ((digest.rate.value, False), (2 * digest.rate.high, True), (0.5 * digest.rate.low, True)):
-        shown = report(Round(found(), 0, 0.0, {groups: rate}))
-        assert f"samples/s, measured: {number(rate)}" in shown.statement
+    summary = report().summaries[0]
+    for rate, is_outside in (
+        (summary.rate.value, False),
+        (2 * summary.rate.high, True),
+        (0.5 * summary.rate.low, True),
+    ):
+        shown = report(Round(found(), 0, 0.0, {groups: measured}))
+        assert f"samples/s, measured: {number(measured)}" in shown.statement
         assert ("outside the forecast's interval" in shown.statement) == is_outside
         assert ('class="outside"' in words_of(shown)) == is_outside
 
@@ -238,7 +242,7 @@ def shown_numbers(shown: TuningReport) -> dict[str, dict[str, str]]:
     """The numbers of a headline, as text by their names, wherever they are."""
     page, plain = html.unescape(words_of(shown)), json.loads(json.dumps(shown.to_dict()))
     picture = " ".join(shown.figure()._suptitle.get_text().split())
-    texts = shown.digests[-1].headline
+    texts = shown.summaries[-1].headline
     found = {}
     for name, value in shown.numbers.items():
         text = texts[NAMES[name]]
@@ -284,8 +288,8 @@ def test_a_number_is_the_same_under_its_name_everywhere_before_and_after_loading
     shown = TuningReport((last,), target, "train_loss", RunTimes(120.0, 6.0), ((1.0, 2.0), (9.0, 1.0)), Written.now())
     read = TuningReport.from_dict(json.loads(json.dumps(shown.to_dict())))
     assert shown_numbers(read) == shown_numbers(shown)
-    assert [(row.rate, row.speed_up) for row in read.digests[0].considered] == [
-        (row.rate, row.speed_up) for row in shown.digests[0].considered
+    assert [(row.rate, row.speed_up) for row in read.summaries[0].considered] == [
+        (row.rate, row.speed_up) for row in shown.summaries[0].considered
     ]
     assert json.dumps(read.to_dict()) == json.dumps(shown.to_dict())
 
@@ -420,13 +424,13 @@ def test_first_batches_whose_loss_rises_are_drawn_as_they_are() -> None:
 def test_what_each_part_of_the_choice_gives_multiplies_to_what_all_of_it_gives() -> None:
     space = space_of(method=["local_sgd"], wire=["fp32", "int8"], period=[32])
     made = search(observed(allreduce=1.0), space)
-    digest, choice = Digest(made), made.choice().setting
-    parts = digest.contributions
+    summary, choice = SearchSummary(made), made.choice().setting
+    parts = summary.contributions
     assert choice.groups > 1
     assert "local_sgd, period 32" in [each.part for each in parts]
-    own, chosen = (digest.forecast.log_seconds(each) for each in (digest.start, choice))
+    own, chosen = (summary.forecast.log_seconds(each) for each in (summary.start, choice))
     assert math.prod(each.speed_up for each in parts) == pytest.approx(math.exp(own - chosen))
-    rates = [made.throughput(each) for each in (digest.start, choice)]
+    rates = [made.throughput(each) for each in (summary.start, choice)]
     assert math.prod(each.rate for each in parts) == pytest.approx(rates[1] / rates[0])
     text = words_of(report(Round(made, 0, 0.0)))
     assert "What each part of it gives" in text

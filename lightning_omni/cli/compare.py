@@ -14,7 +14,7 @@ from lightning_omni.errors import ConfigurationError
 if TYPE_CHECKING:
     from lightning_omni.tuning.model.convergence import Estimate
     from lightning_omni.tuning.model.forecast import Setting
-    from lightning_omni.tuning.search.planned import PlannedEvidence
+    from lightning_omni.tuning.search.machines import PlannedEvidence
 
 _AVERAGE = "diloco:outer_lr=1.0,outer_momentum=0"
 _PEERS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
@@ -87,7 +87,7 @@ def compare(
         "site_latency": seconds_of("--site-latency", site_latency),
         "scatter": scatter,
     }
-    from lightning_omni.tuning.search.planned import Machines  # here, so that --help does not wait for torch
+    from lightning_omni.tuning.search.machines import Machines  # here, so that --help does not wait for torch
 
     try:
         machines = Machines(**given)
@@ -177,7 +177,6 @@ class Comparison:
     def of(cls, machines: Any, momentum: float, is_adaptive: bool) -> Comparison:
         """Compare on `Machines` that the user describes."""
         from lightning_omni.tuning.search.choice import best_by_forecast, best_enumerated
-        from lightning_omni.tuning.search.planned import speed_up
         from lightning_omni.tuning.search.space import METHODS, WIRES
 
         profile = machines.profile()
@@ -189,7 +188,7 @@ class Comparison:
         ddp = ours.spec.start
 
         def row(known: PlannedEvidence, name: str, setting: Setting) -> ComparedRow:
-            speed, theory = speed_up(known, setting, ddp), known.forecast().theory
+            speed, theory = known.speed_up(setting, ddp), known.forecast().theory
             time = replace(speed, value=1 / speed.value, low=1 / speed.high, high=1 / speed.low)
             samples = math.exp(theory(setting) - theory(ddp))
             return ComparedRow(
@@ -269,7 +268,7 @@ def _evidence(
     rebalance: bool,
 ) -> PlannedEvidence:
     from lightning_omni.tuning.model.forecast import Scaling, Setting
-    from lightning_omni.tuning.search.planned import PlannedEvidence
+    from lightning_omni.tuning.search.machines import PlannedEvidence
     from lightning_omni.tuning.search.space import SearchSpec, Space, group_counts
 
     ranks = len(machines.speeds)

@@ -12,7 +12,7 @@ from rich.console import Group
 from rich.table import Table
 
 from lightning_omni.cli.console import print_line, print_sentence, show, table_of
-from lightning_omni.cli.outputs import check_file, make_folder
+from lightning_omni.cli.output_files import check_file, make_folder
 from lightning_omni.cli.units import Quantity, check_above_zero, rate_of, seconds_of
 from lightning_omni.errors import ConfigurationError
 

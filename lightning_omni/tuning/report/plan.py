@@ -23,7 +23,7 @@ from lightning_omni.tuning.report.texts import duration
 from lightning_omni.tuning.report.tuning import TuningReport
 from lightning_omni.tuning.search import Search, SearchSpec, Space
 from lightning_omni.tuning.search.choice import best_by_forecast
-from lightning_omni.tuning.search.planned import PlannedEvidence
+from lightning_omni.tuning.search.machines import PlannedEvidence
 from lightning_omni.tuning.search.rules import cheapest, is_faster, risk_adjusted
 from lightning_omni.tuning.search.space import METHODS, WIRES, group_counts
 

@@ -16,9 +16,9 @@ from rich.text import Text
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.palette import can_draw
-from lightning_omni.tuning.report.digest import NAMES, Digest
 from lightning_omni.tuning.report.page import Section, page
 from lightning_omni.tuning.report.run import Round, RunTimes, Written
+from lightning_omni.tuning.report.summary import NAMES, SearchSummary
 from lightning_omni.tuning.report.texts import duration, number, times
 
 _STEM = "omni-tuning"
@@ -58,15 +58,15 @@ class TuningReport:
             raise ConfigurationError("rounds=(): pass at least one search")
 
     @cached_property
-    def digests(self) -> tuple[Digest, ...]:
+    def summaries(self) -> tuple[SearchSummary, ...]:
         """Return the derived numbers of each round."""
         target = self.target if "loss" in self.monitor else None
-        return tuple(Digest(each.search, target, each.measured_after) for each in self.rounds)
+        return tuple(SearchSummary(each.search, target, each.measured_after) for each in self.rounds)
 
     @property
     def numbers(self) -> dict[str, float]:
         """Return the numbers of the last search's headline, by the names that they have in files and loggers."""
-        return self.digests[-1].numbers
+        return self.summaries[-1].numbers
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -77,7 +77,7 @@ class TuningReport:
     @property
     def statement(self) -> str:
         """Return a sentence about the last search."""
-        text = self.digests[-1].statement
+        text = self.summaries[-1].statement
         return text if len(self.rounds) == 1 else f"since epoch {self.rounds[-1].epoch} {text}"
 
     # --- Files -------------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ class TuningReport:
         when = f"epoch {chosen.epoch}, after {duration(chosen.seconds_run)} of training"
         foot = self.written.sentence if self.written is not None else ""
         loss = self.validated if "loss" in self.monitor else ()
-        return draw(self.digests[which], when, loss, self.monitor, foot)
+        return draw(self.summaries[which], when, loss, self.monitor, foot)
 
     def picture(self, which: int = -1) -> bytes | None:
         """Return the picture of one round as the bytes of a PNG file; None if matplotlib is missing."""
@@ -191,8 +191,8 @@ class TuningReport:
     def html(self) -> str:
         """Return a page that includes its pictures, tables and styles, and loads nothing from elsewhere."""
         sections = [
-            Section(place, each, digest, self.picture(place))
-            for place, (each, digest) in enumerate(zip(self.rounds, self.digests, strict=True))
+            Section(place, each, summary, self.picture(place))
+            for place, (each, summary) in enumerate(zip(self.rounds, self.summaries, strict=True))
         ]
         return page(self.target, self.monitor, self.statement, self.times, sections, self.written)
 
@@ -205,11 +205,11 @@ class TuningReport:
         """Return a table for `rich.print`, with one row for each considered setting of all rounds."""
         right = [Column(head, justify="right") for head in ("samples/s", "samples", NAMES["speed_up"])]
         table = Table(Column("setting"), Column("proposed by"), *right, title="OmniTuner", caption=self.statement)
-        for chosen, digest in zip(self.rounds, self.digests, strict=True):
+        for chosen, summary in zip(self.rounds, self.summaries, strict=True):
             if len(self.rounds) > 1:
                 table.add_section()
-                table.add_row(Text(f"epoch {chosen.epoch}: {digest.choice.setting}", style="bold"))
-            for row in digest.considered:
+                table.add_row(Text(f"epoch {chosen.epoch}: {summary.choice.setting}", style="bold"))
+            for row in summary.considered:
                 numbers = number(row.rate), times(row.samples), times(row.speed_up)
                 table.add_row(Text(str(row.setting)), Text(row.by), *numbers)
         return table

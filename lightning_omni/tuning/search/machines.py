@@ -14,8 +14,6 @@ from typing_extensions import override
 
 from lightning_omni.checks import check_number
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.tuning.model.convergence import Estimate
-from lightning_omni.tuning.model.forecast import Setting
 from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.model.profile import Profile
 from lightning_omni.tuning.search.evidence import Evidence, scatter
@@ -27,8 +25,6 @@ SERVE_PER_BYTE = 5e-10
 """Assumed seconds of a server's update for each byte of the weights."""
 BACKWARD, BUCKET = 2 / 3, 25e6
 """Part of a step that is the backward pass, in which DDP hides its all-reduce but for the last bucket; its bytes."""
-_QUANTILE = 1.2816
-"""Quantile of the normal distribution for intervals with a probability of 0.8."""
 
 
 class PlannedEvidence(Evidence):
@@ -49,27 +45,6 @@ class PlannedEvidence(Evidence):
     @override
     def profile(self) -> Profile:  # known, not fitted
         return self._planned
-
-
-def speed_up(evidence: Evidence, setting: Setting, baseline: Setting) -> Estimate:
-    """Return how many times faster than a baseline a setting reaches the target, with an interval of probability 0.8.
-
-    The interval covers the errors of both the samples per second and the samples to the target. All reports take
-    speed-ups from here.
-    """
-    forecast = evidence.forecast()
-    value = math.exp(forecast.log_seconds(baseline) - forecast.log_seconds(setting))
-    # One group exchanges nothing, whatever the way.
-    way = {"period": baseline.period, "method": baseline.method, "wire": baseline.wire, "overlap": baseline.overlap}
-    alike = (
-        replace(setting, **way) if setting.groups == baseline.groups == 1 else setting
-    )  # one group exchanges nothing
-    if alike == baseline:
-        return Estimate(1.0, 1.0, 1.0)
-    rates = [evidence.prediction(each).samples_per_second for each in (setting, baseline)]
-    hardware = [math.log(rate.high / rate.low) / (2 * _QUANTILE) for rate in rates]
-    width = math.exp(_QUANTILE * math.hypot(forecast.deviation(setting, baseline), *hardware))
-    return Estimate(value, value / width, value * width)
 
 
 @dataclass(frozen=True)
@@ -149,4 +124,4 @@ class Machines:
         return Profile.fit([self.measured])
 
 
-__all__ = ["Machines", "PlannedEvidence", "speed_up"]
+__all__ = ["Machines", "PlannedEvidence"]

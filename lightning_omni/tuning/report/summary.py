@@ -14,7 +14,7 @@ from lightning_omni.tuning.model.profile import BOTTLENECKS, Prediction, Profile
 from lightning_omni.tuning.report.texts import between, duration, interval, number, span
 from lightning_omni.tuning.search import Choice, Search
 from lightning_omni.tuning.search.choice import best_by_forecast
-from lightning_omni.tuning.search.planned import speed_up
+from lightning_omni.tuning.search.evidence import QUANTILE
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Contribution:
         return self.rate / self.samples
 
 
-class Digest:
+class SearchSummary:
     """The derived numbers of one search.
 
     Args:
@@ -113,7 +113,7 @@ class Digest:
 
     def speed_up_of(self, setting: Setting) -> Estimate:
         """Return how many times as fast as the user's own setting another one is expected to reach the target."""
-        return speed_up(self.search, setting, self.start)
+        return self.search.speed_up(setting, self.start)
 
     def ratio(self, setting: Setting) -> float:
         """Return the value of `speed_up_of`, without its interval and much faster."""
@@ -164,7 +164,7 @@ class Digest:
     def samples(self, setting: Setting) -> Estimate:
         """Return the samples to the target with a setting, relative to the user's own."""
         theory = self.forecast.theory
-        mean, width = theory(setting) - theory(self.start), _QUANTILE * theory.error(setting)
+        mean, width = theory(setting) - theory(self.start), QUANTILE * theory.error(setting)
         return Estimate(*(math.exp(each) for each in (mean, mean - width, mean + width)))
 
     @cached_property
@@ -282,9 +282,6 @@ NAMES = {
     "seconds_to_target": "time to the target, forecast",
 }
 """The names of the headline's numbers, for people, by those in files and loggers."""
-
-_QUANTILE = 1.2816
-"""Quantile of the normal distribution for intervals with a probability of 0.8, as the forecast's."""
 
 
 def shares(parts: Mapping[str, float], seconds_per_update: float, groups: int) -> dict[str, float]:
