@@ -227,7 +227,7 @@ def test_headlines_have_their_intervals_and_what_was_measured() -> None:
     assert re.search(r"time to the target, forecast: .* \(.* to .*\)", said)
     groups = found().choice().setting.groups
     summary = report().summaries[0]
-    for rate, is_outside in (
+    for measured, is_outside in (
         (summary.rate.value, False),
         (2 * summary.rate.high, True),
         (0.5 * summary.rate.low, True),
