@@ -323,8 +323,8 @@ def test_nothing_is_drawn_outside_of_its_axes(made: Search) -> None:
     whole = TuningReport((Round(made, 0, 0.0, rate),), 0.9, "val_loss", None, ((1.0, 2.0), (9.0, 1.0)), Written.now())
     figure = whole.figure()
     canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    renderer, bounds = canvas.get_renderer(), figure.bbox
+    canvas.draw()  # type: ignore[no-untyped-call]
+    renderer, bounds = canvas.get_renderer(), figure.bbox  # type: ignore[no-untyped-call]
     for axes in figure.axes:
         titles = [text for text in (axes.title, axes._left_title, axes._right_title) if text.get_text()]
         box = axes.get_window_extent(renderer)
