@@ -69,6 +69,8 @@ class _Parser(ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print a wrong option in one line, and end the process."""
+        if not self.exit_on_error:  # one of several types that a value may have is tried
+            super().error(message, ex)
         command = f"{self.prog.partition(' [')[0]} {self.prog.rpartition('] ')[2]}" if "[" in self.prog else self.prog
         _print_error(f"{in_words(message)}; see {command} --help")
         self.exit(2)
