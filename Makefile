@@ -1,6 +1,7 @@
 # make demo       train the example with four CPU workers in two compute groups (about two minutes)
 # make test       run ruff and mypy, and pytest beside them; continuous integration runs this and test-accelerator
 # make test-all   the same, and what is marked exhaustive: more cases of claims that make test has some of
+# make docs       build the site into docs/_build/html; a warning is an error, and nothing is downloaded
 # make test-accelerator   some of the tests, and a few more, with emulated GPUs: see tests/accelerator/README.md
 # The first of these creates .venv; later ones use it until pyproject.toml or constraints.txt changes.
 
@@ -11,13 +12,19 @@ READY := $(VENV)/.ready
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-accelerator pytest lint format install clean
+.PHONY: help demo docs test test-all test-accelerator pytest lint format install clean
 
 help:
 	@sed -n '/^$$/q; s/^# //p' Makefile
 
 demo: $(READY)
 	$(BIN)/python examples/fashion_mnist.py --workers 4 --groups 2
+
+# The tools of the site need Python 3.11: with an older one it says so, and succeeds.
+docs: $(READY)
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	{ echo "make docs: no site is built with Python 3.10" >&2; exit 0; }; \
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --fresh-env --jobs auto docs docs/_build/html
 
 # mypy has one process, for a minute or more: what it leaves of the machine is for the tests.
 test: $(READY)
@@ -51,9 +58,9 @@ install: $(READY)
 # The constraints hold torch at one version: an index that offers its CPU build of that version is enough.
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,docs]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis lightning_logs
+	rm -rf $(VENV) build dist docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis lightning_logs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -28,7 +28,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from typing_extensions import override
 
 import lightning_omni as omni
-from lightning_omni.server.log.record import read_record
+from lightning_omni.server.event_log import read_record
 from lightning_omni.simulator import trace_of
 
 BODY, HEAD = 0, 1

@@ -21,16 +21,16 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.group.core import Ask
-from lightning_omni.group.lease_client import Lessee
+from lightning_omni.group.core import ServerRequest
+from lightning_omni.group.lease_client import LeaseClient
 from lightning_omni.methods import METHODS, PRESETS, Exchange, Method, Push, Reply, ServerSide, method_named
 from lightning_omni.methods.model.fragments import read, write
 from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.formats import BothWays, Wire, wire_of
+from lightning_omni.wire.formats import PerDirection, Wire, wire_of
 from lightning_omni.wire.formats.base import FORMATS, RAW, RESIDUAL
 from lightning_omni.wire.layout import Layout
-from lightning_omni.wire.leases import EpochPlan
+from lightning_omni.wire.messages import EpochPlan
 
 GROUPS, EPOCHS, BATCH, SAMPLES = 3, 2, 8, 80
 FATED, ITS_PUSH = 1, 2
@@ -49,11 +49,11 @@ class Cell(NamedTuple):
     method: str
     wire: str
     overlap: bool
-    shards: int
+    servers: int
     fate: str
 
     def __str__(self) -> str:
-        parts = (self.method, self.wire, "overlap" * self.overlap, f"{self.shards} servers" * (self.shards > 1))
+        parts = (self.method, self.wire, "overlap" * self.overlap, f"{self.servers} servers" * (self.servers > 1))
         return ", ".join(part for part in (*parts, self.fate) if part)
 
 
@@ -94,7 +94,7 @@ def _settings_of(kind: type[Method]) -> Iterator[dict[str, Any]]:
 def wires() -> tuple[str, ...]:
     """Every format of pushes; and of both ways, as ``"int8 both ways"``."""
     kinds = {name: kind for name, kind in FORMATS.items() if kind.__module__.startswith("lightning_omni.wire.formats.")}
-    lossy = [SETTINGS.get(name, name) for name, kind in kinds.items() if kind not in (type(RAW), BothWays)]
+    lossy = [SETTINGS.get(name, name) for name, kind in kinds.items() if kind not in (type(RAW), PerDirection)]
     return ("fp32", *lossy, *(f"{name} both ways" for name in lossy))
 
 
@@ -203,7 +203,7 @@ class Member(Group):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.data = self.core.data = Lessee(generation=1)
+        self.data = self.core.data = LeaseClient(generation=1)
         self.given_sum = Account(self.layout, self.core.method.fragments)
         self.owed_before: Any = None
         self.trained: list[range] = []
@@ -228,7 +228,7 @@ class Member(Group):
             epoch, trained = self._before
             done = trained if epoch == data.epoch else 0
         if data.drawn == data.trained:
-            data.drew(self.ensemble.control(self.rank, data.draw(data.drawn, done), m.Drawn).batches)
+            data.record_drawn(self.ensemble.control(self.rank, data.draw(data.drawn, done), m.BatchesDrawn).batches)
         if data.drawn == data.trained:
             self.state = "ending"
             return
@@ -251,7 +251,7 @@ class Member(Group):
             self.dies_in = 0
         return self.dies_in == 0
 
-    def say(self, ask: Ask, servers: Sequence[int] | None = None) -> None:
+    def say(self, ask: ServerRequest, servers: Sequence[int] | None = None) -> None:
         if isinstance(ask.need, Exchange):
             self._before, self._pushed = self._pushed, (ask.epoch, ask.trained)
             self.given_sum.add(ask.need.tensors, ask.fragment)
@@ -274,7 +274,7 @@ class Member(Group):
 
     def _lose_answer(self) -> bool:
         asked = self.under_way or self.action
-        if not isinstance(asked, Ask) or self.ensemble.answers(self.rank) is None:
+        if not isinstance(asked, ServerRequest) or self.ensemble.answers(self.rank) is None:
             return False
         self.fate = "lives"
         super().say(asked)  # the same push
@@ -288,14 +288,14 @@ class Member(Group):
                 return False
             self.core.apply_answer(0, self.pulled_of(self.under_way, answers))
             self.under_way = None
-        self.ensemble.queues["control", self.rank].append(self.data.question())
+        self.ensemble.queues["control", self.rank].append(self.data.ask_next())
         self.state = "asking"
         return True
 
     def _hear_verdict(self) -> bool:
         told = self.ensemble.queues["told", self.rank]
         while told:
-            if isinstance(verdict := told.popleft(), m.Verdict):
+            if isinstance(verdict := told.popleft(), m.Next):
                 self.state = "over" if verdict.next.startswith("over") else "training"
                 return True
         return False
@@ -305,7 +305,7 @@ class Member(Group):
         if when == "before":
             owed = self.owed_before
         else:
-            state = self.core._halves[0].sending if when == "not told" else self.core.sender_state(0)
+            state = self.core._method_states[0].sending if when == "not told" else self.core.sender_state(0)
             owed = (state or {}).get(RESIDUAL)
         return list(owed or [None] * len(self.layout.specs))
 
@@ -324,7 +324,7 @@ class Training:
     def __init__(self, cell: Cell, seed: int = 0) -> None:
         method = method_named(cell.method)
         self.run = Ensemble(
-            cell.shards,
+            cell.servers,
             GROUPS,
             method,
             lambda own: torch.optim.SGD(own, lr=0.05),
@@ -341,7 +341,7 @@ class Training:
             [Account(share, method.fragments) for share in self.members[0].split.shares] for _ in self.members
         ]
         for server, core in enumerate(self.run.cores):
-            self._watch(core.shards[0].method_side, server)
+            self._watch(core.optimizers[0].method_side, server)
         self.losses = [self._loss(list(net().values()))]
         for epoch in range(EPOCHS):
             self._train(epoch)
@@ -404,7 +404,7 @@ class Training:
             Group.say(member, ask)
         pulled = {member: member.pulled_of(ask, member.hear()) for member, ask in asks.items()}
         self.run.arrive()
-        parts = [core.shards[0].master.weights() for core in self.run.cores]
+        parts = [core.optimizers[0].master.weights() for core in self.run.cores]
         held = [each for each in self.members[0].split.merged(parts) if each is not None]
         assert len({core.clock for core in self.run.cores}) == 1
         for member, each in pulled.items():

@@ -1,4 +1,4 @@
-"""Several servers that hold a share each and their groups, in memory: what is said arrives in any order.
+"""Several servers that hold a partition each and their groups, in memory: what is said arrives in any order.
 
 Each connection keeps its order; which one is served next, a random number says.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_omni.errors import ProtocolError
-from lightning_omni.group.core import Action, Ask, GroupCore, LastAnswer, Outgoing
+from lightning_omni.group.core import Action, GroupCore, LastAnswer, Outgoing, ServerRequest
 from lightning_omni.methods import (
     Answer,
     Exchange,
@@ -39,7 +39,7 @@ from lightning_omni.methods.model.replica import copies
 from lightning_omni.methods.model.totals import Total
 from lightning_omni.registry import to_wire
 from lightning_omni.server import ServerCore
-from lightning_omni.server.log.record import Event
+from lightning_omni.server.event_log import Event
 from lightning_omni.server.replication import COORDINATOR
 from lightning_omni.server.service import Out, as_tensor
 from lightning_omni.topology import GroupId
@@ -70,7 +70,7 @@ class Ensemble:
     """The run.
 
     Args:
-        shards: servers that hold a share each.
+        servers: servers that hold a partition each.
         groups: of one rank each.
         method: what they follow.
         make: makes the user's optimizer.
@@ -95,7 +95,7 @@ class Ensemble:
 
     def __init__(
         self,
-        shards: int,
+        servers: int,
         groups: int,
         method: Method,
         make: Make,
@@ -110,16 +110,18 @@ class Ensemble:
         self.by_member, self.stands_for = by_member, stands_for
         self.begin(method, wire_format, seed, overlap, parameters)
         self.cores = [
-            ServerCore(KEY, Random(9).randbytes, record=self._note if shard == 0 else None, shards=shards, shard=shard)
-            for shard in range(shards)
+            ServerCore(
+                KEY, Random(9).randbytes, record=self._note if number == 0 else None, servers=servers, number=number
+            )
+            for number in range(servers)
         ]
-        for shard in range(1, shards):
-            self._link(shard)
+        for number in range(1, servers):
+            self._link(number)
         self.groups = [(member or Group)(self, rank, make) for rank in range(groups)]
         for group in self.groups:
             group.join(groups)
         first = self.groups[0]
-        form = m.Form(
+        form = m.FormGroups(
             generation=1,
             groups=tuple(tuple(group.ranks) for group in self.groups),
             method=m.method_to_wire(method),
@@ -127,7 +129,7 @@ class Ensemble:
             overlap=overlap,
             by_member=by_member,
         )
-        self.control(0, form, m.Formed)
+        self.control(0, form, m.GroupsFormed)
         first.seed()
 
     def begin(
@@ -247,16 +249,16 @@ class Ensemble:
                 payload = torch.cat(parts).clone() if parts else torch.empty(0, dtype=torch.uint8)
                 self.queues["answer", server, int(item.peer[1:])].append((item.message, payload))
 
-    def _link(self, shard: int) -> None:
+    def _link(self, number: int) -> None:
         def say(message: m.Message, expect: type[Any]) -> Any:
-            out = self.cores[0].receive(m.CONTROL, b"s%d" % shard, message, b"", self.now)
+            out = self.cores[0].receive(m.CONTROL, b"s%d" % number, message, b"", self.now)
             answer, rest = out[0].message, out[1:]
             self._send(0, rest)
             assert isinstance(answer, expect), answer
             return answer
 
-        core = self.cores[shard]
-        handshake.join_as_shard(say, core.key, core.shard_hello(f"memory://{shard}", NONCE))
+        core = self.cores[number]
+        handshake.join_as_follower(say, core.key, core.follower_hello(f"memory://{number}", NONCE))
 
 
 class Group:
@@ -285,7 +287,7 @@ class Group:
         self.core.form(GroupId(str(rank), 1))
         self.gradients = torch.Generator().manual_seed(100 + rank)
         self.action: Action = NextGradient()
-        self.under_way: Ask | None = None
+        self.under_way: ServerRequest | None = None
         self.requests = 0
         self.given: list[Tensor] = []
         self.refused: list[str] = []
@@ -304,8 +306,8 @@ class Group:
         welcome, secret = handshake.join(
             lambda message, expect: self.ensemble.control(rank, message, expect), KEY, hello
         )
-        assert welcome.shards == len(self.ensemble.cores)
-        self.ensemble.control(rank, m.AskShards(), m.Shards)
+        assert welcome.servers == len(self.ensemble.cores)
+        self.ensemble.control(rank, m.AskServerAddresses(), m.ServerAddresses)
         for server in range(len(self.ensemble.cores)):
             handshake.attach(partial(self._ask_one, server, rank), secret, rank, NONCE)
 
@@ -331,9 +333,9 @@ class Group:
                 "servers": self.stands_for,
             }
             packed, buffer = pack({"parts": [part]})
-            said.append(Outgoing(m.Seed(packed=packed, nbytes=buffer.numel()), buffer))
+            said.append(Outgoing(m.UploadWeights(packed=packed, nbytes=buffer.numel()), buffer))
         self.ask(said)
-        assert all(isinstance(answer, m.Seeded) for answer, _ in self.hear())
+        assert all(isinstance(answer, m.WeightsUploaded) for answer, _ in self.hear())
 
     def ask(self, said: Sequence[Outgoing], servers: Sequence[int] | None = None) -> None:
         """Says its part to each server, or to some."""
@@ -372,7 +374,7 @@ class Group:
             self.action = action
             answer: Answer = None
             match action:
-                case Ask():
+                case ServerRequest():
                     self.say(action, servers)
                     if action.waits:
                         return
@@ -389,7 +391,7 @@ class Group:
                     return
             action = self.core.answer(0, answer)
 
-    def say(self, ask: Ask, servers: Sequence[int] | None = None) -> None:
+    def say(self, ask: ServerRequest, servers: Sequence[int] | None = None) -> None:
         """Says it; again, if the answer was lost."""
         self.given = [tensor.clone() for tensor in ask.tensors if tensor is not None]
         if len(self.ensemble.cores) == 1:
@@ -409,11 +411,11 @@ class Group:
             assert len(refusals) == len(answers), "what one server refuses all do"
             self.refused += refusals
             return True
-        assert isinstance(asked, Ask)
+        assert isinstance(asked, ServerRequest)
         self._do(self.core.answer(0, self.pulled_of(asked, answers)))
         return True
 
-    def pulled_of(self, asked: Ask, answers: Sequence[tuple[m.Message, Tensor]]) -> Pulled:
+    def pulled_of(self, asked: ServerRequest, answers: Sequence[tuple[m.Message, Tensor]]) -> Pulled:
         """What the servers' answers are to the method."""
         weights = [answer for answer, _ in answers if isinstance(answer, m.Weights)]
         assert len({(each.clock, each.staleness, each.applied, each.repeated) for each in weights}) == 1

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_omni.errors import ConfigurationError, ConnectionLost, OmniError, ProtocolError, Refused
-from lightning_omni.group.sharded_inbox import Arrivals
+from lightning_omni.group.sharded_inbox import ShardedInbox
 from lightning_omni.methods import Inbox
 from lightning_omni.methods.model.totals import Total
 from lightning_omni.server.core import ServerCore
@@ -128,10 +128,10 @@ class InMemoryServer:
         self.link = InMemoryConnections(core)
         self.leaders: dict[str, InMemoryPeers] = {}
         self._servers = servers
-        self._coordinator: _ShardLink | None = None
-        self._to_come: deque[tuple[int, m.Message]] = deque()  # from servers that hold a share
+        self._coordinator: _CoordinatorLink | None = None
+        self._to_come: deque[tuple[int, m.Message]] = deque()  # from followers
         self._delivering = 0
-        self._controls: list[_Told | None] = []
+        self._controls: list[_Receiver | None] = []
         self._answers: list[deque[tuple[m.Message, Tensor]]] = []
         self._closed = False
 
@@ -166,14 +166,14 @@ class InMemoryServer:
 
     def follow(self, coordinator: InMemoryServer) -> None:
         """Join the coordinating server, for which this one holds a share."""
-        self._coordinator = _ShardLink(coordinator, self)
+        self._coordinator = _CoordinatorLink(coordinator, self)
 
     def deliver_later(self, number: int, message: m.Message) -> None:
         """Queue a message from a server with a share until all current messages are delivered."""
         self._to_come.append((number, message))
-        self._deliver_from_shards()
+        self._deliver_from_followers()
 
-    def _deliver_from_shards(self) -> None:
+    def _deliver_from_followers(self) -> None:
         while self._to_come and not self._delivering:
             number, message = self._to_come.popleft()
             self.send(m.CONTROL, number, message, b"")
@@ -182,7 +182,7 @@ class InMemoryServer:
         """Return the server at an address."""
         return self._servers[address]
 
-    def connect(self, control: _Told) -> int:
+    def connect(self, control: _Receiver) -> int:
         """Add the connections of a rank or of another server; return their number."""
         self._controls.append(control)
         self._answers.append(deque())
@@ -231,10 +231,10 @@ class InMemoryServer:
                 parts = [as_tensor(part) for part in item.payload]
                 self._answers[number].append((item.message, torch.cat(parts) if parts else _empty()))
         self._delivering -= 1
-        self._deliver_from_shards()
+        self._deliver_from_followers()
 
 
-class _Told(Protocol):
+class _Receiver(Protocol):
     """A receiver of a server's messages on a control connection."""
 
     def arrived(self, message: m.Message, payload: Sequence[Payload]) -> None:
@@ -244,7 +244,7 @@ class _Told(Protocol):
         """End, because the server is gone."""
 
 
-class _ShardLink:
+class _CoordinatorLink:
     """The connection of a server with a share to the coordinating server."""
 
     def __init__(self, coordinator: InMemoryServer, server: InMemoryServer) -> None:
@@ -253,7 +253,9 @@ class _ShardLink:
         self._is_open = False
         self._number = coordinator.connect(self)
         core = server.link.core
-        handshake.join_as_shard(self._ask, core.key, core.shard_hello(server.address, _NONCE), coordinator.address)
+        handshake.join_as_follower(
+            self._ask, core.key, core.follower_hello(server.address, _NONCE), coordinator.address
+        )
         self._is_open = True
         self._receive_all()
 
@@ -310,8 +312,8 @@ class InMemoryControl(Control):
         except OmniError:
             server.hang_up(self.number)
             raise
-        self.heartbeat_timeout, self.shards = welcome.heartbeat_timeout, welcome.shards
-        self.patience = welcome.patience
+        self.heartbeat_timeout, self.servers = welcome.heartbeat_timeout, welcome.servers
+        self.patience = welcome.reconnect_timeout
 
     def return_to(self, server: InMemoryServer) -> None:
         """Connect to the server's successor, and repeat unanswered messages there on both connections."""
@@ -475,7 +477,7 @@ class InMemoryPeers:
         self._publications: Counter[int] = Counter()
         self._held: dict[tuple[int, int], list[Tensor]] = {}
         self._inboxes = [Total() for _ in layouts]
-        self._arrivals = [Arrivals() for _ in layouts]
+        self._arrivals = [ShardedInbox() for _ in layouts]
         self._leaders[address] = self
 
     def connect(self, addresses: Mapping[int, Address]) -> None:
@@ -508,7 +510,7 @@ class InMemoryPeers:
             leader._arrivals[optimizer].add(sender, number, tensors)
 
     @contextmanager
-    def arrivals(self, optimizer: int) -> Iterator[Arrivals]:
+    def arrivals(self, optimizer: int) -> Iterator[ShardedInbox]:
         yield self._arrivals[optimizer]
 
     def send(self, group: int, optimizer: int, tensors: Sequence[Tensor]) -> None:

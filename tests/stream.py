@@ -412,7 +412,7 @@ class StreamPeers:
     def send(self, group: int, optimizer: int, tensors: Sequence[Tensor]) -> None:
         flat = self._flat(optimizer, tensors)
         self.moved += flat.numel()
-        self._ask(group, m.PeerMessage(optimizer=optimizer, nbytes=flat.numel()), m.Taken, flat)
+        self._ask(group, m.PeerMessage(optimizer=optimizer, nbytes=flat.numel()), m.PeerMessageStored, flat)
 
     def read_inbox(self, optimizer: int) -> Inbox:
         with self._lock:
@@ -468,7 +468,7 @@ class StreamPeers:
                 weights = layout.views(wire.tensor(layout.nbytes))
                 with self._lock:
                     self._inboxes[message.optimizer].add(weights)
-                wire.send(m.Taken())
+                wire.send(m.PeerMessageStored())
         wire.close()
 
     def _let_in(self, wire: Wire) -> None:

@@ -23,7 +23,7 @@ class Ranks:
 
     def __init__(self, count: int) -> None:
         self.calls = 0
-        self._count, self._brought = count, dict[int, list[int]]()
+        self._count, self._uploads = count, dict[int, list[int]]()
         self._all_here, self._all_read = Barrier(count, timeout=20), Barrier(count, timeout=20)
 
     def run(self, of: Callable[[int, Largest], Any]) -> list[Any]:
@@ -39,10 +39,10 @@ class Ranks:
             return list(pool.map(program, range(self._count)))
 
     def _largest(self, rank: int, numbers: Sequence[int]) -> list[int]:
-        self._brought[rank] = list(numbers)
+        self._uploads[rank] = list(numbers)
         self.calls += rank == 0
         self._all_here.wait()
-        largest = [max(column) for column in zip(*self._brought.values(), strict=True)]
+        largest = [max(column) for column in zip(*self._uploads.values(), strict=True)]
         self._all_read.wait()
         return largest
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from runs import Run, run
 
-from lightning_omni.runtime.data.loader import Leases
+from lightning_omni.runtime.data.loader import RankLeases
 from lightning_omni.runtime.state.checkpoint import Saved
 from lightning_omni.strategy.checkpoints.loop_progress import end_whole_epoch, go_on_after
 from lightning_omni.strategy.loops.progress import RunProgress
-from lightning_omni.wire.cut import Cut
+from lightning_omni.wire.messages import SnapshotId
 
 
 @pytest.fixture(scope="module")
@@ -166,10 +166,10 @@ def test_after_fit_rank_zero_has_the_servers_state_for_a_last_save(saved: Run) -
 def resumed_on(ranks: int, samples: int, warnings: list[str]) -> RunProgress:
     """A run of so many ranks, from a checkpoint that six ranks have saved inside epoch 1 of 50,000 samples."""
     total = -(-samples // ranks) * ranks
-    leases = Leases(ranks, 4, total, 0, lambda epoch: None, is_local=False, dataset_size=samples)
+    leases = RankLeases(ranks, 4, total, 0, lambda epoch: None, is_local=False, dataset_size=samples)
     data: Any = SimpleNamespace(leases=leases)
     run = RunProgress(data, warnings.append)
-    run.resume(Saved(Cut(epoch=1, total=50_004, trained=((0, 20_000), (40_000, 50_004))), samples=50_000))
+    run.resume(Saved(SnapshotId(epoch=1, total=50_004, trained=((0, 20_000), (40_000, 50_004))), samples=50_000))
     run.check_resumed(1)
     return run
 

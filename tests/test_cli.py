@@ -164,7 +164,7 @@ def test_a_server_says_for_which_other_one_it_waits(
 ) -> None:
     monkeypatch.setattr("lightning_omni.transport.zeromq.server_link.CONNECT_TIME", 1.0)
     given = ["serve", "--port", "0", "--key-file", str(tmp_path / "key")]
-    assert main([*given, "--shards", "2", "--shard", "1", "--coordinator", "tcp://127.0.0.1:1"]) == 2
+    assert main([*given, "--servers", "2", "--number", "1", "--coordinator", "tcp://127.0.0.1:1"]) == 2
     said = capsys.readouterr().err
     assert "waiting for the server at tcp://127.0.0.1:1, up to 1 s" in said
     assert "no parameter server answers at tcp://127.0.0.1:1" in said

@@ -11,7 +11,7 @@ from runs import run
 from torch import Tensor, nn
 
 from lightning_omni.methods import METHODS
-from lightning_omni.server.log.record import read_record
+from lightning_omni.server.event_log import read_record
 from lightning_omni.simulator import replay
 from lightning_omni.wire.messages import method_from_wire
 

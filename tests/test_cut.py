@@ -28,8 +28,7 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.runtime.state.checkpoint import NAME, VERSION, Saved
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack, unpack
-from lightning_omni.wire.cut import Cut
-from lightning_omni.wire.leases import EpochPlan
+from lightning_omni.wire.messages import EpochPlan, SnapshotId
 from lightning_omni.wire.progress import Progress, ReferenceBatch
 
 GROUPS = ((0,), (1,), (2,))
@@ -57,7 +56,10 @@ def two_optimizers() -> Link:
     for rank in range(3):
         link.join(rank)
     link.form(*GROUPS)
-    assert link.data(0, *seed_of({"parts": [part_of(new_parameters()), part_of(new_parameters())]}))[0] == m.Seeded()
+    assert (
+        link.data(0, *seed_of({"parts": [part_of(new_parameters()), part_of(new_parameters())]}))[0]
+        == m.WeightsUploaded()
+    )
     for rank in range(3):
         link.control(rank, m.OpenEpoch(plan=PLAN))
     return link
@@ -78,7 +80,7 @@ def test_a_cut_has_exactly_the_pushes_that_were_handled_before_it(moves: list[tu
     for number, (what, group, optimizer, spoilt) in enumerate([*moves, ("snapshot", 0, 1, False)]):
         if what == "push":
             if batches[group] == len(drawn[group]):
-                drawn[group] += link.control(group, m.Draw(epoch=3, generation=1, number=batches[group])).batches
+                drawn[group] += link.control(group, m.DrawBatches(epoch=3, generation=1, number=batches[group])).batches
             batch = drawn[group][batches[group]]
             batches[group] += 1
             tensors = gradient(number)
@@ -112,13 +114,13 @@ def test_pushes_are_counted_since_groups_were_formed() -> None:
     link.data(1, *push_of(gradient(0)))
     assert link.data(0, m.TakeSnapshot())[0].cut.pushes == {1: 1}
     link.form((0, 1), (2,), generation=2)
-    assert link.data(0, m.TakeSnapshot())[0].cut == Cut(clocks=(1, 0))
+    assert link.data(0, m.TakeSnapshot())[0].cut == SnapshotId(clocks=(1, 0))
     assert as_tensors(link.data(0, m.FetchMessage(optimizer=1))[1])[0].shape == (2, 3)
 
 
 # --- In a checkpoint -------------------------------------------------------------------------------------------------
 
-CUT = Cut(clocks=(7, 3), pushes={0: 6, 2: 4}, epoch=1, total=64, trained=((0, 8), (16, 24)))
+CUT = SnapshotId(clocks=(7, 3), pushes={0: 6, 2: 4}, epoch=1, total=64, trained=((0, 8), (16, 24)))
 PROGRESS = Progress(ReferenceBatch(4, 2), batches=8, epochs=1, samples=16)
 STATES = {0: [{"memory": {"outer": [torch.ones(2)]}, "sender": {"format": {"name": "raw"}, "state": {}}}], 2: []}
 SCHEDULES = [[4, 6], []]

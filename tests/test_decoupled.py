@@ -16,7 +16,7 @@ from test_simulator import DATA, new_model, replayed, run
 from torch.nn import Parameter
 
 from lightning_omni.errors import ProtocolError
-from lightning_omni.group.core import Ask, GroupCore
+from lightning_omni.group.core import GroupCore, ServerRequest
 from lightning_omni.methods import (
     AsyncDiLoCo,
     DecoupledDiLoCo,
@@ -33,8 +33,8 @@ from lightning_omni.methods import (
     Replica,
     Reply,
 )
-from lightning_omni.server.log.record import Event
-from lightning_omni.server.served_optimizer import Shard
+from lightning_omni.server.event_log import Event
+from lightning_omni.server.parameters.served_optimizer import ServedOptimizer
 from lightning_omni.simulator import Cluster as Devices
 from lightning_omni.simulator import Failure, Jitter, Link, Slowdown
 from lightning_omni.topology import Topology
@@ -122,7 +122,7 @@ def test_the_note_of_a_push_has_samples_and_steps_since_the_fragment_went_before
     notes = []
     for samples in (3, 5, 7, 9, 2, 2):
         action = core.gradient(0, Gradient([torch.ones(4)], [{}], samples=samples))
-        while isinstance(action, Ask):
+        while isinstance(action, ServerRequest):
             assert isinstance(action.need, Exchange)
             notes.append((action.need.fragment, action.need.note))
             action = core.answer(0, Pulled([torch.zeros(2)], clock=1, fragment=action.need.fragment))
@@ -253,7 +253,7 @@ def test_a_group_computes_on_and_keeps_what_it_has_changed_while_its_fragment_is
 
     assert step() == NextGradient()
     ask = step()
-    assert isinstance(ask, Ask)
+    assert isinstance(ask, ServerRequest)
     assert isinstance(ask.need, Exchange)
     assert (ask.waits, ask.need.fragment, ask.need.tensors[0].tolist()) == (False, 0, [-2.0, -2.0])  # type: ignore[union-attr]
     assert core.answer(0, None) == NextGradient()
@@ -262,7 +262,7 @@ def test_a_group_computes_on_and_keeps_what_it_has_changed_while_its_fragment_is
     assert core.answer(0, Pulled([torch.full((2,), 10.0)], clock=7, fragment=0)) == NextGradient()
     assert weight.tolist() == [11.0, 11.0, 3.0, 3.0]
     ask = step()
-    assert isinstance(ask, Ask)
+    assert isinstance(ask, ServerRequest)
     assert isinstance(ask.need, Exchange)
     assert (ask.need.fragment, ask.need.read_at) == (1, 0)
     core.answer(0, None)
@@ -270,7 +270,7 @@ def test_a_group_computes_on_and_keeps_what_it_has_changed_while_its_fragment_is
     assert weight.tolist() == [12.0, 12.0, 20.0, 20.0]
     assert step() == NextGradient()
     ask = step()
-    assert isinstance(ask, Ask)
+    assert isinstance(ask, ServerRequest)
     assert isinstance(ask.need, Exchange)
     assert (ask.need.fragment, ask.need.read_at) == (0, 7)
     assert ask.need.tensors[0].tolist() == [-4.0, -4.0]  # type: ignore[union-attr]  # all that came since the 10
@@ -283,9 +283,9 @@ def test_a_group_that_is_refused_begins_again_from_all_of_the_masters_weights() 
     core = GroupCore(DecoupledDiLoCo(period=2, fragments=2, delay=0))
     core.attach(replica)
     ask = core.gradient(0, Gradient([torch.ones(4)], [{"lr": 1.0}]))
-    assert isinstance(ask, Ask)
+    assert isinstance(ask, ServerRequest)
     fetch = core.answer(0, Pulled([torch.zeros(2)], clock=3, refused=True, fragment=0))
-    assert isinstance(fetch, Ask)
+    assert isinstance(fetch, ServerRequest)
     assert isinstance(fetch.need, Fetch)
     assert core.answer(0, Pulled([torch.full((4,), 5.0)], clock=3)) == NextGradient()
     assert (weight.tolist(), replica.memory, replica.clock, len(optimizer.state)) == ([5.0] * 4, {}, 3, 0)
@@ -294,15 +294,15 @@ def test_a_group_that_is_refused_begins_again_from_all_of_the_masters_weights() 
 def test_a_server_that_has_gone_back_in_time_refuses_what_is_newer_and_the_group_hears_it() -> None:
     message = {"optimizer": 0, "present": (True,), "hyperparameters": (), "epoch": -1, "trained": 0, "nbytes": 8}
     for method, fragment in ((DecoupledDiLoCo(period=2, fragments=2), 0), (DiLoCo(period=2), -1)):
-        shard = Shard(None, {"w": torch.zeros(4)}, 3, method, range(2), lambda path: None)  # type: ignore[arg-type, return-value]
+        served = ServedOptimizer(None, {"w": torch.zeros(4)}, 3, method, range(2), lambda path: None)  # type: ignore[arg-type, return-value]
         newer = m.PushMessage(read_at=5, fragment=fragment, **message)  # type: ignore[arg-type]
         tensors = [torch.ones(2 if fragment == 0 else 4)]
         if method.resyncs:
-            assert shard.take(0, newer, tensors) is None
-            assert (shard.counts.refused, shard.master.clock) == (0, 3)
+            assert served.take(0, newer, tensors) is None
+            assert (served.counts.refused, served.master.clock) == (0, 3)
         else:
             with pytest.raises(ProtocolError, match=r"clock 5 were never sent; the clock is 3"):
-                shard.take(0, newer, tensors)
+                served.take(0, newer, tensors)
 
 
 # --- In virtual time -------------------------------------------------------------------------------------------------

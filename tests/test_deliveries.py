@@ -14,11 +14,11 @@ from test_transport import Group, Serving, served
 from torch import Tensor
 
 from lightning_omni.errors import Refused
-from lightning_omni.group.core import Ask, LastAnswer
+from lightning_omni.group.core import LastAnswer, ServerRequest
 from lightning_omni.methods import Method, method_named
 from lightning_omni.methods.contract import Gradient
 from lightning_omni.methods.model.master import hyperparameters_of
-from lightning_omni.server.push_dedup import Deliveries
+from lightning_omni.server.parameters.push_dedup import Deliveries
 from lightning_omni.topology import GroupId
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats.base import Memory
@@ -39,7 +39,7 @@ class Pushed:
         self.gradient: list[Tensor] = [torch.randn(p.shape, generator=rng) for p in group.parameters.values()]
         with torch.no_grad():
             ask = group.core.gradient(0, Gradient(self.gradient, hyperparameters_of(group.replica.optimizer)))
-        assert isinstance(ask, Ask)
+        assert isinstance(ask, ServerRequest)
         self.ask = ask
 
     def deliver(self) -> tuple[m.Weights, Sequence[Tensor]]:
@@ -86,7 +86,7 @@ def test_however_often_and_late_pushes_are_delivered_each_counts_once(steps: lis
                         sender.data.exchange(message, m.Weights, payload)
                     assert refused.value.code == "late"
         assert serving.core.clock == len(steps)
-        for mine, theirs in zip(total, serving.core.shards[0].master.weights(), strict=True):
+        for mine, theirs in zip(total, serving.core.optimizers[0].master.weights(), strict=True):
             torch.testing.assert_close(theirs.double(), mine, rtol=1e-5, atol=1e-6)
 
 
@@ -96,7 +96,7 @@ def test_a_group_whose_answer_was_lost_asks_again_and_goes_on(method: str) -> No
         first, second = formed(serving, 2, method_named(method))
         push = Pushed(second, seed=1)
         push.deliver()
-        moved = [weight.clone() for weight in serving.core.shards[0].master.weights()]
+        moved = [weight.clone() for weight in serving.core.optimizers[0].master.weights()]
         answer, tensors = push.deliver()
         assert (answer.repeated, answer.applied, serving.core.clock) == (True, True, 1)
         assert all(map(torch.equal, tensors, moved))  # the master weights, whatever the method answers otherwise
@@ -128,7 +128,7 @@ def test_a_push_that_was_refused_as_not_finite_is_refused_again_and_counted_once
         push = Pushed(group, 1)
         push.gradient[0][0] = torch.nan
         assert [push.deliver()[0].applied for _ in range(3)] == [False] * 3
-        assert serving.core.shards[0].counts.refused == 1
+        assert serving.core.optimizers[0].counts.refused == 1
 
 
 def test_a_gap_and_a_push_of_an_earlier_incarnation_are_refused_by_name() -> None:
@@ -139,8 +139,10 @@ def test_a_gap_and_a_push_of_an_earlier_incarnation_are_refused_by_name() -> Non
         with pytest.raises(Refused, match=r"push 3 of group '1' \(incarnation 1\) came, and push 1 has not") as refused:
             second.data.exchange(msgspec.structs.replace(said.message, sequence=3), m.Weights, said.payload)
         assert refused.value.code == "gap"
-        form = m.Form(generation=2, groups=((0,), (1,)), method=m.method_to_wire(first.method), names=("left", "right"))
-        assert first.control.request(form, m.Formed).incarnation == 2
+        form = m.FormGroups(
+            generation=2, groups=((0,), (1,)), method=m.method_to_wire(first.method), names=("left", "right")
+        )
+        assert first.control.request(form, m.GroupsFormed).incarnation == 2
         with pytest.raises(Refused, match=r"'right' \(incarnation 1\) came, and that name is now 'right'") as refused:
             push.deliver()
         assert refused.value.code == "late"
@@ -149,7 +151,7 @@ def test_a_gap_and_a_push_of_an_earlier_incarnation_are_refused_by_name() -> Non
         status = first.control.request(m.AskStatus(), m.Status)
         assert [(group.name, group.incarnation) for group in status.groups] == [("left", 2), ("right", 2)]
         with pytest.raises(Refused, match="as many different names"):
-            first.control.request(msgspec.structs.replace(form, generation=3, names=("left", "left")), m.Formed)
+            first.control.request(msgspec.structs.replace(form, generation=3, names=("left", "left")), m.GroupsFormed)
         assert serving.core.generation == 2
 
 

@@ -60,7 +60,9 @@ def heard(observer: Observer) -> str:
 
 
 def form(control: ControlConnection, *groups: tuple[int, ...]) -> None:
-    control.request(m.Form(generation=1, groups=groups, method=m.method_to_wire(AsyncSGD())), m.Formed, timeout=120)
+    control.request(
+        m.FormGroups(generation=1, groups=groups, method=m.method_to_wire(AsyncSGD())), m.GroupsFormed, timeout=120
+    )
 
 
 def test_no_group_waits_for_a_rank_whose_connection_broke(server: Server) -> None:
@@ -83,7 +85,7 @@ def test_a_broken_connection_in_the_group_of_rank_0_ends_the_run(server: Server)
 
 def test_groups_that_are_about_to_join_look_for_no_server_that_has_ended_with_its_run() -> None:
     server = Server(ServerCore(KEY, secrets.token_bytes, heartbeat_timeout=SILENCE))
-    server.core.patience = SILENCE  # ranks would look for another one
+    server.core.reconnect_timeout = SILENCE  # ranks would look for another one
     thread = threading.Thread(target=server.run, args=(lambda: server.core.is_over,))
     thread.start()
     with ExitStack() as stack:
@@ -108,7 +110,7 @@ def test_what_a_rank_has_sent_to_the_server_before_is_in_no_log_of_one_that_goes
     goes_on: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     cores = [ServerCore(KEY, secrets.token_bytes, heartbeat_timeout=SILENCE) for _ in range(2)]
-    cores[0].patience = SILENCE
+    cores[0].reconnect_timeout = SILENCE
     server = Server(cores[0])
     ports = [int(server.address.rpartition(":")[2]), cores[0].data_port]
     with ExitStack() as stack:
@@ -134,7 +136,7 @@ def test_a_question_for_the_status_is_answered(server: Server) -> None:
 def test_no_memory_is_kept_for_the_rest_of_what_a_dead_rank_was_sending() -> None:
     link = trained_link((0,), (1,))
     with closing(Server(link.core)) as server:
-        announced = zmq.Frame(m.encode(m.Bring(nbytes=m.LARGEST_BROUGHT)))
+        announced = zmq.Frame(m.encode(m.Upload(nbytes=m.LARGEST_UPLOAD)))
         assert server.take(m.DATA, data_peer(1), [announced]) == []
         assert server._assemblies.keys() == {data_peer(1)}
         link.deliver(link.core.hang_up(control_peer(1)))

@@ -219,7 +219,7 @@ def test_a_data_port_that_cannot_be_reached_is_told_from_the_control_port(capsys
 def test_other_versions_and_a_clock_that_is_wrong_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
     with serving() as server:
         other = {**versions(), "torch": "1.0.0"}
-        server.core.about = lambda: m.About(other, time.time() + 100)
+        server.core.about = lambda: m.ProcessInfo(other, time.time() + 100)
         assert main(["doctor", server.address]) == 0
         said = capsys.readouterr().out
     assert re.search(r"!\s*│ versions .*torch .* \(server 1\.0\.0\)", said)
@@ -235,7 +235,7 @@ def test_only_who_holds_the_key_is_told_what_the_server_is_and_no_echo_is_too_la
         expect_refusal(say(link, message, b"stranger"), "stranger")
     watch(link)
     described = say(link, m.AskServer())
-    assert (described.data_port, described.heartbeat_timeout, described.shards) == (4242, 30.0, 1)
+    assert (described.data_port, described.heartbeat_timeout, described.servers) == (4242, 30.0, 1)
     assert described.about.versions["python"]
     for nbytes in (-1, m.LARGEST_ECHO + 1):
         expect_refusal(say(link, m.Echo(nbytes=nbytes)), "protocol")

@@ -16,11 +16,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lightning_omni.checks import check_number
-from lightning_omni.group.core import Ask
+from lightning_omni.group.core import ServerRequest
 from lightning_omni.methods import METHODS, Barrier, Gradient, Method, Push, Reply, register
 from lightning_omni.methods.model.master import hyperparameters_of
 from lightning_omni.methods.model.totals import Total
-from lightning_omni.server.log.record import Event
+from lightning_omni.server.event_log import Event
 from lightning_omni.simulator import Cluster, Failure, Jitter, Link, replay, simulate
 from lightning_omni.simulator.workbench import Samples
 from lightning_omni.wire import messages as m
@@ -147,7 +147,7 @@ def test_a_group_whose_answer_is_due_gets_it_in_real_time(serving: Serving) -> N
         server.link.now = 1.0
         tensors = [torch.ones_like(parameter) for parameter in first.parameters.values()]
         ask = first.core.gradient(0, Gradient(tensors, hyperparameters_of(first.replica.optimizer)))
-        said = first.core.send(cast(Ask, ask), first.layout, first._memory)
+        said = first.core.send(cast(ServerRequest, ask), first.layout, first._memory)
         first.data.send(said.message, said.payload)
         assert serving.core.due == 1.05
         for now, answered in ((1.04, False), (1.06, True)):

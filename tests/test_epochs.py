@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_omni.errors import ProtocolError
 from lightning_omni.server.epochs.epoch import Epochs
-from lightning_omni.wire.leases import Batch, EpochPlan
-from lightning_omni.wire.messages import Await, Leave
+from lightning_omni.wire.messages import AskNext, Batch, EpochPlan, LeaveEpoch
 
 varied = settings(deadline=None, max_examples=150, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
@@ -32,13 +31,13 @@ def draw(epochs: Epochs, group: int, number: int) -> list[Batch]:
 
 
 def ask(epochs: Epochs, group: int, trained: int, interval: int = 0, rank: int | None = None) -> list[tuple[int, str]]:
-    question = Await(epoch=1, generation=4, trained=trained, interval=interval)
+    question = AskNext(epoch=1, generation=4, trained=trained, interval=interval)
     epochs.wait(group, group if rank is None else rank, question)
     return epochs.resolve_pending()
 
 
 def leave(epochs: Epochs, group: int, trained: int, stop: str = "") -> list[tuple[int, str]]:
-    epochs.leave(group, Leave(epoch=1, generation=4, trained=trained, stop=stop))
+    epochs.leave(group, LeaveEpoch(epoch=1, generation=4, trained=trained, stop=stop))
     return epochs.resolve_pending()
 
 
@@ -69,7 +68,7 @@ def test_at_a_trained_epochs_end_all_wait_for_the_answer_to_a_push_and_none_vali
     epochs = opened(total=4, groups=2)
     draw(epochs, 0, 0), draw(epochs, 1, 0)
     for group in range(2):
-        epochs.wait(group, group, Await(epoch=1, generation=4, trained=1, interval=0))
+        epochs.wait(group, group, AskNext(epoch=1, generation=4, trained=1, interval=0))
         assert epochs.resolve_pending(all_answered=False) == []
     assert epochs.resolve_pending(all_answered=True) == [(0, "over"), (1, "over")]
 
@@ -176,22 +175,22 @@ def test_a_group_with_nothing_left_validates_once() -> None:
     assert ask(epochs, 0, 2, interval=1) == [(0, "over"), (1, "over")]
 
 
-@pytest.mark.parametrize("verdict", ["validate", "stop:end", "over"])
-def test_a_late_member_gets_the_verdict_of_its_group(verdict: str) -> None:
+@pytest.mark.parametrize("decision", ["validate", "stop:end", "over"])
+def test_a_late_member_gets_the_verdict_of_its_group(decision: str) -> None:
     epochs = Epochs()
     epochs.form({0: 2, 1: 1}, generation=4, keep_epoch=False)
-    total = 6 if verdict == "over" else 12
+    total = 6 if decision == "over" else 12
     epochs.open(EpochPlan(epoch=1, total=total, batch_size=2, budget=total, validate_every=6))
     draw(epochs, 0, 0), draw(epochs, 1, 0)
     assert ask(epochs, 0, 1, rank=0) == []
-    if verdict == "stop:end":
-        assert leave(epochs, 1, 1, stop="end") == [(0, verdict)]
+    if decision == "stop:end":
+        assert leave(epochs, 1, 1, stop="end") == [(0, decision)]
     else:
-        assert ask(epochs, 1, 1, rank=2) == [(0, verdict), (2, verdict)]
-    if verdict == "validate":
+        assert ask(epochs, 1, 1, rank=2) == [(0, decision), (2, decision)]
+    if decision == "validate":
         draw(epochs, 1, 1)
         epochs.evict(1)
-    assert ask(epochs, 0, 1, rank=1) == [(1, verdict)]
+    assert ask(epochs, 0, 1, rank=1) == [(1, decision)]
 
 
 @pytest.mark.parametrize("stop", ["validate", "end"])
@@ -257,13 +256,13 @@ def test_an_epoch_does_not_begin_while_a_rank_waits_for_the_end_of_another() -> 
 def test_questions_about_other_epochs_and_groups_are_refused() -> None:
     epochs = opened()
     with pytest.raises(ProtocolError, match="epoch 0 is not under way"):
-        epochs.wait(0, 0, Await(epoch=0, generation=4, trained=0, interval=0))
+        epochs.wait(0, 0, AskNext(epoch=0, generation=4, trained=0, interval=0))
     with pytest.raises(ProtocolError, match="generation 4, not 3"):
-        epochs.wait(0, 0, Await(epoch=1, generation=3, trained=0, interval=0))
+        epochs.wait(0, 0, AskNext(epoch=1, generation=3, trained=0, interval=0))
     with pytest.raises(ProtocolError, match="group 7"):
-        epochs.wait(7, 0, Await(epoch=1, generation=4, trained=0, interval=0))
+        epochs.wait(7, 0, AskNext(epoch=1, generation=4, trained=0, interval=0))
     with pytest.raises(ProtocolError, match="trained 5 batches"):
-        epochs.wait(0, 0, Await(epoch=1, generation=4, trained=5, interval=0))
+        epochs.wait(0, 0, AskNext(epoch=1, generation=4, trained=5, interval=0))
     assert epochs.resolve_pending() == []
 
 
@@ -275,7 +274,7 @@ def test_new_groups_go_on_where_the_old_ones_were() -> None:
     assert epochs.trained_spans == ((0, 2),)
     book = epochs.book_of(1, 5)
     assert [book.draw(0, number)[0] for number in range(2)] == [Batch(2, 6, 0), Batch(6, 10, 1)]
-    epochs.wait(0, 1, Await(epoch=1, generation=5, trained=1, interval=0))
+    epochs.wait(0, 1, AskNext(epoch=1, generation=5, trained=1, interval=0))
     assert epochs.resolve_pending() == [(1, "validate")]
     epochs.form({0: 2}, generation=6, keep_epoch=False)
     with pytest.raises(ProtocolError, match="not under way"):
@@ -338,18 +337,18 @@ class Run:
             rank.does = "train"
             return
         rank.does = "wait"
-        question = Await(epoch=self.plan.epoch, generation=0, trained=rank.trained, interval=rank.interval)
+        question = AskNext(epoch=self.plan.epoch, generation=0, trained=rank.trained, interval=rank.interval)
         self.epochs.wait(rank.group, rank.number, question)
         self.deliver()
 
     def deliver(self) -> None:
-        for number, verdict in self.epochs.resolve_pending():
+        for number, decision in self.epochs.resolve_pending():
             rank = self.ranks[number]
             assert rank.does == "wait"
-            rank.does = {"more": "poll", "validate": "validate", "over": "over", "over:validate": "over"}[verdict]
-            rank.validations += verdict in ("validate", "over:validate")
-            rank.interval += verdict == "validate"
-            if verdict == "more":
+            rank.does = {"more": "poll", "validate": "validate", "over": "over", "over:validate": "over"}[decision]
+            rank.validations += decision in ("validate", "over:validate")
+            rank.interval += decision == "validate"
+            if decision == "more":
                 rank.held += self.epochs.book_of(self.plan.epoch, 0).draw(rank.group, rank.trained)[
                     len(rank.held) - rank.trained :
                 ]

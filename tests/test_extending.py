@@ -1,4 +1,4 @@
-"""The code of docs/how-to/extending.md, run: its methods train when simulated and obey their equations."""
+"""The code of docs/contribute/extending.md, run: its methods train when simulated and obey their equations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_omni.methods import METHODS, method_named
 from lightning_omni.simulator import Cluster, Jitter, simulate
 from lightning_omni.trace import Trace
 
-PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "extending.md"
+PAGE = Path(__file__).parents[1] / "docs" / "contribute" / "extending.md"
 LR, GROUPS = 0.1, 4
 
 

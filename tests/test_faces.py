@@ -216,7 +216,7 @@ def test_every_public_name_is_there_and_an_unknown_one_is_not() -> None:
         omni.Tuner  # noqa: B018
 
 
-QUICKSTART = Path(__file__).parents[1] / "docs" / "start" / "quickstart.md"
+LOOP = Path(__file__).parents[1] / "docs" / "how-to" / "loops.md"
 LOOPS: dict[str, dict[str, Any]] = {
     "one group": {"groups": 1, "merges": False},
     "two groups": {"groups": 2, "merges": False},
@@ -272,9 +272,9 @@ def run_loops(
 
 
 @pytest.fixture(scope="module")
-def quickstart_loop(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found in the quickstart's loop, as its reader starts it: nothing is imported beforehand."""
-    return run_loops(tmp_path_factory.mktemp("page"), {"page": {"page": str(QUICKSTART)}}, copies=False)
+def loop_of_the_page(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found in the loop of the page, as its reader starts it: nothing is imported beforehand."""
+    return run_loops(tmp_path_factory.mktemp("page"), {"page": {"page": str(LOOP)}}, copies=False)
 
 
 @pytest.fixture(scope="module")
@@ -292,18 +292,18 @@ def changing_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, A
     return run_loops(tmp_path_factory.mktemp("changing"), loops)
 
 
-def test_the_loop_of_the_quickstart_trains_and_saves_what_all_groups_have_trained(
-    quickstart_loop: list[dict[str, Any]],
+def test_the_loop_of_the_page_trains_and_saves_what_all_groups_have_trained(
+    loop_of_the_page: list[dict[str, Any]],
 ) -> None:
     updates, parameters = 3 * 1024 // 32, 6
-    for each in quickstart_loop:
+    for each in loop_of_the_page:
         assert (each["page"]["epoch"], each["page"]["steps"]) == (2, [updates] * parameters)
-        assert each["page"]["loss"] == quickstart_loop[0]["page"]["loss"] < 1
+        assert each["page"]["loss"] == loop_of_the_page[0]["page"]["loss"] < 1
         assert each["page"]["is saved"]
 
 
-def test_a_loop_without_lightning_does_not_import_it(quickstart_loop: list[dict[str, Any]]) -> None:
-    for each in quickstart_loop:
+def test_a_loop_without_lightning_does_not_import_it(loop_of_the_page: list[dict[str, Any]]) -> None:
+    for each in loop_of_the_page:
         assert not each["has imported Lightning"]
 
 

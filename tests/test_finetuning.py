@@ -12,7 +12,7 @@ import torch
 from runs import Running
 from torch import Tensor, nn
 
-from lightning_omni.server.log.record import Event, read_record
+from lightning_omni.server.event_log import Event, read_record
 from lightning_omni.simulator import replay, trace_of
 
 RANKS = range(4)

@@ -20,7 +20,7 @@ import torch
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from rich.console import Console
 from test_resilience import Mortal, workers
-from test_shards import same
+from test_servers import same
 from test_transport import KEY
 
 from lightning_omni import OmniStrategy
@@ -28,7 +28,7 @@ from lightning_omni.cli.serve.run_log import RunLog
 from lightning_omni.cli.serve.standalone_server import Options, StandaloneServer, StopSignals
 from lightning_omni.methods import method_named
 from lightning_omni.server.core import ServerCore
-from lightning_omni.server.log.record import Event, RecordFile, read_record
+from lightning_omni.server.event_log import Event, RecordFile, read_record
 from lightning_omni.transport.serving.process import ServerSettings
 from lightning_omni.transport.serving.state_directory import PATIENCE, StateDirectory, saved_weights
 
@@ -213,7 +213,7 @@ def test_a_state_that_a_full_disk_has_no_room_for_is_saved_when_there_is_room_ag
         ]
         assert same(saved_weights(run.path), before)
         assert run.core.journal.saves == 1, "those that have failed are none"
-        assert run.core.patience == PATIENCE, "another server can go on from the last save and all journals"
+        assert run.core.reconnect_timeout == PATIENCE, "another server can go on from the last save and all journals"
     caplog.clear()
     run.save()
     assert [each.getMessage() for each in caplog.records] == [f"the server's state is saved in {run.path} again"]
@@ -247,13 +247,13 @@ def test_after_a_gap_in_the_journal_no_server_goes_on_until_the_state_is_saved_a
             run.train()
             run.save()
         assert ["its loss would end the run" in each.getMessage() for each in caplog.records] == [True, False]
-        assert run.core.patience == 0.0
+        assert run.core.reconnect_timeout == 0.0
         names = sorted(path.name for path in run.path.iterdir())
         assert names == ["gap-00000003", "journal-00000004", "lock", "state-00000001"], "nothing piles up"
         assert sorted(saved_weights(run.path)) == ["b", "w"], "the last save stays"
     run.save()
     assert caplog.records[-1].getMessage() == f"the server's state is saved in {run.path} again"
-    assert run.core.patience == PATIENCE
+    assert run.core.reconnect_timeout == PATIENCE
     assert sorted(path.name for path in run.path.iterdir()) == ["journal-00000005", "lock", "state-00000005"]
     run.train()
     said, core = run.continued()
@@ -301,11 +301,11 @@ def test_a_directory_that_cannot_be_read_for_a_while_ends_no_run(
 def test_a_run_after_one_whose_state_could_not_be_saved_is_saved(run: SavedRun) -> None:
     with full_from(0):
         run.train()
-    assert run.core.patience == 0.0
+    assert run.core.reconnect_timeout == 0.0
     run.core.fail("the end")
     run.states._asked = 0.0
     run.states.poll(run.core)
-    assert run.core.patience == PATIENCE
+    assert run.core.reconnect_timeout == PATIENCE
     with contextlib.ExitStack() as stack:
         serving = Mortal(stack)
         run.core, run.groups = serving.core, workers(serving, method_named("async_sgd"))
@@ -353,7 +353,7 @@ def test_a_standing_server_whose_log_cannot_be_written_serves_on(
     options = Options(1, 0, "off", once=False, http=None, http_host="", key_file=None)
     console, signals = Console(file=request.getfixturevalue(log)), StopSignals()
     RunLog(run.core, console).write(at_once=True)
-    assert run.core.happenings
+    assert run.core.run_events
     before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
     try:
         server = StandaloneServer(settings, options, console, signals, lifeline=None)

@@ -14,10 +14,10 @@ from golden import names, record, served, simulated
 from golden.digests import Outcome, apart, digest, here
 
 from lightning_omni.methods import METHODS
-from lightning_omni.server.log.record import Kind
+from lightning_omni.server.event_log import Kind
 from lightning_omni.wire import messages as m
 
-OTHER_TYPES = {"Event", "TensorSpec"}
+OTHER_TYPES = {"Event", "Packed", "TensorSpec"}
 """Names in the table that the module of messages does not have."""
 
 
@@ -74,12 +74,12 @@ def test_golden_traces_hold_every_method_of_the_registry() -> None:
 def test_golden_transcripts_hold_every_message_of_the_protocol() -> None:
     with record.one_thread():
         spoken = {type(message) for make in served.sessions().values() for *_, message, _ in make().spoken}
-    known = {kind for kind in m.Message.__subclasses__() if kind.__module__ == m.__name__}
+    known = {kind for kind in m.Message.__subclasses__() if getattr(m, kind.__name__, None) is kind}
     assert spoken | set(served.TRAVELLING) == known
 
 
 def test_the_table_of_names_holds_every_message_and_kind_of_event_and_nothing_else() -> None:
-    messages = {kind.__name__ for kind in m.Message.__subclasses__() if kind.__module__ == m.__name__}
+    messages = {kind.__name__ for kind in m.Message.__subclasses__() if getattr(m, kind.__name__, None) is kind}
     assert messages <= names.TYPES.keys()
     assert set(get_args(Kind)) <= names.VALUES.keys()
     assert all(hasattr(m, name) or name in OTHER_TYPES or name[0] == "-" for name in names.TYPES)

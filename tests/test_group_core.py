@@ -8,8 +8,8 @@ from rounds import sgd
 from torch.nn import Parameter
 
 from lightning_omni.errors import NonFiniteGradients, ProtocolError, UnsupportedError
-from lightning_omni.group.core import Ask, GroupCore, LastAnswer
-from lightning_omni.group.lease_client import Lessee
+from lightning_omni.group.core import GroupCore, LastAnswer, ServerRequest
+from lightning_omni.group.lease_client import LeaseClient
 from lightning_omni.group.merged_head import HeadSide
 from lightning_omni.methods import (
     AsyncSGD,
@@ -47,13 +47,13 @@ def ones(replica: Replica) -> Gradient:
 
 def test_a_gradient_comes_out_as_a_push_that_says_where_the_group_is() -> None:
     core, (replica,) = group(AsyncSGD())
-    core.data = Lessee()
+    core.data = LeaseClient()
     core.data.restart(epoch=3)
     for _ in range(7):
         core.data.begin_batch()
     replica.clock = 5
     ask = core.gradient(0, ones(replica))
-    assert isinstance(ask, Ask)
+    assert isinstance(ask, ServerRequest)
     message = core.send(ask, Layout.of({"weight": replica.ordered[0].detach()}), Memory()).message
     assert isinstance(message, m.PushMessage)
     assert (message.read_at, message.epoch, message.trained) == (5, 3, 7)
@@ -64,7 +64,7 @@ def test_a_gradient_comes_out_as_a_push_that_says_where_the_group_is() -> None:
 def test_a_parameter_without_a_gradient_takes_no_room_in_the_push() -> None:
     core, (replica,) = group(AsyncSGD())
     ask = core.gradient(0, Gradient([None], hyperparameters_of(replica.optimizer)))
-    assert isinstance(ask, Ask)
+    assert isinstance(ask, ServerRequest)
     message = core.send(ask, Layout.of({"weight": replica.ordered[0].detach()}), Memory()).message
     assert isinstance(message, m.PushMessage)
     assert (message.present, message.nbytes) == ((False,), 0)
@@ -76,7 +76,7 @@ def test_steps_of_the_groups_own_optimizer_need_no_other() -> None:
     assert core.gradient(0, ones(replica)) == NextGradient()
     assert replica.weights()[0].tolist() == [0.75, 0.75]
     ask = core.gradient(0, ones(replica))
-    assert isinstance(ask, Ask)
+    assert isinstance(ask, ServerRequest)
     assert isinstance(ask.need, Exchange)
     assert ask.tensors[0] is not None
     assert ask.tensors[0].tolist() == [0.5, 0.5]
@@ -158,7 +158,7 @@ def test_a_gradient_that_is_not_wanted_is_refused_and_each_optimizer_waits_for_i
     core.gradient(0, ones(first))
     with pytest.raises(ProtocolError, match="a gradient of optimizer 0, whose group waits for Exchange"):
         core.gradient(0, ones(first))
-    assert isinstance(core.gradient(1, ones(second)), Ask)
+    assert isinstance(core.gradient(1, ones(second)), ServerRequest)
 
 
 @torch.no_grad()
@@ -166,7 +166,9 @@ def test_formed_again_or_with_more_parameters_the_method_goes_on_with_what_its_r
     core, (replica,) = group(LocalSGD(period=2))
     core.gradient(0, ones(replica))
     core.form()
-    assert isinstance(core.gradient(0, ones(replica)), Ask), "the second step since the last exchange, as before"
+    assert isinstance(core.gradient(0, ones(replica)), ServerRequest), (
+        "the second step since the last exchange, as before"
+    )
     core.answer(0, Pulled([torch.zeros(2)], clock=1))
     more = Parameter(torch.ones(2))
     replica.ordered.append(more)

@@ -203,6 +203,7 @@ TEXTS = [
     for pattern in ("*.md", "*.py", "*.toml", "*.yaml", "*.html", "Makefile")
     for folder in ("lightning_omni", "tests", "docs", "examples")
     for path in (ROOT.parent / folder).rglob(pattern)
+    if "_build" not in path.parts  # the site
 ] + [*ROOT.parent.glob("*.md"), ROOT.parent / "pyproject.toml"]
 NO_MODULES = {"lightning_omni.run_state", "lightning_omni.server_state", "lightning_omni.egg"}
 """Names of formats of files, and a folder that an installation leaves."""

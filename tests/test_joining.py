@@ -43,7 +43,7 @@ from lightning_omni.runtime.model.meshes import ModelParallel, sizes_in
 from lightning_omni.runtime.server_process import RunServer
 from lightning_omni.runtime.state.distributed_checkpoint import Folder
 from lightning_omni.server.membership import timeouts as time_limits
-from lightning_omni.server.membership.numbering import origin
+from lightning_omni.server.membership.roster import origin
 from lightning_omni.server.observers import MOST_OBSERVERS
 from lightning_omni.strategy.joining.rejoin import Rejoining
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
@@ -55,7 +55,7 @@ from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack, unpack
 from lightning_omni.wire.handshake import fingerprint_problem, hello_of
 from lightning_omni.wire.layout import Layout
-from lightning_omni.wire.leases import EpochPlan
+from lightning_omni.wire.messages import EpochPlan
 
 # --- The protocol ----------------------------------------------------------------------------------------------------
 
@@ -66,23 +66,23 @@ STATE = {"epoch": 0, "module": {"mean": torch.arange(3.0)}}
 class Joined(Link):
     """A run that groups join: they come as processes that watch, and then as ranks."""
 
-    def enlist(self, ranks: int, peer: bytes) -> Any:
+    def register(self, ranks: int, peer: bytes) -> Any:
         """A group asks for its place, on the connection of a process that watches."""
         if not self.core.is_admitted(m.CONTROL, peer):
             watch(self, peer=peer)
-        return say(self, m.Enlist(ranks=ranks), peer)
+        return say(self, m.RegisterGroup(ranks=ranks), peer)
 
-    def begin(self, ranks: int = 1, plan: EpochPlan = PLAN) -> m.Enlisted:
+    def begin(self, ranks: int = 1, plan: EpochPlan = PLAN) -> m.GroupRegistered:
         """The first group: joins, forms, hands weights over and opens the epoch."""
-        enlisted: m.Enlisted = self.enlist(ranks, b"first")
+        registered: m.GroupRegistered = self.register(ranks, b"first")
         self.world_size = ranks
         for rank in range(ranks):
-            self.come(rank, enlisted.run, ranks)
+            self.come(rank, registered.run, ranks)
         self.form(tuple(range(ranks)))
         message, payload = seed_of({"parts": [part_of(new_parameters())]})
-        assert self.data(0, message, payload)[0] == m.Seeded()
+        assert self.data(0, message, payload)[0] == m.WeightsUploaded()
         self.control(0, m.OpenEpoch(plan=plan))
-        return enlisted
+        return registered
 
     def come(self, rank: int, run: str, announced: int = 0) -> None:
         """A rank is let in."""
@@ -102,49 +102,49 @@ class Joined(Link):
     def meet(self, number: int, *ranks: int) -> None:
         """All come to a synchronization point."""
         for rank in ranks:
-            self.say(control_peer(rank), m.Contribute(number=number, what="agree", brought=False))
+            self.say(control_peer(rank), m.Contribute(number=number, what="agree", uploaded=False))
 
 
 def test_the_group_that_asks_first_begins_the_run_and_others_wait_until_it_has() -> None:
     link = Joined()
-    first = link.enlist(2, b"first")
+    first = link.register(2, b"first")
     assert (first.first, first.announced) == (0, 0)
     assert first.run
-    assert link.enlist(2, b"first") == first
-    assert link.enlist(1, b"second").first == -1
+    assert link.register(2, b"first") == first
+    assert link.register(1, b"second").first == -1
     link.world_size = 2
     for rank in range(2):
         link.come(rank, first.run, 2)
-    second, third = link.enlist(3, b"second"), link.enlist(1, b"third")
+    second, third = link.register(3, b"second"), link.register(1, b"third")
     assert (second.first, second.announced, second.run) == (2, 2, first.run)
     assert (third.first, third.announced) == (5, 2)
-    assert link.enlist(3, b"second") == second  # asked again, it has the place it had
+    assert link.register(3, b"second") == second  # asked again, it has the place it had
 
 
 def test_if_the_group_that_was_to_begin_is_gone_the_next_one_begins() -> None:
     link = Joined()
-    link.enlist(1, b"first")
-    assert link.enlist(1, b"second").first == -1
+    link.register(1, b"first")
+    assert link.register(1, b"second").first == -1
     link.deliver(link.core.hang_up(b"first"))
-    assert link.enlist(1, b"second").first == 0
+    assert link.register(1, b"second").first == 0
 
 
 def test_the_group_that_was_to_begin_does_so_at_a_server_that_was_started_again_before_it_came() -> None:
-    first, link = Joined().enlist(2, b"first"), Joined(world_size=2)
+    first, link = Joined().register(2, b"first"), Joined(world_size=2)
     for rank in range(2):
         link.come(rank, first.run, 2)
-    second = link.enlist(1, b"second")
+    second = link.register(1, b"second")
     assert (second.first, second.announced, second.run) == (2, 2, first.run)
 
 
 def test_a_server_that_was_started_again_is_begun_with_by_the_group_that_has_asked_there() -> None:
     link = Joined(world_size=1)
-    first = link.enlist(1, b"second")
+    first = link.register(1, b"second")
     assert first.first == 0
     with pytest.raises(AssertionError, match="another group is about to begin a run here"):
         link.come(0, "joins-the-one-before", 1)
     link.come(0, first.run, 1)
-    assert link.enlist(1, b"third").run == first.run
+    assert link.register(1, b"third").run == first.run
 
 
 def restarted(path: Path) -> tuple[StateDirectory, Joined]:
@@ -158,9 +158,9 @@ def restarted(path: Path) -> tuple[StateDirectory, Joined]:
 
 def test_a_run_that_was_lost_before_anything_was_saved_is_begun_again_by_the_same_groups(tmp_path: Path) -> None:
     states, link = restarted(tmp_path)
-    name = link.enlist(1, b"first").run
+    name = link.register(1, b"first").run
     link.come(0, name, 1)
-    assert link.enlist(1, b"second").first == 1
+    assert link.register(1, b"second").first == 1
     states.poll(link.core)
     states.close()
     for _ in range(2):  # also if the next one is lost, too
@@ -169,14 +169,14 @@ def test_a_run_that_was_lost_before_anything_was_saved_is_begun_again_by_the_sam
             link.come(0, name, 1)
         with pytest.raises(AssertionError, match="saved anything; the run is begun again"):
             link.come(1, name)
-        again = link.enlist(1, b"second")
+        again = link.register(1, b"second")
         assert again.first == 0
         assert again.run != name
         assert origin(again.run) == origin(name)
         link.come(0, again.run, 1)
         with pytest.raises(AssertionError, match="saved anything; the run is begun again"):
             link.come(1, name)
-        assert link.enlist(1, b"first").run == again.run
+        assert link.register(1, b"first").run == again.run
         states.poll(link.core)
         states.close()
         name = again.run
@@ -194,11 +194,11 @@ def test_a_name_of_a_run_that_is_none_of_a_file_leaves_no_file_and_hinders_no_sa
 
 def test_the_group_that_was_to_begin_begins_again_if_another_was_first_at_the_next_server(tmp_path: Path) -> None:
     states, link = restarted(tmp_path)
-    first = link.enlist(1, b"first")
+    first = link.register(1, b"first")
     states.poll(link.core)
     states.close()
     states, link = restarted(tmp_path)
-    second = link.enlist(1, b"second")
+    second = link.register(1, b"second")
     with pytest.raises(AssertionError, match="saved anything; the run is begun again"):
         link.come(0, first.run, 1)
     link.come(0, second.run, 1)
@@ -209,7 +209,7 @@ def test_the_group_that_was_to_begin_begins_again_if_another_was_first_at_the_ne
 def test_a_run_of_which_something_was_saved_or_that_is_over_is_not_begun_again(tmp_path: Path) -> None:
     for is_over in (False, True):
         states, link = restarted(tmp_path)
-        link.enlist(1, b"first")
+        link.register(1, b"first")
         states.poll(link.core)
         assert list(tmp_path.glob("begun-*"))
         link.begin()
@@ -227,32 +227,32 @@ def test_a_run_of_which_something_was_saved_or_that_is_over_is_not_begun_again(t
 
 def test_the_group_that_was_to_begin_is_missed_although_so_many_watch_that_its_connection_is_displaced() -> None:
     link = Joined()
-    link.enlist(1, b"first")
+    link.register(1, b"first")
     for number in range(MOST_OBSERVERS):
         watch(link, peer=b"watches %d" % number)
     assert not link.core.is_admitted(m.CONTROL, b"first")
     assert link.core.peers.count(b"first") == 1
-    assert link.enlist(1, b"second").first == -1
+    assert link.register(1, b"second").first == -1
     link.deliver(link.core.hang_up(b"first"))
-    assert link.enlist(1, b"second").first == 0
+    assert link.register(1, b"second").first == 0
     assert link.core.peers.count(b"second") == 1
 
 
 def test_a_run_whose_ranks_were_announced_is_not_joined_so() -> None:
     link = Joined(world_size=1)
     link.join(0)
-    expect_refusal(link.enlist(1, b"late"), "busy", "were all announced")
+    expect_refusal(link.register(1, b"late"), "busy", "were all announced")
 
 
 @pytest.mark.parametrize("ranks", [0, -1, 1 << 16])
 def test_an_impossible_number_of_ranks_is_refused(ranks: int) -> None:
-    expect_refusal(Joined().enlist(ranks, b"first"), "rank")
+    expect_refusal(Joined().register(ranks, b"first"), "rank")
 
 
 def test_a_group_joins_once_the_others_have_parted_and_has_a_batch_at_once() -> None:
     link = Joined()
     run = link.begin().run
-    place = link.enlist(1, b"late")
+    place = link.register(1, b"late")
     link.come(place.first, run)
     assert link.ask(place.first) == []  # nothing is stored that it could be given
     link.inbox.clear()
@@ -265,9 +265,9 @@ def test_a_group_joins_once_the_others_have_parted_and_has_a_batch_at_once() -> 
     assert given["epoch"] == 0
     assert torch.equal(given["module"]["mean"], STATE["module"]["mean"])  # type: ignore[index]
     for number in range(5):  # all that is left, and not the batch that the group was given
-        assert link.control(0, m.Draw(epoch=0, generation=1, number=number)).batches
-    assert not link.control(0, m.Draw(epoch=0, generation=1, number=5)).batches
-    assert link.control(1, m.Draw(epoch=0, generation=1, number=0)).batches
+        assert link.control(0, m.DrawBatches(epoch=0, generation=1, number=number)).batches
+    assert not link.control(0, m.DrawBatches(epoch=0, generation=1, number=5)).batches
+    assert link.control(1, m.DrawBatches(epoch=0, generation=1, number=0)).batches
 
 
 def test_no_group_joins_while_the_others_synchronize_nor_with_what_was_stored_before() -> None:
@@ -275,7 +275,7 @@ def test_no_group_joins_while_the_others_synchronize_nor_with_what_was_stored_be
     run = link.begin().run
     link.part()
     link.meet(0, 0)  # a synchronization point is over: what was stored is of before
-    place = link.enlist(1, b"late")
+    place = link.register(1, b"late")
     link.come(place.first, run)
     assert link.ask(place.first) == []
     link.part()
@@ -287,7 +287,7 @@ def test_no_group_joins_while_one_of_the_others_waits_for_them_at_a_synchronizat
     link = three_groups()
     link.part()
     link.meet(0, 0)
-    place = link.enlist(1, b"late")
+    place = link.register(1, b"late")
     link.come(place.first, link.core.roster.run)
     assert link.ask(place.first) == []
     link.meet(0, 1, 2)
@@ -303,13 +303,13 @@ def test_no_group_joins_while_the_others_are_on_their_way_to_a_validation(restar
     run = link.begin(plan=msgspec.structs.replace(PLAN, validate_every=4)).run
     link.part()
     for number in range(2):
-        link.control(0, m.Draw(epoch=0, generation=1, number=number))
-    asked = m.Await(epoch=0, generation=1, trained=2, interval=0)
+        link.control(0, m.DrawBatches(epoch=0, generation=1, number=number))
+    asked = m.AskNext(epoch=0, generation=1, trained=2, interval=0)
     assert link.control(0, asked).next == "validate"
     if restarts:
         link.core.load(link.core.state(), (), link.now)
         link.join(0, run=run, world_size=1, returns=True)
-    place = link.enlist(1, b"late")
+    place = link.register(1, b"late")
     link.come(place.first, run)
     assert link.ask(place.first) == []
     link.meet(0, 0)
@@ -322,9 +322,9 @@ def test_no_group_joins_an_epoch_in_which_there_is_nothing_left_to_train() -> No
     link = Joined()
     run = link.begin().run
     for number in range(6):
-        link.control(0, m.Draw(epoch=0, generation=1, number=number))
+        link.control(0, m.DrawBatches(epoch=0, generation=1, number=number))
     link.part()
-    place = link.enlist(1, b"late")
+    place = link.register(1, b"late")
     link.come(place.first, run)
     assert link.ask(place.first) == []
     link.deliver(link.core.hang_up(control_peer(0)))  # its batches come back, and there is nobody else
@@ -337,7 +337,7 @@ def three_groups() -> Joined:
     run = link.begin().run
     link.part()
     for peer in (b"second", b"third"):
-        place = link.enlist(1, peer)
+        place = link.register(1, peer)
         link.come(place.first, run)
         assert link.ask(place.first)
     return link
@@ -345,7 +345,9 @@ def three_groups() -> Joined:
 
 def test_the_run_outlives_the_group_that_began_it_and_its_recorder_is_the_lowest_rank_that_lives() -> None:
     link = three_groups()
-    expect_refusal(link.control(1, m.Form(generation=2, groups=((0,), (1,), (2,)), method={})), "protocol", "rank 0")
+    expect_refusal(
+        link.control(1, m.FormGroups(generation=2, groups=((0,), (1,), (2,)), method={})), "protocol", "rank 0"
+    )
     link.deliver(link.core.hang_up(control_peer(0)))
     assert not link.core.over
     status = link.control(1, m.AskStatus())
@@ -363,7 +365,7 @@ def test_a_run_that_all_have_left_goes_on_with_the_next_group_and_is_over_when_i
     link.deliver(link.core.hang_up(control_peer(0)))
     assert not link.core.is_over
     assert link.core.roster.live == ()
-    place = link.enlist(1, b"next")
+    place = link.register(1, b"next")
     assert (place.run, place.first, place.announced) == (run, 1, 1)
     link.come(1, run)
     (joined,) = link.ask(1)
@@ -378,21 +380,21 @@ def test_if_all_die_before_they_have_stopped_as_was_said_the_group_that_comes_ne
     link = Joined()
     run = link.begin().run
     link.part()
-    place = link.enlist(1, b"next")
+    place = link.register(1, b"next")
     link.come(place.first, run)
-    assert isinstance(link.control(0, m.Leave(epoch=0, generation=1, trained=0, stop=stop)), m.Left)
+    assert isinstance(link.control(0, m.LeaveEpoch(epoch=0, generation=1, trained=0, stop=stop)), m.EpochLeft)
     assert link.ask(place.first) == []  # the others are about to end
     link.deliver(link.core.hang_up(control_peer(0)))
     (joined,) = (each for each in link.news(place.first) if isinstance(each, m.Joined))
     assert joined.live == (place.first,)
-    assert len(link.control(place.first, m.Draw(epoch=0, generation=1, number=0)).batches) == 1
+    assert len(link.control(place.first, m.DrawBatches(epoch=0, generation=1, number=0)).batches) == 1
     assert link.data(place.first, m.FetchMessage(optimizer=0))[0].stop == stop
 
 
 def test_a_run_that_cannot_go_on_is_over_when_its_groups_are_gone_and_the_next_one_may_come() -> None:
     link = three_groups()
     for rank, what in enumerate(("agree", "gather")):
-        link.say(control_peer(rank), m.Contribute(number=0, what=what, brought=False))
+        link.say(control_peer(rank), m.Contribute(number=0, what=what, uploaded=False))
     assert "while rank 0 called agree" in link.core.over
     for rank in range(3):
         assert not link.core.is_over
@@ -403,18 +405,18 @@ def test_a_run_that_cannot_go_on_is_over_when_its_groups_are_gone_and_the_next_o
 def test_a_group_that_waits_hears_when_the_run_is_over() -> None:
     link = Joined()
     run = link.begin().run
-    place = link.enlist(1, b"late")
+    place = link.register(1, b"late")
     link.come(place.first, run)
     assert link.ask(place.first) == []
     link.control(0, m.Goodbye(finished=True))
     assert any(getattr(each, "code", "") == "over" for each in link.news(place.first))
-    expect_refusal(link.enlist(1, b"later"), "over")
+    expect_refusal(link.register(1, b"later"), "over")
 
 
 def test_if_the_group_that_began_dies_before_others_can_go_on_they_are_told_and_the_next_run_may_come() -> None:
     link = Joined()
     run = link.begin().run
-    place = link.enlist(1, b"late")
+    place = link.register(1, b"late")
     link.come(place.first, run)
     assert link.ask(place.first) == []
     link.deliver(link.core.hang_up(control_peer(0)))
@@ -425,7 +427,7 @@ def test_if_the_group_that_began_dies_before_others_can_go_on_they_are_told_and_
 def test_a_group_that_dies_while_it_waits_is_missed_by_nobody() -> None:
     link = Joined()
     run = link.begin().run
-    place = link.enlist(1, b"late")
+    place = link.register(1, b"late")
     link.come(place.first, run)
     link.ask(place.first)
     link.deliver(link.core.hang_up(control_peer(place.first)))
@@ -470,7 +472,7 @@ def test_what_came_of_a_validation_is_kept_until_groups_that_join_are_given_it()
     link.part()
     evaluated(link, 0, 1)
     assert link.data(0, m.ReadEvaluation(number=1))[0].packed
-    place = link.enlist(1, b"late")
+    place = link.register(1, b"late")
     link.come(place.first, run)
     assert link.ask(place.first)
     assert known(link, 1) == 0
@@ -485,7 +487,7 @@ def test_what_a_group_is_given_is_said_by_the_recorder_alone() -> None:
     link = Joined()
     run = link.begin().run
     link.part()
-    place = link.enlist(1, b"late")
+    place = link.register(1, b"late")
     link.come(place.first, run)
     link.ask(place.first)
     packed, buffer = pack({})
@@ -500,7 +502,7 @@ def test_what_an_evicted_group_still_pushes_is_refused_also_when_it_has_joined_a
     link = Joined()
     run = link.begin().run
     link.part()
-    place = link.enlist(1, b"second")
+    place = link.register(1, b"second")
     link.come(place.first, run)
     assert link.ask(place.first)
     link.tick(20.0)
@@ -510,7 +512,7 @@ def test_what_an_evicted_group_still_pushes_is_refused_also_when_it_has_joined_a
     (notice,) = (each for each in link.news(1) if isinstance(each, m.Notice))
     assert notice == m.Notice(lost=(1,), reason="rank 1 gave no sign of life for 30 s")
     link.part()
-    again = link.enlist(1, b"second again")
+    again = link.register(1, b"second again")
     link.come(again.first, run)
     (joined,) = (each for each in link.ask(again.first) if isinstance(each, m.Joined))
     assert (again.first, joined.group, joined.live) == (2, 2, (0, 2))
@@ -549,13 +551,13 @@ def test_a_group_that_a_person_evicted_or_that_failed_by_itself_is_told_not_to_c
 
 def test_from_a_host_that_a_person_has_barred_no_group_joins_any_more() -> None:
     link = three_groups()
-    link.core.locate(control_peer(2), "10.0.0.7")
+    link.core.set_host(control_peer(2), "10.0.0.7")
     say(link, m.Evict(group=2, incarnation=3, bars=True), b"third")
     assert link.core.roster.state()["barred_hosts"] == ["10.0.0.7"]
     for peer, host in ((b"fourth", "10.0.0.7"), (b"fifth", "10.0.0.8")):
-        place = link.enlist(1, peer)
+        place = link.register(1, peer)
         link.come(place.first, link.core.roster.run)
-        link.core.locate(control_peer(place.first), host)
+        link.core.set_host(control_peer(place.first), host)
         (answer,) = link.ask(place.first)
         if host == "10.0.0.7":
             expect_refusal(answer, "barred", "a person has barred 10.0.0.7 from this run")
@@ -829,7 +831,7 @@ def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Run]:
     run.close()
 
 
-SERVERS = {"one server": (), "two servers": ("--shards", "2")}
+SERVERS = {"one server": (), "two servers": ("--servers", "2")}
 
 
 def served_by(always: str) -> pytest.MarkDecorator:
@@ -1223,7 +1225,7 @@ def weights_of(saved: dict[str, Any]) -> dict[str, list[float]]:
 @pytest.mark.processes
 def test_groups_that_shard_their_model_come_and_go(tmp_path: Path) -> None:
     """One begins, one joins it, the first is killed and started again, and the second is frozen and comes back."""
-    run = Run(tmp_path, "--shards", "2", "--heartbeat-timeout", "3")
+    run = Run(tmp_path, "--servers", "2", "--heartbeat-timeout", "3")
     options = {
         "epochs": 4,
         "samples": 64,
@@ -1294,7 +1296,7 @@ def test_groups_that_shard_their_model_come_and_go(tmp_path: Path) -> None:
     ],
     ids=lambda given: f"{given['method']}, {given['inside']}",
 )
-@pytest.mark.parametrize("run", [("--shards", "2")], ids=[""], indirect=True)
+@pytest.mark.parametrize("run", [("--servers", "2")], ids=[""], indirect=True)
 def test_a_group_that_shards_its_model_joins_however_it_does_so(run: Run, given: dict[str, Any]) -> None:
     replicas = given.get("replicas", 1)  # of the model, in the group that joins
     later = {"devices": 4, "strategy": {**given["strategy"], "shards": 2}} if replicas > 1 else {}
@@ -1312,7 +1314,7 @@ def test_a_group_that_shards_its_model_joins_however_it_does_so(run: Run, given:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("run", [("--shards", "2")], ids=[""], indirect=True)
+@pytest.mark.parametrize("run", [("--servers", "2")], ids=[""], indirect=True)
 def test_a_group_that_divides_its_model_otherwise_is_refused_and_the_run_goes_on(run: Run) -> None:
     options = {"epochs": 2, "devices": 2, "method": "local_sgd:period=4", "optimizer": "SGD"}
     first = run.start("a", {**options, "inside": "fsdp", "hold": [1]})

@@ -11,12 +11,12 @@ from memory_transport import InMemory
 from test_transport import KEY, Group, Serving, served
 
 from lightning_omni.errors import Refused
-from lightning_omni.group.lease_client import Lessee
+from lightning_omni.group.lease_client import LeaseClient
 from lightning_omni.methods import METHODS, Method, method_named
 from lightning_omni.topology import GroupId
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.layout import Layout
-from lightning_omni.wire.leases import EpochPlan
+from lightning_omni.wire.messages import EpochPlan
 
 SAMPLES = 60
 PLAN = EpochPlan(epoch=0, total=SAMPLES, batch_size=2, budget=SAMPLES)
@@ -30,7 +30,7 @@ class Member(Group):
         self.used: list[int] = []
 
     def lease(self, generation: int) -> None:
-        self.core.data = Lessee(generation=generation)
+        self.core.data = LeaseClient(generation=generation)
         self.core.data.restart(PLAN.epoch)
 
     def train(self, seed: int) -> bool:
@@ -38,7 +38,7 @@ class Member(Group):
         data = self.core.data
         assert data is not None
         if data.drawn == data.trained:
-            data.drew(self.control.request(data.draw(data.drawn), m.Drawn).batches)
+            data.record_drawn(self.control.request(data.draw(data.drawn), m.BatchesDrawn).batches)
         if data.drawn == data.trained:
             return False
         data.begin_batch()
@@ -48,11 +48,11 @@ class Member(Group):
 
     def ask_for_more(self) -> None:
         assert self.core.data is not None
-        self.control.ask(self.core.data.question())  # type: ignore[attr-defined]
+        self.control.ask(self.core.data.ask_next())  # type: ignore[attr-defined]
 
     @property
     def verdict(self) -> str:
-        answer = self.control.take(m.Verdict)  # type: ignore[attr-defined]
+        answer = self.control.take(m.Next)  # type: ignore[attr-defined]
         return answer[0].next if answer is not None else ""
 
 
@@ -91,7 +91,7 @@ def test_a_group_joins_in_mid_epoch_and_another_leaves_and_every_sample_is_used_
         for _ in range(3):
             assert all(group.train(next(seeds)) for group in groups)
         third = joins(serving, 7, method=made)
-        master = serving.core.shards[0].master.weights()
+        master = serving.core.optimizers[0].master.weights()
         assert all(map(torch.equal, third.replica.weights(), master))
         assert serving.core.clock > 0
         status = groups[0].control.request(m.AskStatus(), m.Status)
@@ -121,7 +121,7 @@ def test_a_barrier_waits_for_the_group_that_has_joined_and_no_more_for_the_one_t
     with served(InMemory()) as serving:
         groups = running(serving, made)
         third = joins(serving, 2, method=made)
-        (side,) = [shard.method_side for shard in serving.core.shards]
+        (side,) = [served.method_side for served in serving.core.optimizers]
         assert side.groups == {0, 1, 2}
         groups[1].control.close(reason="")
         assert side.groups == {0, 2}
@@ -184,7 +184,7 @@ def test_every_method_of_the_package_takes_a_group_more() -> None:
             continue
         with served(InMemory()) as serving:
             groups = running(serving, made)
-            side = serving.core.shards[0].method_side
+            side = serving.core.optimizers[0].method_side
             third = joins(serving, 2, method=made)
             assert side.groups == {0, 1, 2}
             assert side.working == {0, 1, 2}

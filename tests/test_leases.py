@@ -13,16 +13,10 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_omni.errors import ConfigurationError, ProtocolError
-from lightning_omni.runtime.data.loader import LeasedBatchSampler, Leases, permutation, why_not_leased
-from lightning_omni.wire.leases import (
-    MOST_AHEAD,
-    Batch,
-    EpochPlan,
-    LeaseBook,
-    apportion,
-    positions,
-    weight,
-)
+from lightning_omni.group.member_samples import apportion, positions, weight
+from lightning_omni.runtime.data.loader import LeasedBatchSampler, RankLeases, permutation, why_not_leased
+from lightning_omni.server.epochs.lease_book import MOST_AHEAD, LeaseBook
+from lightning_omni.wire.messages import Batch, EpochPlan
 
 varied = settings(deadline=None, max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
@@ -331,9 +325,9 @@ def test_in_pairs_each_member_gets_two_samples_and_all_samples_count_about_alike
         assert parts == [list(positions(batch, member, members, mine)) for member in range(members)]
 
 
-def rest_of_an_epoch(batch_size: int, members: int = 4) -> Leases:
+def rest_of_an_epoch(batch_size: int, members: int = 4) -> RankLeases:
     """One group goes on where several have left a single batch of one rank, and the end."""
-    leases = Leases(members, batch_size, 16 * batch_size, rank=0, before_epoch=lambda _: None, is_local=True)
+    leases = RankLeases(members, batch_size, 16 * batch_size, rank=0, before_epoch=lambda _: None, is_local=True)
     trained = ((0, 3 * batch_size), (4 * batch_size, 8 * batch_size))
     whole = EpochPlan(epoch=0, total=leases.total, batch_size=batch_size, budget=leases.total, trained=trained)
     leases.begin_local(whole, goes_on=True)
@@ -350,7 +344,7 @@ def test_what_several_groups_leave_of_an_epoch_is_trained_to_its_end(batch_size:
 
 @pytest.mark.parametrize(("every", "heard"), [(11, ["over:validate"]), (8, ["validate", "over"])])
 def test_one_group_validates_at_the_end_where_that_is_due_inside_its_last_batch(every: int, heard: list[str]) -> None:
-    leases = Leases(1, 4, 12, rank=0, before_epoch=lambda _: None, is_local=True)
+    leases = RankLeases(1, 4, 12, rank=0, before_epoch=lambda _: None, is_local=True)
     plan = EpochPlan(epoch=0, total=12, batch_size=4, budget=12, validate_every=every, trained=((0, 2),))
     leases.begin_local(plan, goes_on=True)
     said = []
@@ -451,8 +445,8 @@ def test_equal_shares_have_no_weights(size: int, members: int) -> None:
         assert weight(Batch(0, size * members, 0), member, members, [size] * members) == 1.0
 
 
-def local_leases(members: int = 2, batch_size: int = 4, total: int = 64) -> Leases:
-    leases = Leases(members, batch_size, total, rank=0, before_epoch=lambda _: None, is_local=True)
+def local_leases(members: int = 2, batch_size: int = 4, total: int = 64) -> RankLeases:
+    leases = RankLeases(members, batch_size, total, rank=0, before_epoch=lambda _: None, is_local=True)
     leases.begin_local(EpochPlan(epoch=0, total=total, batch_size=batch_size, budget=total))
     return leases
 
@@ -461,7 +455,7 @@ def test_shares_count_from_a_batch_on_that_no_loader_has_taken() -> None:
     leases = local_leases()
     for _ in range(3):  # the loader is ahead
         leases.hand_out()
-    leases.share_out((2, 6), from_number=4)
+    leases.set_batch_shares((2, 6), from_number=4)
     assert leases.hand_out() is not None
     assert leases.hand_out() is not None
     assert [len(leases.indices(number)) for number in range(5)] == [4, 4, 4, 4, 2]
@@ -475,7 +469,7 @@ def test_shares_count_from_a_batch_on_that_no_loader_has_taken() -> None:
 
 def test_shares_outlast_the_epoch_and_equal_ones_are_none() -> None:
     leases = local_leases()
-    leases.share_out((2, 6), from_number=9)
+    leases.set_batch_shares((2, 6), from_number=9)
     assert (leases.shares, leases.split) == ((2, 6), (2, 6))
     leases.iterate(1)
     leases.hand_out()
@@ -483,7 +477,7 @@ def test_shares_outlast_the_epoch_and_equal_ones_are_none() -> None:
     leases.batch_size = 8  # as a new loader may have
     assert leases.split == (4, 12)
     leases.batch_size = 4
-    leases.share_out((4, 4), from_number=1)
+    leases.set_batch_shares((4, 4), from_number=1)
     assert (leases.shares, leases.split) == ((), (4, 4))
     leases.hand_out()
     assert leases.indices(1) == range(8, 16, 2)
@@ -491,7 +485,7 @@ def test_shares_outlast_the_epoch_and_equal_ones_are_none() -> None:
 
 def test_new_peers_have_no_shares() -> None:
     leases = local_leases()
-    leases.share_out((2, 6), from_number=0)
+    leases.set_batch_shares((2, 6), from_number=0)
     leases.assign(1, 3, None, generation=1)
     assert leases.split == (4, 4, 4)
 
@@ -501,14 +495,14 @@ def test_impossible_shares_are_refused(shares: tuple[int, ...], number: int) -> 
     leases = local_leases()
     leases.hand_out()
     with pytest.raises(ValueError, match="cannot share out"):
-        leases.share_out(shares, from_number=number)
+        leases.set_batch_shares(shares, from_number=number)
 
 
 @pytest.mark.parametrize(("drop_last", "batches"), [(True, 2), (False, 3)])
 def test_the_groups_last_batch_is_dropped_by_all_members_or_by_none(drop_last: bool, batches: int) -> None:
     for rank in range(2):
         sampler: DistributedSampler[int] = DistributedSampler(range(22), 2, rank, shuffle=False)  # type: ignore[arg-type]
-        leases = Leases(2, 4, 22, rank=rank, before_epoch=lambda _: None, is_local=True, shares=(2, 6))
+        leases = RankLeases(2, 4, 22, rank=rank, before_epoch=lambda _: None, is_local=True, shares=(2, 6))
         sizes = [len(batch) for batch in LeasedBatchSampler(sampler, leases, drop_last)]
         assert sizes == [[2, 2, 2], [6, 6, 4]][rank][:batches]
 
@@ -614,7 +608,7 @@ def test_samples_of_ranks_that_compute_together_count_once() -> None:
     plan = EpochPlan(epoch=0, total=24, batch_size=3, budget=24, ranks_per_batch=2)
     book = LeaseBook(plan, {0: 4, 1: 2})
     assert (book.draw(0, 0), book.draw(1, 0)) == ([Batch(0, 6, 0)], [Batch(6, 9, 0)])
-    leases = Leases(world_size=2, batch_size=3, total=24, rank=1, before_epoch=lambda epoch: None, is_local=True)
+    leases = RankLeases(world_size=2, batch_size=3, total=24, rank=1, before_epoch=lambda epoch: None, is_local=True)
     leases.begin_local(plan)
     assert leases.hand_out() == Batch(0, 6, 0), "both rows of the one group"
     assert list(leases.indices(0)) == [1, 3, 5]

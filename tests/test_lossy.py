@@ -23,19 +23,18 @@ from torch.optim import SGD
 
 from lightning_omni import OmniStrategy
 from lightning_omni.errors import ConfigurationError, MalformedMessage, Refused
-from lightning_omni.group.core import Ask, GroupCore
+from lightning_omni.group.core import GroupCore, ServerRequest
 from lightning_omni.methods import METHODS, Gradient, Inbox, NextGradient, Pulled, Replica, method_named
 from lightning_omni.methods.contract import Publish, ReadInbox, ReadPeer, SendPeer
 from lightning_omni.runtime.options import WorldOptions
-from lightning_omni.server.log.record import Event, read_record
-from lightning_omni.server.served_optimizer import Shard
+from lightning_omni.server.event_log import Event, read_record
+from lightning_omni.server.parameters.served_optimizer import ServedOptimizer
 from lightning_omni.simulator import replay
 from lightning_omni.simulator.workbench import Samples
 from lightning_omni.trace import Trace
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats import BF16, FP16, Int8, TopK, wire_named, wire_of
-from lightning_omni.wire.formats import base as wire_format
-from lightning_omni.wire.formats.base import RAW, Memory, WireFormat
+from lightning_omni.wire.formats.base import RAW, Memory, WireFormat, check_size, decode, from_wire, to_wire
 from lightning_omni.wire.layout import Layout
 
 NAMES = ("bf16", "fp16", "int8", "topk:0.1")
@@ -54,8 +53,8 @@ def sent(wire: WireFormat, tensors: Sequence[Tensor | None], state: Any) -> tupl
     layout = Layout.of({str(place): each for place, each in enumerate(whole[: len(tensors)])})
     encoded = wire.encode(tensors, layout, state, Memory())
     there = layout.subset(encoded.present)
-    wire_format.check_size(wire, encoded.payload.numel(), there)
-    arrived = iter(there.views(wire_format.decode(wire, encoded.payload, there, Memory())))
+    check_size(wire, encoded.payload.numel(), there)
+    arrived = iter(there.views(decode(wire, encoded.payload, there, Memory())))
     return [next(arrived) if flag else None for flag in encoded.present], encoded.state
 
 
@@ -192,8 +191,8 @@ def test_whatever_comes_as_a_payload_is_decoded_or_refused(name: str, data: byte
     layout = Layout.of({"w": torch.zeros(30), "b": torch.zeros(())})
     payload = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
     try:
-        wire_format.check_size(wire, payload.numel(), layout)
-        flat = wire_format.decode(wire, payload, layout, Memory())
+        check_size(wire, payload.numel(), layout)
+        flat = decode(wire, payload, layout, Memory())
     except (MalformedMessage, Refused):
         return
     assert flat.numel() == layout.nbytes
@@ -204,7 +203,7 @@ def test_places_that_are_none_are_refused() -> None:
     for place in (-1, 30, 1 << 30):
         payload = torch.cat([torch.tensor([0, 1, place], dtype=torch.int32), torch.ones(3).view(torch.int32)])
         with pytest.raises(Refused, match="are no push in the wire format topk: a place is not among 30 numbers"):
-            wire_format.decode(wire, payload.view(torch.uint8), layout, Memory())
+            decode(wire, payload.view(torch.uint8), layout, Memory())
 
 
 def test_a_payload_that_begins_at_an_odd_byte_is_decoded() -> None:
@@ -221,7 +220,7 @@ def test_a_payload_that_begins_at_an_odd_byte_is_decoded() -> None:
 @every_format
 def test_a_server_steps_with_what_it_decodes(name: str) -> None:
     wire, link = wire_named(name), trained_link((0,), (1,))
-    link.form((0,), (1,), generation=2, wire_format=wire_format.to_wire(wire))
+    link.form((0,), (1,), generation=2, wire_format=to_wire(wire))
     link.inbox.clear()
     tensors = gradient(0)
     layout = Layout.of({str(place): tensor for place, tensor in enumerate(tensors)})
@@ -244,10 +243,10 @@ def test_formats_have_names_and_settings() -> None:
     assert wire_named("fp32") == RAW
     for name in NAMES:
         wire = wire_named(name)
-        assert wire_format.from_wire(wire_format.to_wire(wire)) == wire
+        assert from_wire(to_wire(wire)) == wire
 
 
-class Fixed(wire_format.WireFormat, frozen=True, kw_only=True, tag="fixed"):
+class Fixed(WireFormat, frozen=True, kw_only=True, tag="fixed"):
     """A format of a user's own, which does not look at its setting itself."""
 
     digits: int = 2
@@ -373,30 +372,30 @@ def test_gossip_takes_less_time_in_fewer_bytes_and_does_not_part_groups_that_agr
 def test_what_a_group_loses_to_the_centre_the_centre_gains(wire: Any) -> None:
     """With a learning rate of 0 nothing but the spring moves anything: the sum of all weights stays."""
     chosen, method = wire_of(wire), method_named("elastic_averaging:period=1,moving_rate=0.3")
-    shard = Shard(None, {"w": drawn((300,), 0)}, 0, method, (0, 1), lambda path: SGD)
-    shard.answer_in(chosen.answers)
+    served = ServedOptimizer(None, {"w": drawn((300,), 0)}, 0, method, (0, 1), lambda path: SGD)
+    served.answer_in(chosen.answers)
     cores = []
     for group in (0, 1):
         own = [Parameter(drawn((300,), 1 + group))]
         core = GroupCore(method, chosen)
         core.attach(Replica(own, SGD(own, lr=0.0), group))
         cores.append((core, own[0]))
-    total = shard.master.weights()[0].double() + sum(weight.detach().double() for _, weight in cores)
-    layout, memory, back = shard.layout, Memory(), Memory()
+    total = served.master.weights()[0].double() + sum(weight.detach().double() for _, weight in cores)
+    layout, memory, back = served.layout, Memory(), Memory()
     for step in range(40):
         core, _ = cores[step % 2]
         ask = core.gradient(0, Gradient([torch.zeros(300)], [{"lr": 0.0}]))
-        assert isinstance(ask, Ask)
+        assert isinstance(ask, ServerRequest)
         said = core.send(ask, layout, memory)
         assert isinstance(said.message, m.PushMessage)
         assert said.payload is not None
         message = msgspec.structs.replace(said.message, hyperparameters=())
-        replies = shard.push(step % 2, message, wire_format.decode(chosen.pushes, said.payload, layout, back))
+        replies = served.push(step % 2, message, decode(chosen.pushes, said.payload, layout, back))
         assert replies is not None
-        payload = shard.as_bytes(shard.payload_of(replies[0]), layout)
-        arrived = layout.views(wire_format.decode(chosen.answers, payload, layout, Memory()))
-        assert core.answer(0, Pulled(arrived, shard.master.clock)) == NextGradient()
-    moved = shard.master.weights()[0].double() + sum(weight.detach().double() for _, weight in cores)
+        payload = served.as_bytes(served.payload_of(replies[0]), layout)
+        arrived = layout.views(decode(chosen.answers, payload, layout, Memory()))
+        assert core.answer(0, Pulled(arrived, served.master.clock)) == NextGradient()
+    moved = served.master.weights()[0].double() + sum(weight.detach().double() for _, weight in cores)
     torch.testing.assert_close(moved, total, rtol=0, atol=1e-5)  # of float32's own rounding
 
 

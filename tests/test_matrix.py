@@ -46,6 +46,6 @@ def test_what_the_matrix_refuses_is_the_documented_list() -> None:
 
 @pytest.mark.parametrize(Cell._fields, covering(SOME))
 def test_nothing_is_lost_or_counted_twice_and_all_ranks_end_with_the_same_weights(
-    method: str, wire: str, overlap: bool, shards: int, fate: str
+    method: str, wire: str, overlap: bool, servers: int, fate: str
 ) -> None:
-    Training(Cell(method, wire, overlap, shards, fate))
+    Training(Cell(method, wire, overlap, servers, fate))

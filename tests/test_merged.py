@@ -12,7 +12,7 @@ from runs import SLOWER, Run, Running, run
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lightning_omni.server.log.record import read_record
+from lightning_omni.server.event_log import read_record
 from lightning_omni.simulator import replay, trace_of
 from lightning_omni.simulator.workbench import Samples
 

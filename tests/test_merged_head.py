@@ -20,10 +20,10 @@ from lightning_omni.methods import AsyncSGD
 from lightning_omni.methods.model.head import MergedHead, check_mergeable, clip, modes_of
 from lightning_omni.methods.model.master import describe, hyperparameters_of, places_of, state_of
 from lightning_omni.methods.model.modules import class_paths, describe_module, module_resolver, rebuild_module
-from lightning_omni.server.log.record import Event
+from lightning_omni.server.event_log import Event
 from lightning_omni.simulator import trace_of
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.activations import Both, pack_in, unpack_in
+from lightning_omni.wire.activations import ActivationFormats, pack_activations, unpack_activations
 from lightning_omni.wire.codec import pack, unpack
 from lightning_omni.wire.formats import Int8, Wire, wire_of
 from lightning_omni.wire.formats.base import to_wire
@@ -413,12 +413,12 @@ class Heads:
 
     def __init__(self, head: nn.Module | None = None, momentum: float = 0.9, wire: Wire = "fp32") -> None:
         self.module: Any = head or classifier()
-        self.wire = Both.of(wire_of(wire))
+        self.wire = ActivationFormats.of(wire_of(wire))
         self.link, self.events = Link(3), list[Event]()
-        self.link.core.notes.record = self.events.append
+        self.link.core.events.record = self.events.append
         for rank in range(3):
             self.link.join(rank)
-        form = m.Form(
+        form = m.FormGroups(
             generation=1,
             groups=((0,), (1,), (2,)),
             method=m.method_to_wire(AsyncSGD()),
@@ -434,11 +434,11 @@ class Heads:
             "head": {"name": "head", "module": describe_module(self.module), "seed": 0},
         }
         message, payload = seed_of({"parts": [body_part(new_parameters()), part]})
-        assert self.link.data(0, message, payload)[0] == m.Seeded()
+        assert self.link.data(0, message, payload)[0] == m.WeightsUploaded()
         self.link.inbox.clear()
 
     def forward(self, rank: int, x: Tensor, exclusive: bool = True) -> None:
-        packed, buffer = pack_in(self.wire.up, [[x], {}])
+        packed, buffer = pack_activations(self.wire.up, [[x], {}])
         message = m.HeadForward(
             optimizer=HEAD,
             packed=packed,
@@ -450,7 +450,7 @@ class Heads:
         self.link.say(data_peer(rank), message, buffer.numpy().tobytes(), m.DATA)
 
     def backward(self, rank: int, gradient: Tensor, **changes: Any) -> None:
-        packed, buffer = pack_in(self.wire.up, [gradient])
+        packed, buffer = pack_activations(self.wire.up, [gradient])
         fields = {"hyperparameters": tuple(hyperparameters_of(self.optimizer)), **changes}
         message = m.HeadBackward(optimizer=HEAD, packed=packed, nbytes=buffer.numel(), **fields)
         self.link.say(data_peer(rank), message, buffer.numpy().tobytes(), m.DATA)
@@ -461,12 +461,14 @@ class Heads:
         for message, payload in self.link.inbox.pop((data_peer(rank), m.DATA), []):
             buffer = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0)
             is_tree = hasattr(message, "packed")
-            answers.append((message, unpack_in(self.wire.down, message.packed, buffer)) if is_tree else message)
+            answers.append(
+                (message, unpack_activations(self.wire.down, message.packed, buffer)) if is_tree else message
+            )
         return answers
 
     @property
     def weights(self) -> list[Tensor]:
-        return [weight.clone() for weight in self.link.core.shards[HEAD].master.weights()]
+        return [weight.clone() for weight in self.link.core.optimizers[HEAD].master.weights()]
 
 
 def test_one_group_at_a_time_has_access_in_order_of_arrival() -> None:
@@ -528,24 +530,24 @@ def test_activations_and_gradients_travel_in_the_format_of_their_direction(name:
     (plain, output), (_, back) = exact.heard(0)
     (message, near), (answer, nearly) = rounded.heard(0)
     assert (message.nbytes, answer.nbytes) == (plain.nbytes // 2, back[0].numel() * 2)
-    sent = pack_in(rounded.wire.up, x)[1].numel()
+    sent = pack_activations(rounded.wire.up, x)[1].numel()
     assert sent == (4 * x.numel() if name.startswith("topk") else wire_of(name).sizes(Layout.of({"x": x}))[1])
     torch.testing.assert_close(near, output, rtol=0.05, atol=0.05)
     torch.testing.assert_close(nearly[0], back[0], rtol=0.05, atol=0.05)
-    assert rounded.link.core.shards[HEAD].master.clock == 1
+    assert rounded.link.core.optimizers[HEAD].master.clock == 1
 
 
 def test_numbers_that_are_no_activations_arrive_as_they_are_and_a_wrong_size_is_refused() -> None:
     tree = [torch.tensor([3, 1 << 40]), torch.linspace(-1, 1, 300), torch.tensor([True, False])]
-    packed, payload = pack_in(Int8(), tree)
+    packed, payload = pack_activations(Int8(), tree)
     assert payload.numel() == Int8().nbytes(300) + Layout.of({"a": tree[0], "b": tree[2]}).nbytes
-    places, numbers, flags = unpack_in(Int8(), packed, payload)
+    places, numbers, flags = unpack_activations(Int8(), packed, payload)
     assert torch.equal(places, tree[0])
     assert torch.equal(flags, tree[2])
     torch.testing.assert_close(numbers, tree[1], rtol=0, atol=1 / 127)
     for spoiled in (payload[:-1], torch.cat([payload, payload[:1]]), payload[:0]):
         with pytest.raises(MalformedMessage, match="the tensors need"):
-            unpack_in(Int8(), packed, spoiled)
+            unpack_activations(Int8(), packed, spoiled)
 
 
 @pytest.mark.parametrize("name", ["int8", "bf16", "fp16"])
@@ -693,9 +695,9 @@ def test_staleness_is_counted_from_the_forward_pass_on() -> None:
     """Were access shared, it would show."""
     heads, x = Heads(), torch.randn(3, 4)
     heads.forward(0, x)
-    heads.link.core.shards[HEAD].master.clock += 5
+    heads.link.core.optimizers[HEAD].master.clock += 5
     heads.backward(0, torch.ones(3, 2))
-    assert heads.link.core.shards[HEAD].counts.staleness == {5: 1}
+    assert heads.link.core.optimizers[HEAD].counts.staleness == {5: 1}
     assert heads.events[-1].read_at == 0
 
 
@@ -715,7 +717,7 @@ def test_a_read_of_the_head_during_an_access_does_not_end_it() -> None:
 def test_an_optimizer_that_fails_on_the_heads_gradient_is_refused_and_the_server_goes_on() -> None:
     heads, x = Heads(), torch.randn(3, 4)
     heads.forward(0, x)
-    heads.link.core.shards[HEAD].master.optimizer.step = lambda: 1 / 0  # type: ignore[union-attr, method-assign]
+    heads.link.core.optimizers[HEAD].master.optimizer.step = lambda: 1 / 0  # type: ignore[union-attr, method-assign]
     heads.backward(0, torch.ones(3, 2))
     assert "ZeroDivisionError" in heads.heard(0)[-1].reason
     heads.forward(1, x)

@@ -17,7 +17,7 @@ from lightning_omni.methods import AsyncSGD
 from lightning_omni.server.observers import MOST_CHALLENGED, MOST_OBSERVERS, ranks_text
 from lightning_omni.wire import handshake
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.leases import EpochPlan
+from lightning_omni.wire.messages import EpochPlan
 
 PLAN = EpochPlan(epoch=3, total=64, batch_size=2, budget=64)
 
@@ -64,7 +64,7 @@ def test_a_proof_that_was_overheard_opens_nothing_a_second_time() -> None:
     hello = m.Observe(version=m.VERSION, nonce=bytes(32))
     challenge = say(link, hello)
     proof = m.ObserverProof(mac=handshake.observer_mac(KEY, "observer", hello, challenge.nonce))
-    assert isinstance(say(link, proof), m.Observing)
+    assert isinstance(say(link, proof), m.ObserverWelcome)
     say(link, hello, b"thief")
     expect_refusal(say(link, proof, b"thief"), "key")
     # Nor does a server's own proof, or that of a rank, open anything.
@@ -73,7 +73,7 @@ def test_a_proof_that_was_overheard_opens_nothing_a_second_time() -> None:
 
 
 def test_a_server_without_the_key_is_found_out() -> None:
-    answers = iter((m.Challenge(nonce=bytes(32)), m.Observing(mac=bytes(32))))
+    answers = iter((m.Challenge(nonce=bytes(32)), m.ObserverWelcome(mac=bytes(32))))
     with pytest.raises(Refused, match="does not hold the run's key"):
         handshake.observe(lambda message, expect: next(answers), KEY, bytes(32))
 
@@ -86,7 +86,7 @@ def test_another_version_is_told_both_numbers() -> None:
 def test_what_watches_is_no_rank_and_a_rank_watches_nothing() -> None:
     link = trained_link((0, 1), (2,))
     watch(link)
-    for message in (m.AskStatus(), m.Heartbeat(sent=1.0), m.Lost(rank=2, reason="a lie"), m.Goodbye()):
+    for message in (m.AskStatus(), m.Heartbeat(sent=1.0), m.RankEnded(rank=2, reason="a lie"), m.Goodbye()):
         expect_refusal(say(link, message), "stranger")
     for other in (m.AskOverview(), m.Evict(group=1, incarnation=1)):
         expect_refusal(say(link, other, control_peer(2)), "stranger")
@@ -128,7 +128,7 @@ def test_an_overview_has_what_was_counted_and_heard() -> None:
     link = trained_link((0, 1), (2,))
     watch(link)
     for rank in (0, 1, 2):
-        link.core.locate(control_peer(rank), f"10.0.0.{rank // 2}")
+        link.core.set_host(control_peer(rank), f"10.0.0.{rank // 2}")
     link.now += 5.0
     link.control(0, m.Heartbeat(sent=1.0, step_time=0.5, compute_time=0.2, exchange_time=0.1))
     link.control(1, m.Heartbeat(sent=1.0, step_time=0.5, compute_time=0.4, exchange_time=0.1))
@@ -152,12 +152,12 @@ def test_samples_are_counted_by_group_and_once() -> None:
     for rank in (0, 1, 2):
         link.control(rank, m.OpenEpoch(plan=PLAN))
     for rank, trained in ((0, 0), (2, 0), (0, 1), (1, 1), (2, 1)):
-        link.control(rank, m.Draw(epoch=3, generation=1, number=trained, trained=trained))
+        link.control(rank, m.DrawBatches(epoch=3, generation=1, number=trained, trained=trained))
     shown = overview(link)
     assert [group.samples for group in shown.groups] == [4, 2]
     assert (shown.plan, shown.trained) == (PLAN, 6)
     for rank in (0, 1, 2):
-        link.control(rank, m.Leave(epoch=3, generation=1, trained=1))
+        link.control(rank, m.LeaveEpoch(epoch=3, generation=1, trained=1))
     link.control(0, m.OpenEpoch(plan=EpochPlan(epoch=4, total=8, batch_size=2, budget=8)))
     assert [group.samples for group in overview(link).groups] == [4, 2]  # they go on through the epochs
     link.form((0, 1), (2,), generation=2)
@@ -267,9 +267,9 @@ def test_a_server_that_goes_on_knows_that_a_person_has_asked_for_other_groups() 
 def test_a_server_that_goes_on_does_not_say_again_who_was_lost_before() -> None:
     link = trained_link((0, 1), (2,))
     link.core.lose(2, "rank 2 gave no sign of life for 30 s")
-    assert [each.kind for each in link.core.happenings][-1] == "lost"
+    assert [each.kind for each in link.core.run_events][-1] == "lost"
     link.core.load(link.core.state(), (), link.now)
-    assert [each.kind for each in link.core.happenings] == ["restored"]
+    assert [each.kind for each in link.core.run_events] == ["restored"]
 
 
 @pytest.mark.parametrize("groups", [-1, 0, 4])

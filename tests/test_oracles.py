@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_omni.errors import ConfigurationError, MalformedMessage, ProtocolError
-from lightning_omni.group.core import Ask, GroupCore
+from lightning_omni.group.core import GroupCore, ServerRequest
 from lightning_omni.methods import (
     METHODS,
     PRESETS,
@@ -56,8 +56,8 @@ from lightning_omni.methods import (
 )
 from lightning_omni.methods.contract import GroupSide
 from lightning_omni.methods.model.master import describe, hyperparameters_of, resolver
-from lightning_omni.methods.model.replica import Pulled, Replica, is_sound
-from lightning_omni.server.served_optimizer import Shard
+from lightning_omni.methods.model.replica import Pulled, Replica, all_finite
+from lightning_omni.server.parameters.served_optimizer import ServedOptimizer
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.layout import Layout
 
@@ -629,7 +629,7 @@ def test_weights_that_are_not_finite_are_not_gossiped_on() -> None:
     cluster.published[1] = [weight * torch.inf for weight in start()]
     cluster.compute(0)
     assert same(cluster.weights(0), start())
-    assert is_sound([torch.ones(1 << 17, dtype=torch.float16)]), "the sum alone is too large"
+    assert all_finite([torch.ones(1 << 17, dtype=torch.float16)]), "the sum alone is too large"
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="newer releases of torch have it")
@@ -1213,16 +1213,16 @@ def test_after_a_fragment_that_was_refused_a_group_begins_again_from_all_of_the_
     replica = Replica([weight], sgd(0.1)([weight]))
     core.attach(replica)
     ask = core.gradient(0, Gradient([torch.full((4,), torch.inf)], ()))
-    assert isinstance(ask, Ask)
+    assert isinstance(ask, ServerRequest)
     assert isinstance(ask.need, Exchange)
     assert ask.need.fragment == 0
     again = core.answer(0, Pulled([torch.zeros(2)], 3, refused=True, fragment=0))
-    assert isinstance(again, Ask)
+    assert isinstance(again, ServerRequest)
     assert isinstance(again.need, Fetch)
     assert isinstance(core.answer(0, Pulled([torch.full((4,), 2.0)], 5)), NextGradient)
     assert weight.tolist() == [2.0] * 4
     ask = core.gradient(0, Gradient([torch.ones(4)], ()))
-    assert isinstance(ask, Ask)
+    assert isinstance(ask, ServerRequest)
     assert isinstance(ask.need, Exchange)
     assert (ask.need.fragment, ask.need.read_at) == (0, 5)
 
@@ -1674,7 +1674,7 @@ def test_a_method_of_ones_own_is_registered_travels_and_serves() -> None:
     optimizer = torch.optim.SGD(parameters.values(), lr=0.5)
     description = describe(optimizer, {p: name for name, p in parameters.items()})
     weights = {name: p.detach() for name, p in parameters.items()}
-    shard = Shard(description, weights, 0, SignSGD(), range(2), resolver(()))
+    served = ServedOptimizer(description, weights, 0, SignSGD(), range(2), resolver(()))
     cluster = Cluster(SignSGD(), 2, [*weights.values()], sgd(0.5), lambda w, g, s: [torch.tensor([3.0, -0.1])])
     cluster.begin(0)
     need = cluster.need(0)
@@ -1693,9 +1693,9 @@ def test_a_method_of_ones_own_is_registered_travels_and_serves() -> None:
         nbytes=payload.numel(),
     )
     push = msgspec.msgpack.decode(msgspec.msgpack.encode(push), type=m.PushMessage)
-    assert shard.push(0, push, payload) == [Reply(0, staleness=0)]
-    assert torch.equal(shard.master.weights()[0], torch.tensor([-0.5, 0.5]))
-    assert shard.counts.staleness == Counter({0: 1})
+    assert served.push(0, push, payload) == [Reply(0, staleness=0)]
+    assert torch.equal(served.master.weights()[0], torch.tensor([-0.5, 0.5]))
+    assert served.counts.staleness == Counter({0: 1})
 
 
 def test_a_name_that_is_taken_is_refused() -> None:

@@ -21,7 +21,7 @@ from torch.utils.data import ConcatDataset
 
 from lightning_omni import OmniStrategy
 from lightning_omni.errors import ConfigurationError, ProtocolError
-from lightning_omni.group.core import Ask, GroupCore, LastAnswer
+from lightning_omni.group.core import GroupCore, LastAnswer, ServerRequest
 from lightning_omni.methods import (
     AsyncSGD,
     DelayCompensated,
@@ -39,14 +39,13 @@ from lightning_omni.methods import (
 )
 from lightning_omni.methods.model.fragments import cut, read, sizes_of, write
 from lightning_omni.methods.model.master import hyperparameters_of
-from lightning_omni.server.log.record import Event, read_record
+from lightning_omni.server.event_log import Event, read_record
 from lightning_omni.simulator import Cluster, Link, replay, simulate
 from lightning_omni.simulator.workbench import Samples
 from lightning_omni.trace import Trace
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.formats import base as wire_format
 from lightning_omni.wire.formats import wire_named
-from lightning_omni.wire.formats.base import Memory
+from lightning_omni.wire.formats.base import Memory, check_size, decode
 from lightning_omni.wire.layout import Layout, TensorSpec
 
 SHAPES = ((7, 5), (), (0,), (130,), (3,))
@@ -116,10 +115,10 @@ def test_what_arrives_of_fragments_and_what_is_owed_add_up_to_what_was_given(nam
             fragment=number % of,
         )
         encoded = core.encode(0, need, layout, Memory())
-        core._arrived(core._halves[0], Pulled((), number))
+        core._accept_answer(core._method_states[0], Pulled((), number))
         there = layout.fragment(number % of, of).subset(encoded.present)
-        wire_format.check_size(wire, encoded.payload.numel(), there)
-        came = there.views(wire_format.decode(wire, encoded.payload, there, Memory()))
+        check_size(wire, encoded.payload.numel(), there)
+        came = there.views(decode(wire, encoded.payload, there, Memory()))
         present = [piece for piece, flag in zip(pieces, encoded.present, strict=True) if flag]
         for totals, values in ((given_, [each for each in need.tensors if each is not None]), (arrived, came)):
             write(totals, present, [a + b for a, b in zip(read(totals, present), values, strict=True)])
@@ -145,11 +144,11 @@ def test_what_arrives_of_steps_under_way_and_what_is_owed_add_up_to_all_gradient
         action = core.gradient(0, Gradient(list(gradient), [{"lr": 0.1}]))
         if action == Receive():
             action = core.answer(0, core.receive(LastAnswer(staleness=0), drawn(0), clock=number))
-        assert isinstance(action, Ask)
+        assert isinstance(action, ServerRequest)
         payload = core.send(action, layout, memory).payload
         assert core.answer(0, None) == NextGradient()
         assert payload is not None
-        came = layout.views(wire_format.decode(wire, payload, layout, Memory()))
+        came = layout.views(decode(wire, payload, layout, Memory()))
         for totals, values in ((given_, gradient), (arrived, came)):
             for total, value in zip(totals, values, strict=True):
                 total += value
@@ -186,7 +185,7 @@ def gradient_of(replica: Replica, value: float) -> Gradient:
 def test_the_answer_to_a_step_is_loaded_when_the_next_gradient_is_there() -> None:
     core, replica, layout, memory = overlapping()
     first = core.gradient(0, gradient_of(replica, 1.0))
-    assert isinstance(first, Ask)
+    assert isinstance(first, ServerRequest)
     assert not first.waits
     said = core.send(first, layout, memory)
     assert core.answer(0, None) == NextGradient()
@@ -194,7 +193,7 @@ def test_the_answer_to_a_step_is_loaded_when_the_next_gradient_is_there() -> Non
     assert core.gradient(0, gradient_of(replica, 2.0)) == Receive()
     second = core.answer(0, core.receive(LastAnswer(staleness=0), [torch.full((2,), 7.0)], clock=5))
     assert replica.weights()[0].tolist() == [7.0, 7.0]
-    assert isinstance(second, Ask)
+    assert isinstance(second, ServerRequest)
     message = core.send(second, layout, memory).message
     assert isinstance(said.message, m.PushMessage)
     assert isinstance(message, m.PushMessage)
@@ -203,7 +202,7 @@ def test_the_answer_to_a_step_is_loaded_when_the_next_gradient_is_there() -> Non
     assert core.answer(0, None) == NextGradient()
     core.gradient(0, gradient_of(replica, 3.0))
     third = core.answer(0, core.receive(LastAnswer(staleness=1), [torch.zeros(2)], clock=6))
-    assert isinstance(third, Ask)
+    assert isinstance(third, ServerRequest)
     assert isinstance(third.need, Exchange)
     assert third.need.read_at == 5
 
@@ -213,7 +212,7 @@ def test_what_is_under_way_is_said_again_as_it_was_though_its_tensors_have_moved
     core, replica, layout, memory = overlapping()
     gradient = gradient_of(replica, 1.0)
     ask = core.gradient(0, gradient)
-    assert isinstance(ask, Ask)
+    assert isinstance(ask, ServerRequest)
     payload = core.send(ask, layout, memory).payload
     core.answer(0, None)
     assert gradient.tensors[0] is not None
@@ -235,7 +234,7 @@ def test_what_is_under_way_is_applied_before_a_group_waits_for_others() -> None:
     with pytest.raises(ProtocolError, match="nothing is under way"):
         core.apply_answer(0, Pulled([torch.zeros(2)], 4))
     following = core.gradient(0, gradient_of(replica, 1.0))
-    assert isinstance(following, Ask), "there is nothing to receive"
+    assert isinstance(following, ServerRequest), "there is nothing to receive"
     assert isinstance(following.need, Exchange)
     assert following.need.read_at == 3
 

@@ -138,6 +138,6 @@ def test_weights_go_out_as_fast_to_a_group_that_joins_a_server_that_once_stood_s
     with closing(Server(link.core)) as server:
         server._clock._stood += 3600.0
         weights = torch.zeros(2 * LITTLE, dtype=torch.uint8)
-        answer = Out(data_peer(1), m.DATA, m.Brought(), (weights,), may_take_long=True)
+        answer = Out(data_peer(1), m.DATA, m.Uploaded(), (weights,), may_take_long=True)
         server._send([answer])
         assert server._paced.due <= server._clock(), "the loop waits for it no longer than for the time it is due"

@@ -296,7 +296,7 @@ def test_a_connection_that_has_not_proved_itself_is_refused_and_counted_also_wit
     [
         [b"not a message"],
         [b"a", b"b", b"c"],
-        [m.encode(m.Taken())],
+        [m.encode(m.PeerMessageStored())],
         [b"", b"a chunk of nothing"],
     ],
     ids=["noise", "frames", "answer", "chunk"],
@@ -328,6 +328,6 @@ def test_a_leader_listens_where_the_server_can_be_reached() -> None:
 
 
 def test_a_server_whose_host_is_not_known_is_named() -> None:
-    core = ServerCore(bytes(32), secrets.token_bytes, shards=2, shard=1)
+    core = ServerCore(bytes(32), secrets.token_bytes, servers=2, number=1)
     with pytest.raises(ConnectionLost, match=r"tcp://nowhere.invalid:5555: .*; check the host's name"):
         ZeroMQ().follow(core, "tcp://nowhere.invalid:5555")

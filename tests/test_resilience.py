@@ -27,12 +27,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_omni.errors import ConfigurationError, ConnectionLost, Refused
-from lightning_omni.group.core import Action, Ask
+from lightning_omni.group.core import Action, ServerRequest
 from lightning_omni.methods import Method, method_named
 from lightning_omni.methods.contract import Gradient, NextGradient
 from lightning_omni.methods.model.master import hyperparameters_of
 from lightning_omni.server import ServerCore
-from lightning_omni.server.collectives.service import BROUGHT_ELSEWHERE
+from lightning_omni.server.collectives import UPLOADED_ELSEWHERE
 from lightning_omni.server.service import as_tensor
 from lightning_omni.transport.serving import state_directory as saving
 from lightning_omni.transport.serving.state_directory import PATIENCE, StateDirectory, saved_weights
@@ -40,7 +40,7 @@ from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, pack, unpack
 from lightning_omni.wire.formats.base import Memory
 from lightning_omni.wire.journal import AnyEntry, Entry, FormedEntry, NumberedEntry
-from lightning_omni.wire.leases import EpochPlan
+from lightning_omni.wire.messages import EpochPlan
 
 LR = 0.1
 
@@ -64,7 +64,7 @@ class Mortal(Serving):
         self._journal: list[bytes] = []
         self.kept: list[Tensor] = []
         self._kept_then: list[Tensor] = []
-        self.core.patience = 1.0
+        self.core.reconnect_timeout = 1.0
         self._watch()
 
     def save(self) -> None:
@@ -81,7 +81,7 @@ class Mortal(Serving):
             state = unpack(msgspec.msgpack.decode(self._saved[0], type=Packed), self._saved[1].clone())
             entries = [msgspec.msgpack.decode(entry, type=AnyEntry) for entry in self._journal]
             self.core.load(state, entries, now=0.0)
-            self.core.patience = 1.0
+            self.core.reconnect_timeout = 1.0
             self.kept = list(self._kept_then)
             self._watch()
             self.save()
@@ -142,7 +142,7 @@ class Worker(Member):
         return self.control.take(expect)[0]  # type: ignore[attr-defined]
 
     def do(self, action: Action) -> Any:
-        assert isinstance(action, Ask)
+        assert isinstance(action, ServerRequest)
         said = self.core.send(action, self.layout, self._memory)
         self._asked = action
         self.data.send(said.message, said.payload, self._into)
@@ -156,7 +156,7 @@ class Worker(Member):
         data = self.core.data
         assert data is not None
         if data.drawn == data.trained:
-            data.drew(self.request(data.draw(data.drawn), m.Drawn).batches)
+            data.record_drawn(self.request(data.draw(data.drawn), m.BatchesDrawn).batches)
         if data.drawn == data.trained:
             return False
         data.begin_batch()
@@ -176,7 +176,7 @@ class Worker(Member):
 
     def ask_what_is_next(self) -> None:
         assert self.core.data is not None
-        self.control.ask(self.core.data.question())  # type: ignore[attr-defined]
+        self.control.ask(self.core.data.ask_next())  # type: ignore[attr-defined]
         self.serving.revive()
 
 
@@ -205,7 +205,7 @@ def finish(groups: Sequence[Worker]) -> None:
             if open_to[group] == "more":
                 data = group.core.data
                 assert data is not None
-                data.drew(group.request(data.draw(data.drawn), m.Drawn).batches)
+                data.record_drawn(group.request(data.draw(data.drawn), m.BatchesDrawn).batches)
     assert set(open_to.values()) == {"over"}
 
 
@@ -236,7 +236,7 @@ def test_whenever_a_server_dies_every_sample_is_trained_and_each_push_counts_onc
         assert serving.core.roster.lost == {}
         if method == "async_sgd":
             total = start - LR * torch.stack(serving.kept).double().sum(0)
-            held = torch.cat([weight.flatten() for weight in serving.core.shards[0].master.weights()]).double()
+            held = torch.cat([weight.flatten() for weight in serving.core.optimizers[0].master.weights()]).double()
             torch.testing.assert_close(held, total, rtol=1e-4, atol=1e-5)
             assert serving.core.clock == len(serving.kept)
         synchronize(serving, groups)
@@ -290,13 +290,13 @@ def test_a_validation_that_one_rank_has_heard_of_is_told_to_the_other_by_the_nex
         for group in groups:
             group.ask_what_is_next()
         assert groups[0].verdict == "validate"
-        groups[0].core.data.follow("validate")  # type: ignore[union-attr]
-        unheard = groups[1].control.take(m.Verdict)  # type: ignore[attr-defined]
+        groups[0].core.data.apply_next("validate")  # type: ignore[union-attr]
+        unheard = groups[1].control.take(m.Next)  # type: ignore[attr-defined]
         assert unheard[0].next == "validate"
         serving.die()
         groups[1].ask_what_is_next()
         assert groups[1].verdict == "validate"
-        groups[1].core.data.follow("validate")  # type: ignore[union-attr]
+        groups[1].core.data.apply_next("validate")  # type: ignore[union-attr]
         synchronize(serving, groups)
         finish(groups)
         assert {index for group in groups for index in group.used} == set(range(SAMPLES))
@@ -317,7 +317,7 @@ def test_a_group_that_evaluates_is_waited_for_by_the_next_server_no_more_than_by
         packed, buffer = pack({"loss": 0.5})
         result = m.PublishEvaluation(number=1, packed=packed, nbytes=buffer.numel())
         first.data.exchange(result, m.EvaluationPublished, buffer)
-        assert serving.core.shards[0].method_side.idle_groups == set(), "it pushes again"
+        assert serving.core.optimizers[0].method_side.idle_groups == set(), "it pushes again"
 
 
 def test_what_one_rank_has_heard_at_a_synchronization_point_the_other_hears_of_the_next_server() -> None:
@@ -326,20 +326,20 @@ def test_what_one_rank_has_heard_at_a_synchronization_point_the_other_hears_of_t
         serving = Mortal(stack)
         first, second = workers(serving, method_named("async_sgd"))
         for group in (first, second):
-            group.data.exchange(m.Bring(nbytes=len(large)), m.Brought, as_tensor(large))
-        brought = m.Contribute(number=0, what="gather", brought=True)
+            group.data.exchange(m.Upload(nbytes=len(large)), m.Uploaded, as_tensor(large))
+        brought = m.Contribute(number=0, what="gather", uploaded=True)
         serving.die()
-        with pytest.raises(Refused, match="has brought nothing") as refused:
+        with pytest.raises(Refused, match="has uploaded nothing") as refused:
             first.control.request(brought, m.Gathered)
-        assert refused.value.code == BROUGHT_ELSEWHERE
+        assert refused.value.code == UPLOADED_ELSEWHERE
         for group in (first, second):
-            group.data.exchange(m.Bring(nbytes=len(large)), m.Brought, as_tensor(large))
+            group.data.exchange(m.Upload(nbytes=len(large)), m.Uploaded, as_tensor(large))
             group.control.ask(brought)  # type: ignore[attr-defined]
         for group in (first, second):
-            assert group.control.take(m.Gathered)[0].collect  # type: ignore[attr-defined]
+            assert group.control.take(m.Gathered)[0].must_download  # type: ignore[attr-defined]
         serving.die()
         for group in (first, second):
-            _, payload = group.data.exchange(m.Collect(number=0), m.Collected)
+            _, payload = group.data.exchange(m.Download(number=0), m.Downloaded)
             assert payload.numpy().tobytes() == large + large
 
 
@@ -360,7 +360,7 @@ def test_a_group_that_has_had_the_mean_from_a_server_that_is_gone_is_not_waited_
         for group in (first, second):  # the second one's is lost: let this be what had not left
             group.data.receive(m.Weights)
         serving.die()
-        further = m.Contribute(number=0, what="buffers", brought=False)
+        further = m.Contribute(number=0, what="buffers", uploaded=False)
         for step in sorted((0, 1), reverse=is_first):
             if step == 0:
                 hand_in(second)
@@ -384,7 +384,7 @@ def test_groups_that_a_server_has_left_at_the_means_of_different_optimizers_come
         link.join(rank)
     link.form((0,), (1,))
     message, payload = seed_of({"parts": [part_of(new_parameters()), part_of(new_parameters())]})
-    assert link.data(0, message, payload)[0] == m.Seeded()
+    assert link.data(0, message, payload)[0] == m.WeightsUploaded()
     own = as_bytes(gradient(0))
     means = [m.AverageMessage(optimizer=number, nbytes=len(own)) for number in range(2)]
     assert link.say(data_peer(0), means[1], own, m.DATA) == []
@@ -401,11 +401,11 @@ def test_groups_that_were_lost_or_joined_after_the_save_are_known_to_the_next_se
         assert second.train(1)
         second.control.close()
         assert serving.core.roster.groups == (0, 2)
-        rate = serving.core.shards[0].method_side._rate  # type: ignore[attr-defined]
+        rate = serving.core.optimizers[0].method_side._rate  # type: ignore[attr-defined]
         serving.die()
         assert serving.core.roster.groups == (0, 2)
         assert all(serving.core.roster.members[rank].peer for rank in serving.core.roster.live)
-        assert serving.core.shards[0].method_side._rate == rate  # type: ignore[attr-defined]
+        assert serving.core.optimizers[0].method_side._rate == rate  # type: ignore[attr-defined]
         assert third.train(2)
         finish([first])
 
@@ -419,11 +419,11 @@ def test_what_was_stored_for_groups_that_join_and_the_numbers_of_ranks_outlast_t
         stored = m.StoreRunState(packed=packed, nbytes=buffer.numel())
         first.data.exchange(stored, m.RunStateStored, buffer)
         serving.save()
-        assert serving.core.roster.enlist(b"o1", 2, "")[0] == 2
+        assert serving.core.roster.register(b"o1", 2, "")[0] == 2
         serving.core.journal.note(NumberedEntry(4))
         serving.die()
-        assert (serving.core.roster.can_go_on, serving.core.roster.joining) == (True, True)
-        assert serving.core.roster.enlist(b"o2", 2, "")[0] == 4
+        assert (serving.core.roster.can_continue, serving.core.roster.joining) == (True, True)
+        assert serving.core.roster.register(b"o2", 2, "")[0] == 4
         answer, payload = first.data.exchange(m.ReadRunState(), m.StoredRunState)
         assert torch.equal(unpack(answer.packed, payload)["progress"], torch.ones(3))
 
@@ -443,17 +443,17 @@ def test_parameters_that_were_added_are_there_in_their_versions_before_they_are_
         first.data.exchange(m.Restructure(optimizer=0, packed=packed, nbytes=buffer.numel()), m.Restructured, buffer)
         if is_saved:
             serving.save()
-        before = [weight.clone() for weight in serving.core.shards[0].master.weights()]
+        before = [weight.clone() for weight in serving.core.optimizers[0].master.weights()]
         serving.die()
-        shard = serving.core.shards[0]
-        assert [shard.layout_of(group).version for group in (0, 1)] == [1, 0]
-        assert all(map(torch.equal, shard.master.weights(), before))
+        served = serving.core.optimizers[0]
+        assert [served.layout_of(group).version for group in (0, 1)] == [1, 0]
+        assert all(map(torch.equal, served.master.weights(), before))
         assert second.train(1)
         assert serving.core.clock == 1
 
 
 @pytest.mark.parametrize("trained", [-1, 5, 10**9])
-@pytest.mark.parametrize("kind", [m.Await, m.Leave])
+@pytest.mark.parametrize("kind", [m.AskNext, m.LeaveEpoch])
 def test_what_a_server_has_refused_keeps_no_other_from_going_on(kind: type[Any], trained: int) -> None:
     with ExitStack() as stack:
         serving = Mortal(stack)
@@ -461,7 +461,7 @@ def test_what_a_server_has_refused_keeps_no_other_from_going_on(kind: type[Any],
         first.train(0)
         question = {"epoch": PLAN.epoch, "generation": 1, "trained": trained}
         with pytest.raises(Refused, match=f"says it trained {trained} batches"):
-            first.request(kind(**question, **({"interval": 0} if kind is m.Await else {})), m.Verdict)
+            first.request(kind(**question, **({"interval": 0} if kind is m.AskNext else {})), m.Next)
         serving.die()
         finish([first, second])
         assert set(first.used + second.used) == set(range(SAMPLES))
@@ -487,7 +487,7 @@ def test_no_server_goes_on_from_weights_in_whose_place_others_were_handed_over()
         serving = Mortal(stack)
         first, _ = workers(serving, method_named("async_sgd"))
         message, payload = seed_of({"parts": [part_of(first.parameters)]})
-        first.data.exchange(message, m.Seeded, as_tensor(payload))
+        first.data.exchange(message, m.WeightsUploaded, as_tensor(payload))
         with pytest.raises(ConfigurationError, match="weights were handed over after the state was saved"):
             serving.die()
         serving.save()
@@ -534,7 +534,7 @@ def test_a_state_on_disk_is_gone_on_from_and_its_journal_may_end_in_mid_entry(
         core = ServerCore(KEY, secrets.token_bytes)
         states = StateDirectory(tmp_path / "state")
         assert "goes on with a run of 2 ranks" in states.restore(core)
-        assert (core.clock, core.patience) == (0, PATIENCE)
+        assert (core.clock, core.reconnect_timeout) == (0, PATIENCE)
         assert core._epochs.book.drawn(0, 0) == drawn  # type: ignore[union-attr]
         saved(states, core)
         assert {path.stat().st_mode & 0o777 for path in (tmp_path / "state").iterdir()} == {0o600}
@@ -562,7 +562,7 @@ def test_a_server_was_started_after_those_before_it_also_if_the_clock_was_set_ba
     for _ in range(3):
         states, core = StateDirectory(tmp_path), ServerCore(KEY, secrets.token_bytes)
         states.restore(core)
-        began.append(core.began)
+        began.append(core.started_at_ms)
         states.close()
         if len(began) == 1:
             os.utime(tmp_path / "lock", (ahead, ahead))  # as if the clock had been an hour ahead then
@@ -587,7 +587,7 @@ def test_a_state_that_cannot_be_read_is_named_and_one_that_cannot_be_written_end
         shutil.rmtree(tmp_path / "other")
         saved(states, serving.core)
         assert "its loss would end the run" in caplog.text
-        assert (serving.core.patience, serving.core.journal.write) == (0.0, None)
+        assert (serving.core.reconnect_timeout, serving.core.journal.write) == (0.0, None)
         states.close()
 
 

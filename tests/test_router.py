@@ -30,7 +30,7 @@ from lightning_omni.server.service import Payload, Sender, Service, as_tensor
 from lightning_omni.transport.zeromq import Server
 from lightning_omni.wire import messages as m
 
-BETWEEN_LEADERS = (m.ReadPublished, m.PeerMessage, m.Published, m.Taken)
+BETWEEN_LEADERS = (m.ReadPublished, m.PeerMessage, m.Published, m.PeerMessageStored)
 PEERS = {m.CONTROL: control_peer, m.DATA: data_peer}
 
 rows = pytest.mark.parametrize("row", TABLE, ids=[row.message.__name__ for row in TABLE])
@@ -58,8 +58,8 @@ def says(answer: Any, text: str) -> bool:
 
 
 def test_every_message_that_a_server_may_receive_has_exactly_one_row() -> None:
-    told = {*get_args(m.ToControl), *get_args(m.ToData), *BETWEEN_LEADERS} - {m.Long}  # which goes both ways
-    known = {kind for kind in m.Message.__subclasses__() if kind.__module__ == m.__name__}
+    told = {*get_args(m.ToControl), *get_args(m.ToData), *BETWEEN_LEADERS} - {m.LargeMessage}  # which goes both ways
+    known = {kind for kind in m.Message.__subclasses__() if getattr(m, kind.__name__, None) is kind}
     assert Counter(row.message for row in TABLE) == Counter(known - told)
 
 
@@ -159,7 +159,7 @@ class Told(Service):
 
     def answer(self, sender: Sender, message: AskTold, payload: Payload) -> list[Out]:
         told = f"{self.numbers.get(sender.group)} at clock {self._core.clock}"
-        return [Out(sender.peer, m.CONTROL, m.Verdict(next=told))]
+        return [Out(sender.peer, m.CONTROL, m.Next(next=told))]
 
     def evict(self, group: int, lost: bool) -> list[Out]:
         del self.numbers[group]
@@ -212,14 +212,14 @@ def test_a_service_of_ones_own_hears_of_losses_and_begins_each_run_afresh(link: 
     link.core.reset()
     for rank in range(3):
         link.join(rank)
-    assert link.form((0, 1), (2,)) == m.Formed(generation=1, incarnation=1)
+    assert link.form((0, 1), (2,)) == m.GroupsFormed(generation=1, incarnation=1)
     assert {link.control(rank, AskTold()).next for rank in (0, 2)} == {"None at clock 0"}
 
 
 def test_a_message_of_ones_own_can_be_brought_when_it_is_too_large_for_its_channel(link: Link) -> None:
     data = m.encode(AskTold())
-    link.data(0, m.Bring(nbytes=len(data)), data)
-    assert link.control(0, m.ReadBrought()).next == "None at clock 0"
+    link.data(0, m.Upload(nbytes=len(data)), data)
+    assert link.control(0, m.ReadUpload()).next == "None at clock 0"
 
 
 def test_a_message_of_ones_own_passes_the_frames_of_a_server(link: Link) -> None:
@@ -256,7 +256,7 @@ def test_a_message_of_ones_own_is_answered_over_sockets() -> None:
         with ranks(serving.address, 1) as (rank,):
             rank.begin((0,))
             rank.data.exchange(Tell(nbytes=4), m.GroupStateStored, torch.tensor([7.0]).view(torch.uint8))
-            told = rank.control.request(AskTold(), m.Verdict, timeout=DEADLINE)
+            told = rank.control.request(AskTold(), m.Next, timeout=DEADLINE)
             assert told.next == "[7.0] at clock 0"
     finally:
         serving.stop()

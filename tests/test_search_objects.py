@@ -66,7 +66,7 @@ def test_a_setting_with_it_travels_and_a_tuner_takes_it() -> None:
 
 TABLES = pytest.mark.parametrize(
     ("module", "page"),
-    [(constants, "evidence/tuning-prior.md"), (model_constants, "explanation/performance.md")],
+    [(constants, "evidence/tuning-prior.md"), (model_constants, "contribute/performance.md")],
     ids=["search", "performance"],
 )
 

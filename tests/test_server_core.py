@@ -22,16 +22,15 @@ from lightning_omni.errors import MalformedMessage, ProtocolError, Refused
 from lightning_omni.methods import AsyncSGD
 from lightning_omni.methods.model.master import describe, hyperparameters_of
 from lightning_omni.server import Out, ServerCore
-from lightning_omni.server.collectives.collective import MOST_OPEN
-from lightning_omni.server.membership.numbering import MOST_RANKS
+from lightning_omni.server.collectives import MOST_OPEN
+from lightning_omni.server.membership.roster import MOST_RANKS
 from lightning_omni.server.router import types_on
 from lightning_omni.server.service import as_tensor
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, pack, unpack
-from lightning_omni.wire.cut import Cut
 from lightning_omni.wire.handshake import attach_mac, derive, fingerprint_problem, rank_mac, server_mac, session_key
 from lightning_omni.wire.layout import Layout, TensorSpec
-from lightning_omni.wire.leases import EpochPlan
+from lightning_omni.wire.messages import EpochPlan, SnapshotId
 
 varied = settings(
     deadline=None,
@@ -111,9 +110,9 @@ def push_of(tensors: Sequence[Tensor | None], read_at: int = 0, **changes: Any) 
     return m.PushMessage(**{**fields, **changes}), payload
 
 
-def seed_of(tree: Any) -> tuple[m.Seed, bytes]:
+def seed_of(tree: Any) -> tuple[m.UploadWeights, bytes]:
     packed, buffer = pack(tree)
-    return m.Seed(packed=packed, nbytes=buffer.numel()), buffer.numpy().tobytes()
+    return m.UploadWeights(packed=packed, nbytes=buffer.numel()), buffer.numpy().tobytes()
 
 
 def part_of(parameters: dict[str, Parameter], clock: int = 0) -> dict[str, Any]:
@@ -156,7 +155,7 @@ class Link:
             out = [Out(peer, channel, m.RefusedMessage(code=no.code, reason=str(no)))]
         except ProtocolError as error:
             out = self.core.refuse(channel, peer, str(error))
-        if any(isinstance(item.message, m.Formed) for item in out):
+        if any(isinstance(item.message, m.GroupsFormed) for item in out):
             self.pushed.clear()
         self.deliver(out)
         return self.inbox[peer, channel][before:]
@@ -205,7 +204,7 @@ class Link:
         return answer
 
     def form(self, *groups: tuple[int, ...], generation: int = 1, **options: Any) -> Any:
-        form = m.Form(generation=generation, groups=groups, method=m.method_to_wire(AsyncSGD()), **options)
+        form = m.FormGroups(generation=generation, groups=groups, method=m.method_to_wire(AsyncSGD()), **options)
         return self.control(0, form)
 
     def tick(self, seconds: float = 0.0) -> None:
@@ -221,9 +220,9 @@ def trained_link(*groups: tuple[int, ...], **options: Any) -> Link:
     link = Link(sum(map(len, groups)), **options)
     for rank in range(link.world_size):
         link.join(rank)
-    assert link.form(*groups) == m.Formed(generation=1, incarnation=1)
+    assert link.form(*groups) == m.GroupsFormed(generation=1, incarnation=1)
     message, payload = seed_of({"parts": [part_of(new_parameters())]})
-    assert link.data(0, message, payload)[0] == m.Seeded()
+    assert link.data(0, message, payload)[0] == m.WeightsUploaded()
     link.inbox.clear()
     return link
 
@@ -421,11 +420,13 @@ def test_a_stranger_is_refused_on_the_data_channel(kind: type[m.Message], data: 
     assert core.strangers == 1
 
 
-@pytest.mark.parametrize("kind", [m.PushMessage, m.Seed])
+@pytest.mark.parametrize("kind", [m.PushMessage, m.UploadWeights])
 def test_no_memory_is_allocated_for_a_stranger(kind: type[m.Message]) -> None:
-    seed = m.Seed(packed=Packed(b"", ()), nbytes=2**40)
+    seed = m.UploadWeights(packed=Packed(b"", ()), nbytes=2**40)
     with pytest.raises(ProtocolError, match="attach first"):
-        Link().core.check_payload(b"stranger", seed if kind is m.Seed else push_of(gradient(0), nbytes=2**40)[0])
+        Link().core.check_payload(
+            b"stranger", seed if kind is m.UploadWeights else push_of(gradient(0), nbytes=2**40)[0]
+        )
 
 
 def test_no_memory_is_allocated_for_more_than_the_model(link: Link) -> None:
@@ -476,32 +477,32 @@ def test_a_proof_of_attachment_opens_nothing_twice_and_nothing_for_another_rank_
 
 def test_bytes_too_many_for_the_control_channel_are_brought_and_collected(link: Link) -> None:
     large, small = bytes(range(256)) * 1000, b"small"
-    assert link.data(1, m.Bring(nbytes=len(large)), large)[0] == m.Brought()
+    assert link.data(1, m.Upload(nbytes=len(large)), large)[0] == m.Uploaded()
     link.say(control_peer(0), m.Contribute(number=0, what="gather"), small)
-    link.say(control_peer(1), m.Contribute(number=0, what="gather", brought=True))
+    link.say(control_peer(1), m.Contribute(number=0, what="gather", uploaded=True))
     link.say(control_peer(2), m.Contribute(number=0, what="gather"), b"")
     for rank in range(3):
         (gathered,) = [message for message in link.news(rank) if isinstance(message, m.Gathered)]
-        assert (gathered.sizes, gathered.collect) == ((5, len(large), 0), True)
-        assert link.data(rank, m.Collect(number=0)) == (m.Collected(nbytes=5 + len(large)), small + large)
-    expect_refusal(link.data(0, m.Collect(number=1))[0], "protocol", "nothing to collect of collective 1")
-    answer = link.control(0, m.Contribute(number=1, what="gather", brought=True))
-    expect_refusal(answer, "brought", "has brought nothing")
+        assert (gathered.sizes, gathered.must_download) == ((5, len(large), 0), True)
+        assert link.data(rank, m.Download(number=0)) == (m.Downloaded(nbytes=5 + len(large)), small + large)
+    expect_refusal(link.data(0, m.Download(number=1))[0], "protocol", "nothing to collect of collective 1")
+    answer = link.control(0, m.Contribute(number=1, what="gather", uploaded=True))
+    expect_refusal(answer, "uploaded", "has uploaded nothing")
 
 
 def test_a_message_too_large_for_the_control_channel_is_brought_and_only_such_as_an_admitted_rank_may_send(
     link: Link,
 ) -> None:
-    for inner, known in ((m.AskStatus(), True), (hello(0), False), (m.ReadBrought(), False)):
+    for inner, known in ((m.AskStatus(), True), (hello(0), False), (m.ReadUpload(), False)):
         data = m.encode(inner)
-        link.data(0, m.Bring(nbytes=len(data)), data)
-        answer = link.control(0, m.ReadBrought())
+        link.data(0, m.Upload(nbytes=len(data)), data)
+        answer = link.control(0, m.ReadUpload())
         assert isinstance(answer, m.Status if known else m.RefusedMessage)
-    for nbytes in (0, -1, m.LARGEST_BROUGHT + 1):
+    for nbytes in (0, -1, m.LARGEST_UPLOAD + 1):
         with pytest.raises(MalformedMessage, match=f"{nbytes} bytes are announced"):
-            link.core.check_payload(data_peer(0), m.Bring(nbytes=nbytes))
+            link.core.check_payload(data_peer(0), m.Upload(nbytes=nbytes))
     with pytest.raises(Refused, match="attach first"):
-        link.core.check_payload(b"stranger", m.Long(nbytes=10))
+        link.core.check_payload(b"stranger", m.LargeMessage(nbytes=10))
 
 
 @pytest.mark.parametrize("field", ["run", "fingerprint", "nonce"])
@@ -546,7 +547,7 @@ def test_groups_that_are_no_partition_are_refused(link: Link, groups: Any, says:
 
 
 def test_only_rank_0_forms_groups_and_hands_weights_over(link: Link) -> None:
-    form = m.Form(generation=2, groups=((0,), (1, 2)), method=m.method_to_wire(AsyncSGD()))
+    form = m.FormGroups(generation=2, groups=((0,), (1, 2)), method=m.method_to_wire(AsyncSGD()))
     expect_refusal(link.control(1, form), "protocol", "only rank 0 forms groups")
     message, payload = seed_of({"parts": [part_of(new_parameters())]})
     (out,) = link.core.receive(m.DATA, data_peer(1), message, payload, link.now)
@@ -554,7 +555,7 @@ def test_only_rank_0_forms_groups_and_hands_weights_over(link: Link) -> None:
 
 
 def test_an_unknown_method_is_refused(link: Link) -> None:
-    form = m.Form(generation=2, groups=((0, 1), (2,)), method={"name": "telepathy"})
+    form = m.FormGroups(generation=2, groups=((0, 1), (2,)), method={"name": "telepathy"})
     expect_refusal(link.control(0, form), "protocol", "unknown method 'telepathy'; known are async_sgd")
 
 
@@ -793,7 +794,7 @@ def test_a_snapshot_is_of_one_moment_and_training_goes_on_from_it_exactly(link: 
     resumed = trained_link((0, 1), (2,))
     fresh = part_of(new_parameters())
     fresh = {**part, "optimizer": {**fresh["optimizer"], "state": part["state"]}}
-    assert resumed.data(0, *seed_of({"parts": [fresh]}))[0] == m.Seeded()
+    assert resumed.data(0, *seed_of({"parts": [fresh]}))[0] == m.WeightsUploaded()
     for tick, (message, weights) in zip(range(3, 6), answers, strict=True):
         assert resumed.data(0, *push_of(gradient(tick), read_at=tick)) == (message, weights)
 
@@ -809,11 +810,11 @@ def test_a_snapshot_without_state_leaves_the_optimizer_out(link: Link) -> None:
 def test_a_snapshot_says_how_far_the_epoch_is(link: Link) -> None:
     plan = EpochPlan(epoch=5, total=64, batch_size=2, budget=64)
     link.control(0, m.OpenEpoch(plan=plan))
-    link.control(0, m.Draw(epoch=5, generation=1, number=0))
+    link.control(0, m.DrawBatches(epoch=5, generation=1, number=0))
     answer, _ = link.data(0, *push_of(gradient(0), epoch=5, trained=1))
     assert answer.progress == 4
     answer, _ = link.data(0, m.TakeSnapshot())
-    assert answer.cut == Cut(clocks=(1,), pushes={0: 1}, epoch=5, total=64, trained=((0, 4),))
+    assert answer.cut == SnapshotId(clocks=(1,), pushes={0: 1}, epoch=5, total=64, trained=((0, 4),))
 
 
 # --- Epochs over the link ------------------------------------------------------------------------------------------
@@ -823,16 +824,16 @@ def test_groups_share_an_epoch_over_the_link(link: Link) -> None:
     plan = EpochPlan(epoch=0, total=12, batch_size=2, budget=12)
     for rank in range(3):
         assert link.control(rank, m.OpenEpoch(plan=plan)) == m.EpochOpened(epoch=0)
-    mine = [link.control(rank, m.Draw(epoch=0, generation=1, number=0)).batches for rank in range(3)]
+    mine = [link.control(rank, m.DrawBatches(epoch=0, generation=1, number=0)).batches for rank in range(3)]
     assert mine[0] == mine[1], "members agree"
     assert [(batches[0].start, batches[0].stop) for batches in mine] == [(0, 4), (0, 4), (4, 6)]
     link.deliver(link.core.lose(2, "rank 2 died"))
     for number in range(1, 3):
-        (batch,) = link.control(0, m.Draw(epoch=0, generation=1, number=number)).batches
+        (batch,) = link.control(0, m.DrawBatches(epoch=0, generation=1, number=number)).batches
         assert batch.start == {1: 4, 2: 8}[number], "what rank 2 held goes out again"
     link.news(0), link.news(1)
-    question = m.Await(epoch=0, generation=1, trained=3, interval=0)
-    assert link.control(0, question) == link.control(1, question) == m.Verdict(next="over")
+    question = m.AskNext(epoch=0, generation=1, trained=3, interval=0)
+    assert link.control(0, question) == link.control(1, question) == m.Next(next="over")
 
 
 def test_ranks_that_disagree_on_the_data_are_refused(link: Link) -> None:
@@ -843,11 +844,11 @@ def test_ranks_that_disagree_on_the_data_are_refused(link: Link) -> None:
 
 def test_a_question_from_before_a_regrouping_is_refused(link: Link) -> None:
     link.form((0,), (1, 2), generation=2)
-    expect_refusal(link.control(0, m.Draw(epoch=0, generation=1, number=0)), "protocol", "generation 2, not 1")
+    expect_refusal(link.control(0, m.DrawBatches(epoch=0, generation=1, number=0)), "protocol", "generation 2, not 1")
 
 
 def test_a_stop_travels_with_the_weights(link: Link) -> None:
-    assert link.control(2, m.Leave(epoch=-1, generation=1, trained=0, stop="end")) == m.Left()
+    assert link.control(2, m.LeaveEpoch(epoch=-1, generation=1, trained=0, stop="end")) == m.EpochLeft()
     assert link.data(0, m.FetchMessage(optimizer=0))[0].stop == "end"
 
 
@@ -883,7 +884,7 @@ def test_what_a_rank_brought_before_it_died_is_not_counted(link: Link) -> None:
 def test_what_a_rank_brought_for_a_synchronization_point_to_which_it_did_not_come_is_not_kept(link: Link) -> None:
     large = as_tensor(bytes(m.LARGEST_INLINE + 1))
     kept = weakref.ref(large)
-    link.core.receive(m.DATA, data_peer(2), m.Bring(nbytes=large.numel()), large, link.now)
+    link.core.receive(m.DATA, data_peer(2), m.Upload(nbytes=large.numel()), large, link.now)
     del large
     assert kept() is not None
     link.deliver(link.core.lose(2, "rank 2 died"))
@@ -904,7 +905,7 @@ def test_two_purposes_of_one_collective_end_the_run_with_a_sentence(link: Link) 
         (notice,) = link.news(rank)
         assert notice.over
         assert "rank 2 called all_reduce(float32[2]) while rank 0 called barrier" in notice.reason
-    answer = link.control(1, m.Draw(epoch=0, generation=1, number=0))
+    answer = link.control(1, m.DrawBatches(epoch=0, generation=1, number=0))
     assert (type(answer), answer.over) == (m.Notice, True)
     (out,) = link.core.receive(m.DATA, data_peer(0), m.FetchMessage(optimizer=0), b"", link.now)
     expect_refusal(out.message, "over", "while rank 0 called barrier")
@@ -935,7 +936,7 @@ def test_ranks_whose_epochs_have_different_lengths_hear_where_they_are_and_what_
 
 
 def test_after_a_request_to_stop_a_mismatch_is_not_blamed_on_data_of_different_lengths(link: Link) -> None:
-    link.control(1, m.Leave(epoch=-1, generation=1, trained=0, stop="validate"))
+    link.control(1, m.LeaveEpoch(epoch=-1, generation=1, trained=0, stop="validate"))
     link.say(control_peer(0), m.Contribute(number=0, what="barrier", where="in no hook, after batch 10 of epoch 0"))
     link.say(control_peer(1), m.Contribute(number=0, what="agree", where="in on_train_epoch_end, after batch 6"))
     (notice,) = link.news(2)
@@ -953,7 +954,7 @@ def test_collectives_may_overlap(link: Link) -> None:
 @pytest.mark.parametrize("stop", ["run", "Validate", "end\n", " "])
 def test_an_end_of_an_epoch_that_no_rank_would_understand_is_refused(link: Link, stop: str) -> None:
     link.control(2, m.OpenEpoch(plan=EpochPlan(epoch=0, total=8, batch_size=2, budget=8)))
-    answer = link.control(2, m.Leave(epoch=0, generation=1, trained=0, stop=stop))
+    answer = link.control(2, m.LeaveEpoch(epoch=0, generation=1, trained=0, stop=stop))
     expect_refusal(answer, "protocol", "leaves an epoch with stop=")
     link.control(0, m.OpenEpoch(plan=EpochPlan(epoch=0, total=8, batch_size=2, budget=8)))
     assert link.data(2, *push_of(gradient(0)))[0].stop == ""
@@ -1080,15 +1081,15 @@ def test_an_evicted_rank_is_told_so_on_both_channels(link: Link) -> None:
 
 
 def test_a_launcher_may_report_a_loss(link: Link) -> None:
-    assert link.say(control_peer(0), m.Lost(rank=2, reason="rank 2 was killed by signal 9")) == [
+    assert link.say(control_peer(0), m.RankEnded(rank=2, reason="rank 2 was killed by signal 9")) == [
         (m.Notice(lost=(2,), reason="rank 2 was killed by signal 9"), b"")
     ]
-    assert link.say(control_peer(0), m.Lost(rank=2, reason="again")) == []
+    assert link.say(control_peer(0), m.RankEnded(rank=2, reason="again")) == []
 
 
 @pytest.mark.parametrize("rank", [3, -1, 2**40])
 def test_a_reported_loss_of_a_rank_that_never_was_costs_nothing(link: Link, rank: int) -> None:
-    link.say(control_peer(0), m.Lost(rank=rank, reason="gone"))
+    link.say(control_peer(0), m.RankEnded(rank=rank, reason="gone"))
     assert not link.core.over
     assert not link.core.roster.lost
 
@@ -1158,7 +1159,7 @@ SAMPLES: dict[type[m.Message], m.Message] = {
     for message in (
         hello(1),
         m.Proof(mac=b"mac"),
-        m.AskShards(),
+        m.AskServerAddresses(),
         m.Observe(version=m.VERSION, nonce=b"nonce"),
         m.ObserverProof(mac=b"mac"),
         m.AskOverview(),
@@ -1168,25 +1169,25 @@ SAMPLES: dict[type[m.Message], m.Message] = {
         m.SetGroups(groups=1),
         m.SaveNow(),
         m.Heartbeat(sent=1.5, compute_time=0.25),
-        m.Form(generation=1, groups=((0, 1), (2,)), method={"name": "async_sgd"}),
+        m.FormGroups(generation=1, groups=((0, 1), (2,)), method={"name": "async_sgd"}),
         m.OpenEpoch(plan=EpochPlan(epoch=0, total=8, batch_size=2, budget=8, trained=((0, 2),))),
-        m.Draw(epoch=0, generation=1, number=2),
-        m.Await(epoch=0, generation=1, trained=2, interval=0),
-        m.Leave(epoch=0, generation=1, trained=2, stop="end"),
+        m.DrawBatches(epoch=0, generation=1, number=2),
+        m.AskNext(epoch=0, generation=1, trained=2, interval=0),
+        m.LeaveEpoch(epoch=0, generation=1, trained=2, stop="end"),
         m.ClaimValidation(epoch=0, generation=1, passed=1),
         m.AskValidations(),
         m.ReleaseVersion(number=1),
         m.Contribute(number=3, what="barrier"),
         m.Join(ranks=(1,)),
-        m.Lost(rank=2, reason="killed"),
+        m.RankEnded(rank=2, reason="killed"),
         m.Goodbye(reason="done"),
         m.AskStatus(),
-        m.ReadBrought(),
+        m.ReadUpload(),
         m.Attach(rank=1, nonce=b"nonce"),
         m.AttachProof(mac=b"mac"),
-        m.Long(nbytes=1 << 20),
-        m.Bring(nbytes=8),
-        m.Collect(number=3),
+        m.LargeMessage(nbytes=1 << 20),
+        m.Upload(nbytes=8),
+        m.Download(number=3),
         seed_of({"parts": [torch.ones(2)]})[0],
         m.Restructure(optimizer=0, packed=pack({"groups": [], "weights": {}, "state": {}})[0], nbytes=0),
         push_of(gradient(0))[0],
@@ -1201,7 +1202,7 @@ SAMPLES: dict[type[m.Message], m.Message] = {
         m.TakeSnapshot(),
         m.PublishEvaluation(number=1, packed=pack([torch.ones(2)])[0], nbytes=8),
         m.ReadEvaluation(number=1),
-        m.Enlist(ranks=1),
+        m.RegisterGroup(ranks=1),
         m.StoreRunState(packed=pack([torch.ones(2)])[0], nbytes=8),
         m.ReadRunState(),
     )

@@ -34,24 +34,24 @@ from lightning_omni.methods import (
     LocalSGD,
     Method,
 )
-from lightning_omni.server.log.record import Event
+from lightning_omni.server.event_log import Event
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack, unpack
-from lightning_omni.wire.leases import EpochPlan
+from lightning_omni.wire.messages import EpochPlan
 
 
 def link_with(method: Method, *groups: tuple[int, ...], state: Any = None) -> tuple[Link, list[Event]]:
     """Ranks joined, groups formed, weights handed over; and what is recorded."""
     link, events = Link(sum(map(len, groups))), list[Event]()
-    link.core.notes.record = events.append
+    link.core.events.record = events.append
     for rank in range(link.world_size):
         link.join(rank)
-    link.control(0, m.Form(generation=1, groups=groups, method=m.method_to_wire(method)))
+    link.control(0, m.FormGroups(generation=1, groups=groups, method=m.method_to_wire(method)))
     part = part_of(new_parameters())
     if method.steps_at == "worker":
         part["optimizer"] = None
     message, payload = seed_of({"parts": [{**part, "method": state}]})
-    assert link.data(0, message, payload)[0] == m.Seeded()
+    assert link.data(0, message, payload)[0] == m.WeightsUploaded()
     link.inbox.clear()
     return link, events
 
@@ -63,7 +63,7 @@ def own(value: float) -> list[torch.Tensor]:
 def push(link: Link, rank: int, tensors: Any, **changes: Any) -> list[Any]:
     """A leader pushes; the answers that it gets at once."""
     message, payload = push_of(tensors, **changes)
-    if link.core.shards[0].master.optimizer is None:
+    if link.core.optimizers[0].master.optimizer is None:
         message = msgspec.structs.replace(message, hyperparameters=())
     return [answer for answer, _ in link.say(data_peer(rank), message, payload, m.DATA)]
 
@@ -111,12 +111,12 @@ def test_a_group_that_waits_at_the_end_of_an_epoch_is_not_waited_for() -> None:
     plan = EpochPlan(epoch=0, total=6, batch_size=2, budget=6)
     for rank in range(2):
         link.control(rank, m.OpenEpoch(plan=plan))
-    drawn = [link.control(rank, m.Draw(epoch=0, generation=1, number=0)).batches for rank in (0, 1)]
+    drawn = [link.control(rank, m.DrawBatches(epoch=0, generation=1, number=0)).batches for rank in (0, 1)]
     assert [len(batches) for batches in drawn] == [1, 1]
     assert push(link, 1, gradient(1), epoch=0, trained=1) == []
     push(link, 0, gradient(0), epoch=0, trained=1)
-    assert len(link.control(0, m.Draw(epoch=0, generation=1, number=1, trained=1)).batches) == 1
-    link.say(control_peer(1), m.Await(epoch=0, generation=1, trained=1, interval=0))
+    assert len(link.control(0, m.DrawBatches(epoch=0, generation=1, number=1, trained=1)).batches) == 1
+    link.say(control_peer(1), m.AskNext(epoch=0, generation=1, trained=1, interval=0))
     assert len(push(link, 0, gradient(2), read_at=1, epoch=0, trained=2)) == 1
 
 
@@ -137,9 +137,9 @@ def test_groups_that_step_their_optimizers_differently_do_not_wait_for_each_othe
     link = Link(2)
     for rank in range(2):
         link.join(rank)
-    link.control(0, m.Form(generation=1, groups=((0,), (1,)), method=m.method_to_wire(HardSync())))
+    link.control(0, m.FormGroups(generation=1, groups=((0,), (1,)), method=m.method_to_wire(HardSync())))
     message, payload = seed_of({"parts": [part_of(new_parameters()), part_of(new_parameters())]})
-    assert link.data(0, message, payload)[0] == m.Seeded()
+    assert link.data(0, message, payload)[0] == m.WeightsUploaded()
     link.inbox.clear()
     assert push(link, 0, gradient(0), optimizer=0) == []
     assert len(push(link, 1, gradient(1), optimizer=1)) == 1  # group 0 waits at the other: not here
@@ -154,9 +154,9 @@ def test_a_peer_that_asks_after_its_group_has_left_hears_that_there_is_nothing()
     link, _ = link_with(AsyncSGD(), (0, 1), (2,))
     for rank in range(3):
         link.control(rank, m.OpenEpoch(plan=EpochPlan(epoch=0, total=32, batch_size=2, budget=32)))
-    link.control(0, m.Draw(epoch=0, generation=1, number=0))
-    link.control(0, m.Leave(epoch=0, generation=1, trained=1, stop="skip"))
-    assert link.control(1, m.Draw(epoch=0, generation=1, number=1)).batches == ()
+    link.control(0, m.DrawBatches(epoch=0, generation=1, number=0))
+    link.control(0, m.LeaveEpoch(epoch=0, generation=1, trained=1, stop="skip"))
+    assert link.control(1, m.DrawBatches(epoch=0, generation=1, number=1)).batches == ()
     answer, _ = link.data(0, m.FetchMessage(optimizer=0, epoch=0, trained=1))
     assert isinstance(answer, m.Weights)
 
@@ -166,7 +166,7 @@ def test_a_refused_group_is_compensated_from_what_it_was_sent() -> None:
     push(link, 1, gradient(1))
     push(link, 0, own(float("nan")))
     now = link.weights()
-    [(_, read)] = link.core.shards[0].method_side._read[0]  # type: ignore[attr-defined]
+    [(_, read)] = link.core.optimizers[0].method_side._read[0]  # type: ignore[attr-defined]
     assert_same(read, now)
 
 
@@ -200,7 +200,7 @@ def test_an_optimizer_must_come_where_the_method_steps_and_only_there() -> None:
         link = Link(2)
         for rank in range(2):
             link.join(rank)
-        link.control(0, m.Form(generation=1, groups=((0,), (1,)), method=m.method_to_wire(method)))
+        link.control(0, m.FormGroups(generation=1, groups=((0,), (1,)), method=m.method_to_wire(method)))
         part = part_of(new_parameters())
         if method.steps_at == "server":
             part["optimizer"] = None
@@ -309,8 +309,8 @@ def test_the_method_goes_on_from_a_snapshot() -> None:
         push(link, rank, gradient(rank))
     tree = snapshot(link)["parts"][0]
     other, _ = link_with(DiLoCo(period=1), (0,), (1,), state=tree["method"])
-    other.core.shards[0].buffer.copy_(link.core.shards[0].buffer)
-    other.core.shards[0].master.clock = link.core.clock
+    other.core.optimizers[0].buffer.copy_(link.core.optimizers[0].buffer)
+    other.core.optimizers[0].master.clock = link.core.clock
     for each in (link, other):
         for rank in range(2):
             push(each, rank, gradient(5 + rank), read_at=1)

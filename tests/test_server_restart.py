@@ -93,7 +93,7 @@ def test_a_server_that_is_watched_ends_in_good_order_when_only_the_watching_proc
 @pytest.mark.parametrize("saves", [True, False])
 def test_a_server_of_a_share_that_is_killed_before_it_has_come_is_not_awaited(saves: bool, tmp_path: Path) -> None:
     state = ["--state", str(tmp_path)] if saves else []
-    command = [*COMMAND, "serve", "--port", str(free_port()), "--shards", "2", *state]
+    command = [*COMMAND, "serve", "--port", str(free_port()), "--servers", "2", *state]
     key = secrets.token_bytes(32)
     server = Process(command, {"LIGHTNING_OMNI_KEY": key.hex()})
     try:
@@ -120,7 +120,7 @@ def test_a_server_of_a_share_that_is_killed_before_it_has_come_is_not_awaited(sa
 def test_a_server_of_a_share_whose_coordinator_dies_before_it_has_come_does_not_come_to_the_next_one(
     tmp_path: Path,
 ) -> None:
-    command = [*COMMAND, "serve", "--port", str(free_port()), "--shards", "2", "--state", str(tmp_path)]
+    command = [*COMMAND, "serve", "--port", str(free_port()), "--servers", "2", "--state", str(tmp_path)]
     key = secrets.token_bytes(32)
     server = Process(command, {"LIGHTNING_OMNI_KEY": key.hex()})
     try:
@@ -376,7 +376,7 @@ def test_groups_whose_server_dies_before_it_has_saved_anything_begin_the_run_aga
 def test_servers_that_hold_a_share_each_go_on_together_when_one_is_killed_or_all_are(
     inside: str, method: str, ranks: int, tmp_path: Path
 ) -> None:
-    run = Saving(tmp_path, "--shards", "2")
+    run = Saving(tmp_path, "--servers", "2")
     try:
         options = {
             "epochs": 4,
@@ -421,7 +421,7 @@ def test_servers_that_hold_a_share_each_go_on_together_when_one_is_killed_or_all
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["--shards", "2", "--shards-here", "1"], "servers on several machines do not save their shares"),
+        (["--servers", "2", "--servers-here", "1"], "servers on several machines do not save their shares"),
         (["--port", "0"], "name a port"),
         (["--save-every", "0"], "--save-every 0.0: pass a time above 0, as in 30s"),
     ],

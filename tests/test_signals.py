@@ -227,7 +227,7 @@ import signal, subprocess, sys
 from lightning_omni.strategy import launcher
 
 class Asked:
-    def can_go_on(self, rank, code):
+    def can_continue(self, rank, code):
         return False
 
     def is_writing(self):
@@ -236,7 +236,7 @@ class Asked:
 launcher.GRACE, asked = 0.1, Asked()
 kill = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
 child = subprocess.Popen([sys.executable, "-c", kill], stderr=subprocess.DEVNULL)
-observer = launcher.ChildObserver([child], asked.can_go_on, asked.is_writing)
+observer = launcher.ChildObserver([child], asked.can_continue, asked.is_writing)
 observer.start()
 observer.join(60)
 """

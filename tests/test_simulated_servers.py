@@ -1,4 +1,4 @@
-"""Several servers that hold a share of the weights each, in virtual time: what they cost, and that they act as one."""
+"""Several servers that hold a partition each, in virtual time: what they cost, and that they act as one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import AsyncSGD, Gossip
-from lightning_omni.server.log.record import Event
+from lightning_omni.server.event_log import Event
 from lightning_omni.simulator import Cluster, Device, Failure, Jitter, Link, replay, simulate
 from lightning_omni.simulator.engine import Engine, Timeline
 from lightning_omni.simulator.network import Exchanges

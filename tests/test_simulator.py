@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from lightning_omni.errors import ConfigurationError, ProtocolError, UnsupportedError
 from lightning_omni.methods import METHODS, AsyncDiLoCo, AsyncSGD, DiLoCo, Downpour, Gossip, LocalSGD, Method, SoftSync
-from lightning_omni.server.log.record import Event, RecordFile, read_record
+from lightning_omni.server.event_log import Event, RecordFile, read_record
 from lightning_omni.simulator import (
     Cluster,
     Device,
@@ -823,7 +823,7 @@ def test_a_recorded_run_replays_bit_for_bit(method: Method, tmp_path: Path, monk
     run(method, topology, cluster, max_epochs=2, members_apart=True, record=record)
     record.close()
     result = replayed(read_record(tmp_path / "record"))
-    expected = seen[0].server.shard.master
+    expected = seen[0].server.served.master
     assert result.clock == expected.clock > 0
     for mine, theirs in zip(result.weights.values(), expected.weights(), strict=True):
         assert torch.equal(mine, theirs)

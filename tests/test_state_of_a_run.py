@@ -22,14 +22,14 @@ import lightning_omni
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.group.core import GroupCore
 from lightning_omni.methods import AsyncSGD
-from lightning_omni.runtime.data.loader import Leases
+from lightning_omni.runtime.data.loader import RankLeases
 from lightning_omni.runtime.state.distributed_checkpoint import Folder, beside, is_folder, save
 from lightning_omni.runtime.state.rollback import RollbackPoint
 from lightning_omni.runtime.state.server_store import ServerSnapshot
 from lightning_omni.strategy.checkpoints.contents import Checkpoints
 from lightning_omni.strategy.loops.leased_data import FitLimits
 from lightning_omni.strategy.loops.progress import RunProgress
-from lightning_omni.wire.cut import Cut
+from lightning_omni.wire.messages import SnapshotId
 from lightning_omni.wire.progress import Progress, ReferenceBatch
 
 
@@ -145,7 +145,7 @@ def test_validations_are_due_where_they_are_under_ddp_though_earlier_steps_had_m
         max_steps=-1,
         val_check_batch=25,
     )
-    leases = Leases(2, 4, 320, 0, lambda epoch: None, is_local=False)
+    leases = RankLeases(2, 4, 320, 0, lambda epoch: None, is_local=False)
     data: Any = SimpleNamespace(leases=leases)
     run = RunProgress(data, lambda _: None)
     run._limits, run._trainer = FitLimits(trainer), trainer
@@ -162,7 +162,7 @@ def test_validations_are_due_where_they_are_under_ddp_though_earlier_steps_had_m
 def test_what_groups_alone_know_is_in_a_checkpoint_of_all_groups_or_of_none() -> None:
     said: list[str] = []
     checkpoints = Checkpoints(said.append)
-    whole = ServerSnapshot(Cut(), [], {0: ["first"], 2: ["third"]})
+    whole = ServerSnapshot(SnapshotId(), [], {0: ["first"], 2: ["third"]})
     assert checkpoints._complete_groups(whole, (0, 2)) == whole
     assert checkpoints._complete_groups(whole, (2,)) == whole, "one has died since"
     assert not said

@@ -38,7 +38,7 @@ from lightning_omni.methods import (
 from lightning_omni.methods.model.master import describe, holds, hyperparameters_of, resolver
 from lightning_omni.methods.model.replica import Replica
 from lightning_omni.methods.model.totals import Total
-from lightning_omni.server.served_optimizer import Shard
+from lightning_omni.server.parameters.served_optimizer import ServedOptimizer
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.parameter_groups import MOST_STRUCTURES, Structure, Structures
 
@@ -63,7 +63,7 @@ def pull(weights: list[Tensor], group: int, step: int) -> list[Tensor]:
 
 
 class Run:
-    """Groups with optimizers of their own and a shard, joined in memory; weights are named by their places.
+    """Groups with optimizers of their own and one at the server, joined in memory; weights are named by their places.
 
     Args:
         method: the method.
@@ -85,7 +85,7 @@ class Run:
         self.replicas = [self._replica(group, sizes, make) for group in range(groups)]
         first = self.replicas[0]
         names: dict[Tensor, str] = {parameter: str(place) for place, parameter in enumerate(first.ordered)}
-        self.shard = Shard(
+        self.served = ServedOptimizer(
             describe(first.optimizer, names) if method.steps_at == "server" else None,
             {name: parameter.detach() for parameter, name in names.items()},
             0,
@@ -122,9 +122,9 @@ class Run:
         known = len(replica.ordered)
         held = [parameter for each in replica.optimizer.param_groups for parameter in each["params"]]
         replica.ordered.extend(parameter for parameter in held if all(parameter is not own for own in replica.ordered))
-        assert self.shard.restructure(group, self.tree(group, known)) == known
+        assert self.served.restructure(group, self.tree(group, known)) == known
         with torch.no_grad():
-            for own, value in zip(replica.ordered, self.shard.master.weights(), strict=False):
+            for own, value in zip(replica.ordered, self.served.master.weights(), strict=False):
                 if any(own is parameter for parameter in replica.ordered[known:]):
                     own.copy_(value)
 
@@ -173,7 +173,7 @@ class Run:
                 self.waiting[group] = need
                 self._push(group, need)
             case Fetch():
-                self.shard.method_side.fetched(group)
+                self.served.method_side.fetched(group)
                 self._pulled(group, None, 0.0)
             case Publish():
                 self.windows[group] = [tensor.clone() for tensor in need.tensors]
@@ -192,12 +192,12 @@ class Run:
 
     def _push(self, group: int, need: Exchange) -> None:
         present = tuple(tensor is not None for tensor in need.tensors)
-        layout = self.shard.layout_of(group).subset(present)
+        layout = self.served.layout_of(group).subset(present)
         payload = layout.empty()
         there = [tensor for tensor in need.tensors if tensor is not None]
         for view, tensor in zip(layout.views(payload), there, strict=True):
             view.copy_(tensor)
-        replies = self.shard.push(
+        replies = self.served.push(
             group, m.PushMessage.of(need, 0, present, layout.nbytes, -1, 0, layout.version), payload
         )
         payload.fill_(255)  # NaN: code that kept a part of it is found out
@@ -210,10 +210,10 @@ class Run:
             self._pulled(reply.group, reply if need.pull else None, reply.note, need.pull)
 
     def _pulled(self, group: int, reply: Reply | None, note: float, pull: bool = True) -> None:
-        layout = self.shard.layout_of(group)
-        buffer = self.shard.payload_of(reply) if reply is not None else self.shard.buffer
+        layout = self.served.layout_of(group)
+        buffer = self.served.payload_of(reply) if reply is not None else self.served.buffer
         with lent(layout.views(buffer) if pull else []) as tensors:
-            self._send(group, Pulled(tensors, self.shard.master.clock, note))
+            self._send(group, Pulled(tensors, self.served.master.clock, note))
 
     def synchronize(self, *groups: int) -> None:
         """These groups become idle, in this order as far as they are free to."""
@@ -222,13 +222,13 @@ class Run:
             group = next(group for group in left if group not in self.waiting)
             left.remove(group)
             with torch.no_grad():
-                self._deliver(self.shard.method_side.idle(group))
+                self._deliver(self.served.method_side.idle(group))
 
     # --- What is the case --------------------------------------------------------------------------------------------
 
     def everything(self) -> list[Tensor]:
         of_replicas = [weight for replica in self.replicas for weight in replica.weights()]
-        return [weight.clone() for weight in (*self.shard.master.weights(), *of_replicas)]
+        return [weight.clone() for weight in (*self.served.master.weights(), *of_replicas)]
 
 
 def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
@@ -294,9 +294,9 @@ def test_growth_in_mid_run_is_that_of_one_optimizer(method: Method, settings: di
         optimizer.step()
         run.compute(0)
         run.compute(1)
-        for mine, theirs in zip(run.shard.master.weights(), oracle, strict=False):
+        for mine, theirs in zip(run.served.master.weights(), oracle, strict=False):
             torch.testing.assert_close(mine, theirs.detach(), rtol=1e-12, atol=1e-13)
-    assert len(run.shard.master.weights()) == 3
+    assert len(run.served.master.weights()) == 3
 
 
 @every
@@ -306,23 +306,23 @@ def test_a_slow_group_goes_on_without_what_it_does_not_know_and_takes_it_up_late
         run.compute(group)
     run.synchronize(2, 1, 0)
     for group in (0, 1):
-        run.shard.method_side.resume(group)
+        run.served.method_side.resume(group)
         run.add(group, 1)
     for group in (0, 1) * 6:
         run.compute(group)
     run.synchronize(0, 1)
-    assert len(run.shard.layout.specs) == 2
-    assert len(run.shard.layout_of(2).specs) == 1
-    run.shard.method_side.resume(2)
-    moved = run.shard.master.weights()[1].clone()
+    assert len(run.served.layout.specs) == 2
+    assert len(run.served.layout_of(2).specs) == 1
+    run.served.method_side.resume(2)
+    moved = run.served.master.weights()[1].clone()
     if method.steps_at == "server":
         assert not torch.equal(moved, run.all[1])
     for _ in range(3):
         run.compute(2)  # nothing of the parameter is in these
     run.add(2, 1)
-    assert_equal([run.replicas[2].weights()[1]], [run.shard.master.weights()[1]])
+    assert_equal([run.replicas[2].weights()[1]], [run.served.master.weights()[1]])
     for group in (0, 1):
-        run.shard.method_side.resume(group)
+        run.served.method_side.resume(group)
     for group in ORDER:
         run.compute(group)
     run.synchronize(0, 1, 2)
@@ -340,7 +340,7 @@ def test_the_mean_of_weights_is_that_of_those_who_have_the_parameter() -> None:
     for group, parameter in enumerate(mine):
         gradient = pull(run.all[:2], group, 0)[1]
         parameter.data.sub_(gradient, alpha=0.1)
-    torch.testing.assert_close(run.shard.master.weights()[1], (mine[0] + mine[1]).detach() / 2)
+    torch.testing.assert_close(run.served.master.weights()[1], (mine[0] + mine[1]).detach() / 2)
 
 
 def test_methods_state_survives_growth() -> None:
@@ -353,8 +353,8 @@ def test_methods_state_survives_growth() -> None:
                 run.add(group, 1)
         for group in (2, 1, 0) * 3:
             run.compute(group)
-        side = method.server_side(run.shard.master, range(3))
-        side.load_state(run.shard.method_side.state())
+        side = method.server_side(run.served.master, range(3))
+        side.load_state(run.served.method_side.state())
 
 
 # --- Other changes ---------------------------------------------------------------------------------------------------
@@ -393,9 +393,9 @@ def test_groups_that_are_taken_away_come_back_and_change_hands_are_followed(make
             parameter.grad = gradient if id(parameter) in held else None
         optimizer.step()
         run.compute(0)
-        for mine, theirs in zip(run.shard.master.weights(), own, strict=True):
+        for mine, theirs in zip(run.served.master.weights(), own, strict=True):
             torch.testing.assert_close(mine, theirs.detach(), rtol=1e-12, atol=1e-13)
-    assert len(run.shard.master.snapshot()["state"]) == 3
+    assert len(run.served.master.snapshot()["state"]) == 3
 
 
 def test_settings_of_a_group_at_an_older_structure_reach_the_right_parameters() -> None:
@@ -406,11 +406,11 @@ def test_settings_of_a_group_at_an_older_structure_reach_the_right_parameters() 
     run.compute(0)
     older = run.replicas[1].optimizer
     older.param_groups[0]["lr"], older.param_groups[1]["lr"] = 0.01, 0.001
-    before = [weight.clone() for weight in run.shard.master.weights()]
+    before = [weight.clone() for weight in run.served.master.weights()]
     run.compute(1)
-    rates = [group["lr"] for group in run.shard.master.optimizer.param_groups]  # type: ignore[union-attr]
+    rates = [group["lr"] for group in run.served.master.optimizer.param_groups]  # type: ignore[union-attr]
     assert rates == [0.001, 0.01, 0.5]
-    assert torch.equal(run.shard.master.weights()[2], before[2])
+    assert torch.equal(run.served.master.weights()[2], before[2])
 
 
 # --- What is refused -------------------------------------------------------------------------------------------------
@@ -447,12 +447,12 @@ def bad(changes: dict[str, Any]) -> dict[str, Any]:
 def test_what_cannot_be_followed_is_refused_and_changes_nothing(tree: Any, error: type[Exception], says: str) -> None:
     run = Run(AsyncSGD(), 2)
     run.compute(0)
-    before, structure = run.everything(), run.shard.structures.newest
+    before, structure = run.everything(), run.served.structures.newest
     with pytest.raises(error, match=says):
-        run.shard.restructure(0, tree)
+        run.served.restructure(0, tree)
     assert_equal(run.everything(), before)
-    assert run.shard.structures.newest == run.shard.structures.of(0) == structure
-    assert len(run.shard.layout.specs) == 1
+    assert run.served.structures.newest == run.served.structures.of(0) == structure
+    assert len(run.served.layout.specs) == 1
     run.compute(0)
     run.compute(1)
 
@@ -460,15 +460,15 @@ def test_what_cannot_be_followed_is_refused_and_changes_nothing(tree: Any, error
 def test_a_second_group_that_adds_something_else_is_refused_and_one_that_says_the_same_again_is_not() -> None:
     run = Run(AsyncSGD(), 2)
     run.add(0, 1)
-    run.shard.restructure(0, {**run.tree(0, 2), "weights": {}})
-    assert run.shard.structures.of(0) == Structure(2, ((0,), (1,)))
+    run.served.restructure(0, {**run.tree(0, 2), "weights": {}})
+    assert run.served.structures.of(0) == Structure(2, ((0,), (1,)))
     other = {**run.tree(0, 1), "weights": {"1": torch.ones(9)}}
     with pytest.raises(Refused, match=r"group 1 has added the parameter 1 \(9,\)"):
-        run.shard.restructure(1, other)
+        run.served.restructure(1, other)
     with pytest.raises(Refused, match="in another way"):
-        run.shard.restructure(1, {"groups": [], "weights": {}, "state": {}})
+        run.served.restructure(1, {"groups": [], "weights": {}, "state": {}})
     run.add(1, 1)
-    assert run.shard.structures.of(1) == run.shard.structures.newest
+    assert run.served.structures.of(1) == run.served.structures.newest
 
 
 def test_a_group_may_come_to_two_changes_at_once_and_so_be_the_first() -> None:
@@ -502,6 +502,8 @@ def test_total_momentum_is_sensed_on_through_growth() -> None:
             grown.add(1)
         for run in (grown, whole):
             run.compute(step % 2)
-    sensed = [run.shard.sensing.averages for run in (grown, whole) if run.shard.sensing is not None]
+    sensed = [
+        run.served.momentum_estimator.averages for run in (grown, whole) if run.served.momentum_estimator is not None
+    ]
     assert all(each is not None for each in sensed)
     assert 0.0 < float((sensed[0][0] / sensed[0][1]).median()) < 1.0  # type: ignore[index]

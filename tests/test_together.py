@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_omni.group.sharded_inbox import MOST_WAITING, Arrivals
+from lightning_omni.group.sharded_inbox import MOST_WAITING, ShardedInbox
 from lightning_omni.methods import Inbox
 from lightning_omni.runtime.exchange import sharded_peer_exchange as together
 from lightning_omni.runtime.exchange.sharded_peer_exchange import Together
@@ -216,7 +216,7 @@ def part(value: float) -> list[Tensor]:
 
 
 def test_what_comes_while_members_agree_is_taken_or_waits_as_they_agree() -> None:
-    arrivals = Arrivals()
+    arrivals = ShardedInbox()
     arrivals.add(1, 1, part(1.0))
     assert arrivals.seen() == {1: 1}
     arrivals.add(1, 2, part(10.0))
@@ -233,7 +233,7 @@ def test_what_comes_while_members_agree_is_taken_or_waits_as_they_agree() -> Non
 
 @pytest.mark.parametrize("cause", ["never came", "is of no use", "parameters changed", "too many wait"])
 def test_a_member_that_lacks_a_part_says_so_once(cause: str) -> None:
-    arrivals = Arrivals()
+    arrivals = ShardedInbox()
     arrivals.add(2, 1, part(1.0))
     upto = {2: 1, 1: 2}
     if cause == "never came":

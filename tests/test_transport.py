@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_omni.errors import ConfigurationError, ConnectionLost, OmniError, RankLost, Refused
-from lightning_omni.group.core import Action, Ask, GroupCore, LastAnswer
+from lightning_omni.group.core import Action, GroupCore, LastAnswer, ServerRequest
 from lightning_omni.methods import AsyncSGD, DiLoCo, Method, method_named
 from lightning_omni.methods.contract import Gradient, NextGradient, Receive
 from lightning_omni.methods.model.master import describe, hyperparameters_of
@@ -110,14 +110,14 @@ class Group:
     def form(self, groups: Sequence[tuple[int, ...]]) -> None:
         """Rank 0 forms groups and hands weights over."""
         method = m.method_to_wire(self.method)
-        form = m.Form(generation=1, groups=tuple(groups), method=method)
-        assert self.control.request(form, m.Formed, timeout=DEADLINE).incarnation == 1
+        form = m.FormGroups(generation=1, groups=tuple(groups), method=method)
+        assert self.control.request(form, m.GroupsFormed, timeout=DEADLINE).incarnation == 1
         names: dict[Tensor, str] = {parameter: name for name, parameter in self.parameters.items()}
         weights = {name: parameter.detach() for name, parameter in self.parameters.items()}
         optimizer = describe(self.replica.optimizer, names) if self.method.steps_at == "server" else None
         part = {"optimizer": optimizer, "weights": weights, "clock": 0}
         packed, buffer = pack({"parts": [part]})
-        self.data.exchange(m.Seed(packed=packed, nbytes=buffer.numel()), m.Seeded, buffer)
+        self.data.exchange(m.UploadWeights(packed=packed, nbytes=buffer.numel()), m.WeightsUploaded, buffer)
 
     @torch.no_grad()
     def step(self, seed: int) -> None:
@@ -131,7 +131,7 @@ class Group:
     def do(self, action: Action) -> Any:
         if isinstance(action, Receive):
             return self.receive()
-        assert isinstance(action, Ask)
+        assert isinstance(action, ServerRequest)
         said = self.core.send(action, self.layout, self._memory)
         self.data.send(said.message, said.payload, self._into)
         self._asked = action
@@ -163,7 +163,7 @@ def test_of_two_groups_each_computes_while_its_fragment_is_under_way(serving: Se
         group.receive()
         assert 4 * 2 * 0.45 * whole < group.data.moved - moved < 4 * 2 * 0.55 * whole, "four exchanges of a half"
     assert serving.core.clock == 4
-    assert not any(map(torch.equal, serving.core.shards[0].master.weights(), start))
+    assert not any(map(torch.equal, serving.core.optimizers[0].master.weights(), start))
 
 
 @pytest.mark.parametrize("trained", [True, False])
@@ -224,7 +224,9 @@ def test_requests_carry_payloads_both_ways_one_part_for_each_rank(serving: Servi
 def test_a_refusal_arrives_as_one_on_both_connections_and_harms_nothing(serving: Serving) -> None:
     first, second = two(serving)
     with pytest.raises(Refused, match="only rank 0 forms groups") as refused:
-        second.control.request(m.Form(generation=2, groups=((0, 1),), method={}), m.Formed, timeout=DEADLINE)
+        second.control.request(
+            m.FormGroups(generation=2, groups=((0, 1),), method={}), m.GroupsFormed, timeout=DEADLINE
+        )
     assert refused.value.code == "protocol"
     with pytest.raises(Refused, match="there is no optimizer 7"):
         second.data.exchange(m.FetchMessage(optimizer=7), m.Weights)
@@ -352,7 +354,7 @@ def test_the_same_training_ends_in_the_same_bits_over_every_transport() -> None:
                     groups[number].step(seed)
                 weights = [parameter for group in groups for parameter in group.replica.ordered]
                 ends.append(
-                    [weight.detach().clone() for weight in (*weights, *serving.core.shards[0].master.weights())]
+                    [weight.detach().clone() for weight in (*weights, *serving.core.optimizers[0].master.weights())]
                 )
         for other in ends[1:]:
             assert all(map(torch.equal, ends[0], other)), method
@@ -411,10 +413,10 @@ def test_a_connection_is_to_a_server_that_was_found_when_it_was_there_itself() -
 def test_ranks_tell_servers_apart_by_the_same_numbers_whichever_they_have_joined_first() -> None:
     layout = Layout.of({"w": torch.zeros(4)})
     with served(ZeroMQ()) as first, served(ZeroMQ()) as second:
-        second.core.began = first.core.began + 1000
+        second.core.started_at_ms = first.core.started_at_ms + 1000
         early, late = first.join(0, 2, layout), second.join(1, 2, layout)
         assert 0 < early.returns < late.returns
-        early.came_back(m.Welcome(mac=b"", data_port=1, heartbeat_timeout=1.0, began=second.core.began))
+        early.came_back(m.Welcome(mac=b"", data_port=1, heartbeat_timeout=1.0, started_at_ms=second.core.started_at_ms))
         assert early.returns == late.returns
         early.came_back(m.Welcome(mac=b"", data_port=1, heartbeat_timeout=1.0))
         assert early.returns > late.returns, "also where a server does not say when it began"

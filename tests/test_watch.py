@@ -35,7 +35,7 @@ from lightning_omni.transport.serving import http as web
 from lightning_omni.transport.serving.http import StatusServer
 from lightning_omni.transport.zeromq.observer import Observer
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.leases import EpochPlan
+from lightning_omni.wire.messages import EpochPlan
 
 DOCS = Path(__file__).parents[1] / "docs"
 SCRIPT = Path(__file__).parent / "scripts" / "regression.py"
@@ -494,14 +494,14 @@ SAMPLES = 512
 def test_several_servers_show_the_run_as_one_would_and_the_others_what_they_do_themselves(
     start: Callable[..., Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shares = ["--shards", "3", "--port", "0", "--http", "0"]
-    server = start(*COMMAND, "serve", *shares, "--shards-here", "2")
+    shares = ["--servers", "3", "--port", "0", "--http", "0"]
+    server = start(*COMMAND, "serve", *shares, "--servers-here", "2")
     address = server.expect(r"parameter server on (tcp://\S+), key from", START)[1]
     url = server.expect(r"status on (http://127\.0\.0\.1:\d+)", 10)[1]
-    missing = "1 of the servers that are to hold a share of the weights have not come yet\n"
+    missing = "1 of the servers that are to hold a partition of the parameters have not come yet\n"
     wait_for(lambda: get(url, "/readyz") == (503, missing), START)
     assert get(url, "/healthz") == (200, "ok\n")
-    other = start(*COMMAND, "serve", *shares, "--shard", "2", "--coordinator", address)
+    other = start(*COMMAND, "serve", *shares, "--number", "2", "--coordinator", address)
     there = other.expect(r"status on (http://127\.0\.0\.1:\d+)", START)[1]
     wait_for(lambda: get(url, "/readyz") == (200, "ok\n"))
 

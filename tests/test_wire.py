@@ -37,7 +37,8 @@ from lightning_omni.errors import (
     Refused,
 )
 from lightning_omni.methods import AsyncSGD, HardSync, Method
-from lightning_omni.methods.model.master import class_path, describe, hyperparameters_of, resolver
+from lightning_omni.methods.model.class_paths import class_path
+from lightning_omni.methods.model.master import describe, hyperparameters_of, resolver
 from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.runtime.server_process import RunServer
 from lightning_omni.server import ServerCore
@@ -101,8 +102,8 @@ class Rank:
 
     def begin(self, *groups: tuple[int, ...], method: Method = ASYNC, make: Make = sgd) -> list[Parameter]:
         """Forms groups and hands weights over."""
-        form = m.Form(generation=1, groups=groups, method=m.method_to_wire(method))
-        self.control.request(form, m.Formed, timeout=DEADLINE)
+        form = m.FormGroups(generation=1, groups=groups, method=m.method_to_wire(method))
+        self.control.request(form, m.GroupsFormed, timeout=DEADLINE)
         parameters = [Parameter(torch.arange(int(spec.shape[0])) / 7) for spec in self.layout.specs]
         names: dict[Tensor, str] = {
             parameter: spec.name for parameter, spec in zip(parameters, self.layout.specs, strict=True)
@@ -110,7 +111,7 @@ class Rank:
         weights = {name: parameter.detach() for parameter, name in names.items()}
         part = {"optimizer": describe(make(parameters), names), "weights": weights, "clock": 0}
         packed, buffer = pack({"parts": [part]})
-        self.data.exchange(m.Seed(packed=packed, nbytes=buffer.numel()), m.Seeded, buffer)
+        self.data.exchange(m.UploadWeights(packed=packed, nbytes=buffer.numel()), m.WeightsUploaded, buffer)
         return parameters
 
     def gradient(self, step: int) -> tuple[Tensor, list[Tensor]]:
@@ -228,7 +229,7 @@ def raw_dealer(address: str) -> Iterator[zmq.Socket[bytes]]:
 @pytest.mark.parametrize("nbytes", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 17])
 def test_a_payload_is_put_together_from_its_chunks(nbytes: int) -> None:
     payload = torch.arange(nbytes).to(torch.uint8)
-    assembly = Assembly(m.Seeded(), torch.zeros(nbytes, dtype=torch.uint8))
+    assembly = Assembly(m.WeightsUploaded(), torch.zeros(nbytes, dtype=torch.uint8))
     pieces = list(chunks(payload))
     assert all(0 < len(piece) <= CHUNK for piece in pieces)
     for index, piece in enumerate(pieces):
@@ -353,13 +354,13 @@ def test_collectives_carry_each_ranks_bytes(serving: Serving, size: int) -> None
             control, data, payload = joined[rank].control, joined[rank].data, bytes([rank]) * size * rank
             if brought := len(payload) > m.LARGEST_INLINE:
                 data.exchange(
-                    m.Bring(nbytes=len(payload)), m.Brought, torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+                    m.Upload(nbytes=len(payload)), m.Uploaded, torch.frombuffer(bytearray(payload), dtype=torch.uint8)
                 )
-            message = m.Contribute(number=0, what="all_gather", brought=brought)
+            message = m.Contribute(number=0, what="all_gather", uploaded=brought)
             gathered, parts = control.request_payload(message, m.Gathered, b"" if brought else payload, DEADLINE)
-            assert gathered.collect == (size * 2 > m.LARGEST_INLINE)
-            if gathered.collect:
-                _, whole = data.exchange(m.Collect(number=0), m.Collected)
+            assert gathered.must_download == (size * 2 > m.LARGEST_INLINE)
+            if gathered.must_download:
+                _, whole = data.exchange(m.Download(number=0), m.Downloaded)
                 parts = [part.numpy().tobytes() for part in whole.split(list(gathered.sizes))]
             answers[rank] = parts
 
@@ -407,7 +408,7 @@ def test_a_lost_rank_is_told_and_stops_waiting(serving: Serving) -> None:
         second = Rank(serving.address, 1, 2, on_end=told.append)
         stack.callback(second.close)
         first.begin((0,), (1,))
-        first.control.post(m.Lost(rank=1, reason="rank 1 was killed"))
+        first.control.post(m.RankEnded(rank=1, reason="rank 1 was killed"))
         with pytest.raises(RankLost, match="rank 1's group is out of the run: rank 1 was killed"):
             second.control.request(m.Contribute(number=0, what="barrier"), m.Gathered, timeout=DEADLINE)
         assert [type(error) for error in told] == [Evicted]
@@ -489,7 +490,7 @@ def garbage(seed: int) -> Iterator[list[bytes]]:
             optimizer=0, read_at=0, present=(True, True), hyperparameters=({},), epoch=-1, trained=0, nbytes=2**50
         )
     )
-    seed_message = m.encode(m.Seed(packed=Packed(b"", ()), nbytes=2**50))
+    seed_message = m.encode(m.UploadWeights(packed=Packed(b"", ()), nbytes=2**50))
     for _ in range(60):
         yield [source.randbytes(source.randrange(200)) for _ in range(source.randrange(1, 5))]
     yield from ([push], [push[: len(push) // 2]], [seed_message], [b"", b"x" * 1000], [b"", b""], [b""], [b""] * 5)
@@ -545,7 +546,9 @@ def test_bytes_that_are_not_even_zeromq_harm_no_exchange(serving: Serving) -> No
         assert_exact_training(rank, parameters, steps=3)
 
 
-@pytest.mark.parametrize("message", [m.FetchMessage(optimizer=0), m.Seed(packed=Packed(b"", ()), nbytes=2**50)])
+@pytest.mark.parametrize(
+    "message", [m.FetchMessage(optimizer=0), m.UploadWeights(packed=Packed(b"", ()), nbytes=2**50)]
+)
 def test_a_stranger_on_the_data_channel_is_refused_as_a_stranger_once(plain: Serving, message: m.Message) -> None:
     with raw_dealer(plain.data_address) as dealer:
         dealer.send(m.encode(message))
@@ -673,7 +676,17 @@ def test_without_encryption_everything_on_the_wire_is_messagepack_or_bytes_of_a_
                 assert len(payload) == (1 if tap is data else 0)
                 continue
             said[msgspec.msgpack.decode(head)["type"]] = payload
-    assert said.keys() >= {"Hello", "Challenge", "Proof", "Welcome", "Form", "Formed", "Seed", "Push", "Weights"}
+    assert said.keys() >= {
+        "Hello",
+        "Challenge",
+        "Proof",
+        "Welcome",
+        "FormGroups",
+        "GroupsFormed",
+        "UploadWeights",
+        "Push",
+        "Weights",
+    }
     assert said["Contribute"] == said["Gathered"] == [b"bytes"]
 
 

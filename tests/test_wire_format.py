@@ -19,10 +19,10 @@ from torch.nn import Parameter
 from torch.utils.data import TensorDataset
 
 from lightning_omni.errors import ConfigurationError, MalformedMessage
-from lightning_omni.group.core import Ask, GroupCore
+from lightning_omni.group.core import GroupCore, ServerRequest
 from lightning_omni.methods import AsyncSGD, Gradient, NextGradient, Pulled, Replica
 from lightning_omni.methods.model.master import hyperparameters_of
-from lightning_omni.server.log.record import Event
+from lightning_omni.server.event_log import Event
 from lightning_omni.simulator import Cluster, Jitter, simulate
 from lightning_omni.simulator.cluster import Link as NetworkLink
 from lightning_omni.simulator.replay import replay
@@ -30,8 +30,18 @@ from lightning_omni.simulator.workbench import Samples
 from lightning_omni.trace import Trace
 from lightning_omni.transport.zeromq import memory_segments as segments
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.formats import base as wire_format
-from lightning_omni.wire.formats.base import RAW, Memory, Raw, WireFormat
+from lightning_omni.wire.formats.base import (
+    RAW,
+    Memory,
+    Raw,
+    WireFormat,
+    check_size,
+    decode,
+    from_wire,
+    load_format,
+    register,
+    to_wire,
+)
 from lightning_omni.wire.layout import Layout
 
 SHAPES = ((4, 3), (), (7,))
@@ -42,8 +52,8 @@ TOPK = TopK(fraction=0.25)
 def views(wire: WireFormat, payload: Tensor, present: tuple[bool, ...]) -> list[Tensor | None]:
     """What a server makes of a payload."""
     layout = LAYOUT.subset(present)
-    wire_format.check_size(wire, payload.numel(), layout)
-    there = iter(layout.views(wire_format.decode(wire, payload, layout, Memory())))
+    check_size(wire, payload.numel(), layout)
+    there = iter(layout.views(decode(wire, payload, layout, Memory())))
     return [next(there) if flag else None for flag in present]
 
 
@@ -73,7 +83,7 @@ def test_what_is_decoded_and_what_is_owed_add_up_to_what_was_given(pushes: list[
             there[-1].fill_(torch.nan)
         before = core.sender_state(0)
         ask = core.gradient(0, Gradient(tensors, hyperparameters_of(sgd(0.1)(own))))
-        assert isinstance(ask, Ask)
+        assert isinstance(ask, ServerRequest)
         said = core.send(ask, LAYOUT, memory)
         assert isinstance(said.message, m.PushMessage)
         assert said.payload is not None
@@ -124,8 +134,8 @@ def test_memory_is_used_again_for_any_layout() -> None:
 def sparse_link() -> Link:
     """Two groups whose pushes travel as `TopK`."""
     link = trained_link((0, 1), (2,))
-    formed = link.form((0, 1), (2,), generation=2, wire_format=wire_format.to_wire(TOPK))
-    assert formed == m.Formed(generation=2, incarnation=2)
+    formed = link.form((0, 1), (2,), generation=2, wire_format=to_wire(TOPK))
+    assert formed == m.GroupsFormed(generation=2, incarnation=2)
     link.inbox.clear()
     return link
 
@@ -144,7 +154,7 @@ def test_a_server_takes_pushes_in_the_format_that_the_groups_were_formed_with() 
     assert (answer.applied, answer.clock) == (True, 1)
     moved = torch.cat([(a - b).flatten() for a, b in zip(before, link.weights(), strict=True)])
     assert int(moved.count_nonzero()) == int(0.25 * 9)
-    assert link.form((0, 1), (2,), generation=3) == m.Formed(generation=3, incarnation=3)
+    assert link.form((0, 1), (2,), generation=3) == m.GroupsFormed(generation=3, incarnation=3)
     assert link.data(2, *push_of(gradient(1), read_at=1))[0].applied
 
 
@@ -184,7 +194,7 @@ def test_whatever_comes_as_a_payload_is_a_push_or_a_counted_refusal(payloads: li
         answer, _ = link.data(2, msgspec.structs.replace(message, nbytes=len(payload)), payload)
         refused += isinstance(answer, m.RefusedMessage) and answer.code == "malformed"
         assert link.core.strangers == refused
-    assert link.core.clock + link.core.shards[0].counts.refused + refused == len(payloads)
+    assert link.core.clock + link.core.optimizers[0].counts.refused + refused == len(payloads)
     assert all(bool(weight.isfinite().all()) for weight in link.weights())
     assert link.data(0, *sparse_push())[0].applied
 
@@ -218,18 +228,18 @@ def test_a_format_that_the_server_does_not_know_is_refused_and_the_old_groups_st
 
 
 def test_formats_are_registered_by_name_and_imported_by_path() -> None:
-    assert wire_format.load("topk:TopK") is TopK
-    assert wire_format.from_wire(wire_format.to_wire(TOPK)) == TOPK
+    assert load_format("topk:TopK") is TopK
+    assert from_wire(to_wire(TOPK)) == TOPK
 
     class Other(Raw, frozen=True, kw_only=True, tag="raw"):
         pass
 
     with pytest.raises(ConfigurationError, match="the name 'raw' belongs to Raw"):
-        wire_format.register(Other)
+        register(Other)
     with pytest.raises(ConfigurationError, match=r"is not a lightning_omni\.wire\.formats\.WireFormat"):
-        wire_format.load("topk:Tensor")
+        load_format("topk:Tensor")
     with pytest.raises(ConfigurationError, match="the wire format topk:Nothing cannot be imported"):
-        wire_format.load("topk:Nothing")
+        load_format("topk:Nothing")
 
 
 # --- In the simulator ------------------------------------------------------------------------------------------------

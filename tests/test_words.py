@@ -325,3 +325,26 @@ def test_the_glossary_has_its_words_in_order() -> None:
 def test_no_page_has_two_versions_of_a_line(page: Path) -> None:
     """What git leaves where two changes meet is read by people, and by no tool that would complain."""
     assert not re.findall(r"^(?:<{7}|={7}|>{7})(?: .*)?$", page.read_text(), re.MULTILINE)
+
+
+SHARDED_MODELS = re.compile(
+    r"lightning_omni/(runtime|strategy)/"  # ranks, and Lightning's hooks, hold models that FSDP or a mesh shards
+    r"|lightning_omni/group/sharded_inbox|tests/test_together"  # gossip between groups that hold such models
+    r"|examples/char_gpt|tests/((scripts|benchmarks)/)?(test_)?(inside|joining|tensor_parallel|private|arguments|user_code)"
+)
+"""Files in which a name may contain `shard`: a piece of a model that FSDP or tensor parallelism has made."""
+
+
+def test_only_files_of_sharded_models_have_shards() -> None:
+    modules = [path for folder in ("lightning_omni", "tests", "examples") for path in (ROOT / folder).rglob("*.py")]
+    texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in modules if path != Path(__file__)}
+    found = {path: {*names_in(text), path} for path, text in texts.items() if not SHARDED_MODELS.match(path)}
+    assert {name for names in found.values() for name in names if "shard" in name.lower()} <= {
+        "sharded_inbox",
+        "ShardedInbox",
+    }
+
+
+def names_in(text: str) -> set[str]:
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return {token.string for token in tokens if token.type == tokenize.NAME}

@@ -12,7 +12,7 @@ Rule 1: each optimizer has one action at a time. The action's tensors are live, 
 Rule 2: every rank of a group drives its own core with the same events. Only the leader communicates with the server and
 other groups; it shares the results, so all members arrive at the same actions.
 Rule 3: a push keeps its number until it is answered. If the answer was lost, `GroupCore.send` may be called again for
-the same `Ask` and returns the same. The server applies each number once.
+the same `ServerRequest` and returns the same. The server applies each number once.
 Rule 4: needs of the method that the group can meet by itself, such as a step of its own optimizer, are met here.
 Rule 5: an exchange of an optimizer may overlap the computation of gradients. The driver receives its answer and passes
 it to `GroupCore.apply_answer` before the group waits for others (at a synchronization point, or for more data), before
@@ -29,7 +29,7 @@ import msgspec
 from torch import Tensor
 
 from lightning_omni.errors import NonFiniteGradients, ProtocolError
-from lightning_omni.group.lease_client import Lessee
+from lightning_omni.group.lease_client import LeaseClient
 from lightning_omni.methods import Method
 from lightning_omni.methods.contract import (
     Answer,
@@ -77,7 +77,7 @@ class Average:
     tensors: Tensors
 
 
-class Ask(NamedTuple):
+class ServerRequest(NamedTuple):
     """A request to the server; its answer is the result of `GroupCore.receive`.
 
     Attributes:
@@ -118,11 +118,11 @@ class Outgoing(NamedTuple):
         payload: for a push, its tensors in the run's wire format.
     """
 
-    message: m.PushMessage | m.FetchMessage | m.AverageMessage | m.Seed | m.TakeSnapshot
+    message: m.PushMessage | m.FetchMessage | m.AverageMessage | m.UploadWeights | m.TakeSnapshot
     payload: Tensor | None = None
 
 
-Action = NextGradient | Ask | Receive | Publish | SendPeer | ReadPeer | ReadInbox
+Action = NextGradient | ServerRequest | Receive | Publish | SendPeer | ReadPeer | ReadInbox
 """An action for the driver: compute a gradient, send a request to the server, or communicate with other groups."""
 
 
@@ -134,7 +134,7 @@ class LastAnswer:
         staleness: staleness of the answered push; -1 for a fetch.
         applied: whether that push was applied.
         progress: positions of the epoch trained by all groups.
-        stop: as in `lightning_omni.wire.messages.Leave`.
+        stop: as in `lightning_omni.wire.messages.LeaveEpoch`.
         refused_in_row: consecutive refused pushes of this group, up to this one.
         repeated: whether that push was counted when it arrived first, and its answer was lost.
         validations: number of validations that all groups have completed.
@@ -165,7 +165,7 @@ class LastAnswer:
 
 
 @dataclass
-class _Half:
+class _MethodState:
     """The group side of the method for one optimizer."""
 
     replica: Replica
@@ -179,7 +179,7 @@ class _Half:
     """The sender's state after the last applied push."""
     sending: State | None = None
     """The sender's state if the unanswered push is applied, too."""
-    under_way: Ask | None = None
+    under_way: ServerRequest | None = None
     """The request that was sent without waiting."""
     outgoing: list[Outgoing] | None = None
     """Its messages to each server: its tensors have changed since."""
@@ -232,9 +232,9 @@ class GroupCore:
         self.wire_format = wire_format
         self._max_nonfinite_pushes = max_nonfinite_pushes
         self.identity = GroupId("")
-        self.data: Lessee | None = None
+        self.data: LeaseClient | None = None
         self.last_answer = LastAnswer()
-        self._halves: list[_Half] = []
+        self._method_states: list[_MethodState] = []
 
     def attach(self, replica: Replica, is_head: bool = False) -> int:
         """Add the weights of an optimizer; return its number.
@@ -243,11 +243,11 @@ class GroupCore:
             replica: the weights.
             is_head: whether they belong to a merged head, which the server steps by itself.
         """
-        self._halves.append(_Half(replica, is_head))
-        return len(self._halves) - 1
+        self._method_states.append(_MethodState(replica, is_head))
+        return len(self._method_states) - 1
 
     def detach_all(self) -> None:
-        self._halves.clear()
+        self._method_states.clear()
 
     def form(self, identity: GroupId | None = None) -> None:
         """Restart the method for other groups, with the memory of its replicas.
@@ -257,10 +257,10 @@ class GroupCore:
         Args:
             identity: new identity of this group, whose pushes are then counted from the first; None keeps both.
         """
-        for half in self._halves:
-            half.side = half.under_way = half.outgoing = None
+        for own in self._method_states:
+            own.side = own.under_way = own.outgoing = None
             if identity is not None:
-                half.sequence = 0
+                own.sequence = 0
         self.identity = identity or self.identity
 
     # --- Events ------------------------------------------------------------------------------------------------------
@@ -271,34 +271,34 @@ class GroupCore:
             raise ProtocolError(f"a gradient of optimizer {optimizer}, whose group waits for {need}")
         if self.data is not None and (batch := self.data.current) is not None:
             gradient = msgspec.structs.replace(gradient, samples=batch.stop - batch.start)
-        return self._go_on(optimizer, gradient)
+        return self._advance(optimizer, gradient)
 
     def answer(self, optimizer: int, answer: Answer) -> Action:
         """Continue the method with the answer to an optimizer's last action; return the next action."""
-        half = self._halves[optimizer]
-        if isinstance(half.need, Publish | SendPeer):
-            answer = half.need.tensors
-        if isinstance(answer, Pulled) and isinstance(half.need, (Exchange, Receive)):
-            answer = self._arrived(half, answer)
-        return self._go_on(optimizer, answer)
+        own = self._method_states[optimizer]
+        if isinstance(own.need, Publish | SendPeer):
+            answer = own.need.tensors
+        if isinstance(answer, Pulled) and isinstance(own.need, (Exchange, Receive)):
+            answer = self._accept_answer(own, answer)
+        return self._advance(optimizer, answer)
 
     def apply_answer(self, optimizer: int, pulled: Pulled) -> None:
         """Apply the answer of an overlapped exchange before the method requests it, and restart the method."""
-        half = self._halves[optimizer]
-        if half.under_way is None:
+        own = self._method_states[optimizer]
+        if own.under_way is None:
             raise ProtocolError(f"an answer to optimizer {optimizer}, of which nothing is under way")
-        self.method.apply_answer(half.replica, self._arrived(half, pulled))
-        half.side = None
+        self.method.apply_answer(own.replica, self._accept_answer(own, pulled))
+        own.side = None
 
-    def _arrived(self, half: _Half, answer: Pulled) -> Pulled:
-        half.sequence += 1
+    def _accept_answer(self, own: _MethodState, answer: Pulled) -> Pulled:
+        own.sequence += 1
         last = self.last_answer
-        if half.sending is not None and (not answer.refused or (last.repeated and last.applied)):
-            half.sent = half.sending  # else the previous state stays
-        half.sending = half.under_way = half.outgoing = None
+        if own.sending is not None and (not answer.refused or (last.repeated and last.applied)):
+            own.sent = own.sending  # else the previous state stays
+        own.sending = own.under_way = own.outgoing = None
         if self.wire_format.answers == RAW or (self.method.answers_changes and not answer.refused):
             return answer
-        return half.replica.exactly(answer, self.method.fragments)
+        return own.replica.exactly(answer, self.method.fragments)
 
     def receive(
         self, answer: LastAnswer, tensors: Sequence[Tensor], clock: int, note: float = 0.0, fragment: int | None = None
@@ -337,14 +337,14 @@ class GroupCore:
 
     def step_took(self, optimizer: int, seconds: float) -> None:
         """Add the duration of a local step, without exchanges."""
-        half = self._halves[optimizer]
-        half.seconds += seconds
-        half.steps += 1
+        own = self._method_states[optimizer]
+        own.seconds += seconds
+        own.steps += 1
 
     def steps_take(self, optimizer: int, seconds: float) -> None:
         """Set the duration of local steps, instead of the durations from `step_took`."""
-        half = self._halves[optimizer]
-        half.seconds, half.steps = seconds, 1
+        own = self._method_states[optimizer]
+        own.seconds, own.steps = seconds, 1
 
     @property
     def overlaps(self) -> bool:
@@ -353,55 +353,55 @@ class GroupCore:
 
     # --- Actions -----------------------------------------------------------------------------------------------------
 
-    def fetch(self, optimizer: int) -> Ask:
+    def fetch(self, optimizer: int) -> ServerRequest:
         """Return a request for the server's weights that the method did not need; pass the answer to `receive`."""
-        return Ask(optimizer, Fetch(), *self.place)
+        return ServerRequest(optimizer, Fetch(), *self.place)
 
-    def synchronize(self, optimizer: int) -> Ask:
+    def synchronize(self, optimizer: int) -> ServerRequest:
         """Return a request for the weights to evaluate at a synchronization point; pass the answer to `receive`.
 
         These are the master weights or, if groups have none in common, the mean of all groups' own weights.
         """
-        half = self._halves[optimizer]
-        if self.method.evaluated == "mean" and not half.is_head:
-            return Ask(optimizer, Average(half.replica.offered(half.replica.weights())), *self.place)
+        own = self._method_states[optimizer]
+        if self.method.evaluated == "mean" and not own.is_head:
+            return ServerRequest(optimizer, Average(own.replica.offered(own.replica.weights())), *self.place)
         return self.fetch(optimizer)
 
     @property
     def place(self) -> tuple[int, int]:
-        """Return the group's position in the epoch's data: see `Lessee.place`."""
+        """Return the group's position in the epoch's data: see `LeaseClient.place`."""
         return self.data.place if self.data is not None else (-1, 0)
 
-    def send(self, ask: Ask, layout: Layout, memory: Memory) -> Outgoing:
-        """Return the message to the server for an `Ask`; called by the leader only, and again if the answer was lost.
+    def send(self, ask: ServerRequest, layout: Layout, memory: Memory) -> Outgoing:
+        """Return the message to the server for a request; called by the leader only, and again if the answer was lost.
 
         Args:
             ask: a request of this core.
             layout: layout of the optimizer's parameters.
             memory: memory for the payload, which no other may use before this is answered.
         """
-        half = self._halves[ask.optimizer]
-        if ask is half.under_way and half.outgoing is not None:
-            return half.outgoing[0]
+        own = self._method_states[ask.optimizer]
+        if ask is own.under_way and own.outgoing is not None:
+            return own.outgoing[0]
         if isinstance(ask.need, Fetch):
             return Outgoing(m.FetchMessage(optimizer=ask.optimizer, epoch=ask.epoch, trained=ask.trained))
         if isinstance(ask.need, Average):
             return _mean_of(ask, ask.need.tensors, layout, memory)
         outgoing = self._push(ask, ask.need, self.encode(ask.optimizer, ask.need, layout, memory), layout)
-        half.outgoing = None if ask.waits else [outgoing]
+        own.outgoing = None if ask.waits else [outgoing]
         return outgoing
 
-    def send_parts(self, ask: Ask, split: Split, memories: Sequence[Memory]) -> list[Outgoing]:
-        """Return the messages to each of several servers that hold a share, as in `send`; the first one coordinates.
+    def send_parts(self, ask: ServerRequest, split: Split, memories: Sequence[Memory]) -> list[Outgoing]:
+        """Return the messages to each of several servers, as in `send`; the first server coordinates.
 
         Args:
             ask: a request of this core.
             split: division of the optimizer's parameters.
             memories: memory for the payloads, one for each server, as in `send`.
         """
-        half = self._halves[ask.optimizer]
-        if ask is half.under_way and half.outgoing is not None:
-            return half.outgoing
+        own = self._method_states[ask.optimizer]
+        if ask is own.under_way and own.outgoing is not None:
+            return own.outgoing
         apart = ask._replace(epoch=-1, trained=0)  # only the coordinating server leases data
         asks = [ask] + [apart] * (len(split.shares) - 1)
         if isinstance(ask.need, Fetch):
@@ -412,68 +412,68 @@ class GroupCore:
             wholes = zip(parts, split.shares, memories, strict=True)
             return [_mean_of(ask, part, share, memory) for part, share, memory in wholes]
         pushes = self.wire_format.pushes
-        state = self._sender_state(half, ask.need, whole.layout)
+        state = self._sender_state(own, ask.need, whole.layout)
         each_part = zip(parts, split.shares, split.sender_parts(state), memories, strict=True)
         encoded = [pushes.encode(part, share, state, memory) for part, share, state, memory in each_part]
         state = split.merged_sender([each.state for each in encoded]) if pushes.is_stateful else {}
-        self._will_have_sent(half, ask.need, whole.layout, state)
+        self._store_sending(own, ask.need, whole.layout, state)
         each_ask = zip(asks, encoded, split.shares, strict=True)
         outgoing = [self._push(each, ask.need, part, share) for each, part, share in each_ask]
-        half.outgoing = None if ask.waits else outgoing
+        own.outgoing = None if ask.waits else outgoing
         return outgoing
 
-    def _push(self, ask: Ask, need: Exchange, encoded: Encoded, layout: Layout) -> Outgoing:
+    def _push(self, ask: ServerRequest, need: Exchange, encoded: Encoded, layout: Layout) -> Outgoing:
         nbytes = encoded.payload.numel()
         numbers = ask.epoch, ask.trained, layout.version, self.identity.incarnation
-        sequence = self._halves[ask.optimizer].sequence + 1
+        sequence = self._method_states[ask.optimizer].sequence + 1
         message = m.PushMessage.of(need, ask.optimizer, encoded.present, nbytes, *numbers, sequence)
         return Outgoing(message, encoded.payload)
 
     def encode(self, optimizer: int, need: Exchange, layout: Layout, memory: Memory) -> Encoded:
         """Encode a push in the run's wire format, as in `send`."""
-        half, part = self._halves[optimizer], layout.fragment(need.fragment, self.method.fragments)
-        state = self._sender_state(half, need, layout)
+        own, part = self._method_states[optimizer], layout.fragment(need.fragment, self.method.fragments)
+        state = self._sender_state(own, need, layout)
         encoded = self.wire_format.pushes.encode(need.tensors, part, state, memory)
-        self._will_have_sent(half, need, layout, encoded.state)
+        self._store_sending(own, need, layout, encoded.state)
         return encoded
 
-    def _sender_state(self, half: _Half, need: Exchange, layout: Layout) -> State:
+    def _sender_state(self, own: _MethodState, need: Exchange, layout: Layout) -> State:
         if need.fragment is None:
-            return half.sent
-        return state_of_fragment(half.sent, layout, need.fragment, self.method.fragments)
+            return own.sent
+        return state_of_fragment(own.sent, layout, need.fragment, self.method.fragments)
 
-    def _will_have_sent(self, half: _Half, need: Exchange, layout: Layout, state: State) -> None:
+    def _store_sending(self, own: _MethodState, need: Exchange, layout: Layout, state: State) -> None:
         """Store the sender's state that holds if the push is applied."""
         if need.fragment is not None:
-            state = with_fragment(half.sent, state, layout, need.fragment, self.method.fragments)
-        half.sending = state
+            state = with_fragment(own.sent, state, layout, need.fragment, self.method.fragments)
+        own.sending = state
 
     def sequence(self, optimizer: int) -> int:
         """Return the number of an optimizer's pushes that the server has answered in this incarnation of the group."""
-        return self._halves[optimizer].sequence
+        return self._method_states[optimizer].sequence
 
     def sender_state(self, optimizer: int) -> State:
         """Return the sender's state for an optimizer's pushes; a leader's only."""
-        return self._halves[optimizer].sent
+        return self._method_states[optimizer].sent
 
     def load_sender_state(self, optimizer: int, state: State) -> None:
-        self._halves[optimizer].sent = state
+        self._method_states[optimizer].sent = state
 
     def waits_for(self, optimizer: int) -> Need:
         """Return the method's current need: the next gradient, or an unanswered one."""
-        half = self._halves[optimizer]
-        self._begin(half)
-        return half.need
+        own = self._method_states[optimizer]
+        self._begin(own)
+        return own.need
 
-    def _begin(self, half: _Half) -> None:
+    def _begin(self, own: _MethodState) -> None:
         """Start the method's generator, or restart it for other groups or more parameters."""
-        if half.side is None or half.parameters != len(half.replica.ordered):
-            half.parameters = len(half.replica.ordered)
-            side = self.method.group_side(half.replica)
-            half.side = overlapped(side, half.replica) if self.overlaps else side
-            half.need = next(half.side)
+        if own.side is None or own.parameters != len(own.replica.ordered):
+            own.parameters = len(own.replica.ordered)
+            side = self.method.group_side(own.replica)
+            own.side = overlapped(side, own.replica) if self.overlaps else side
+            own.need = next(own.side)
 
-    def _as_peers_get(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _encode_for_peers(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
         """Encode and decode weights, so that the sender continues with the same values as the receivers."""
         pushes = self.wire_format.pushes
         if pushes == RAW:
@@ -482,49 +482,49 @@ class GroupCore:
         payload = pushes.encode(weights, layout, {}, Memory()).payload
         return layout.views(pushes.decode(payload, layout, Memory()))
 
-    def _go_on(self, optimizer: int, answer: Any) -> Action:
+    def _advance(self, optimizer: int, answer: Any) -> Action:
         """Drive the method to the next need that the group cannot meet by itself."""
-        half = self._halves[optimizer]
-        assert half.side is not None
+        own = self._method_states[optimizer]
+        assert own.side is not None
         while True:
-            need = half.need = half.side.send(answer)
+            need = own.need = own.side.send(answer)
             match need:
                 case Step():
-                    half.replica.step(need.gradient.tensors)
+                    own.replica.step(need.gradient.tensors)
                     answer = None
                 case StepTime():
-                    answer = half.seconds / half.steps if half.steps else 0.0
-                    half.seconds, half.steps = 0.0, 0
+                    answer = own.seconds / own.steps if own.steps else 0.0
+                    own.seconds, own.steps = 0.0, 0
                 case Exchange() | Fetch():
-                    self._check_free(half, need)
-                    return Ask(optimizer, need, *self.place)
+                    self._check_free(own, need)
+                    return ServerRequest(optimizer, need, *self.place)
                 case Send():
-                    self._check_free(half, need)
-                    half.under_way = Ask(optimizer, need.exchange, *self.place, waits=False)
-                    return half.under_way
+                    self._check_free(own, need)
+                    own.under_way = ServerRequest(optimizer, need.exchange, *self.place, waits=False)
+                    return own.under_way
                 case Receive():
-                    if half.under_way is None:
+                    if own.under_way is None:
                         raise ProtocolError(f"{type(self.method).__name__} receives, and has sent nothing")
                     return need
                 case Publish() | SendPeer():
-                    answer = self._as_peers_get(need.tensors)
-                    if not (isinstance(need, SendPeer) and need.group == half.replica.group):
-                        half.need = msgspec.structs.replace(need, tensors=answer)
-                        return half.need
+                    answer = self._encode_for_peers(need.tensors)
+                    if not (isinstance(need, SendPeer) and need.group == own.replica.group):
+                        own.need = msgspec.structs.replace(need, tensors=answer)
+                        return own.need
                 case NextGradient() | ReadPeer() | ReadInbox():
                     return need
                 case _:
                     raise TypeError(f"{type(self.method).__name__} needs {need!r}, which is no need")
 
-    def _check_free(self, half: _Half, need: Need) -> None:
-        if half.under_way is not None:
+    def _check_free(self, own: _MethodState, need: Need) -> None:
+        if own.under_way is not None:
             raise ProtocolError(
                 f"{type(self.method).__name__} needs {type(need).__name__} while an exchange is under way; let it need"
                 " Receive before"
             )
 
 
-def _mean_of(ask: Ask, tensors: Tensors, layout: Layout, memory: Memory) -> Outgoing:
+def _mean_of(ask: ServerRequest, tensors: Tensors, layout: Layout, memory: Memory) -> Outgoing:
     encoded = RAW.encode(tensors, layout, {}, memory)
     absent = tuple(place for place, there in enumerate(encoded.present) if not there)
     nbytes = encoded.payload.numel()

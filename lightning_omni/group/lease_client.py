@@ -1,41 +1,43 @@
 """A group's side of the leased data: the drawn and trained batches of an epoch, as each member tracks them.
 
-It is the counterpart of `lightning_omni.wire.leases`. Members of a group draw by batch number and get the same
-batches, so they agree without communication.
+It is the counterpart of `lightning_omni.server.epochs.lease_book`. Members of a group draw by batch number and get the
+same batches, so they agree without communication.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lightning_omni.group.member_samples import positions, weight
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.leases import Batch, positions, weight
+from lightning_omni.wire.messages import Batch
 
 
-class Lessee:
+class LeaseClient:
     """One member's view of an epoch's batches: those of its group, and its own part of each.
 
     Args:
         member: index in the group.
         members: size of the group.
         generation: the server's number of this forming of groups.
-        shares: each member's samples of a whole batch, if they differ; see `share_out`.
+        shares: each member's samples of a whole batch, if they differ; see `set_batch_shares`.
 
     Attributes:
         epoch: number of the epoch.
         trained: batches of this epoch that the group has begun to train, since groups were last formed.
         interval: number of the group's validation interval.
         handed: batches passed to the data loader.
-        in_pairs: whether members get at least two samples of a batch; see `lightning_omni.wire.leases.positions`.
+        in_pairs: whether members get at least two samples of a batch; see
+            `lightning_omni.group.member_samples.positions`.
 
     Example:
-        >>> lessee = Lessee(member=1, members=2, generation=1)
-        >>> lessee.restart(epoch=0)
-        >>> lessee.draw(0).number
+        >>> client = LeaseClient(member=1, members=2, generation=1)
+        >>> client.restart(epoch=0)
+        >>> client.draw(0).number
         0
-        >>> lessee.drew([Batch(0, 8, interval=0)])
-        >>> lessee.begin_batch()
-        >>> lessee.indices(0), lessee.place
+        >>> client.record_drawn([Batch(0, 8, interval=0)])
+        >>> client.begin_batch()
+        >>> client.indices(0), client.place
         (range(1, 8, 2), (0, 1))
     """
 
@@ -62,7 +64,7 @@ class Lessee:
 
     # --- Messages -----------------------------------------------------------------------------------------------------
 
-    def draw(self, number: int, trained: int | None = None) -> m.Draw:
+    def draw(self, number: int, trained: int | None = None) -> m.DrawBatches:
         """Return the request for the group's batches from a number on.
 
         Args:
@@ -70,29 +72,29 @@ class Lessee:
             trained: completely trained batches; by default all that were begun.
         """
         done = self.trained if trained is None else trained
-        return m.Draw(epoch=self.epoch, generation=self._formed, number=number, trained=done)
+        return m.DrawBatches(epoch=self.epoch, generation=self._formed, number=number, trained=done)
 
-    def drew(self, batches: Sequence[Batch]) -> None:
+    def record_drawn(self, batches: Sequence[Batch]) -> None:
         """Add the answer to `draw`, which is empty if the pool is empty now."""
         self._batches += batches
 
-    def question(self) -> m.Await:
+    def ask_next(self) -> m.AskNext:
         """Return the question for the next step, once all batches that could be drawn are trained."""
-        return m.Await(epoch=self.epoch, generation=self._formed, trained=self.trained, interval=self.interval)
+        return m.AskNext(epoch=self.epoch, generation=self._formed, trained=self.trained, interval=self.interval)
 
-    def follow(self, verdict: str, coming: Batch | None = None) -> None:
-        """Apply the answer to `question`, and the next batch, if any.
+    def apply_next(self, decision: str, coming: Batch | None = None) -> None:
+        """Apply the answer to `ask_next`, and the next batch, if any.
 
         After ``"validate"`` the group is in the next interval; after ``"more"`` it is in that of its next batch.
         """
-        if verdict == "validate":
+        if decision == "validate":
             self.interval += 1
-        elif verdict == "more" and coming is not None:
+        elif decision == "more" and coming is not None:
             self.interval = max(self.interval, coming.interval)
 
-    def leaving(self, stop: str) -> m.Leave:
-        """Return the message that the group leaves the epoch early; see `lightning_omni.wire.messages.Leave`."""
-        return m.Leave(epoch=self.epoch, generation=self._formed, trained=self.trained, stop=stop)
+    def leave_epoch(self, stop: str) -> m.LeaveEpoch:
+        """Return the message that the group leaves the epoch early; see `lightning_omni.wire.messages.LeaveEpoch`."""
+        return m.LeaveEpoch(epoch=self.epoch, generation=self._formed, trained=self.trained, stop=stop)
 
     # --- Batches ------------------------------------------------------------------------------------------------------
 
@@ -137,7 +139,7 @@ class Lessee:
         """Return each member's samples of a whole batch, by the latest decision; empty if all get the same."""
         return self._shares[-1][1]
 
-    def share_out(self, shares: Sequence[int], from_number: int) -> None:
+    def set_batch_shares(self, shares: Sequence[int], from_number: int) -> None:
         """Give members unequal parts of each batch, from a batch number on. All members must call this alike.
 
         Args:

@@ -1,6 +1,6 @@
 """A group's side of a merged head: its messages to the server, and the state of its access. No I/O.
 
-It is the counterpart of `lightning_omni.server.merged_head.service`. The driver (a rank, the simulator) transfers the
+It is the counterpart of `lightning_omni.server.merged_head`. The driver (a rank, the simulator) transfers the
 messages.
 
 Rule: exclusive access is one forward pass and one backward pass, with which the head is stepped; or it is given up.
@@ -19,7 +19,7 @@ from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods.model.head import modes_of
 from lightning_omni.methods.model.master import hyperparameters_of
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.activations import RAW_BOTH, Both, flat_of, pack_in
+from lightning_omni.wire.activations import RAW_ACTIVATIONS, ActivationFormats, flat_of, pack_activations
 from lightning_omni.wire.codec import Packed
 
 
@@ -64,7 +64,7 @@ class HeadSide:
         module: nn.Module,
         optimizer: Optimizer,
         parameters: Sequence[Parameter],
-        wire: Both = RAW_BOTH,
+        wire: ActivationFormats = RAW_ACTIVATIONS,
     ) -> None:
         self.number, self.wire = number, wire
         self._name, self._module, self._optimizer, self._parameters = name, module, optimizer, parameters
@@ -107,7 +107,7 @@ class HeadSide:
             autocast: dtype of automatic mixed precision, if any.
             exclusive: whether a backward pass will follow.
         """
-        packed, buffer = pack_in(self.wire.up, tree)
+        packed, buffer = pack_activations(self.wire.up, tree)
         message = m.HeadForward(
             optimizer=self.number,
             packed=packed,
@@ -126,10 +126,10 @@ class HeadSide:
 
         Args:
             gradients: one for each tensor of the output; None if the loss did not depend on it.
-            place: the group's position in the epoch's data: see `lightning_omni.group.lease_client.Lessee.place`.
+            place: the group's position in the epoch's data: see `lightning_omni.group.lease_client.LeaseClient.place`.
             scale: factor for the gradients of the head's weights.
         """
-        packed, buffer = pack_in(self.wire.up, list(gradients))
+        packed, buffer = pack_activations(self.wire.up, list(gradients))
         epoch, trained = place
         message = m.HeadBackward(
             optimizer=self.number,

@@ -5,8 +5,9 @@ different times. If one member used a message and another did not, only one shar
 
 Rule 1: groups number their messages to a group, from 1 on; each part has the message's number, and parts from one
 sender arrive in order. So one number per sender describes the messages that a member has.
-Rule 2: to read its inbox, each member reports its numbers (`Arrivals.seen`), and all take the messages up to the
-largest that any reports (`Arrivals.take`) as soon as they have them (`Arrivals.has`). Parts that arrive meanwhile wait.
+Rule 2: to read its inbox, each member reports its numbers (`ShardedInbox.seen`), and all take the messages up to the
+largest that any reports (`ShardedInbox.take`) as soon as they have them (`ShardedInbox.has`). Parts that arrive
+meanwhile wait.
 Rule 3: if a member lacks a part that will not arrive (its connection broke, for example), its `take` returns None, and
 all members take nothing.
 """
@@ -31,12 +32,12 @@ class _Part(NamedTuple):
     tensors: Sequence[Tensor] | None
 
 
-class Arrivals:
+class ShardedInbox:
     """A member's share of an inbox.
 
     Example:
         >>> import torch
-        >>> here, there = Arrivals(), Arrivals()
+        >>> here, there = ShardedInbox(), ShardedInbox()
         >>> here.add(sender=1, number=1, tensors=[torch.ones(2)])
         >>> here.seen(), there.seen()
         ({1: 1}, {})

@@ -209,7 +209,7 @@ class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
                 yield from self._exchange_fragment(replica, outer, step_time)
                 continue
             pulled = yield Exchange(replica.change(since=outer, factor=-1.0), replica.clock, note=step_time)
-            replica.go_on_from(pulled)
+            replica.continue_from(pulled)
             memory.clear()
             if pulled.note:
                 memory["period"] = int(pulled.note)

@@ -115,7 +115,7 @@ class DiLoCo(Streaming, frozen=True, kw_only=True, tag="diloco"):
             memory["steps"] = memory.get("steps", 0) + 1
             if memory["steps"] == self.period:
                 pulled = yield Exchange(replica.change(since=outer, factor=-1.0), replica.clock)
-                replica.go_on_from(pulled)
+                replica.continue_from(pulled)
                 memory.clear()
 
     def begin(self, replica: Replica) -> None:

@@ -143,5 +143,5 @@ class Downpour(Method, frozen=True, kw_only=True, tag="downpour"):
             yield Step(gradient)
             if replica.clock < self.warm_start or step % self.n_push == 0:
                 pulled = yield Exchange(replica.change(since=before), replica.clock)
-                replica.go_on_from(pulled)
+                replica.continue_from(pulled)
                 del memory["fetched"]

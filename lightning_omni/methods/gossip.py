@@ -25,7 +25,7 @@ from lightning_omni.methods.contract import (
     Step,
     check_period,
 )
-from lightning_omni.methods.model.replica import Replica, is_sound, minus
+from lightning_omni.methods.model.replica import Replica, all_finite, minus
 
 
 class _Bystander(ServerSide):
@@ -113,14 +113,14 @@ class Gossip(Method, frozen=True, kw_only=True, tag="gossip"):
         if peer == replica.group:
             return
         theirs = yield ReadPeer(peer)
-        if is_sound(theirs):
+        if all_finite(theirs):
             replica.move(minus(_on(mine, theirs), mine), 0.5)
 
     def _push(self, replica: Replica, peer: int, mine: list[Tensor]) -> GroupSide:
         own_weight = 2 if peer == replica.group else 1
         mine = yield SendPeer(peer, mine)
         inbox: Inbox = yield ReadInbox()
-        if inbox.total is not None and is_sound(inbox.total):
+        if inbox.total is not None and all_finite(inbox.total):
             # (w x + total) / (w + count) - x = (total - count x) / (w + count)
             surplus = [total - inbox.count * x for total, x in zip(_on(mine, inbox.total), mine, strict=True)]
             replica.move(surplus, 1 / (own_weight + inbox.count))

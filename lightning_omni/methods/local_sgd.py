@@ -86,5 +86,5 @@ class LocalSGD(Streaming, frozen=True, kw_only=True, tag="local_sgd"):
             # In the warm-up every step is averaged, so the clock counts the steps.
             if memory["steps"] >= self.period or replica.clock < self.warmup_steps:
                 pulled = yield Exchange(replica.offered(replica.weights()), replica.clock)
-                replica.go_on_from(pulled)
+                replica.continue_from(pulled)
                 memory["steps"] = 0

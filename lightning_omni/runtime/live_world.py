@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_omni.errors import UnsupportedError
-from lightning_omni.wire.messages import LARGEST_BROUGHT
+from lightning_omni.wire.messages import LARGEST_UPLOAD
 
 BACKEND = "omni"
 
@@ -206,8 +206,8 @@ class LiveWorld(dist.ProcessGroup):
         data = mine.numpy().tobytes() if only in (None, self._global_rank) else b""
         nbytes = tensor.numel() * tensor.element_size()
         pieces: dict[int, list[bytes]] = {}
-        for start in range(0, max(nbytes, 1), LARGEST_BROUGHT):
-            for rank, piece in self.contribute(what, data[start : start + LARGEST_BROUGHT]):
+        for start in range(0, max(nbytes, 1), LARGEST_UPLOAD):
+            for rank, piece in self.contribute(what, data[start : start + LARGEST_UPLOAD]):
                 pieces.setdefault(rank, []).append(piece)
         gathered = {}
         for rank, parts in pieces.items():

@@ -42,7 +42,7 @@ class WorldOptions:
         all_reduce: how gradients are averaged inside a group: ``"fp32"`` (uncompressed), ``"bf16"``, ``"fp16"``, or
             ``"powersgd:4"`` (products of matrices with 4 columns); or a `lightning_omni.wire.all_reduce.AllReduce`.
         server: ``"tcp://host:port"`` of a running server; None starts one beside rank 0, the *embedded* server.
-        servers: number of servers, each of which holds a share of the weights, so that no single link carries
+        servers: number of servers, each of which holds a partition of the parameters, so that no single link carries
             everything: a number, which rank 0 starts on its node, or ``"per-node"``, one on each node. A server that is
             already running reports its number of servers to the ranks.
         host: address that the embedded server binds. None uses no port at all on one node (sockets in a directory that
@@ -163,7 +163,7 @@ class WorldOptions:
         if self.server is not None:
             raise ConfigurationError(
                 f"servers={self.servers!r} and server={self.server!r}: the number of servers is set where they are"
-                " started, with lightning-omni serve --shards N; leave servers= out"
+                " started, with lightning-omni serve --servers N; leave servers= out"
             )
         if type(transport).follow is Transport.follow:
             raise ConfigurationError(

@@ -358,7 +358,7 @@ class Place:
     @property
     def servers(self) -> int:
         """Return the number of servers that divide this rank's exchanged parameters among them."""
-        return 1 if self.control is None or self.is_sharded else self.control.shards
+        return 1 if self.control is None or self.is_sharded else self.control.servers
 
     @property
     def server_address(self) -> str:

@@ -16,7 +16,7 @@ import msgspec
 
 from lightning_omni.errors import ConfigurationError, OmniError
 from lightning_omni.methods import Method
-from lightning_omni.methods.model.master import class_path
+from lightning_omni.methods.model.class_paths import class_path
 from lightning_omni.methods.model.modules import class_paths, describe_module
 from lightning_omni.registry import to_wire
 from lightning_omni.runtime.model.meshes import shown
@@ -77,7 +77,7 @@ class Keeper:
 
 
 class RunServer:
-    """The server of a run, or its several servers, each with a share of the weights: it starts, finds and ends them.
+    """The server of a run, or its servers with a partition of the parameters each: it starts, finds and ends them.
 
     Args:
         rank: this rank. Rank 0 starts the server; with one server per node, the first rank of each node starts that.
@@ -107,7 +107,7 @@ class RunServer:
 
     @property
     def count(self) -> int:
-        """Return the number of servers, each of which holds a share of the weights, if the run starts them."""
+        """Return the number of servers, each of which holds a partition of the parameters, if the run starts them."""
         if self._needed is not None:
             return self._needed
         return self.nodes if self._options.servers == "per-node" else self._options.servers
@@ -144,20 +144,20 @@ class RunServer:
         """Return whether all ranks are on the node of rank 0."""
         return self.nodes == 1
 
-    def check(self, shards: int, address: str) -> None:
-        """Raise `ConfigurationError` if ``shards``, the number of servers at an address, is not the required one."""
-        if self._needed is None or shards == self._needed:
+    def check(self, servers: int, address: str) -> None:
+        """Raise `ConfigurationError` if ``servers``, the number of servers at an address, is not the required one."""
+        if self._needed is None or servers == self._needed:
             return
         if self._options.join:
             raise ConfigurationError(
                 f"{shown(self._options.inside)} and {self._needed} ranks, each of which exchanges a share:"
-                f" the server at {address} is one of {shards}; all groups of the run need as many shards as there are"
-                " servers (lightning-omni serve --shards N), and shards= if they have more ranks"
+                f" the server at {address} is one of {servers}; all groups of the run need as many shards as there are"
+                " servers (lightning-omni serve --servers N), and shards= if they have more ranks"
             )
         raise ConfigurationError(
             f"{shown(self._options.inside)} and {self._needed} ranks, each of which exchanges a share:"
-            f" the server at {address} is one of {shards}; start it and the others with lightning-omni serve"
-            f" --shards {self._needed}, or leave server= out"
+            f" the server at {address} is one of {servers}; start it and the others with lightning-omni serve"
+            f" --servers {self._needed}, or leave server= out"
         )
 
     def start(self, method: Method, parts: Iterable[Part]) -> None:
@@ -196,7 +196,7 @@ class RunServer:
             if not process.is_told:
                 # On rank 0's node it has the same host; elsewhere the address from which it reaches rank 0's server.
                 host = settings.host if self._rank == 0 else ""
-                own = {"key": key.hex(), "host": host, "shard": number, "coordinator": address, "record": ""}
+                own = {"key": key.hex(), "host": host, "number": number, "coordinator": address, "record": ""}
                 process.configure(msgspec.structs.replace(settings, **own))
         for process in self._shares.values():
             process.address()
@@ -301,7 +301,7 @@ class RunServer:
             wire_formats=tuple({*_foreign(wire.pushes), *_foreign(wire.answers)}),
             transport=to_wire(self.transport),
             transports=_foreign(self.transport),
-            shards=self.count,
+            servers=self.count,
             state=str(self._states.path / "state") if self._states is not None else "",
             save_every=options.save_every or 0.0,
             progress_timeout=options.progress_timeout,

@@ -20,7 +20,7 @@ from lightning_omni.runtime.state.server_store import ServerSnapshot
 from lightning_omni.topology import RECORDER
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack, unpack
-from lightning_omni.wire.cut import Cut
+from lightning_omni.wire.messages import SnapshotId
 
 _SAMPLED = 1 << 12
 """Number of a parameter's elements by which it is recognized."""
@@ -47,7 +47,7 @@ class Versions:
         return self._ask(m.AskValidations(), m.Validations)
 
     @contextmanager
-    def loaded(self, number: int) -> Iterator[Cut]:
+    def loaded(self, number: int) -> Iterator[SnapshotId]:
         """Load the weights of a validation, claimed by this group, in this context; then restore the group's own.
 
         Yields:
@@ -61,7 +61,7 @@ class Versions:
             self._load(index, snapshot)
         self._evaluated.append(self._marks())
         try:
-            yield Cut() if snapshot is None else snapshot.cut
+            yield SnapshotId() if snapshot is None else snapshot.cut
         finally:
             for part in self._place.parts:
                 part.replica.restore()

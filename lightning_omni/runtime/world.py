@@ -92,7 +92,7 @@ class World(Place):
                     loss(model(x), y).backward()
                     optimizer.step()
 
-        docs/start/quickstart.md has one with epochs, validation and checkpoints.
+        docs/how-to/loops.md has one with epochs, validation and checkpoints.
     """
 
     def __init__(
@@ -168,14 +168,15 @@ class World(Place):
             }
             check_sharded(exchanged, self.mesh, self.options.inside, self.replicas > 1)
         replica = ModelReplica(parameters, optimizer, is_shared=self.is_sharded)
-        number = self._take_in(Part(optimizer, replica, names=names, outside=outside))
+        number = self._add_group(Part(optimizer, replica, names=names, outside=outside))
         self.executor.check_parts()
         return number
 
     def attach_head(self, name: str, model: Module, optimizers: Sequence[Optimizer]) -> RemoteHead:
-        """Attach a submodule as a merged head, before training begins: see `lightning_omni.server.merged_head.head`.
+        """Attach a submodule as a merged head, before training begins.
 
-        `attach` attaches the optimizer that holds its parameters, too, for the other parameters.
+        `attach` attaches the optimizer that holds its parameters, too, for the other parameters: see
+        `lightning_omni.server.parameters.served_head`.
 
         Args:
             name: the submodule's name in the model.
@@ -190,11 +191,11 @@ class World(Place):
         check_servable(optimizer)  # whatever the method, a head is stepped at the server
         part = Part(optimizer, ModelReplica(parameters, optimizer), head=(name, module))
         self.heads.append(
-            RemoteHead(self, self.channel, self.parameter_groups, part, self._take_in(part), name, module)
+            RemoteHead(self, self.channel, self.parameter_groups, part, self._add_group(part), name, module)
         )
         return self.heads[-1]
 
-    def _take_in(self, part: Part) -> int:
+    def _add_group(self, part: Part) -> int:
         self.parts.append(part)
         part.replica.divide(self.servers)
         return self.core.attach(part.replica, is_head=part.head is not None)

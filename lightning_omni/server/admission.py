@@ -13,8 +13,8 @@ from lightning_omni.server.membership.roster import MOST_CHALLENGED, Member
 from lightning_omni.server.run_context import RunContext
 from lightning_omni.server.service import Out, Payload, Peer, Sender
 from lightning_omni.wire import messages as m
-from lightning_omni.wire import server_messages as sm
 from lightning_omni.wire.handshake import NONCE_BYTES, attach_mac, is_equal, server_mac
+from lightning_omni.wire.messages import servers as sm
 
 
 class Admission:
@@ -37,7 +37,7 @@ class Admission:
         data_port: Callable[[], int],
         standing: Callable[[], tuple[float, int, int]],
     ) -> None:
-        self._roster, self._servers, self._limits, self._now = run.roster, run.servers, run.limits, run.now
+        self._roster, self._replication, self._limits, self._now = run.roster, run.replication, run.limits, run.now
         self._key, self._random = key, random
         self._data_port, self._standing = data_port, standing
         self._attaching: dict[Peer, tuple[m.Attach, bytes]] = {}
@@ -47,7 +47,7 @@ class Admission:
     @property
     def attached(self) -> set[Peer]:
         """Return the data connections of live ranks."""
-        out = self._roster.gone, self._roster.lost  # a server with a share receives the dead in the latter only
+        out = self._roster.gone, self._roster.lost  # a server with a partition receives the dead in the latter only
         return {peer for peer, rank in self._attached.items() if not any(rank in ranks for ranks in out)}
 
     def find(self, channel: m.Channel, peer: Peer) -> Member | None:
@@ -71,7 +71,7 @@ class Admission:
 
     def leader_peer(self, group: int) -> Peer:
         """Return the data connection of a group's leader, or of its member that exchanges with this server."""
-        return self._data_peers[self._roster.formed.exchanges_with(group, self._servers.number)]
+        return self._data_peers[self._roster.formed.exchanges_with(group, self._replication.number)]
 
     def data_connection(self, rank: int) -> tuple[Peer, bytes] | None:
         """Return a live rank's data connection, and the secret that has opened it; None if there is none."""
@@ -88,17 +88,17 @@ class Admission:
     def admit(self, sender: Sender, message: m.Proof, payload: Payload) -> list[Out]:
         """Admit a rank that proves that it holds the key."""
         hello, challenge = self._roster.admit(sender.peer, message, self._now())
-        patience, clock, began = self._standing()
+        reconnect_timeout, clock, started_at_ms = self._standing()
         welcome = m.Welcome(
             mac=server_mac(self._key, hello, challenge),
             data_port=self._data_port(),
             heartbeat_timeout=self._limits.heartbeat,
-            shards=self._servers.count,
-            patience=patience,
+            servers=self._replication.count,
+            reconnect_timeout=reconnect_timeout,
             clock=clock,
-            began=began,
+            started_at_ms=started_at_ms,
         )
-        self._servers.send_to_all(sm.Admit(hello=hello, challenge=challenge, joins=self._roster.joining))
+        self._replication.send_to_all(sm.AdmitRank(hello=hello, challenge=challenge, joins=self._roster.joining))
         return [Out(sender.peer, m.CONTROL, welcome)]
 
     def challenge(self, sender: Sender, message: m.Attach, payload: Payload) -> list[Out]:

@@ -18,31 +18,30 @@ from lightning_omni.errors import CollectiveMismatch, MalformedMessage, OmniErro
 from lightning_omni.methods.model.master import Resolve, resolver
 from lightning_omni.methods.model.modules import ResolveModule, module_resolver
 from lightning_omni.server.admission import Admission
-from lightning_omni.server.collectives.service import Synchronization
+from lightning_omni.server.collectives import CollectiveService
 from lightning_omni.server.epochs.epoch import Epochs
-from lightning_omni.server.epochs.service import DataLeasing
-from lightning_omni.server.log.record import Recorder
-from lightning_omni.server.log.recorder import Notes
-from lightning_omni.server.log.restore import Persistence, check_state
+from lightning_omni.server.epochs.lease_service import LeaseService
+from lightning_omni.server.event_log import EventRecorder, Recorder
 from lightning_omni.server.membership.joining import Joining
 from lightning_omni.server.membership.roster import Roster
 from lightning_omni.server.membership.service import Membership
 from lightning_omni.server.membership.timeouts import TimeLimits
-from lightning_omni.server.merged_head.service import MergedHeads
-from lightning_omni.server.observers import Happening, Observers, RunObservation
-from lightning_omni.server.parameter_store import HeldShards
-from lightning_omni.server.replication import Coordinator, Follower, OneServer, Servers
-from lightning_omni.server.router import SHARD_TABLE, TABLE, Router, Row
+from lightning_omni.server.merged_head import MergedHeadService
+from lightning_omni.server.observers import Observers, RunEvent, RunObservation
+from lightning_omni.server.parameters.served_optimizer import ServedOptimizer
+from lightning_omni.server.parameters.store import ParameterStore
+from lightning_omni.server.replication import Coordinator, Follower, NoReplication, Replication
+from lightning_omni.server.restore import Restore, check_state
+from lightning_omni.server.router import FOLLOWER_TABLE, TABLE, Router, Row
 from lightning_omni.server.run_context import RunContext
-from lightning_omni.server.served_optimizer import Shard
 from lightning_omni.server.service import Out, Payload, Peer, Service
 from lightning_omni.server.snapshots import Snapshots
-from lightning_omni.server.status import Monitoring
+from lightning_omni.server.status import StatusService
 from lightning_omni.server.training import Training
-from lightning_omni.server.validation.service import Evaluations
+from lightning_omni.server.validation import ValidationService
 from lightning_omni.wire import messages as m
-from lightning_omni.wire import server_messages as sm
 from lightning_omni.wire.journal import Entry, Journal
+from lightning_omni.wire.messages import servers as sm
 
 STRANGE = ("stranger", "key", "malformed")
 """Codes of refusals that are counted, because their receivers are no ranks of the run, or send invalid messages."""
@@ -64,25 +63,25 @@ class ServerCore:
         record: function that takes every event of the weights, in order.
         rows: messages in addition to the table, for ``services``.
         services: your own services. Each is a class that is constructed once for every run, with this core.
-        shards: servers that hold a share of the weights each, this one among them.
-        shard: which of them this is; number 0 coordinates the others.
+        servers: number of servers, each of which holds a partition of the parameters, this one included.
+        number: number of this server; number 0 coordinates the others.
 
     Attributes:
         journal: journal of decisions since the state was saved; the code that saves the `state` sets its destination.
-        patience: seconds for which ranks look for this server again when it is gone, because another one will continue;
-            the code that saves its state sets it. 0 if no server will.
-        goes_on: whether it has continued the run of an earlier server.
-        on_save: called on a server that holds a share, with the number of the save, when the coordinating server
+        reconnect_timeout: seconds for which ranks look for this server again when it is gone, because another one will
+            continue; the code that saves its state sets it. 0 if no server will.
+        resumed: whether it has continued the run of an earlier server.
+        on_save: called on a server that holds a partition, with the number of the save, when the coordinating server
             requests that all save their state.
         on_run_over: called when the coordinating server reports the end of the run, before this server forgets the run.
         key: the run's shared secret.
         limits: time limits for waiting for ranks.
         data_port: port reported to every admitted rank; the driver sets it.
         about: returns a description of the server's process for observers; the driver sets it.
-        began: see `lightning_omni.wire.messages.Welcome`; the driver sets it.
+        started_at_ms: see `lightning_omni.wire.messages.Welcome`; the driver sets it.
         strangers: messages refused because they were malformed or their sender had not been admitted.
         roster: the ranks of the run.
-        notes: the event log of the weights.
+        events: the event log of the weights.
     """
 
     def __init__(
@@ -97,8 +96,8 @@ class ServerCore:
         clock: Callable[[], float] | None = None,
         rows: Sequence[Row] = (),
         services: Sequence[Callable[[ServerCore], Service]] = (),
-        shards: int = 1,
-        shard: int = 0,
+        servers: int = 1,
+        number: int = 0,
         progress_timeout: float = math.inf,
         joined_heartbeat_timeout: float | None = None,
     ) -> None:
@@ -107,7 +106,7 @@ class ServerCore:
         # The coordinating server reports silent ranks to the others.
         self.limits = (
             TimeLimits()
-            if shard > 0
+            if number > 0
             else TimeLimits(heartbeat_timeout, join_timeout, progress_timeout, joined_heartbeat_timeout)
         )
         self._resolve = resolve or resolver(())
@@ -116,66 +115,76 @@ class ServerCore:
         self._record = record
         self._more_services = tuple(services)
         self._now = 0.0
-        self.servers: Servers
+        self.replication: Replication
         table: Sequence[Row] = TABLE
-        if shard > 0:
-            self.servers = Follower(shard, shards)
-        elif shards > 1:
-            self.servers = Coordinator(
-                key, random, shards, heartbeat_timeout, join_timeout, self._last_now, lambda: self.patience > 0
+        if number > 0:
+            self.replication = Follower(number, servers)
+        elif servers > 1:
+            self.replication = Coordinator(
+                key,
+                random,
+                servers,
+                heartbeat_timeout,
+                join_timeout,
+                self._last_now,
+                lambda: self.reconnect_timeout > 0,
             )
-            table = (*TABLE, *SHARD_TABLE)
+            table = (*TABLE, *FOLLOWER_TABLE)
         else:
-            self.servers = OneServer()
+            self.replication = NoReplication()
         self._table = (*table, *rows)
         self.strangers = 0
         self.data_port = 0
-        self.about: Callable[[], m.About] = m.About
+        self.about: Callable[[], m.ProcessInfo] = m.ProcessInfo
         self._observers = Observers(key, random)
         self.journal = Journal()
-        self.patience, self.began = 0.0, 0
+        self.reconnect_timeout, self.started_at_ms = 0.0, 0
         self.on_save: Callable[[int], None] = lambda number: None
         self.on_run_over: Callable[[], None] = lambda: None
         self.reset()
 
     def reset(self) -> None:
         """Forget the run, so that the next one may begin."""
-        self._now, self.roster, self.goes_on = 0.0, Roster(self.key), False
-        self._shards, self._epochs, servers = HeldShards(), Epochs(self.journal), self.servers
-        self.notes = Notes(self._record, self._shards, self._epochs, self._last_now, servers.count)
+        self._now, self.roster, self.resumed = 0.0, Roster(self.key), False
+        self._store, self._epochs, replication = ParameterStore(), Epochs(self.journal), self.replication
+        self.events = EventRecorder(self._record, self._store, self._epochs, self._last_now, replication.count)
         run = RunContext(
-            self.roster, self._shards, self._epochs, self.notes, self.journal, servers, self.limits, self._last_now
+            self.roster, self._store, self._epochs, self.events, self.journal, replication, self.limits, self._last_now
         )
         self._admission = Admission(
-            run, self.key, self._random, lambda: self.data_port, lambda: (self.patience, self.clock, self.began)
+            run,
+            self.key,
+            self._random,
+            lambda: self.data_port,
+            lambda: (self.reconnect_timeout, self.clock, self.started_at_ms),
         )
         training = self._training = Training(run, self._admission)
-        self._synchronization = Synchronization(run, training, lambda *brought: self._router.forward(*brought))
-        self._evaluations = Evaluations(run, training)
-        self._monitoring = Monitoring(run, self._work_time, lambda: self.strangers, lambda: training.pushes)
+        self._collective_service = CollectiveService(run, training, lambda *brought: self._router.forward(*brought))
+        self._validation_service = ValidationService(run, training)
+        self._status_service = StatusService(run, self._work_time, lambda: self.strangers, lambda: training.pushes)
         self._observation = RunObservation(
-            run, self._monitoring, self._observers, lambda: self._membership.over, self._description
+            run, self._status_service, self._observers, lambda: self._membership.over, self._description
         )
         # The services are notified in this order.
         services: list[Service] = [
-            servers,
-            self._synchronization,
-            DataLeasing(run, training),
+            replication,
+            self._collective_service,
+            LeaseService(run, training),
             training,
-            self._evaluations,
+            self._validation_service,
             Snapshots(run, training, self._resolve, self._resolve_module),
-            MergedHeads(run, self._work_time),
-            self._monitoring,
+            MergedHeadService(run, self._work_time),
+            self._status_service,
             self._observation,
-            Joining(run, self._synchronization, self._random, lambda *asked: self._membership.join(*asked)),
+            Joining(run, self._collective_service, self._random, lambda *asked: self._membership.join(*asked)),
             *(service(self) for service in self._more_services),
         ]
-        self._membership = Membership(run, services, self._monitoring, self._synchronization)
-        self._persistence = Persistence(
-            run, self._membership, services, training, self._synchronization, self._evaluations
+        self._membership = Membership(run, services, self._status_service, self._collective_service)
+        self._restore = Restore(
+            run, self._membership, services, training, self._collective_service, self._validation_service
         )
-        self._router = Router(self._table, [self._admission, self._membership, *services], self.roster, servers)
-        servers.begin(self._membership.end, lambda: self.roster.live)
+        self._router = Router(self._table, [self._admission, self._membership, *services], self.roster, replication)
+        replication.begin(self._membership.end, lambda: self.roster.live)
 
     # --- Called by the driver ----------------------------------------------------------------------------------------
 
@@ -208,8 +217,8 @@ class ServerCore:
 
         ``now`` is in seconds on any monotonic clock.
         """
-        self._pass_time(self._now if self.servers.number else now)
-        self._monitoring.begin(message)
+        self._pass_time(self._now if self.replication.number else now)
+        self._status_service.begin(message)
         try:
             return self._sent(self._router.route(channel, peer, message, payload, now))
         except Refused as no:
@@ -221,67 +230,67 @@ class ServerCore:
             return self._sent([Out(peer, channel, m.RefusedMessage(code="protocol", reason=str(error)))])
 
     def follow(self, message: m.Message) -> list[Out]:
-        """Handle a message of the coordinating server, on a server that holds a share."""
-        servers = self.servers
-        assert isinstance(servers, Follower)
-        if not isinstance(message, sm.Told):
+        """Handle a message of the coordinating server, on a server that holds a partition."""
+        replication = self.replication
+        assert isinstance(replication, Follower)
+        if not isinstance(message, sm.ServerCommand):
             return []
         self._pass_time(message.now)
-        self._monitoring.begin(message)
-        out = self._done_also(servers, message)
-        servers.done()
-        if isinstance(message, (sm.Admit, sm.Relay)):  # a rank waits for this report
-            servers.report()
+        self._status_service.begin(message)
+        out = self._execute(replication, message)
+        replication.done()
+        if isinstance(message, (sm.AdmitRank, sm.HandleMessage)):  # a rank waits for this report
+            replication.report()
         return self._sent(out)
 
-    def shard_hello(self, address: str, nonce: bytes) -> sm.ShardHello:
+    def follower_hello(self, address: str, nonce: bytes) -> sm.FollowerHello:
         """Return this server's first message to the coordinating server, with its data socket's address for ranks."""
-        servers = self.servers
-        return sm.ShardHello(
-            version=m.VERSION, shard=servers.number, shards=servers.count, address=address, nonce=nonce
+        replication = self.replication
+        return sm.FollowerHello(
+            version=m.VERSION, number=replication.number, servers=replication.count, address=address, nonce=nonce
         )
 
-    def _done_also(self, servers: Follower, message: sm.Told) -> list[Out]:
+    def _execute(self, replication: Follower, message: sm.ServerCommand) -> list[Out]:
         match message:
-            case sm.Expire():
+            case sm.ExpireTimers():
                 return self._training.expire(message.now)
-            case sm.Decide():
-                return servers.decide(message)
-            case sm.Idle():
+            case sm.DecideRequest():
+                return replication.decide(message)
+            case sm.IdleLeader():
                 return self._training.idle(message.rank)
-            case sm.Resume():
+            case sm.ResumeLeader():
                 self._training.resume(message.rank)
-            case sm.Admit():
-                self.roster.take_in(_peer_of(message.hello.rank), message.hello, message.challenge, self._now)
-                self.roster.joining = self.roster.can_go_on = message.joins  # the coordinator reports the end
-            case sm.Relay():
+            case sm.AdmitRank():
+                self.roster.add_member(_peer_of(message.hello.rank), message.hello, message.challenge, self._now)
+                self.roster.joining = self.roster.can_continue = message.joins  # the coordinator reports the end
+            case sm.HandleMessage():
                 return self._router.relay(_peer_of(message.rank), message.rank, message.message)
-            case sm.Lose():
+            case sm.LoseRank():
                 return self._membership.lose(message.rank, message.reason)
-            case sm.Save():
+            case sm.SaveState():
                 self.on_save(message.number)
-            case sm.Redo():
-                self._persistence.redo(message.entry)
-            case sm.RunOver(reason=""):
+            case sm.ReplayEntry():
+                self._restore.redo(message.entry)
+            case sm.EndRun(reason=""):
                 if self.roster.run:  # else this server has seen the end first
                     self.on_run_over()
                 self.reset()
-            case sm.RunOver():
+            case sm.EndRun():
                 return self._membership.end(message.reason)
             case _:
                 raise MalformedMessage(f"{type(message).__name__} is nothing that a server is told to do")
         return []
 
     def _sent(self, out: list[Out]) -> list[Out]:
-        """Return the messages to send; a server that holds a share has no control connections to ranks."""
+        """Return the messages to send; a server that holds a partition has no control connections to ranks."""
         out = [each for each in out if each.peer]  # ranks that have not reconnected have no peer
-        if self.servers.number:
+        if self.replication.number:
             out = [each for each in out if each.channel == m.DATA]
-        return out + self.servers.drain()
+        return out + self.replication.drain()
 
     def handed_over(self) -> None:
         """Stop measuring the last message, whose answers have been passed to the socket."""
-        self._monitoring.end()
+        self._status_service.end()
 
     def refuse(self, channel: m.Channel, peer: Peer, reason: str) -> list[Out]:
         """Count bytes that are no message, and answer with the reason."""
@@ -290,19 +299,19 @@ class ServerCore:
 
     def tick(self, now: float) -> list[Out]:
         """Pass the time: methods continue at requested times, and ranks that were silent for too long are lost."""
-        if self.servers.number:  # the coordinating server handles time limits
-            return self._sent(self.servers.tick(now))
+        if self.replication.number:  # the coordinating server handles time limits
+            return self._sent(self.replication.tick(now))
         self._pass_time(now)
-        self._monitoring.tick(now)
+        self._status_service.tick(now)
         self._observation.tick(now)
         # A method's answers must be passed to the socket before the loss of a rank can change the weights again.
         out = self._training.expire(now) or self._membership.tick(now)
-        return self._sent(out + self.servers.tick(now))
+        return self._sent(out + self.replication.tick(now))
 
     @property
     def due(self) -> float:
         """Return the time at which a method needs a `tick`, on the clock of ``now``; infinite for never."""
-        return math.inf if self.servers.number else self._training.due
+        return math.inf if self.replication.number else self._training.due
 
     def lose(self, rank: int, reason: str) -> list[Out]:
         """Evict the group of a dead rank; no rank waits for it any more."""
@@ -312,12 +321,12 @@ class ServerCore:
         """Handle the end of a control connection without a goodbye."""
         self._observers.forget(peer)
         self.roster.numbers.withdraw(peer)
-        return self._sent(self._membership.hang_up(peer) + self.servers.hang_up(peer))
+        return self._sent(self._membership.hang_up(peer) + self.replication.hang_up(peer))
 
     def fail(self, reason: str) -> list[Out]:
         """End the run, because this server cannot continue; every rank is notified."""
-        if isinstance(self.servers, Follower):
-            self.servers.fail(reason)
+        if isinstance(self.replication, Follower):
+            self.replication.fail(reason)
             return self._sent([])
         return self._sent(self._membership.end(f"the parameter server failed: {reason}"))
 
@@ -326,7 +335,7 @@ class ServerCore:
     @property
     def has_state(self) -> bool:
         """Return whether a run is under way that `state` can represent completely."""
-        return bool(self._shards.all) and not self._shards.heads and not self.over and not self.is_over
+        return bool(self._store.all) and not self._store.heads and not self.over and not self.is_over
 
     @property
     def is_quiet(self) -> bool:
@@ -344,19 +353,19 @@ class ServerCore:
         It may be called between two messages, if `has_state`. Later decisions that ranks receive are written to the
         `journal`.
         """
-        return self._persistence.state()
+        return self._restore.state()
 
-    def save_shares(self, number: int) -> None:
-        """Request that the other servers, which hold a share each, save their states of this moment.
+    def save_partitions(self, number: int) -> None:
+        """Request that the other servers, which hold a partition each, save their states of this moment.
 
         ``number`` is the number of this save, different each time.
         """
-        self.servers.send_to_all(sm.Save(number=number))
+        self.replication.send_to_all(sm.SaveState(number=number))
 
-    def share_ended(self, number: int, how: str) -> None:
+    def server_ended(self, number: int, how: str) -> None:
         """Record the end of another server's process; see `Coordinator.ended`."""
-        assert isinstance(self.servers, Coordinator)
-        self.servers.ended(number, how)
+        assert isinstance(self.replication, Coordinator)
+        self.replication.ended(number, how)
 
     def load(self, state: Mapping[str, Any], journal: Iterable[Entry], now: float) -> None:
         """Continue a run with the weights of a state, and with all decisions that ranks have received since.
@@ -371,8 +380,8 @@ class ServerCore:
         """
         check_state(state)
         self.reset()
-        self._now, self.goes_on = now, True
-        self._persistence.load(state, journal, now)
+        self._now, self.resumed = now, True
+        self._restore.load(state, journal, now)
         self._pass_time(now)
 
     # --- Status ------------------------------------------------------------------------------------------------------
@@ -399,10 +408,10 @@ class ServerCore:
         They include groups that have requested rank numbers, even if further observers have displaced them, because the
         end of these connections must be noticed.
         """
-        if self.servers.number:
+        if self.replication.number:
             return []
         watching = self._observers.peers + self.roster.numbers.peers
-        return self._membership.peers + self.servers.peers + list(dict.fromkeys(watching))
+        return self._membership.peers + self.replication.peers + list(dict.fromkeys(watching))
 
     @property
     def attached(self) -> set[Peer]:
@@ -411,7 +420,7 @@ class ServerCore:
 
     def is_admitted(self, channel: m.Channel, peer: Peer) -> bool:
         """Return whether a connection is that of an admitted rank, server or observer."""
-        if channel == m.CONTROL and (peer in self.servers.peers or self._observers.has(peer)):
+        if channel == m.CONTROL and (peer in self.replication.peers or self._observers.has(peer)):
             return True
         return self._admission.find(channel, peer) is not None
 
@@ -424,18 +433,18 @@ class ServerCore:
         return self._admission.data_connection(rank)
 
     @property
-    def shards(self) -> list[Shard]:
-        """Return the shard of each optimizer."""
-        return self._shards.all
+    def optimizers(self) -> list[ServedOptimizer]:
+        """Return the optimizers that the server steps, in the order of their numbers."""
+        return self._store.all
 
     @property
     def clock(self) -> int:
         """Return the updates so far, over all optimizers. Those of a merged head belong to updates of the body."""
-        return self._shards.clock
+        return self._store.clock
 
     def status(self, sent: float) -> m.Status:
         """Return the status of the run; ``sent`` is as in `lightning_omni.wire.messages.Status`."""
-        return self._monitoring.status(sent)
+        return self._status_service.status(sent)
 
     def overview(self) -> m.Overview:
         return self._observation.overview()
@@ -446,11 +455,11 @@ class ServerCore:
         return self._now
 
     @property
-    def happenings(self) -> Sequence[Happening]:
+    def run_events(self) -> Sequence[RunEvent]:
         """Return the log of the run, up to this moment."""
-        return self._observation.happenings
+        return self._observation.run_events
 
-    def locate(self, peer: Peer, host: str) -> None:
+    def set_host(self, peer: Peer, host: str) -> None:
         """Store the address from which a rank's control connection comes."""
         if (member := self.roster.by_peer(peer)) is not None:
             member.host = host
@@ -464,18 +473,18 @@ class ServerCore:
 
     @property
     def missing_servers(self) -> int:
-        """Return the number of servers with a share that have not joined yet; ranks wait for them before they join."""
-        return self.servers.missing if isinstance(self.servers, Coordinator) else 0
+        """Return the number of other servers that have not joined yet; ranks wait for them before they join."""
+        return self.replication.missing if isinstance(self.replication, Coordinator) else 0
 
     @property
-    def knows_run(self) -> bool:
-        """Return whether it has the status of the whole run, unlike servers that only hold a share."""
-        return self.servers.number == 0
+    def is_coordinator(self) -> bool:
+        """Return whether it coordinates, and so has the status of the whole run."""
+        return self.replication.number == 0
 
     @property
-    def gone(self) -> str:
-        """Return which server that holds a share is lost, so that no run can be served; or an empty string."""
-        return self.servers.gone if isinstance(self.servers, Coordinator) else ""
+    def lost_server(self) -> str:
+        """Return which server that holds a partition is lost, so that no run can be served; or an empty string."""
+        return self.replication.lost_server if isinstance(self.replication, Coordinator) else ""
 
     def _description(self) -> m.ServerDescription:
         return m.ServerDescription(
@@ -483,8 +492,8 @@ class ServerCore:
             data_port=self.data_port,
             heartbeat_timeout=self.limits.heartbeat_of(self.roster.joining),
             progress_timeout=self.limits.progress,
-            shards=self.servers.count,
-            patience=self.patience,
+            servers=self.replication.count,
+            reconnect_timeout=self.reconnect_timeout,
             joined_heartbeat_timeout=self.limits.heartbeat_of(joining=True),
         )
 

@@ -18,7 +18,7 @@ from lightning_omni.errors import MalformedMessage, Refused
 from lightning_omni.methods import Method
 from lightning_omni.server.run_context import RunContext
 from lightning_omni.server.service import Out, Payload, Peer, Sender, Service
-from lightning_omni.server.status import Monitoring
+from lightning_omni.server.status import StatusService
 from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.handshake import NONCE_BYTES, is_equal, observer_mac, version_problem
@@ -31,7 +31,7 @@ LONGEST_LOG = 256
 """The most entries in the log; the oldest are dropped."""
 
 
-class Happening(NamedTuple):
+class RunEvent(NamedTuple):
     """An entry of the run's log: its time on the server's clock, its kind (see `LogEntry`), and its text."""
 
     at: float
@@ -114,16 +114,16 @@ class RunObservation(Service):
     def __init__(
         self,
         run: RunContext,
-        monitoring: Monitoring,
+        monitoring: StatusService,
         observers: Observers,
         over: Callable[[], str],
         description: Callable[[], m.ServerDescription],
     ) -> None:
         self._roster, self._epochs, self._journal, self._now = run.roster, run.epochs, run.journal, run.now
-        self._monitoring, self._observers = monitoring, observers
+        self._status_service, self._observers = monitoring, observers
         self._over, self._description = over, description
-        self._formed: m.Form | None = None
-        self._happenings: deque[Happening] = deque(maxlen=LONGEST_LOG)
+        self._formed: m.FormGroups | None = None
+        self._run_events: deque[RunEvent] = deque(maxlen=LONGEST_LOG)
         self._counts: tuple[Any, ...] = (0, 0, 0, 0, "")
         self._saved = (0, 0.0)
         self._joined: set[int] = set()
@@ -143,7 +143,7 @@ class RunObservation(Service):
 
     def admit(self, sender: Sender, message: m.ObserverProof, payload: Payload) -> list[Out]:
         """Admit an observer that proves that it holds the key."""
-        return [Out(sender.peer, m.CONTROL, m.Observing(mac=self._observers.admit(sender.peer, message)))]
+        return [Out(sender.peer, m.CONTROL, m.ObserverWelcome(mac=self._observers.admit(sender.peer, message)))]
 
     def ask(self, sender: Sender, message: m.AskOverview, payload: Payload) -> list[Out]:
         return [Out(sender.peer, m.CONTROL, self.overview())]
@@ -162,10 +162,10 @@ class RunObservation(Service):
 
     def overview(self) -> m.Overview:
         roster, epochs, now = self._roster, self._epochs, self._now()
-        status = self._monitoring.status(0.0)
+        status = self._status_service.status(0.0)
         return m.Overview(
             run=roster.run,
-            age=now - roster.began if roster.run else 0.0,
+            age=now - roster.started_at if roster.run else 0.0,
             announced=roster.world_size,
             live=roster.live,
             missing=tuple(rank for rank in roster.live if rank not in roster.members),
@@ -176,9 +176,9 @@ class RunObservation(Service):
             wire_format=self._formed.wire_format if self._formed else None,
             plan=epochs.plan,
             trained=epochs.progress,
-            pushes=self._monitoring.pushes,
-            serve_time=self._monitoring.total_serve_time,
-            log=tuple(m.LogEntry(now - each.at, each.kind, each.text) for each in self.happenings),
+            pushes=self._status_service.pushes,
+            serve_time=self._status_service.total_serve_time,
+            log=tuple(m.LogEntry(now - each.at, each.kind, each.text) for each in self.run_events),
             over=self._over(),
             saved=now - self._saved[1] if self._saved[0] else -1.0,
         )
@@ -196,12 +196,12 @@ class RunObservation(Service):
     # --- Log ---------------------------------------------------------------------------------------------------------
 
     @property
-    def happenings(self) -> Sequence[Happening]:
+    def run_events(self) -> Sequence[RunEvent]:
         """Return the log of the run so far."""
         self.tick(self._now())
-        return self._happenings
+        return self._run_events
 
-    def form(self, topology: Topology, method: Method, message: m.Form) -> None:
+    def form(self, topology: Topology, method: Method, message: m.FormGroups) -> None:
         self._formed = message
         self.tick(self._now())
         names = ", ".join(self._roster.formed.identity(group).name for group in topology.alive)
@@ -212,7 +212,7 @@ class RunObservation(Service):
         return m.encode(self._formed) if self._formed is not None else b""
 
     def load(self, state: bytes) -> None:
-        self._formed = msgspec.msgpack.decode(state, type=m.Form)
+        self._formed = msgspec.msgpack.decode(state, type=m.FormGroups)
         self._joined.update(self._roster.members)
         self._lost.update(self._roster.lost)
         self._left.update(self._roster.gone)
@@ -246,14 +246,14 @@ class RunObservation(Service):
         if left := sorted(roster.gone - roster.lost.keys() - self._left):
             self._note(now, "left", f"{ranks_text(left)} left in good order")
         over = self._over()
-        if over and not any(each.kind == "over" for each in self._happenings):
+        if over and not any(each.kind == "over" for each in self._run_events):
             self._note(now, "over", f"the run is over: {over}")
         self._joined.update(new)
         self._lost.update(lost)
         self._left.update(left)
 
     def _note(self, now: float, kind: str, text: str) -> None:
-        self._happenings.append(Happening(now, kind, text))
+        self._run_events.append(RunEvent(now, kind, text))
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

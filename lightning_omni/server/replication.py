@@ -1,8 +1,8 @@
-"""Several servers that hold a share of the weights each, and act as one; or one server, which needs no agreement.
+"""Several servers that hold a partition of the parameters each and act as one; or one server, on its own.
 
-Every server runs the whole state machine of training on its share. One of them, number 0, coordinates: ranks join it,
-and it decides the order of events. It sends the others each event (a rank was admitted, groups were formed, a group is
-dead or waits) and the next request, and each server handles these in the same order. So clocks, staleness and the
+Every server runs the whole state machine of training on its partition. One of them, number 0, coordinates: ranks join
+it, and it decides the order of events. It sends the others each event (a rank was admitted, groups were formed, a group
+is dead or waits) and the next request, and each server handles these in the same order. So clocks, staleness and the
 decisions of a method are the same at all servers, and every moment between two requests is a consistent cut.
 
 Rule 1: a request of a rank has one part for each server. Either all servers handle it, once all parts have arrived, or
@@ -10,9 +10,9 @@ none does: a push that is not finite in one part, that a server refuses, or whos
 Rule 2: the coordinator alone decides this. A leader may die at any moment, and no server waits for it.
 Rule 3: if other ranks may act at the other servers upon an answer of the coordinator, it is sent once these servers
 have executed the commands.
-Rule 4: where each member of a group has its own share, the parts arrive from different ranks, and count as those of
+Rule 4: where each member of a group has its own partition, the parts arrive from different ranks, and count as those of
 their leader.
-Rule 5: the loss of a server is the loss of its share of the weights, and ends the run. If all servers save their
+Rule 5: the loss of a server is the loss of its partition of the parameters, and ends the run. If all servers save their
 states, the others end, too, and new servers continue from the last save, which is of one moment.
 """
 
@@ -28,21 +28,21 @@ import msgspec
 from lightning_omni.errors import OmniError, ProtocolError, Refused
 from lightning_omni.server.service import Out, Payload, Peer, Sender, Service
 from lightning_omni.wire import messages as m
-from lightning_omni.wire import server_messages as sm
-from lightning_omni.wire.handshake import NONCE_BYTES, is_equal, shard_mac, version_problem
+from lightning_omni.wire.handshake import NONCE_BYTES, follower_mac, is_equal, version_problem
+from lightning_omni.wire.messages import servers as sm
 
 COORDINATOR: Peer = b"\0coordinator"
 """The connection of a server to the coordinating server, for the former's driver."""
 MOST_HELD = 16
 """The most requests of one rank that may wait for further parts."""
 
-Request = m.PushMessage | m.FetchMessage | m.AverageMessage | m.Seed | m.TakeSnapshot
+Request = m.PushMessage | m.FetchMessage | m.AverageMessage | m.UploadWeights | m.TakeSnapshot
 """A request to all servers, each of which gets a part."""
 Handle = Callable[[Sender], list[Out]]
 """A function that handles this server's part of a request, as its row in the table specifies."""
 
 
-class Held(NamedTuple):
+class HeldPart(NamedTuple):
     """A part of a request that waits for the other parts.
 
     Attributes:
@@ -58,11 +58,11 @@ Key = tuple[int, int]
 """The rank and the number of a request."""
 
 
-class Servers(Service, ABC):
-    """The relation of a server to others that hold a share each.
+class Replication(Service, ABC):
+    """The relation of a server to others that hold a partition each.
 
     Attributes:
-        count: number of servers that hold a share each.
+        count: number of servers that hold a partition each.
         number: number of this server; 0 coordinates.
     """
 
@@ -77,7 +77,7 @@ class Servers(Service, ABC):
             live: returns the participating ranks.
         """
 
-    def send_to_all(self, message: sm.Told) -> None:
+    def send_to_all(self, message: sm.ServerCommand) -> None:
         """Send a command to the other servers, which execute it after all earlier ones."""
 
     def when_done(self, out: list[Out]) -> list[Out]:
@@ -101,7 +101,7 @@ class Servers(Service, ABC):
         """Handle the end of a connection, perhaps of another server's."""
         return []
 
-    def check_belongs(self, message: type[m.Message], in_parts: bool) -> None:
+    def check_addressee(self, message: type[m.Message], in_parts: bool) -> None:
         """Raise `ProtocolError` if messages of this type are not for this server."""
 
     def check_number(self, rank: int, request: int) -> None:
@@ -123,24 +123,24 @@ class Servers(Service, ABC):
 
     # --- Messages ----------------------------------------------------------------------------------------------------
 
-    def ask(self, sender: Sender, message: m.AskShards, payload: Payload) -> list[Out]:
+    def ask_addresses(self, sender: Sender, message: m.AskServerAddresses, payload: Payload) -> list[Out]:
         """Answer a rank with the addresses of the other servers."""
         return self.send_addresses(sender.peer)
 
     def send_addresses(self, peer: Peer) -> list[Out]:
         """Send the addresses of the other servers, once all of them have joined."""
-        return [Out(peer, m.CONTROL, m.Shards(addresses=()))]
+        return [Out(peer, m.CONTROL, m.ServerAddresses(addresses=()))]
 
 
-class OneServer(Servers):
+class NoReplication(Replication):
     """The only server, which holds everything."""
 
     def hold(self, sender: Sender, message: Request, finite: bool, handle: Handle) -> list[Out]:
         return handle(sender)
 
 
-class _InParts(Servers):
-    """The base of servers that hold a share each.
+class _PartitionedReplication(Replication):
+    """The base of servers that hold a partition each.
 
     Args:
         number: number of this server.
@@ -150,7 +150,7 @@ class _InParts(Servers):
     def __init__(self, number: int, count: int) -> None:
         self.number, self.count = number, count
         self._out: list[Out] = []
-        self._held: dict[Key, Held] = {}
+        self._held: dict[Key, HeldPart] = {}
         self._refused: dict[Key, m.RefusedMessage] = {}  # parts to refuse when they arrive
 
     def begin(self, end: Callable[[str], list[Out]], live: Callable[[], Container[int]]) -> None:
@@ -178,15 +178,15 @@ class _InParts(Servers):
         key = sender.rank, message.request
         if (refusal := self._refused.pop(key, None)) is not None:
             return [Out(sender.peer, m.DATA, refusal)]
-        self._held[key] = Held(sender, handle)
+        self._held[key] = HeldPart(sender, handle)
         present = message.present if isinstance(message, m.PushMessage) else ()
-        return self._has(key, finite, () if all(present) else present)
+        return self._part_arrived(key, finite, () if all(present) else present)
 
     @abstractmethod
-    def _has(self, key: Key, finite: bool, present: tuple[bool, ...]) -> list[Out]:
-        """Handle the arrival of this server's part; see `lightning_omni.wire.server_messages.ShardReady`."""
+    def _part_arrived(self, key: Key, finite: bool, present: tuple[bool, ...]) -> list[Out]:
+        """Handle the arrival of this server's part; see `lightning_omni.wire.messages.servers.PartReady`."""
 
-    def _decided(
+    def _apply_decision(
         self,
         key: Key,
         finite: bool,
@@ -235,7 +235,7 @@ class _Parts:
     finite: bool = True
 
 
-class Newcomers:
+class _Candidates:
     """The servers that have sent a hello, and must still prove that they hold the key.
 
     Args:
@@ -246,9 +246,9 @@ class Newcomers:
 
     def __init__(self, key: bytes, random: Callable[[int], bytes], most: int) -> None:
         self._key, self._random, self._most = key, random, most
-        self._challenged: dict[Peer, tuple[sm.ShardHello, bytes]] = {}
+        self._challenged: dict[Peer, tuple[sm.FollowerHello, bytes]] = {}
 
-    def challenge(self, peer: Peer, hello: sm.ShardHello) -> list[Out]:
+    def challenge(self, peer: Peer, hello: sm.FollowerHello) -> list[Out]:
         """Challenge a server that has sent its hello.
 
         Raises:
@@ -262,29 +262,29 @@ class Newcomers:
             self._challenged.pop(next(iter(self._challenged)))
         return [Out(peer, m.CONTROL, m.Challenge(nonce=nonce))]
 
-    def proved(self, peer: Peer, proof: sm.ShardProof) -> tuple[sm.ShardHello, bytes]:
+    def proved(self, peer: Peer, proof: sm.FollowerProof) -> tuple[sm.FollowerHello, bytes]:
         """Return a server's hello and nonce, after checking its proof.
 
         Raises:
             Refused: the proof is wrong.
         """
         hello, nonce = self._challenged.pop(peer, (None, b""))
-        if hello is None or not is_equal(proof.mac, shard_mac(self._key, "shard", hello, nonce)):
+        if hello is None or not is_equal(proof.mac, follower_mac(self._key, "follower", hello, nonce)):
             raise Refused("key", "the key does not match the server's; both sides must be given the same key")
         return hello, nonce
 
 
-class Coordinator(_InParts):
+class Coordinator(_PartitionedReplication):
     """The server that decides the order of events.
 
     Args:
         key: the run's shared secret.
         random: returns a number of random bytes (nonces).
-        count: number of servers that hold a share each, including this one.
+        count: number of servers that hold a partition each, including this one.
         heartbeat_timeout: seconds of silence after which a server counts as gone.
         join_timeout: seconds for the other servers to join once a rank has requested their addresses.
         now: returns the time of the current message.
-        goes_on: returns whether new servers continue when one of these is gone.
+        continues: returns whether new servers continue when one of these is gone.
     """
 
     def __init__(
@@ -295,16 +295,16 @@ class Coordinator(_InParts):
         heartbeat_timeout: float,
         join_timeout: float,
         now: Callable[[], float],
-        goes_on: Callable[[], bool] = lambda: False,
+        continues: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(0, count)
-        self._key, self._now, self._goes_on = key, now, goes_on
+        self._key, self._now, self._continues = key, now, continues
         self._heartbeat_timeout, self._join_timeout = heartbeat_timeout, join_timeout
-        self._newcomers = Newcomers(key, random, most=4 * count)
+        self._candidates = _Candidates(key, random, most=4 * count)
         self._links: dict[int, _FollowerLink] = {}
         self._gone: dict[int, str] = {}
         self._ended: dict[int, str] = {}
-        self._history: list[sm.Told] = []  # commands for servers that have not joined yet
+        self._history: list[sm.ServerCommand] = []  # commands for servers that have not joined yet
         self._sent = 0
         self._waiting: list[tuple[int, Callable[[], list[Out]]]] = []
         self._asked_at: float | None = None
@@ -316,10 +316,10 @@ class Coordinator(_InParts):
         self._waiting.clear()
         self._asked_at = None
         if self._sent:
-            self.send_to_all(sm.RunOver())
+            self.send_to_all(sm.EndRun())
 
     @property
-    def gone(self) -> str:
+    def lost_server(self) -> str:
         """Return why no run can be served any more, or an empty string."""
         return next(iter(self._gone.values()), "")
 
@@ -334,7 +334,7 @@ class Coordinator(_InParts):
 
     # --- Commands ----------------------------------------------------------------------------------------------------
 
-    def send_to_all(self, message: sm.Told) -> None:
+    def send_to_all(self, message: sm.ServerCommand) -> None:
         self._sent += 1
         message = msgspec.structs.replace(message, now=self._now())
         if not self._is_complete:
@@ -352,7 +352,7 @@ class Coordinator(_InParts):
 
     def _answers_due(self) -> list[Out]:
         done = min((link.done for link in self._links.values()), default=0) if self._is_complete else -1
-        if self._gone and not self._goes_on():  # the run is over, so no rank must wait
+        if self._gone and not self._continues():  # the run is over, so no rank must wait
             done = self._sent
         due = [answer for sent, answer in self._waiting if sent <= done]
         self._waiting = [each for each in self._waiting if each[0] > done]
@@ -364,24 +364,24 @@ class Coordinator(_InParts):
 
     # --- Connections of servers --------------------------------------------------------------------------------------
 
-    def hello(self, sender: Sender, message: sm.ShardHello, payload: Payload) -> list[Out]:
+    def hello(self, sender: Sender, message: sm.FollowerHello, payload: Payload) -> list[Out]:
         """Challenge a server that has sent its hello."""
-        return self._newcomers.challenge(sender.peer, message)
+        return self._candidates.challenge(sender.peer, message)
 
-    def admit(self, sender: Sender, message: sm.ShardProof, payload: Payload) -> list[Out]:
+    def admit(self, sender: Sender, message: sm.FollowerProof, payload: Payload) -> list[Out]:
         """Admit a server that proves that it holds the key."""
-        hello, challenge = self._newcomers.proved(sender.peer, message)
-        if hello.shards != self.count or not 0 < hello.shard < self.count:
+        hello, challenge = self._candidates.proved(sender.peer, message)
+        if hello.servers != self.count or not 0 < hello.number < self.count:
             raise Refused(
-                "shard",
-                f"server {hello.shard} of {hello.shards} cannot hold a share here: this one coordinates {self.count};"
-                " give all of them the same number of shards",
+                "server",
+                f"server {hello.number} of {hello.servers} cannot join here: this one coordinates {self.count};"
+                " give all of them the same --servers",
             )
-        if hello.shard in self._links or hello.shard in self._gone:
-            raise Refused("shard", f"there was a server {hello.shard} already; give each another number")
-        link = self._links[hello.shard] = _FollowerLink(sender.peer, hello.address, self._now())
-        welcome = sm.ShardWelcome(
-            mac=shard_mac(self._key, "coordinator", hello, challenge), heartbeat_timeout=self._heartbeat_timeout
+        if hello.number in self._links or hello.number in self._gone:
+            raise Refused("server", f"there was a server {hello.number} already; give each another number")
+        link = self._links[hello.number] = _FollowerLink(sender.peer, hello.address, self._now())
+        welcome = sm.FollowerWelcome(
+            mac=follower_mac(self._key, "coordinator", hello, challenge), heartbeat_timeout=self._heartbeat_timeout
         )
         out = [Out(link.peer, m.CONTROL, each) for each in (welcome, *self._history)]
         link.done = self._sent - len(self._history)
@@ -393,8 +393,8 @@ class Coordinator(_InParts):
     def send_addresses(self, peer: Peer) -> list[Out]:
         return self._when_done(lambda: [Out(peer, m.CONTROL, self._addresses())] if self._is_complete else [])
 
-    def _addresses(self) -> m.Shards:
-        return m.Shards(addresses=tuple(self._links[number].address for number in range(1, self.count)))
+    def _addresses(self) -> m.ServerAddresses:
+        return m.ServerAddresses(addresses=tuple(self._links[number].address for number in range(1, self.count)))
 
     def tick(self, now: float) -> list[Out]:
         for number, link in list(self._links.items()):
@@ -402,11 +402,11 @@ class Coordinator(_InParts):
                 return self._lose(number, f"gave no sign of life for {self._heartbeat_timeout:.0f} s")
         missing = sorted(set(range(1, self.count)) - self._links.keys() - self._gone.keys())
         if ended := [number for number in missing if number in self._ended]:
-            return self._never_comes(ended[0], self._ended[ended[0]])
+            return self._fail_to_join(ended[0], self._ended[ended[0]])
         if missing and self._asked_at is not None and now - self._asked_at > self._join_timeout:
             self._asked_at = None
-            reason = f"{self._awaited(missing[0])}, did not come within {self._join_timeout:.0f} s"
-            if self._goes_on():
+            reason = f"{self._description_of(missing[0])}, did not come within {self._join_timeout:.0f} s"
+            if self._continues():
                 self._gone[missing[0]] = reason
                 return []
             return self._end(f"{reason}; the run cannot go on without it")
@@ -422,30 +422,32 @@ class Coordinator(_InParts):
         """Record how a server's process has ended; if the server has not joined, it is not awaited any more."""
         self._ended[number] = how
 
-    def _awaited(self, number: int) -> str:
-        return f"parameter server {number} of {self.count}, which is to hold a share of the weights"
+    def _description_of(self, number: int) -> str:
+        return f"parameter server {number} of {self.count}, which is to hold a partition of the parameters"
 
-    def _never_comes(self, number: int, how: str) -> list[Out]:
-        reason = f"{self._awaited(number)}, never came: {how}"
+    def _fail_to_join(self, number: int, how: str) -> list[Out]:
+        reason = f"{self._description_of(number)}, never came: {how}"
         self._gone[number] = reason
-        if self._goes_on():
+        if self._continues():
             return []
         return self._end(f"{reason}; the run cannot go on without it") + self._answers_due()
 
     def _lose(self, number: int, what: str) -> list[Out]:
         link = self._links.pop(number)
-        reason = f"parameter server {number} of {self.count} at {link.address} {what}, and its share of the weights"
-        if self._goes_on():
+        reason = (
+            f"parameter server {number} of {self.count} at {link.address} {what}, and its partition of the parameters"
+        )
+        if self._continues():
             self._gone[number] = f"{reason}; all servers go on from the last save"
             return []
         self._gone[number] = f"{reason} is lost"
         return self._end(f"{reason} with it; the run cannot go on") + self._answers_due()
 
-    def fail(self, sender: Sender, message: sm.ShardFailed, payload: Payload) -> list[Out]:
+    def fail(self, sender: Sender, message: sm.FollowerFailed, payload: Payload) -> list[Out]:
         """Handle a server's report that it cannot continue."""
         return self._lose(self._number_of(sender), f"failed: {message.reason}")
 
-    def heard(self, sender: Sender, message: sm.ShardHeard, payload: Payload) -> list[Out]:
+    def commands_done(self, sender: Sender, message: sm.CommandsDone, payload: Payload) -> list[Out]:
         """Record a server's sign of life, with the number of commands that it has executed."""
         link = self._links[self._number_of(sender)]
         link.last_seen = self._now()
@@ -456,11 +458,11 @@ class Coordinator(_InParts):
         for number, link in self._links.items():
             if link.peer == sender.peer:
                 return number
-        raise Refused("stranger", "say ShardHello first: this connection is of no server that holds a share")
+        raise Refused("stranger", "say FollowerHello first: this connection is of no server that holds a partition")
 
     # --- Requests ----------------------------------------------------------------------------------------------------
 
-    def ready(self, sender: Sender, message: sm.ShardReady, payload: Payload) -> list[Out]:
+    def ready(self, sender: Sender, message: sm.PartReady, payload: Payload) -> list[Out]:
         """Record that another server has its part of a request, or has refused it."""
         number = self._number_of(sender)
         key = message.rank, message.request
@@ -478,7 +480,7 @@ class Coordinator(_InParts):
         self._parts = {key: parts for key, parts in self._parts.items() if key[0] in live}
         return super().evict(group, lost)
 
-    def _has(self, key: Key, finite: bool, present: tuple[bool, ...]) -> list[Out]:
+    def _part_arrived(self, key: Key, finite: bool, present: tuple[bool, ...]) -> list[Out]:
         return self._take(key, 0, finite, present)
 
     def _take(self, key: Key, number: int, finite: bool, present: tuple[bool, ...]) -> list[Out]:
@@ -488,17 +490,19 @@ class Coordinator(_InParts):
         if len(parts.here) < self.count:
             return []
         del self._parts[key]
-        self.send_to_all(sm.Decide(rank=key[0], request=key[1], finite=parts.finite))
-        return self._decided(key, parts.finite, None, tuple(parts.here[number] for number in range(1, self.count)))
+        self.send_to_all(sm.DecideRequest(rank=key[0], request=key[1], finite=parts.finite))
+        return self._apply_decision(
+            key, parts.finite, None, tuple(parts.here[number] for number in range(1, self.count))
+        )
 
     def _refuse(self, key: Key, refusal: m.RefusedMessage) -> list[Out]:
         self._parts.pop(key, None)
-        self.send_to_all(sm.Decide(rank=key[0], request=key[1], refusal=refusal))
-        return self._decided(key, False, refusal)
+        self.send_to_all(sm.DecideRequest(rank=key[0], request=key[1], refusal=refusal))
+        return self._apply_decision(key, False, refusal)
 
 
-class Follower(_InParts):
-    """A server that holds a share and executes the coordinator's commands.
+class Follower(_PartitionedReplication):
+    """A server that holds a partition and executes the coordinator's commands.
 
     Args:
         number: number of this server, from 1.
@@ -508,7 +512,7 @@ class Follower(_InParts):
     IN_PARTS: ClassVar[tuple[type[m.Message], ...]] = (
         m.Attach,
         m.AttachProof,
-        m.Long,
+        m.LargeMessage,
         m.GroupState,
         m.StoreRunState,
         m.ReadRunState,
@@ -516,39 +520,39 @@ class Follower(_InParts):
 
     def __init__(self, number: int, count: int) -> None:
         super().__init__(number, count)
-        self._count_heard = 0
+        self._commands_done = 0
 
-    def check_belongs(self, message: type[m.Message], in_parts: bool) -> None:
+    def check_addressee(self, message: type[m.Message], in_parts: bool) -> None:
         if not in_parts and message not in self.IN_PARTS:
             raise ProtocolError(
-                f"this server holds share {self.number} of {self.count}, and takes no {message.__name__}; speak to the"
+                f"this server holds partition {self.number} of {self.count}, and takes no {message.__name__}; use the"
                 " server that coordinates, server 0"
             )
 
     def done(self) -> None:
         """Count the last command as executed."""
-        self._count_heard += 1
+        self._commands_done += 1
 
     def report(self) -> None:
         """Report the number of executed commands."""
-        self._send(sm.ShardHeard(count=self._count_heard))
+        self._send(sm.CommandsDone(count=self._commands_done))
 
     def tick(self, now: float) -> list[Out]:
         self.report()
         return []
 
-    def decide(self, message: sm.Decide) -> list[Out]:
-        return self._decided((message.rank, message.request), message.finite, message.refusal)
+    def decide(self, message: sm.DecideRequest) -> list[Out]:
+        return self._apply_decision((message.rank, message.request), message.finite, message.refusal)
 
     def refuse(self, rank: int, request: int, refusal: m.RefusedMessage) -> None:
-        self._send(sm.ShardReady(rank=rank, request=request, refusal=refusal))
+        self._send(sm.PartReady(rank=rank, request=request, refusal=refusal))
 
     def fail(self, reason: str) -> None:
         """Report that this server cannot continue."""
-        self._send(sm.ShardFailed(reason=reason))
+        self._send(sm.FollowerFailed(reason=reason))
 
-    def _has(self, key: Key, finite: bool, present: tuple[bool, ...]) -> list[Out]:
-        self._send(sm.ShardReady(rank=key[0], request=key[1], finite=finite, present=present))
+    def _part_arrived(self, key: Key, finite: bool, present: tuple[bool, ...]) -> list[Out]:
+        self._send(sm.PartReady(rank=key[0], request=key[1], finite=finite, present=present))
         return []
 
     def _send(self, message: m.Message) -> None:

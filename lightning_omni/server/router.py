@@ -20,22 +20,22 @@ import msgspec
 
 from lightning_omni.errors import MalformedMessage, OmniError, ProtocolError, Refused
 from lightning_omni.server.admission import Admission
-from lightning_omni.server.collectives.service import Synchronization
-from lightning_omni.server.epochs.service import DataLeasing
+from lightning_omni.server.collectives import CollectiveService
+from lightning_omni.server.epochs.lease_service import LeaseService
 from lightning_omni.server.membership.joining import Joining
 from lightning_omni.server.membership.roster import Roster
 from lightning_omni.server.membership.service import Membership
-from lightning_omni.server.merged_head.service import MergedHeads
+from lightning_omni.server.merged_head import MergedHeadService
 from lightning_omni.server.observers import RunObservation
-from lightning_omni.server.replication import Coordinator, OneServer, Servers, refusal_of
+from lightning_omni.server.replication import Coordinator, NoReplication, Replication, refusal_of
 from lightning_omni.server.service import Out, Payload, Peer, Sender
 from lightning_omni.server.snapshots import Snapshots
-from lightning_omni.server.status import Monitoring
+from lightning_omni.server.status import StatusService
 from lightning_omni.server.training import Training
-from lightning_omni.server.validation.service import Evaluations
+from lightning_omni.server.validation import ValidationService
 from lightning_omni.wire import messages as m
-from lightning_omni.wire import server_messages as sm
 from lightning_omni.wire.messages import CONTROL, DATA
+from lightning_omni.wire.messages import servers as sm
 
 
 class Role(Enum):
@@ -53,8 +53,8 @@ class Role(Enum):
     """An admitted rank that leads its group."""
     RECORDER = auto()
     """The recorder: see `Roster.recorder`."""
-    SHARD = auto()
-    """A server that holds a share of the weights, and is no rank."""
+    FOLLOWER = auto()
+    """A server that holds a partition of the parameters, and is no rank."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Row:
         when_lost: whether a rank is answered although its group is gone.
         when_over: whether a rank is answered although the run is over.
         does: for a message of the recorder, its effect, as text for an error.
-        in_parts: whether each of several servers that hold a share gets a part of it.
+        in_parts: whether each of several servers that hold a partition gets a part of it.
         is_finite: method that returns whether such a part is finite, called like ``handle``; None if it need not be.
         check: method that raises an error if all servers must refuse such a part, called with the service, a `Sender`
             and the message; None for no check.
@@ -108,22 +108,22 @@ TABLE = (
     Row(m.Attach, DATA, Role.STRANGER, Admission, Admission.challenge),
     Row(m.AttachProof, DATA, Role.STRANGER, Admission, Admission.attach),
     # membership
-    Row(m.Form, CONTROL, Role.RECORDER, Membership, Membership.form, does="forms groups", on_all_servers=True),
+    Row(m.FormGroups, CONTROL, Role.RECORDER, Membership, Membership.form, does="forms groups", on_all_servers=True),
     Row(m.Join, CONTROL, Role.RANK, Joining, Joining.ask),
-    Row(m.Lost, CONTROL, Role.RANK, Membership, Membership.report_lost),
+    Row(m.RankEnded, CONTROL, Role.RANK, Membership, Membership.report_lost),
     Row(m.Goodbye, CONTROL, Role.RANK, Membership, Membership.goodbye, resolves=True, when_lost=True, when_over=True),
     # joining
-    Row(m.Enlist, CONTROL, Role.OBSERVER, Joining, Joining.enlist),
+    Row(m.RegisterGroup, CONTROL, Role.OBSERVER, Joining, Joining.register),
     Row(
         m.StoreRunState, DATA, Role.RECORDER, Joining, Joining.store, Joining.check_state,
         keeps=True, resolves=True, does="says what groups that join are given",
     ),
     Row(m.ReadRunState, DATA, Role.RANK, Joining, Joining.read),
     # monitoring
-    Row(m.Heartbeat, CONTROL, Role.RANK, Monitoring, Monitoring.heartbeat),
-    Row(m.AskStatus, CONTROL, Role.RANK, Monitoring, Monitoring.ask, when_over=True),
+    Row(m.Heartbeat, CONTROL, Role.RANK, StatusService, StatusService.heartbeat),
+    Row(m.AskStatus, CONTROL, Role.RANK, StatusService, StatusService.ask, when_over=True),
     # several servers
-    Row(m.AskShards, CONTROL, Role.RANK, Servers, Servers.ask),
+    Row(m.AskServerAddresses, CONTROL, Role.RANK, Replication, Replication.ask_addresses),
     # observation
     Row(m.Observe, CONTROL, Role.STRANGER, RunObservation, RunObservation.hello),
     Row(m.ObserverProof, CONTROL, Role.STRANGER, RunObservation, RunObservation.admit),
@@ -134,23 +134,27 @@ TABLE = (
     Row(m.SetGroups, CONTROL, Role.OBSERVER, Membership, Membership.set_groups),
     Row(m.SaveNow, CONTROL, Role.OBSERVER, Membership, Membership.save),
     # data
-    Row(m.OpenEpoch, CONTROL, Role.MEMBER, DataLeasing, DataLeasing.open),
-    Row(m.Draw, CONTROL, Role.MEMBER, DataLeasing, DataLeasing.draw),
-    Row(m.Await, CONTROL, Role.MEMBER, DataLeasing, DataLeasing.wait, resolves=True),
-    Row(m.Leave, CONTROL, Role.MEMBER, DataLeasing, DataLeasing.leave, resolves=True),
+    Row(m.OpenEpoch, CONTROL, Role.MEMBER, LeaseService, LeaseService.open),
+    Row(m.DrawBatches, CONTROL, Role.MEMBER, LeaseService, LeaseService.draw),
+    Row(m.AskNext, CONTROL, Role.MEMBER, LeaseService, LeaseService.wait, resolves=True),
+    Row(m.LeaveEpoch, CONTROL, Role.MEMBER, LeaseService, LeaseService.leave, resolves=True),
     # validations
-    Row(m.ClaimValidation, CONTROL, Role.MEMBER, Evaluations, Evaluations.claim),
-    Row(m.AskValidations, CONTROL, Role.RANK, Evaluations, Evaluations.ask),
+    Row(m.ClaimValidation, CONTROL, Role.MEMBER, ValidationService, ValidationService.claim),
+    Row(m.AskValidations, CONTROL, Role.RANK, ValidationService, ValidationService.ask),
     Row(
-        m.PublishEvaluation, DATA, Role.LEADER, Evaluations, Evaluations.publish, Evaluations.check_result, keeps=True
+        m.PublishEvaluation, DATA, Role.LEADER, ValidationService, ValidationService.publish,
+        ValidationService.check_result, keeps=True,
     ),
-    Row(m.ReadEvaluation, DATA, Role.RANK, Evaluations, Evaluations.read),
+    Row(m.ReadEvaluation, DATA, Role.RANK, ValidationService, ValidationService.read),
     # synchronization
-    Row(m.Contribute, CONTROL, Role.RANK, Synchronization, Synchronization.contribute, resolves=True),
-    Row(m.ReadBrought, CONTROL, Role.RANK, Synchronization, Synchronization.read_brought),
-    Row(m.Bring, DATA, Role.RANK, Synchronization, Synchronization.bring, Synchronization.check_brought, keeps=True),
-    Row(m.Long, DATA, Role.RANK, Synchronization, None, Synchronization.check_long, keeps=True),
-    Row(m.Collect, DATA, Role.RANK, Synchronization, Synchronization.collect),
+    Row(m.Contribute, CONTROL, Role.RANK, CollectiveService, CollectiveService.contribute, resolves=True),
+    Row(m.ReadUpload, CONTROL, Role.RANK, CollectiveService, CollectiveService.read_upload),
+    Row(
+        m.Upload, DATA, Role.RANK, CollectiveService, CollectiveService.upload,
+        CollectiveService.check_upload, keeps=True,
+    ),
+    Row(m.LargeMessage, DATA, Role.RANK, CollectiveService, None, CollectiveService.check_long, keeps=True),
+    Row(m.Download, DATA, Role.RANK, CollectiveService, CollectiveService.download),
     # training
     Row(
         m.PushMessage, DATA, Role.LEADER, Training, Training.push, Training.check_push,
@@ -164,7 +168,7 @@ TABLE = (
     Row(m.Restructure, DATA, Role.LEADER, Training, Training.restructure, Training.check_restructure),
     # snapshots
     Row(
-        m.Seed, DATA, Role.RECORDER, Snapshots, Snapshots.seed, Snapshots.check_packed,
+        m.UploadWeights, DATA, Role.RECORDER, Snapshots, Snapshots.seed, Snapshots.check_packed,
         does="hands weights over", in_parts=True,
     ),
     Row(m.GroupState, DATA, Role.LEADER, Snapshots, Snapshots.store_group_state, Snapshots.check_packed),
@@ -174,18 +178,24 @@ TABLE = (
         does="saves the weights of validations", on_all_servers=True,
     ),
     # merged head
-    Row(m.HeadForward, DATA, Role.MEMBER, MergedHeads, MergedHeads.forward, MergedHeads.check_forward),
-    Row(m.HeadBackward, DATA, Role.LEADER, MergedHeads, MergedHeads.backward, MergedHeads.check_backward),
-    Row(m.HeadRelease, DATA, Role.LEADER, MergedHeads, MergedHeads.release),
+    Row(
+        m.HeadForward, DATA, Role.MEMBER, MergedHeadService, MergedHeadService.forward,
+        MergedHeadService.check_forward,
+    ),
+    Row(
+        m.HeadBackward, DATA, Role.LEADER, MergedHeadService, MergedHeadService.backward,
+        MergedHeadService.check_backward,
+    ),
+    Row(m.HeadRelease, DATA, Role.LEADER, MergedHeadService, MergedHeadService.release),
 )  # fmt: skip
 """Every message that a server may receive."""
 
-SHARD_TABLE = (
-    Row(sm.ShardHello, CONTROL, Role.STRANGER, Coordinator, Coordinator.hello),
-    Row(sm.ShardProof, CONTROL, Role.STRANGER, Coordinator, Coordinator.admit),
-    Row(sm.ShardReady, CONTROL, Role.SHARD, Coordinator, Coordinator.ready),
-    Row(sm.ShardHeard, CONTROL, Role.SHARD, Coordinator, Coordinator.heard),
-    Row(sm.ShardFailed, CONTROL, Role.SHARD, Coordinator, Coordinator.fail),
+FOLLOWER_TABLE = (
+    Row(sm.FollowerHello, CONTROL, Role.STRANGER, Coordinator, Coordinator.hello),
+    Row(sm.FollowerProof, CONTROL, Role.STRANGER, Coordinator, Coordinator.admit),
+    Row(sm.PartReady, CONTROL, Role.FOLLOWER, Coordinator, Coordinator.ready),
+    Row(sm.CommandsDone, CONTROL, Role.FOLLOWER, Coordinator, Coordinator.commands_done),
+    Row(sm.FollowerFailed, CONTROL, Role.FOLLOWER, Coordinator, Coordinator.fail),
 )
 """Further messages that a coordinating server may receive."""
 
@@ -202,20 +212,20 @@ class Router:
         rows: the table.
         services: one service of each type in the table.
         roster: the ranks of the run.
-        servers: the other servers that hold a share each; None for one server.
+        servers: the other servers that hold a partition each; None for one server.
 
     Raises:
         ValueError: a message has two rows, or a row has no service.
     """
 
     def __init__(
-        self, rows: Iterable[Row], services: Iterable[Any], roster: Roster, servers: Servers | None = None
+        self, rows: Iterable[Row], services: Iterable[Any], roster: Roster, servers: Replication | None = None
     ) -> None:
         rows = tuple(rows)
         self._rows = {row.message: row for row in rows}
         self._services = {type(service): service for service in services}
         self._roster = roster
-        self._servers = self._services[Servers] = servers or OneServer()
+        self._replication = self._services[Replication] = servers or NoReplication()
         self._admission: Admission = self._services[Admission]
         self._membership: Membership = self._services[Membership]
         self._observation: RunObservation = self._services[RunObservation]
@@ -261,7 +271,7 @@ class Router:
             ProtocolError: the message is not allowed.
         """
         row = self._row(channel, message)
-        if row.role is Role.STRANGER or row.role is Role.SHARD:
+        if row.role is Role.STRANGER or row.role is Role.FOLLOWER:
             return self._handle(row, Sender(peer), message, payload)
         if row.role is Role.OBSERVER:
             self._observation.check(peer)
@@ -274,13 +284,13 @@ class Router:
         if notice is not None:
             return [Out(peer, channel, notice)]
         sender = self._sender(channel, peer, member.rank)
-        if row.in_parts and self._servers.count > 1:
+        if row.in_parts and self._replication.count > 1:
             return self._hold(row, sender, message, payload)
         return self._handle(row, sender, message, payload)
 
     def _sender(self, channel: m.Channel, peer: Peer, rank: int) -> Sender:
         """Return an admitted rank as a sender; where members exchange a share each, it counts as its leader."""
-        counts_as = self._roster.formed.counts_as(rank, self._servers.number) if channel == DATA else rank
+        counts_as = self._roster.formed.counts_as(rank, self._replication.number) if channel == DATA else rank
         return Sender(peer, counts_as, self._roster.formed.group_of(rank))
 
     def _hold(self, row: Row, sender: Sender, message: Any, payload: Payload) -> list[Out]:
@@ -288,14 +298,16 @@ class Router:
         service = self._services[row.service]
         try:
             self._check(row, sender)
-            self._servers.check_number(sender.rank, message.request)
+            self._replication.check_number(sender.rank, message.request)
             if row.check is not None:
                 row.check(service, sender, message)
             finite = row.is_finite is None or row.is_finite(service, sender, message, payload)
         except OmniError as error:
-            self._servers.refuse(sender.rank, message.request, refusal_of(error))
+            self._replication.refuse(sender.rank, message.request, refusal_of(error))
             raise
-        return self._servers.hold(sender, message, finite, lambda decided: self._handle(row, decided, message, payload))
+        return self._replication.hold(
+            sender, message, finite, lambda decided: self._handle(row, decided, message, payload)
+        )
 
     def relay(self, peer: Peer, rank: int, data: bytes) -> list[Out]:
         """Handle a rank's encoded control message that the coordinating server has handled."""
@@ -311,8 +323,8 @@ class Router:
         """
         message = self.decode(CONTROL, data)
         row = self._row(CONTROL, message)
-        if row.role in (Role.STRANGER, Role.OBSERVER) or row.message is m.ReadBrought:
-            raise ProtocolError(f"a {type(message).__name__} cannot be brought")
+        if row.role in (Role.STRANGER, Role.OBSERVER) or row.message is m.ReadUpload:
+            raise ProtocolError(f"a {type(message).__name__} cannot be uploaded")
         return self._handle(row, sender, message, payload)
 
     def check_payload(self, peer: Peer, message: m.Message) -> int:
@@ -324,7 +336,7 @@ class Router:
         row = self._row(DATA, message)
         if row.payload is None:
             return 0
-        if not row.in_parts or self._servers.count == 1:
+        if not row.in_parts or self._replication.count == 1:
             return self._check_payload(row, peer, message)
         try:
             return self._check_payload(row, peer, message)
@@ -332,7 +344,7 @@ class Router:
             member = self._admission.find(DATA, peer)
             if member is not None:
                 rank = self._sender(DATA, peer, member.rank).rank
-                self._servers.refuse(rank, message.request, refusal_of(error))  # type: ignore[attr-defined]
+                self._replication.refuse(rank, message.request, refusal_of(error))  # type: ignore[attr-defined]
             raise
 
     def _check_payload(self, row: Row, peer: Peer, message: Any) -> int:
@@ -343,20 +355,20 @@ class Router:
             raise _refusal(member.rank, notice)
         sender = self._sender(DATA, peer, member.rank)
         self._check(row, sender)
-        if row.in_parts and self._servers.count > 1:
-            self._servers.check_number(sender.rank, message.request)
+        if row.in_parts and self._replication.count > 1:
+            self._replication.check_number(sender.rank, message.request)
         return row.payload(self._services[row.service], sender, message)
 
     def keeps_payload(self, message: m.Message) -> bool:
         row = self._row(DATA, message)
-        return row.keeps or (row.in_parts and self._servers.count > 1)
+        return row.keeps or (row.in_parts and self._replication.count > 1)
 
     def _row(self, channel: m.Channel, message: m.Message, is_relayed: bool = False) -> Row:
         row = self._rows.get(type(message))
         if row is None or row.channel != channel:
             raise ProtocolError(f"{type(message).__name__} does not belong on the {channel} channel")
         if not is_relayed:
-            self._servers.check_belongs(row.message, row.in_parts)
+            self._replication.check_addressee(row.message, row.in_parts)
         return row
 
     def _check(self, row: Row, sender: Sender) -> None:
@@ -372,9 +384,9 @@ class Router:
         if row.handle is None:
             raise ProtocolError(f"{type(message).__name__} does not belong on the {row.channel} channel")
         out = row.handle(self._services[row.service], sender, message, payload)
-        if row.on_all_servers and self._servers.count > 1:
-            self._servers.send_to_all(sm.Relay(rank=sender.rank, message=m.encode(message)))
-            out = self._servers.when_done(out)
+        if row.on_all_servers and self._replication.count > 1:
+            self._replication.send_to_all(sm.HandleMessage(rank=sender.rank, message=m.encode(message)))
+            out = self._replication.when_done(out)
         return out + self._membership.resolve_pending() if row.resolves else out
 
 

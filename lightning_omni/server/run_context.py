@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from lightning_omni.server.epochs.epoch import Epochs
-from lightning_omni.server.log.recorder import Notes
+from lightning_omni.server.event_log import EventRecorder
 from lightning_omni.server.membership.roster import Roster
 from lightning_omni.server.membership.timeouts import TimeLimits
-from lightning_omni.server.parameter_store import HeldShards
-from lightning_omni.server.replication import Servers
+from lightning_omni.server.parameters.store import ParameterStore
+from lightning_omni.server.replication import Replication
 from lightning_omni.wire.journal import Journal
 
 
@@ -19,20 +19,20 @@ class RunContext(NamedTuple):
 
     Attributes:
         roster: its ranks and groups.
-        shards: master weights, and the methods' server sides.
+        store: master weights, and the methods' server sides.
         epochs: the current epoch.
-        notes: the event log of the weights.
+        events: the event log of the weights.
         journal: the journal of decisions that ranks receive; it also marks when the state should be saved.
-        servers: the servers that hold a share of the weights, to which changes that concern all of them are sent.
+        replication: the relation to the other servers, to which changes that concern all of them are sent.
         limits: time limits for waiting for ranks.
         now: returns the time of the current message.
     """
 
     roster: Roster
-    shards: HeldShards
+    store: ParameterStore
     epochs: Epochs
-    notes: Notes
+    events: EventRecorder
     journal: Journal
-    servers: Servers
+    replication: Replication
     limits: TimeLimits
     now: Callable[[], float]

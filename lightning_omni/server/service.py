@@ -58,7 +58,7 @@ class Sender(NamedTuple):
 class Service:
     """The base of all services, with the notifications that each receives besides its messages."""
 
-    def form(self, topology: Topology, method: Method, message: m.Form) -> None:
+    def form(self, topology: Topology, method: Method, message: m.FormGroups) -> None:
         """Start with new groups and their method; ``message`` is the recorder's."""
 
     def join(self, group: int, ranks: tuple[int, ...]) -> None:

@@ -12,23 +12,23 @@ from lightning_omni.errors import MalformedMessage, OmniError, ProtocolError
 from lightning_omni.methods import Method
 from lightning_omni.methods.model.master import Resolve
 from lightning_omni.methods.model.modules import ResolveModule
-from lightning_omni.server.merged_head.head import HeadShard
+from lightning_omni.server.epochs.validation_book import MOST_OPEN
+from lightning_omni.server.parameters.served_head import ServedHead
+from lightning_omni.server.parameters.served_optimizer import ROOM, ServedOptimizer
 from lightning_omni.server.run_context import RunContext
-from lightning_omni.server.served_optimizer import ROOM, Shard
 from lightning_omni.server.service import Out, Payload, Sender, Service, as_tensor
 from lightning_omni.server.training import Training
-from lightning_omni.server.validation.schedule import MOST_OPEN
 from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, check_specs, pack, unpack
-from lightning_omni.wire.cut import Cut
 from lightning_omni.wire.journal import SavedEntry, SeededEntry
+from lightning_omni.wire.messages import SnapshotId
 
 
-class Moment(NamedTuple):
+class SnapshotContents(NamedTuple):
     """A complete and consistent state, as it is sent."""
 
-    cut: Cut
+    cut: SnapshotId
     packed: Packed
     buffer: Tensor
 
@@ -44,17 +44,17 @@ class Snapshots(Service):
     """
 
     def __init__(self, run: RunContext, training: Training, resolve: Resolve, resolve_module: ResolveModule) -> None:
-        self._roster, self._shards, self._epochs = run.roster, run.shards, run.epochs
-        self._notes, self._journal, self._servers = run.notes, run.journal, run.servers
+        self._roster, self._store, self._epochs = run.roster, run.store, run.epochs
+        self._events, self._journal, self._replication = run.events, run.journal, run.replication
         self._training = training
         self._resolve = resolve
         self._resolve_module = resolve_module
         self._method: Method | None = None
-        self._formed: m.Form | None = None
+        self._formed: m.FormGroups | None = None
         self._group_states: dict[int, Any] = {}
-        self._versions: dict[int, Moment] = {}
+        self._versions: dict[int, SnapshotContents] = {}
 
-    def form(self, topology: Topology, method: Method, message: m.Form) -> None:
+    def form(self, topology: Topology, method: Method, message: m.FormGroups) -> None:
         self._method, self._formed = method, message
         self._group_states.clear()
         self._versions.clear()
@@ -66,40 +66,40 @@ class Snapshots(Service):
 
     def state(self) -> dict[str, Any]:
         assert self._formed is not None
-        return {"formed": m.encode(self._formed), "parts": [shard.state() for shard in self._shards.all]}
+        return {"formed": m.encode(self._formed), "parts": [served.state() for served in self._store.all]}
 
     def load(self, state: dict[str, Any]) -> None:
-        formed = msgspec.msgpack.decode(state["formed"], type=m.Form)
+        formed = msgspec.msgpack.decode(state["formed"], type=m.FormGroups)
         self._formed, method = formed, m.method_from_wire(formed.method)
         self._method = method
         groups = self._roster.formed.history(len(formed.groups))
-        self._shards.hold([Shard.from_state(part, method, groups, self._resolve) for part in state["parts"]])
-        self._training.go_by(formed)
+        self._store.hold([ServedOptimizer.from_state(part, method, groups, self._resolve) for part in state["parts"]])
+        self._training.apply_settings(formed)
 
-    def check_packed(self, sender: Sender, message: m.Seed | m.GroupState) -> int:
+    def check_packed(self, sender: Sender, message: m.UploadWeights | m.GroupState) -> int:
         """Check the size of a tree, and return it."""
         check_specs(message.packed.specs, message.nbytes)
         return message.nbytes
 
-    def seed(self, sender: Sender, message: m.Seed, payload: Payload) -> list[Out]:
+    def seed(self, sender: Sender, message: m.UploadWeights, payload: Payload) -> list[Out]:
         """Store the master weights and optimizer states that the recorder uploads."""
         if self._method is None or self._formed is None:
             raise ProtocolError("form groups first")
         tree = unpack(message.packed, as_tensor(payload))
         groups = self._roster.groups
         try:
-            self._shards.hold([self._shard_of(part, self._method, groups) for part in tree["parts"]])
+            self._store.hold([self._served_of(part, self._method, groups) for part in tree["parts"]])
         except OmniError:
             raise
         except Exception as error:  # torch raises various errors on invalid states
             raise MalformedMessage(f"not a seed: {type(error).__name__}: {error}") from error
-        self._shards.answer_as(self._formed)
+        self._store.answer_as(self._formed)
         formed = self._roster.formed.topology
-        for number in range(len(self._shards.all)):
-            self._notes.seed(number, formed.groups if formed else (), self._formed)
+        for number in range(len(self._store.all)):
+            self._events.seed(number, formed.groups if formed else (), self._formed)
         self._journal.note(SeededEntry())
         self._journal.is_due = True
-        return [Out(sender.peer, m.DATA, m.Seeded())]
+        return [Out(sender.peer, m.DATA, m.WeightsUploaded())]
 
     def store_group_state(self, sender: Sender, message: m.GroupState, payload: Payload) -> list[Out]:
         """Store a group's own state for the next snapshot."""
@@ -109,19 +109,19 @@ class Snapshots(Service):
 
     def check_version(self, sender: Sender, message: m.TakeSnapshot) -> None:
         """Raise `ProtocolError` for a validation that no group was given; only server 0 checks this."""
-        if self._servers.number == 0 and message.version > (last := self._epochs.validations.last):
+        if self._replication.number == 0 and message.version > (last := self._epochs.validations.last):
             raise ProtocolError(f"there is no validation {message.version} yet; {last} were given to groups")
 
     def take(self, sender: Sender, message: m.TakeSnapshot, payload: Payload) -> list[Out]:
         """Answer with the current state, or with that of a validation."""
         self.check_version(sender, message)
         if not message.version:
-            moment = self._moment(message.with_state)
+            contents = self._contents(message.with_state)
         else:
-            moment = self._version(message.version)
-            moment = moment if message.with_state else _weights_of(moment)
-        answer = m.Snapshot(cut=moment.cut, packed=moment.packed, nbytes=moment.buffer.numel())
-        return [Out(sender.peer, m.DATA, answer, (moment.buffer,))]
+            contents = self._version(message.version)
+            contents = contents if message.with_state else _weights_of(contents)
+        answer = m.Snapshot(cut=contents.cut, packed=contents.packed, nbytes=contents.buffer.numel())
+        return [Out(sender.peer, m.DATA, answer, (contents.buffer,))]
 
     def release(self, sender: Sender, message: m.ReleaseVersion, payload: Payload) -> list[Out]:
         """Drop the snapshots kept for validations up to this one."""
@@ -130,47 +130,47 @@ class Snapshots(Service):
         self._journal.note(SavedEntry(message.number))
         return [Out(sender.peer, m.CONTROL, m.VersionReleased())]
 
-    def _version(self, number: int) -> Moment:
+    def _version(self, number: int) -> SnapshotContents:
         if 0 < number <= self._epochs.validations.saved:  # no other rank will request it
-            return self._moment(with_state=True)
+            return self._contents(with_state=True)
         if number not in self._versions:
             if number < 0 or len(self._versions) > MOST_OPEN:
                 raise ProtocolError(f"the weights of validations {sorted(self._versions)} are kept, and no more")
-            self._versions[number] = self._moment(with_state=True)
+            self._versions[number] = self._contents(with_state=True)
         return self._versions[number]
 
-    def _moment(self, with_state: bool) -> Moment:
-        parts: list[dict[str, Any]] = [shard.master.snapshot() for shard in self._shards.all]
+    def _contents(self, with_state: bool) -> SnapshotContents:
+        parts: list[dict[str, Any]] = [served.master.snapshot() for served in self._store.all]
         if not with_state:
             parts = [{**part, "state": {}} for part in parts]
         tree: dict[str, Any] = {"parts": parts}
         if with_state:
-            for part, shard in zip(parts, self._shards.all, strict=True):
-                part["method"] = shard.method_side.state()
+            for part, served in zip(parts, self._store.all, strict=True):
+                part["method"] = served.method_side.state()
             tree["groups"], self._group_states = self._group_states, {}  # used once, because later they are outdated
-        return Moment(self._cut, *pack(tree))
+        return SnapshotContents(self._cut, *pack(tree))
 
     @property
-    def _cut(self) -> Cut:
+    def _cut(self) -> SnapshotId:
         plan = self._epochs.plan
-        return Cut(
-            clocks=tuple(shard.master.clock for shard in self._shards.all),
+        return SnapshotId(
+            clocks=tuple(served.master.clock for served in self._store.all),
             pushes=dict(self._training.handled),
             epoch=plan.epoch if plan is not None else -1,
             total=plan.total if plan is not None else 0,
             trained=self._epochs.trained_spans,
         )
 
-    def _shard_of(self, part: Any, method: Method, groups: Iterable[int]) -> Shard:
+    def _served_of(self, part: Any, method: Method, groups: Iterable[int]) -> ServedOptimizer:
         optimizer, weights, clock = part["optimizer"], part["weights"], int(part["clock"])
         if part.get("head") is not None:
-            return HeadShard(optimizer, weights, clock, part["head"], groups, self._resolve, self._resolve_module)
+            return ServedHead(optimizer, weights, clock, part["head"], groups, self._resolve, self._resolve_module)
         room, servers = ROOM + int(part.get("room", 0)), int(part.get("servers", 1))
         state = part.get("method")
-        return Shard(optimizer, weights, clock, method, groups, self._resolve, state, room, servers=servers)
+        return ServedOptimizer(optimizer, weights, clock, method, groups, self._resolve, state, room, servers=servers)
 
 
-def _weights_of(moment: Moment) -> Moment:
+def _weights_of(contents: SnapshotContents) -> SnapshotContents:
     """Return the same state, without the states of optimizers and methods."""
-    parts = unpack(moment.packed, moment.buffer)["parts"]
-    return Moment(moment.cut, *pack({"parts": [{**part, "state": {}, "method": {}} for part in parts]}))
+    parts = unpack(contents.packed, contents.buffer)["parts"]
+    return SnapshotContents(contents.cut, *pack({"parts": [{**part, "state": {}, "method": {}} for part in parts]}))

@@ -1,4 +1,4 @@
-"""Monitoring: the status of the run, for ranks that request it."""
+"""The service for the status of the run, for ranks that request it."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Callable
 from statistics import fmean
 
 from lightning_omni.methods import Method
-from lightning_omni.server.momentum_estimate import total_momentum
+from lightning_omni.server.parameters.momentum_estimate import total_momentum
 from lightning_omni.server.run_context import RunContext
 from lightning_omni.server.service import Out, Payload, Sender, Service
 from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m
-from lightning_omni.wire import server_messages as sm
+from lightning_omni.wire.messages import servers as sm
 
 LATELY = 64
 """Pushes over which their time is averaged: if groups synchronize, the last one takes far longer than the others."""
 RATE_WINDOW = 10.0
 """Seconds over which the rate of updates is measured."""
-_ENDS = (sm.ShardReady, sm.Decide)
+_ENDS = (sm.PartReady, sm.DecideRequest)
 """Messages after which an earlier part is handled, because another server has its own part or the push was decided."""
 
 
-class Monitoring(Service):
+class StatusService(Service):
     """The service that measures the server and collects the ranks' step times.
 
     Args:
@@ -39,7 +39,7 @@ class Monitoring(Service):
     def __init__(
         self, run: RunContext, clock: Callable[[], float], strangers: Callable[[], int], handled: Callable[[], int]
     ) -> None:
-        self._roster, self._shards = run.roster, run.shards
+        self._roster, self._store = run.roster, run.store
         self._clock = clock
         self._strangers = strangers
         self._handled = handled
@@ -53,7 +53,7 @@ class Monitoring(Service):
         self.pushes = 0
         self.total_serve_time = 0.0
 
-    def form(self, topology: Topology, method: Method, message: m.Form) -> None:
+    def form(self, topology: Topology, method: Method, message: m.FormGroups) -> None:
         self._serve_times.clear()
         self._serves = False
         self._unfinished = 0.0
@@ -84,7 +84,7 @@ class Monitoring(Service):
         self._unfinished = 0.0
 
     def tick(self, now: float) -> None:
-        self._rate.append((now, self._shards.clock))
+        self._rate.append((now, self._store.clock))
         while now - self._rate[0][0] > RATE_WINDOW:
             self._rate.popleft()
 
@@ -102,23 +102,23 @@ class Monitoring(Service):
         Args:
             sent: see `lightning_omni.wire.messages.Status`.
         """
-        staleness: Counter[int] = sum((shard.counts.staleness for _, shard in self._shards.pushed), Counter())
+        staleness: Counter[int] = sum((served.counts.staleness for _, served in self._store.pushed), Counter())
         rate = 0.0
         if len(self._rate) > 1 and self._rate[-1][0] > self._rate[0][0]:
             rate = (self._rate[-1][1] - self._rate[0][1]) / (self._rate[-1][0] - self._rate[0][0])
         members = self._roster.members
         return m.Status(
             sent=sent,
-            clock=self._shards.clock,
+            clock=self._store.clock,
             updates_per_second=max(rate, 0.0),
-            refused=sum(shard.counts.refused for shard in self._shards.all),
+            refused=sum(served.counts.refused for served in self._store.all),
             strangers=self._strangers(),
             groups=tuple(self._group_status(group) for group in self._roster.groups),
             staleness=tuple(staleness[t] for t in range(max(staleness, default=-1) + 1)),
             lost=self._roster.lost_ranks,
-            head_time=sum(head.access_time for _, head in self._shards.heads),
+            head_time=sum(head.access_time for _, head in self._store.heads),
             serve_time=fmean(self._serve_times) if self._serve_times else 0.0,
-            total_momentum=total_momentum(shard.sensing for _, shard in self._shards.pushed),
+            total_momentum=total_momentum(served.momentum_estimator for _, served in self._store.pushed),
             recorder=self._roster.recorder,
             wanted_groups=self._roster.wanted_groups,
             signal=max((members[rank].timings.signal for rank in self._roster.live if rank in members), default=0),
@@ -128,7 +128,7 @@ class Monitoring(Service):
         identity = self._roster.formed.identity(group)
         ranks, members = self._roster.formed.members(group), self._roster.members
         timings = {rank: members[rank].timings for rank in ranks if rank in members}
-        counts = [shard.counts.by_group.get(group, Counter()) for _, shard in self._shards.pushed]
+        counts = [served.counts.by_group.get(group, Counter()) for _, served in self._store.pushed]
         seen: Counter[int] = sum(counts, Counter())
         updates = sum(seen.values())
         slowest = max(timings, key=lambda rank: timings[rank].compute_time, default=ranks[0])

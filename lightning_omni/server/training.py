@@ -16,19 +16,18 @@ from torch import Tensor
 from lightning_omni.errors import MalformedMessage, OmniError, ProtocolError, Refused
 from lightning_omni.methods import Method, Reply
 from lightning_omni.server.admission import Admission
-from lightning_omni.server.log.record import Kind
-from lightning_omni.server.push_dedup import Deliveries, Delivery
+from lightning_omni.server.event_log import Kind
+from lightning_omni.server.parameters.push_dedup import Deliveries, Delivery
+from lightning_omni.server.parameters.served_optimizer import ServedOptimizer, is_finite
 from lightning_omni.server.run_context import RunContext
-from lightning_omni.server.served_optimizer import Shard, is_finite
 from lightning_omni.server.service import Out, Payload, Peer, Sender, Service, as_tensor, bytes_of, nbytes_of
 from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m
-from lightning_omni.wire import server_messages as sm
 from lightning_omni.wire.codec import check_specs, unpack
-from lightning_omni.wire.formats import base as wire_format
-from lightning_omni.wire.formats.base import RAW, Memory, WireFormat
+from lightning_omni.wire.formats.base import RAW, Memory, WireFormat, check_size, decode, from_wire
 from lightning_omni.wire.journal import RestructuredEntry
 from lightning_omni.wire.layout import Layout
+from lightning_omni.wire.messages import servers as sm
 
 LARGEST_NOTED = 256 << 20
 """The most bytes of added parameters in the journal; larger ones are only saved with the state, which is then due."""
@@ -58,8 +57,8 @@ class Training(Service):
     """
 
     def __init__(self, run: RunContext, admission: Admission) -> None:
-        self._roster, self._shards, self._epochs = run.roster, run.shards, run.epochs
-        self._notes, self._journal, self._servers = run.notes, run.journal, run.servers
+        self._roster, self._store, self._epochs = run.roster, run.store, run.epochs
+        self._events, self._journal, self._replication = run.events, run.journal, run.replication
         self._admission = admission
         self._deliveries = Deliveries()
         self._pending: dict[int, m.PushMessage] = {}  # group: the push that waits
@@ -72,27 +71,27 @@ class Training(Service):
 
     # --- Groups come and go ------------------------------------------------------------------------------------------
 
-    def form(self, topology: Topology, method: Method, message: m.Form) -> None:
-        for shard in self._shards.all:
-            shard.change_method(method, topology.alive)
-        self.go_by(message)
-        self._notes.form(topology.groups, message)
+    def form(self, topology: Topology, method: Method, message: m.FormGroups) -> None:
+        for served in self._store.all:
+            served.change_method(method, topology.alive)
+        self.apply_settings(message)
+        self._events.form(topology.groups, message)
         self._pending.clear()
         self.handled.clear()
         self._deliveries.clear()
         self._idle_elsewhere.clear()
         self._idle.clear()
 
-    def go_by(self, formed: m.Form) -> None:
+    def apply_settings(self, formed: m.FormGroups) -> None:
         """Use the wire formats on which the groups agreed when they were formed."""
-        self._wire_format = wire_format.from_wire(formed.wire_format).pushes
-        self._shards.answer_as(formed)
+        self._wire_format = from_wire(formed.wire_format).pushes
+        self._store.answer_as(formed)
 
     def join(self, group: int, ranks: tuple[int, ...]) -> None:
-        for number, shard in enumerate(self._shards.all):
-            shard.method_side.join(group)
-            if not shard.is_head:
-                self._notes.note("join", group, number, groups=(ranks,))
+        for number, served in enumerate(self._store.all):
+            served.method_side.join(group)
+            if not served.is_head:
+                self._events.note("join", group, number, groups=(ranks,))
 
     def evict(self, group: int, lost: bool) -> list[Out]:
         self._deliveries.forget(group)
@@ -107,33 +106,33 @@ class Training(Service):
     @property
     def due(self) -> float:
         """Return the time at which to call `expire`: the earliest one that a method waits for."""
-        return min((shard.method_side.due for _, shard in self._shards.pushed), default=math.inf)
+        return min((served.method_side.due for _, served in self._store.pushed), default=math.inf)
 
     def set_time(self, now: float) -> None:
         """Set the methods' current time."""
-        for _, shard in self._shards.pushed:
-            shard.method_side.now = now
+        for _, served in self._store.pushed:
+            served.method_side.now = now
 
     def expire(self, now: float) -> list[Out]:
         """Continue the methods that have waited for a time until ``now``."""
         if self.due <= now:
-            self._servers.send_to_all(sm.Expire())
+            self._replication.send_to_all(sm.ExpireTimers())
         out: list[Out] = []
-        for number, shard in self._shards.pushed:
-            if shard.method_side.due <= now:
+        for number, served in self._store.pushed:
+            if served.method_side.due <= now:
                 with torch.no_grad():
-                    replies = shard.method_side.expire()
-                self._notes.note("expire", -1, number)
+                    replies = served.method_side.expire()
+                self._events.note("expire", -1, number)
                 out += self._answers(number, replies)
         return out
 
     def resolve_pending(self) -> list[Out]:
         out = []
-        for number, shard in enumerate(self._shards.all):
-            for group, good in shard.averaged(self._waited_for(number)) if shard.averaging else ():
-                outcome = PushOutcome(applied=good, refused_in_row=shard.counts.refused_in_row[group])
+        for number, served in enumerate(self._store.all):
+            for group, good in served.averaged(self._waited_for(number)) if served.averaging else ():
+                outcome = PushOutcome(applied=good, refused_in_row=served.counts.refused_in_row[group])
                 peer = self._admission.leader_peer(group)
-                out.append(self._weights(peer, number, group, _master_weights(shard, group), outcome))
+                out.append(self._weights(peer, number, group, _master_weights(served, group), outcome))
         return out
 
     def _waited_for(self, number: int) -> set[int]:
@@ -141,8 +140,8 @@ class Training(Service):
 
         These groups have continued with the next optimizer's mean, or wait for the others at a synchronization point.
         """
-        later = {group for shard in self._shards.all[number + 1 :] for group in shard.averaging}
-        return set(self._roster.groups) - ((self._idle | later) - set(self._shards.all[number].averaging))
+        later = {group for served in self._store.all[number + 1 :] for group in served.averaging}
+        return set(self._roster.groups) - ((self._idle | later) - set(self._store.all[number].averaging))
 
     def state(self) -> dict[str, Any]:
         return {"handled": dict(self.handled), "deliveries": self._deliveries.state()}
@@ -160,8 +159,8 @@ class Training(Service):
 
     def check_push(self, sender: Sender, message: m.PushMessage) -> int:
         """Check the size of a push, and return it."""
-        layout = self._shards.shard(message.optimizer).layout_of_push(sender.group, message)
-        wire_format.check_size(self._wire_format, message.nbytes, layout)
+        layout = self._store.optimizer(message.optimizer).layout_of_push(sender.group, message)
+        check_size(self._wire_format, message.nbytes, layout)
         return message.nbytes
 
     def check_counts(self, sender: Sender, message: m.PushMessage | m.FetchMessage) -> None:
@@ -173,27 +172,27 @@ class Training(Service):
     def push(self, sender: Sender, message: m.PushMessage, payload: Payload) -> list[Out]:
         """Merge a group's push to one optimizer; the method decides when it is answered."""
         group, number = sender.group, message.optimizer
-        shard = self._shards.shard(number)
-        if shard.is_head:
+        served = self._store.optimizer(number)
+        if served.is_head:
             raise ProtocolError(f"optimizer {number} is a merged head; nothing is pushed to it")
         if (last := self._deliveries.check(group, self._roster.formed.identity(group), message)) is not None:
-            return self._answer_again(sender, message, shard, last)
+            return self._answer_again(sender, message, served, last)
         if message.epoch >= 0:
             self._epochs.check_trained(group, message.epoch, message.trained)
-        layout = shard.layout_of_push(group, message)
+        layout = served.layout_of_push(group, message)
         tensors = self._decode(as_tensor(payload), layout)
-        replies = shard.push(group, message, tensors, layout, sender.finite)
+        replies = served.push(group, message, tensors, layout, sender.finite)
         self.handled[group] += 1
         self.pushes += 1
         self._deliveries.count(group, message, applied=replies is not None)
-        self._notes.push(group, message, refused=replies is None, elsewhere=sender.elsewhere)
+        self._events.push(group, message, refused=replies is None, elsewhere=sender.elsewhere)
         if message.epoch >= 0:
             self._epochs.train(group, message.epoch, message.trained)
         if replies is None:
             if message.pull:
-                shard.method_side.fetched(group)
-            outcome = PushOutcome(-1, False, shard.counts.refused_in_row[group], fragment=message.fragment)
-            return [self._weights(sender.peer, number, group, _pulled(shard, Reply(group, -1), message), outcome)]
+                served.method_side.fetched(group)
+            outcome = PushOutcome(-1, False, served.counts.refused_in_row[group], fragment=message.fragment)
+            return [self._weights(sender.peer, number, group, _pulled(served, Reply(group, -1), message), outcome)]
         self._pending[group] = message
         out = self._answers(number, replies)
         if group in self._pending:
@@ -202,76 +201,80 @@ class Training(Service):
 
     def is_push_finite(self, sender: Sender, message: m.PushMessage, payload: Payload) -> bool:
         """Return whether this server's part of a push is finite."""
-        shard = self._shards.shard(message.optimizer)
-        layout = shard.layout_of_push(sender.group, message)
+        served = self._store.optimizer(message.optimizer)
+        layout = served.layout_of_push(sender.group, message)
         return is_finite(layout, self._decode(as_tensor(payload), layout))
 
-    def _answer_again(self, sender: Sender, message: m.PushMessage, shard: Shard, last: Delivery) -> list[Out]:
+    def _answer_again(
+        self, sender: Sender, message: m.PushMessage, served: ServedOptimizer, last: Delivery
+    ) -> list[Out]:
         """Answer a repeated push, for instance after a lost answer; an answer that is still pending is sent once."""
         if not last.is_answered:
             return []
-        group, refused = sender.group, shard.counts.refused_in_row[sender.group]
-        shard.method_side.fetched(group)
+        group, refused = sender.group, served.counts.refused_in_row[sender.group]
+        served.method_side.fetched(group)
         outcome = PushOutcome(last.staleness, last.applied, refused, fragment=message.fragment, repeated=True)
-        parts = _pulled(shard, Reply(group, -1), message)
+        parts = _pulled(served, Reply(group, -1), message)
         return [self._weights(sender.peer, message.optimizer, group, parts, outcome)]
 
     def _decode(self, payload: Tensor, layout: Layout) -> Tensor:
-        wire_format.check_size(self._wire_format, payload.numel(), layout)
-        return wire_format.decode(self._wire_format, payload, layout, self._memory)
+        check_size(self._wire_format, payload.numel(), layout)
+        return decode(self._wire_format, payload, layout, self._memory)
 
     def fetch(self, sender: Sender, message: m.FetchMessage, payload: Payload) -> list[Out]:
         """Answer a rank that reads the master weights of one optimizer outside an exchange."""
-        shard, group = self._shards.shard(message.optimizer), sender.group
+        served, group = self._store.optimizer(message.optimizer), sender.group
         if group >= 0:
-            spans = self._notes.new_spans(group, message)
+            spans = self._events.new_spans(group, message)
             if self._epochs.holds(group, message.epoch):  # a group that has left reports nothing
                 self._epochs.train(group, message.epoch, message.trained)
-            shard.method_side.fetched(group)
-            self._notes.note("fetch", group, message.optimizer, epoch=message.epoch, spans=spans)
-        out = self._weights(sender.peer, message.optimizer, group, _master_weights(shard, group), PushOutcome())
+            served.method_side.fetched(group)
+            self._events.note("fetch", group, message.optimizer, epoch=message.epoch, spans=spans)
+        out = self._weights(sender.peer, message.optimizer, group, _master_weights(served, group), PushOutcome())
         return [msgspec.structs.replace(out, may_take_long=self._has_just_joined(group))]
 
     def _has_just_joined(self, group: int) -> bool:
         """Return whether a group reads the initial weights of a run that it has joined, and delays no other group."""
         is_first = self._roster.joining and group >= 0 and not self.handled[group]
-        return is_first and not any(shard.method_side.method.holds_others_up for _, shard in self._shards.pushed)
+        return is_first and not any(served.method_side.method.holds_others_up for _, served in self._store.pushed)
 
     def check_average(self, sender: Sender, message: m.AverageMessage) -> int:
         """Check the size of a group's own weights, and return it."""
-        expected = self._shards.shard(message.optimizer).layout_of_average(sender.group, message.absent).nbytes
+        expected = self._store.optimizer(message.optimizer).layout_of_average(sender.group, message.absent).nbytes
         if message.nbytes != expected:
             raise MalformedMessage(f"the weights have {message.nbytes} bytes, {expected} were expected")
         return message.nbytes
 
     def average(self, sender: Sender, message: m.AverageMessage, payload: Payload) -> list[Out]:
         """Add a group's own weights to the mean; it is answered once all groups have sent theirs."""
-        self._shards.shard(message.optimizer).average(sender.group, as_tensor(payload), sender.finite, message.absent)
+        self._store.optimizer(message.optimizer).average(
+            sender.group, as_tensor(payload), sender.finite, message.absent
+        )
         return []
 
     def is_average_finite(self, sender: Sender, message: m.AverageMessage, payload: Payload) -> bool:
         """Return whether this server's part of a group's own weights is finite."""
-        shard = self._shards.shard(message.optimizer)
-        return is_finite(shard.layout_of_average(sender.group, message.absent), as_tensor(payload))
+        served = self._store.optimizer(message.optimizer)
+        return is_finite(served.layout_of_average(sender.group, message.absent), as_tensor(payload))
 
     def check_restructure(self, sender: Sender, message: m.Restructure) -> int:
         """Check the size of parameters that are new to a group, and return it."""
-        if self._servers.count > 1:
+        if self._replication.count > 1:
             raise Refused(
                 "structure",
-                "parameters and parameter groups cannot change in mid-run where several servers hold a share each; use"
-                " one server (servers=1)",
+                "parameters and parameter groups cannot change in mid-run where several servers hold a partition each;"
+                " use one server (servers=1)",
             )
         check_specs(message.packed.specs, message.nbytes)
-        self._shards.shard(message.optimizer).check_room(message.nbytes)
+        self._store.optimizer(message.optimizer).check_room(message.nbytes)
         return message.nbytes
 
     def restructure(self, sender: Sender, message: m.Restructure, payload: Payload) -> list[Out]:
         """Change a group's optimizer to other parameter groups, or more parameters."""
-        group, shard = sender.group, self._shards.shard(message.optimizer)
+        group, served = sender.group, self._store.optimizer(message.optimizer)
         tree = unpack(message.packed, as_tensor(payload))
         try:
-            start = shard.restructure(group, tree)
+            start = served.restructure(group, tree)
         except OmniError:
             raise
         except Exception as error:  # torch raises various errors on invalid groups and states
@@ -279,8 +282,8 @@ class Training(Service):
         if self._journal.write is not None and message.nbytes <= LARGEST_NOTED:
             self._journal.note(RestructuredEntry(group, message.optimizer, message.packed, bytes_of(payload)))
         self._journal.is_due = True
-        known = shard.layout_of(group)
-        self._notes.note(
+        known = served.layout_of(group)
+        self._events.note(
             "restructure",
             group,
             message.optimizer,
@@ -288,13 +291,13 @@ class Training(Service):
             param_groups=tuple(tree["groups"]),
         )
         first = known.offsets[start] if start < len(known.specs) else known.nbytes
-        rest = shard.buffer[first : known.nbytes]
+        rest = served.buffer[first : known.nbytes]
         answer = m.Restructured(optimizer=message.optimizer, layout=known.version, nbytes=rest.numel())
         return [Out(sender.peer, m.DATA, answer, (rest,))]
 
     def redo(self, entry: RestructuredEntry) -> None:
         """Replay a group's change of its optimizer."""
-        self._shards.shard(entry.optimizer).restructure(entry.group, unpack(entry.packed, as_tensor(entry.payload)))
+        self._store.optimizer(entry.optimizer).restructure(entry.group, unpack(entry.packed, as_tensor(entry.payload)))
 
     # --- Idle groups -------------------------------------------------------------------------------------------------
 
@@ -302,22 +305,22 @@ class Training(Service):
         """Mark a leader's group as waiting for others, so that no rank waits for its pushes; ignore other ranks."""
         if not self._roster.formed.is_leader(rank):
             return []
-        self._servers.send_to_all(sm.Idle(rank=rank))
+        self._replication.send_to_all(sm.IdleLeader(rank=rank))
         self._idle.add(group := self._roster.formed.group_of(rank))
         return [*self._notify_sides("idle", group, "rest"), *self.resolve_pending()]
 
     def resume(self, rank: int) -> None:
         """Mark a leader's group as continuing; ignore other ranks."""
         if self._roster.formed.is_leader(rank):
-            self._servers.send_to_all(sm.Resume(rank=rank))
+            self._replication.send_to_all(sm.ResumeLeader(rank=rank))
             self._idle.discard(group := self._roster.formed.group_of(rank))
             self._resume_group(group)
 
     def _resume_group(self, group: int, but: int = -1) -> None:
-        for number, shard in self._shards.pushed:
+        for number, served in self._store.pushed:
             if number != but:
-                shard.method_side.resume(group)
-                self._notes.note("resume", group, number)
+                served.method_side.resume(group)
+                self._events.note("resume", group, number)
 
     def _idle_at_others(self, group: int, number: int) -> list[Out]:
         """Mark a group that waits with one optimizer's push as idle at the other optimizers.
@@ -325,19 +328,19 @@ class Training(Service):
         Groups may step their optimizers in different orders; two groups could otherwise wait for each other forever, at
         two optimizers.
         """
-        if len(self._shards.pushed) == 1:
+        if len(self._store.pushed) == 1:
             return []
         self._idle_elsewhere.add(group)
         return self._notify_sides("idle", group, "rest", but=number)
 
     def _notify_sides(self, what: Literal["idle", "evict"], group: int, note: Kind, but: int = -1) -> list[Out]:
         out: list[Out] = []
-        for number, shard in self._shards.pushed:
+        for number, served in self._store.pushed:
             if number == but:
                 continue
             with torch.no_grad():
-                replies: list[Reply] = getattr(shard.method_side, what)(group)
-            self._notes.note(note, group, number)
+                replies: list[Reply] = getattr(served.method_side, what)(group)
+            self._events.note(note, group, number)
             out += self._answers(number, replies)
         return out
 
@@ -354,21 +357,21 @@ class Training(Service):
             reply: the method's reply.
             only: whether this answer is sent before another one is made.
         """
-        shard, peer = self._shards.shard(number), self._admission.leader_peer(reply.group)
+        served, peer = self._store.optimizer(number), self._admission.leader_peer(reply.group)
         push = self._pending.pop(reply.group, None)
         self._deliveries.answer(reply.group, number, reply.staleness)
         if reply.group in self._idle_elsewhere:
             self._idle_elsewhere.discard(reply.group)
             self._resume_group(reply.group, but=number)
-        parts = _pulled(shard, reply, push, copies=not only)
-        fragment, refused = push.fragment if push is not None else -1, shard.counts.refused_in_row[reply.group]
+        parts = _pulled(served, reply, push, copies=not only)
+        fragment, refused = push.fragment if push is not None else -1, served.counts.refused_in_row[reply.group]
         outcome = PushOutcome(reply.staleness, refused_in_row=refused, note=reply.note, fragment=fragment)
         return self._weights(peer, number, reply.group, parts, outcome)
 
     def _weights(self, peer: Peer, optimizer: int, group: int, parts: tuple[Payload, ...], outcome: PushOutcome) -> Out:
         message = m.Weights(
             optimizer=optimizer,
-            clock=self._shards.shard(optimizer).master.clock,
+            clock=self._store.optimizer(optimizer).master.clock,
             progress=self._epochs.progress,
             stop=self._epochs.stop,
             validations=self._epochs.validations.known(self._roster.hears_first(group)),
@@ -379,13 +382,15 @@ class Training(Service):
         return Out(peer, m.DATA, message, parts)
 
 
-def _master_weights(shard: Shard, group: int) -> tuple[Tensor]:
+def _master_weights(served: ServedOptimizer, group: int) -> tuple[Tensor]:
     """Return the master weights that a group has, without a copy."""
-    layout = shard.layout_of(group)
-    return (shard.buffer if layout is shard.layout else shard.buffer[: layout.nbytes],)
+    layout = served.layout_of(group)
+    return (served.buffer if layout is served.layout else served.buffer[: layout.nbytes],)
 
 
-def _pulled(shard: Shard, reply: Reply, push: m.PushMessage | None, copies: bool = False) -> tuple[Payload, ...]:
+def _pulled(
+    served: ServedOptimizer, reply: Reply, push: m.PushMessage | None, copies: bool = False
+) -> tuple[Payload, ...]:
     """Return the encoded tensors that answer a push; none if it requests none.
 
     ``copies`` is true if the next answer is made, in the same memory, before this one is sent.
@@ -393,8 +398,8 @@ def _pulled(shard: Shard, reply: Reply, push: m.PushMessage | None, copies: bool
     if push is not None and not push.pull:
         return ()
     fragment = push.part if push is not None else None
-    flat = shard.payload_of(reply, fragment)
-    if copies and flat is not shard.buffer:
+    flat = served.payload_of(reply, fragment)
+    if copies and flat is not served.buffer:
         flat = flat.clone()
-    layout = shard.layout_of(reply.group).fragment(fragment, shard.method_side.method.fragments)
-    return (shard.as_bytes(flat if layout is shard.layout else flat[: layout.nbytes], layout),)
+    layout = served.layout_of(reply.group).fragment(fragment, served.method_side.method.fragments)
+    return (served.as_bytes(flat if layout is served.layout else flat[: layout.nbytes], layout),)

@@ -239,12 +239,12 @@ class Cluster:
             several servers has one.
         group_link: the link between the members of a group, for ring all-reduces and for broadcasts of their leader's
             answers.
-        update_seconds: time of the server for one push, in seconds; one push at a time. A server that holds a share of
-            the weights takes that part of it.
+        update_seconds: time of the server for one push, in seconds; one push at a time. A server that holds a partition
+            of the weights takes that part of it.
         head_seconds_per_sample: time of a merged head for one sample, forward and backward, in seconds; one group at a
             time.
         events: failures and slowdowns of ranks, and restarts of the server.
-        servers: number of parameter servers; if there are several, each holds a share of the weights;
+        servers: number of parameter servers; if there are several, each holds a partition of the parameters;
             ``"per-node"``: one on each node, and a group's exchange with that of its own node crosses no link.
         nodes: number of nodes over which the devices are spread evenly, in the order of ranks, for
             ``servers="per-node"``; None: each device is a node of its own.

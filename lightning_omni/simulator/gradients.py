@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.group.member_samples import apportion, positions
 from lightning_omni.group.merged_head import HeadSide
 from lightning_omni.methods.model.head import check_mergeable, held_by_one, pass_through
 from lightning_omni.methods.model.modules import describe_module, tensors_of, with_tensors
@@ -24,12 +25,12 @@ from lightning_omni.simulator.server import HEAD, SimulatedServer
 from lightning_omni.simulator.workbench import Result, Workbench
 from lightning_omni.simulator.workload import Loss
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.activations import Both, pack_in, unpack_in
+from lightning_omni.wire.activations import ActivationFormats, pack_activations, unpack_activations
 from lightning_omni.wire.all_reduce import EXACT, AllReduce, Unsent, run_through
 from lightning_omni.wire.codec import unpack
 from lightning_omni.wire.formats.base import RAW, WireFormat
 from lightning_omni.wire.layout import Layout, TensorSpec
-from lightning_omni.wire.leases import Batch, apportion, positions
+from lightning_omni.wire.messages import Batch
 
 FORWARD = 1 / 3
 """The forward pass's part of a batch's time; the backward pass has twice as many matrix products."""
@@ -218,7 +219,7 @@ class SimulatedHead:
             )
         return seen[0]
 
-    def install(self, server: SimulatedServer, wire: Both) -> None:
+    def install(self, server: SimulatedServer, wire: ActivationFormats) -> None:
         self._server, self._side.wire = server, wire
         self._module.forward = self
 
@@ -260,7 +261,7 @@ class RoundedHead:
         wire: wire formats of activations and gradients.
     """
 
-    def __init__(self, module: nn.Module, wire: Both) -> None:
+    def __init__(self, module: nn.Module, wire: ActivationFormats) -> None:
         self._own, self._wire = module.forward, wire
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -279,13 +280,13 @@ class _Rounded(torch.autograd.Function):
     def forward(ctx: Any, there: WireFormat, back: WireFormat, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.back = back
         ctx.set_materialize_grads(False)
-        outputs = tuple(unpack_in(there, *pack_in(there, list(tensors))))
+        outputs = tuple(unpack_activations(there, *pack_activations(there, list(tensors))))
         ctx.mark_non_differentiable(*(each for each in outputs if not (each.is_floating_point() or each.is_complex())))
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        return (None, None, *unpack_in(ctx.back, *pack_in(ctx.back, list(gradients))))
+        return (None, None, *unpack_activations(ctx.back, *pack_activations(ctx.back, list(gradients))))
 
 
 class Gradients:
@@ -330,7 +331,7 @@ class ThroughHead(Gradients):
         head: SimulatedHead,
         costs: Exchanges,
         sizes: tuple[ActivationSize, ActivationSize],
-        wire: Both,
+        wire: ActivationFormats,
     ) -> None:
         super().__init__(engine, bench)
         self._head, self._costs, self._wire = head, costs, wire

@@ -16,8 +16,8 @@ import msgspec
 from torch import Tensor
 
 from lightning_omni.errors import NonFiniteGradients
-from lightning_omni.group.core import Action, Ask, GroupCore, LastAnswer
-from lightning_omni.group.lease_client import Lessee
+from lightning_omni.group.core import Action, GroupCore, LastAnswer, ServerRequest
+from lightning_omni.group.lease_client import LeaseClient
 from lightning_omni.methods.contract import (
     Answer,
     Exchange,
@@ -43,7 +43,7 @@ from lightning_omni.simulator.settings import Batches
 from lightning_omni.simulator.workbench import Result
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats.base import RAW
-from lightning_omni.wire.leases import Batch, EpochPlan
+from lightning_omni.wire.messages import Batch, EpochPlan
 
 MOST_REFUSED = 10
 """Number of refused pushes in a row, of one group, at which the run counts as diverged."""
@@ -160,14 +160,14 @@ class SimulatedGroup:
         self.members, self._context = members, context
         core.attach(replica)
         self._parameters = set(replica.ordered)
-        self._data = core.data = Lessee(members=len(ranks), generation=GENERATION)
+        self._data = core.data = LeaseClient(members=len(ranks), generation=GENERATION)
         if epoch is not None:
             self._data.restart(epoch)
         self._unpushed, self._pushing = UnpushedWork(), UnpushedWork()
         self.leased = LeasedSamples()
-        self.asked: m.Await | None = None
+        self.asked: m.AskNext | None = None
         self._exchange: Process | None = None
-        self._under_way: Ask | None = None
+        self._under_way: ServerRequest | None = None
         self._before = self._pushed = (0, 0)  # epoch and trained batches at the last two pushes
         self._published: list[Tensor] | None = None
         self._inbox = Total()
@@ -214,21 +214,21 @@ class SimulatedGroup:
                     yield from context.server.wait_until_restarted()
                 (out,) = context.server.control(self.leader, data.draw(data.drawn, self._finished))
                 self.leased.report(data.epoch, self._finished)
-                data.drew(cast(m.Drawn, out.message).batches)
+                data.record_drawn(cast(m.BatchesDrawn, out.message).batches)
             if data.drawn > data.trained:
                 data.begin_batch()
                 return data.current
             if self._under_way is not None:  # there is no batch left to overlap it with
                 self.core.apply_answer(0, (yield from self._receive()))
             yield from context.server.wait_until_restarted()
-            self.asked = data.question()
+            self.asked = data.ask_next()
             self.ask(self.asked)
             verdict = yield None
             self.asked = None
             if verdict != "more":
                 return None
 
-    def ask(self, question: m.Await) -> None:
+    def ask(self, question: m.AskNext) -> None:
         """Send the request for the next step; repeated after a restart of the server."""
         out = self._context.server.control(self.leader, question)
         self.leased.report(question.epoch, question.trained)
@@ -249,7 +249,7 @@ class SimulatedGroup:
         context = self._context
         now = context.engine.now
         work = self.members.work(batch, now)
-        seconds = max(own for _, _, own in work) + self.members.reduce_seconds(context.server.shard.layout)
+        seconds = max(own for _, _, own in work) + self.members.reduce_seconds(context.server.served.layout)
         self.core.step_took(0, seconds)
         context.monitor.begin(self.number, work)
         apart = context.batches.members_apart
@@ -307,13 +307,13 @@ class SimulatedGroup:
     def _wait_for(self, action: Action) -> Timeline:
         """Perform an action that takes time, and return its answer."""
         match action:
-            case Ask(waits=False):
+            case ServerRequest(waits=False):
                 return self._begin(action)
             case Receive():
                 return (yield from self._receive())
-            case Ask(need=Exchange()):
+            case ServerRequest(need=Exchange()):
                 return (yield from self._receive_answer(action, (yield from self._push(action))))
-            case Ask():
+            case ServerRequest():
                 return (yield from self._fetch(action))
             case ReadPeer():
                 return (yield from self._read_peer(action.group))
@@ -326,7 +326,7 @@ class SimulatedGroup:
 
     # --- To the server and back --------------------------------------------------------------------------------------
 
-    def _begin(self, ask: Ask) -> None:
+    def _begin(self, ask: ServerRequest) -> None:
         """Start a push in a process of its own, without waiting for its answer."""
         process = Process(self._push(ask))
         self._before, self._pushed = self._pushed, (ask.epoch, ask.trained)
@@ -360,7 +360,7 @@ class SimulatedGroup:
         self._unpushed.go_back()
         self._pushing.go_back()
 
-    def _push(self, ask: Ask) -> Timeline:
+    def _push(self, ask: ServerRequest) -> Timeline:
         done = self._pushing = self._unpushed
         self._unpushed = UnpushedWork()
         return (yield from self._until_answered(lambda: self._try_to_push(ask, done)))
@@ -378,23 +378,23 @@ class SimulatedGroup:
                 del context.network.exchanges[self.number]
                 return answer
 
-    def _try_to_push(self, ask: Ask, done: UnpushedWork) -> Timeline:
+    def _try_to_push(self, ask: ServerRequest, done: UnpushedWork) -> Timeline:
         """Push once, and return the server's answer."""
         server, network, monitor, need = self._context.server, self._context.network, self._context.monitor, ask.need
         assert isinstance(need, Exchange)
         nbytes, outgoing = server.prepare(self.core, ask)
         # A separate process, because a push in flight is served even if this group dies.
         yield self._context.engine.start(network.costs.push(self.number, nbytes))
-        shard = server.shard
-        clock, refused = shard.master.clock, shard.counts.refused
+        served = server.served
+        clock, refused = served.master.clock, served.counts.refused
         read = min(need.read_at, clock)  # a restarted server treats newer weights as those of its save
-        staleness = shard.method_side.staleness_of(Push(self.number, read, ()))
+        staleness = served.method_side.staleness_of(Push(self.number, read, ()))
         out = server.ask(self.leader, self.core, ask, outgoing)
         self.leased.report(ask.epoch, ask.trained)
         network.deliver(out)
         if monitor.may_go_back and any(isinstance(item.message, m.Weights) and item.message.repeated for item in out):
             pass  # a repeated push has been counted
-        elif shard.counts.refused == refused:
+        elif served.counts.refused == refused:
             self._record(done, read, clock + 1, staleness, ask.epoch)
         else:
             self._check_divergence()
@@ -404,35 +404,35 @@ class SimulatedGroup:
     def _check_divergence(self) -> None:
         """End the run when the server refuses one push too many, before the group receives the refusal."""
         try:
-            self.core.check_nonfinite(self._context.server.shard.counts.refused_in_row[self.number])
+            self.core.check_nonfinite(self._context.server.served.counts.refused_in_row[self.number])
         except NonFiniteGradients:
             self._context.monitor.ended = (
                 f"diverged: {MOST_REFUSED} pushes of group {self.number} in a row were not finite"
             )
 
-    def _fetch(self, ask: Ask) -> Timeline:
+    def _fetch(self, ask: ServerRequest) -> Timeline:
         answer = yield from self._until_answered(lambda: self._try_to_fetch(ask))
         return (yield from self._receive_answer(ask, answer))
 
-    def _try_to_fetch(self, ask: Ask) -> Timeline:
+    def _try_to_fetch(self, ask: ServerRequest) -> Timeline:
         yield self._context.network.costs.ask(self.number)
         out = self._context.server.ask(self.leader, self.core, ask)
         self.leased.report(ask.epoch, ask.trained)
         self._context.network.deliver(out)
         return (yield None)
 
-    def _receive_answer(self, ask: Ask, answer: tuple[m.Weights, list[Tensor]]) -> Timeline:
+    def _receive_answer(self, ask: ServerRequest, answer: tuple[m.Weights, list[Tensor]]) -> Timeline:
         """Broadcast the server's answer to all members, and return the method's answer."""
         message, tensors = answer
         if len(self.ranks) > 1 and (seconds := self._passed_on(self._bytes_of_answer(ask))):
             yield self._context.engine.now + seconds
         return self.core.receive(LastAnswer.of(message), tensors, message.clock, message.note, ask.fragment)
 
-    def _bytes_of_answer(self, ask: Ask) -> int:
+    def _bytes_of_answer(self, ask: ServerRequest) -> int:
         """Return the bytes of an answer's broadcast: encoded, if that is smaller and of a size known beforehand."""
         if not ask.pulls:
             return 0
-        layout = self._context.server.shard.layout.fragment(ask.fragment, self.core.method.fragments)
+        layout = self._context.server.served.layout.fragment(ask.fragment, self.core.method.fragments)
         answers = self.core.wire_format.answers if isinstance(ask.need, Exchange) else RAW
         smallest, largest = answers.sizes(layout)
         return min(largest, layout.nbytes) if smallest == largest else layout.nbytes
@@ -454,12 +454,12 @@ class SimulatedGroup:
 
     @property
     def _peer_bytes(self) -> int:
-        return self.core.wire_format.pushes.sizes(self._context.server.shard.layout)[1]
+        return self.core.wire_format.pushes.sizes(self._context.server.served.layout)[1]
 
     def _peer_updates(self, is_there: bool) -> float:
         """Return the seconds in which members learn whether a peer's weights are available, and then receive them."""
         seconds = self._passed_on(0)
-        return seconds + self._passed_on(self._context.server.shard.layout.nbytes) if is_there else seconds
+        return seconds + self._passed_on(self._context.server.served.layout.nbytes) if is_there else seconds
 
     def _send(self, need: SendPeer) -> Timeline:
         """Run a process that sends weights to a group's inbox."""

@@ -143,7 +143,7 @@ class Exchanges:
     """Exchanges with the servers, in virtual time.
 
     A push ends when the last of its parts is served, and an answer when the last of its parts has arrived. If
-    each of several servers holds a share of the weights, the others report the arrival of their parts to the
+    each of several servers holds a partition of the parameters, the others report the arrival of their parts to the
     coordinator (server 0), which informs them when all parts have arrived: one small message each way.
 
     Args:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method
-from lightning_omni.wire.formats import BothWays
+from lightning_omni.wire.formats import PerDirection
 from lightning_omni.wire.formats.base import (
     RAW,
     Encoded,
@@ -48,7 +48,7 @@ def partitioned_format(wire_format: WireFormat, method: Method, split: Split) ->
         else PartitionedFormat(wire_format=to_wire(each), split=split)
         for each in (wire_format.pushes, wire_format.answers)
     )
-    return push if pull == RAW else BothWays(push=to_wire(push), pull=to_wire(pull))
+    return push if pull == RAW else PerDirection(push=to_wire(push), pull=to_wire(pull))
 
 
 @register

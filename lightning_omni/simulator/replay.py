@@ -14,13 +14,14 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
 from lightning_omni.errors import ConfigurationError, ProtocolError
-from lightning_omni.group.core import Action, Ask, GroupCore
+from lightning_omni.group.core import Action, GroupCore, ServerRequest
+from lightning_omni.group.member_samples import positions
 from lightning_omni.methods import AsyncSGD, Method
 from lightning_omni.methods.contract import Exchange, Fetch, Gradient, NextGradient, Receive, Reply, Tensors
-from lightning_omni.methods.model.master import describe, holds, hyperparameters_of, park
+from lightning_omni.methods.model.master import describe, detach_state, holds, hyperparameters_of
 from lightning_omni.methods.model.replica import Hyperparameters, Pulled, Replica, copies
-from lightning_omni.server.log.record import Event, Spans
-from lightning_omni.server.served_optimizer import Shard
+from lightning_omni.server.event_log import Event, Spans
+from lightning_omni.server.parameters.served_optimizer import ServedOptimizer
 from lightning_omni.simulator.gradients import RoundedHead
 from lightning_omni.simulator.monitor import Row, arrays
 from lightning_omni.simulator.partitioned_format import partitioned_format
@@ -31,10 +32,10 @@ from lightning_omni.simulator.workload import Loss, MakeOptimizer
 from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.activations import RAW_BOTH, Both
+from lightning_omni.wire.activations import RAW_ACTIVATIONS, ActivationFormats
 from lightning_omni.wire.formats.base import RAW, Encoded, Memory, WireFormat, decode, from_wire, name_of
 from lightning_omni.wire.layout import Layout
-from lightning_omni.wire.leases import Batch, positions
+from lightning_omni.wire.messages import Batch
 from lightning_omni.wire.partition import Split, is_elementwise
 
 BatchAt = Callable[[int, range], Any]
@@ -72,7 +73,7 @@ def replay(
     changes between two pushes.
 
     Args:
-        events: from `lightning_omni.server.log.record.read_record`, or as a recorder received them.
+        events: from `lightning_omni.server.event_log.read_record`, or as a recorder received them.
         model: the model when groups were first formed, with all parameters that were added later; it is not changed.
         loss: the mean loss of a batch, from the model and the batch.
         batches: returns the batch of an epoch's positions.
@@ -111,7 +112,7 @@ def trace_of(events: Iterable[Event], optimizer: int | None = None) -> Trace:
     """Return the trace of a recorded run. A record contains no losses: they are NaN.
 
     Args:
-        events: from `lightning_omni.server.log.record.read_record`.
+        events: from `lightning_omni.server.event_log.read_record`.
         optimizer: number of the optimizer to trace, if the run has several; a merged head has the last number.
 
     Raises:
@@ -217,8 +218,8 @@ class _Replay:
         self._bench = self._new_bench()
         self._param_groups: tuple[dict[str, Any], ...] = ()
         self._is_formed = False
-        self._shard: Shard
-        self._head_shard: Shard | None = None
+        self._served: ServedOptimizer
+        self._served_head: ServedOptimizer | None = None
         self._method: Method
         self._wire_format: WireFormat
         self._split: Split
@@ -240,7 +241,7 @@ class _Replay:
                 "events: the record does not begin with the forming of groups; pass the whole of it"
             )
         else:
-            self._shard.method_side.now = event.time
+            self._served.method_side.now = event.time
             self._take_of_run(event)
 
     def _take_of_head(self, event: Event) -> None:
@@ -251,13 +252,13 @@ class _Replay:
             )
         if event.kind == "push":
             self._head_access(event)
-        elif event.kind == "restructure" and self._head_shard is not None:
-            self._head_shard.restructure(event.group, _tree(event, {}))
+        elif event.kind == "restructure" and self._served_head is not None:
+            self._served_head.restructure(event.group, _tree(event, {}))
 
     def _take_of_run(self, event: Event) -> None:
         group = self._groups.get(event.group)
         if event.kind == "expire":
-            self._deliver(self._shard.method_side.expire())
+            self._deliver(self._served.method_side.expire())
         elif event.kind == "join":
             self._join(event)
             return
@@ -269,7 +270,7 @@ class _Replay:
             return
         else:
             self._take_of_group(group, event)
-        self._check_clock(event, self._shard)
+        self._check_clock(event, self._served)
 
     def _take_of_group(self, group: _Group, event: Event) -> None:
         """Train the group's batches up to an event, and then apply the event."""
@@ -277,7 +278,7 @@ class _Replay:
             self._mask(group, event)
         self._step_time = event.note
         self._train(group, event.epoch, event.spans, event.hyperparameters)
-        side = self._shard.method_side
+        side = self._served.method_side
         match event.kind:
             case "push":
                 self._push(group, event)
@@ -295,18 +296,18 @@ class _Replay:
                 self._deliver(side.evict(event.group))
 
     @staticmethod
-    def _check_clock(event: Event, shard: Shard) -> None:
-        if shard.master.clock != event.clock:
-            raise ProtocolError(f"the record says {event}, but after it the clock is {shard.master.clock}")
+    def _check_clock(event: Event, served: ServedOptimizer) -> None:
+        if served.master.clock != event.clock:
+            raise ProtocolError(f"the record says {event}, but after it the clock is {served.master.clock}")
 
     def result(self) -> Replayed:
         if not self._is_formed:
             raise ConfigurationError("events: the record is empty")
-        weights = dict(zip(self._body, copies(self._shard.master.weights()), strict=True))
-        if self._head_shard is not None:
-            weights |= dict(zip(self._head, copies(self._head_shard.master.weights()), strict=True))
+        weights = dict(zip(self._body, copies(self._served.master.weights()), strict=True))
+        if self._served_head is not None:
+            weights |= dict(zip(self._head, copies(self._served_head.master.weights()), strict=True))
         groups = {number: copies(group.replica.weights()) for number, group in self._groups.items()}
-        return Replayed(weights, self._shard.master.clock, groups)
+        return Replayed(weights, self._served.master.clock, groups)
 
     def _form(self, event: Event) -> None:
         topology, method = Topology(event.groups), m.method_from_wire(event.method)
@@ -332,14 +333,14 @@ class _Replay:
         if not self._is_formed:
             self._is_formed = True
             at_server = self._optimizer if method.steps_at == "server" else None
-            self._shard = self._shard_of(self._body, at_server, event.clock, method, topology, event.servers)
+            self._served = self._served_of(self._body, at_server, event.clock, method, topology, event.servers)
             if self._head:
-                if (both := Both.of(self._wire_format)) != RAW_BOTH:
+                if (both := ActivationFormats.of(self._wire_format)) != RAW_ACTIVATIONS:
                     self._tail.forward = RoundedHead(self._tail, both)
-                self._head_shard = self._shard_of(self._head, self._optimizer, 0, AsyncSGD(), topology)
+                self._served_head = self._served_of(self._head, self._optimizer, 0, AsyncSGD(), topology)
         else:
-            self._shard.change_method(method, topology.alive)
-        self._shard.answer_in(self._wire_format.answers, self._overlap)
+            self._served.change_method(method, topology.alive)
+        self._served.answer_in(self._wire_format.answers, self._overlap)
         self._groups = {number: self._new_group(number, topology) for number in topology.alive}
 
     def _divided(self, servers: int) -> Split:
@@ -347,7 +348,7 @@ class _Replay:
         at_servers = self._optimizer if self._method.steps_at == "server" else None
         return Split.of(layout, servers, is_elementwise(self._method, at_servers))
 
-    def _shard_of(
+    def _served_of(
         self,
         parameters: dict[str, nn.Parameter],
         optimizer: Optimizer | None,
@@ -355,17 +356,17 @@ class _Replay:
         method: Method,
         topology: Topology,
         servers: int = 1,
-    ) -> Shard:
+    ) -> ServedOptimizer:
         names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
         description = describe(optimizer, names) if optimizer is not None else None
         weights = {name: self._start[name] for name in parameters}
         resolve = resolve_also(self._optimizer)
-        return Shard(description, weights, clock, method, topology.alive, resolve, servers=servers)
+        return ServedOptimizer(description, weights, clock, method, topology.alive, resolve, servers=servers)
 
     def _join(self, event: Event) -> None:
         """Add a group, which reads the weights before anything else."""
         (ranks,) = event.groups
-        self._shard.method_side.join(event.group)
+        self._served.method_side.join(event.group)
         self._groups[event.group] = self._make_group(event.group, ranks, (*self._groups, event.group))
         self._groups[event.group].has_joined = True
 
@@ -373,8 +374,8 @@ class _Replay:
         return self._make_group(number, topology.members(number), topology.alive)
 
     def _make_group(self, number: int, ranks: tuple[int, ...], peers: tuple[int, ...]) -> _Group:
-        replica = own_replica(self._make, self._model, self._body, self._shard.master.weights(), number)
-        replica.clock, replica.peers = self._shard.master.clock, peers
+        replica = own_replica(self._make, self._model, self._body, self._served.master.weights(), number)
+        replica.clock, replica.peers = self._served.master.clock, peers
         replica.servers = len(self._split.shares)
         core = GroupCore(self._method, self._wire_format, overlap=self._overlap)
         core.attach(replica)
@@ -386,12 +387,12 @@ class _Replay:
 
     def _restructure(self, group: _Group, event: Event) -> None:
         """Change the parameter groups of a group's optimizer, and add new parameters."""
-        shard = self._shard
+        served = self._served
         for name in event.parameters:
             self._add(name)
-        shard.restructure(event.group, _tree(event, {name: self._start[name] for name in event.parameters}))
+        served.restructure(event.group, _tree(event, {name: self._start[name] for name in event.parameters}))
         for name in event.parameters:
-            group.replica.ordered.append(nn.Parameter(shard.master.parameters[name].detach().clone()))
+            group.replica.ordered.append(nn.Parameter(served.master.parameters[name].detach().clone()))
             group.others.pop(name, None)
         self._param_groups = event.param_groups
         self._arrange(group)
@@ -420,7 +421,7 @@ class _Replay:
                 group.replica.optimizer.add_param_group({**described, "params": parameters})
         for each in held[len(self._param_groups) :] if self._param_groups else ():
             groups.remove(each)
-        park(group.replica.optimizer, {})
+        detach_state(group.replica.optimizer, {})
 
     def _mask(self, group: _Group, event: Event) -> None:
         present = event.present
@@ -454,8 +455,8 @@ class _Replay:
         parts = [positions(Batch(*span, 0), member, members) for member in range(members)]
         weights: dict[str, Tensor] = {**self._start, **group.others}
         weights |= dict(zip(self._body, group.replica.weights(), strict=False))
-        if self._head_shard is not None:
-            weights |= dict(zip(self._head, self._head_shard.master.weights(), strict=True))
+        if self._served_head is not None:
+            weights |= dict(zip(self._head, self._served_head.master.weights(), strict=True))
         ordered = [weights[name] for name in self._parameters]
         result = self._bench.compute(ordered, [self._batches(epoch, part) for part in parts])
         gradient = dict(zip(self._parameters, result.gradient, strict=True))
@@ -469,8 +470,8 @@ class _Replay:
 
     def _head_access(self, event: Event) -> None:
         """Replay a group's access to the merged head: compute its gradient, and step the head with it."""
-        group, shard = self._groups.get(event.group), self._head_shard
-        if group is None or shard is None:
+        group, served = self._groups.get(event.group), self._served_head
+        if group is None or served is None:
             return
         if event.note or not event.spans:
             raise ConfigurationError(
@@ -480,9 +481,9 @@ class _Replay:
         gradient = self._step(group, event.epoch, event.spans[-1], ())
         group.ahead.add(event.spans[-1])
         message = _message(event, gradient)
-        if (shard.take(event.group, message, gradient) is None) != event.refused:
+        if (served.take(event.group, message, gradient) is None) != event.refused:
             raise ProtocolError(f"the record says {event}, but here it was the other way round")
-        self._check_clock(event, shard)
+        self._check_clock(event, served)
 
     def _answer(self, group: _Group, pulled: Pulled) -> None:
         """Continue the group up to its next need that the record answers; an exchange in flight is answered later."""
@@ -498,14 +499,14 @@ class _Replay:
         """Perform the group's sends, and the receives whose answers have arrived."""
         while True:
             match action:
-                case Ask(need=Exchange() as need, waits=False):
-                    group.sent = need, group.core.encode(0, need, self._shard.layout_of(group.replica.group), Memory())
+                case ServerRequest(need=Exchange() as need, waits=False):
+                    group.sent = need, group.core.encode(0, need, self._served.layout_of(group.replica.group), Memory())
                     action = group.core.answer(0, None)
                 case Receive() if group.answer is not None:
                     group.core.steps_take(0, self._step_time)
                     pulled, group.answer = group.answer, None
                     action = group.core.answer(0, pulled)
-                case NextGradient() | Ask() | Receive():
+                case NextGradient() | ServerRequest() | Receive():
                     return
                 case _:
                     raise ConfigurationError(f"{type(self._method).__name__} goes from group to group, past any record")
@@ -517,8 +518,8 @@ class _Replay:
             group.core.apply_answer(0, pulled)
 
     def _push(self, group: _Group, event: Event) -> None:
-        need, shard = group.core.waits_for(0), self._shard
-        known = shard.layout_of(event.group)
+        need, served = group.core.waits_for(0), self._served
+        known = served.layout_of(event.group)
         if group.sent is not None:
             need, encoded = group.sent
         elif isinstance(need, Exchange):
@@ -529,12 +530,12 @@ class _Replay:
         views = iter(layout.views(decode(self._wire_format.pushes, encoded.payload, layout, self._in)))
         tensors = [next(views) if there else None for there in encoded.present]
         message = _message(event, tensors, need.pull, need.fragment)
-        replies = shard.take(event.group, message, tensors)
+        replies = served.take(event.group, message, tensors)
         if (replies is None) != event.refused:
             raise ProtocolError(f"the record says {event}, but the push was {'taken' if event.refused else 'refused'}")
         if replies is None:
             if need.pull:
-                shard.method_side.fetched(event.group)
+                served.method_side.fetched(event.group)
             self._answer(group, self._pulled(need, Reply(event.group, 0), refused=True))
         else:
             self._deliver(replies)
@@ -550,27 +551,27 @@ class _Replay:
 
     def _pulled(self, need: Exchange, reply: Reply, refused: bool = False) -> Pulled:
         """Return a reply to a push as the group receives it."""
-        shard = self._shard
-        known = shard.layout_of(reply.group).fragment(need.fragment, self._method.fragments)
+        served = self._served
+        known = served.layout_of(reply.group).fragment(need.fragment, self._method.fragments)
         tensors: list[Tensor] = []
         if need.pull:
-            payload = shard.as_bytes(shard.payload_of(reply, need.fragment)[: known.nbytes], known)
-            tensors = known.views(shard.arrived(payload, known).clone())
-        return Pulled(tensors, shard.master.clock, reply.note, refused, need.fragment)
+            payload = served.as_bytes(served.payload_of(reply, need.fragment)[: known.nbytes], known)
+            tensors = known.views(served.arrived(payload, known).clone())
+        return Pulled(tensors, served.master.clock, reply.note, refused, need.fragment)
 
     def _fetch(self, group: _Group) -> None:
         """Replay a fetch of the master weights, within the group's steps or at a synchronization."""
-        side = self._shard.method_side
+        side = self._served.method_side
         side.fetched(group.replica.group)
-        pulled = Pulled(self._known(group), self._shard.master.clock)
+        pulled = Pulled(self._known(group), self._served.master.clock)
         if isinstance(group.core.waits_for(0), Fetch):
             self._answer(group, pulled)
             return
         if self._method.steps_at == "server" or group.has_joined:
             group.replica.load(pulled)
             group.has_joined = False
-        beyond = list(self._shard.master.parameters.items())[len(pulled.tensors) :]
+        beyond = list(self._served.master.parameters.items())[len(pulled.tensors) :]
         group.others.update((name, parameter.detach().clone()) for name, parameter in beyond)
 
     def _known(self, group: _Group) -> list[Tensor]:
-        return copies(self._shard.master.weights()[: len(group.replica.ordered)])
+        return copies(self._served.master.weights()[: len(group.replica.ordered)])

@@ -12,7 +12,7 @@ from lightning_omni.checks import check_kind
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import HardSync, Method, checked, method_named
 from lightning_omni.methods.overlap import check_overlap
-from lightning_omni.server.log.record import Recorder
+from lightning_omni.server.event_log import Recorder
 from lightning_omni.simulator.cluster import Cluster
 from lightning_omni.simulator.settings import Batches, EvaluationSchedule, Formation, Progress, RunLimits, progress_of
 from lightning_omni.simulator.simulation import Simulation

@@ -1,7 +1,7 @@
 """The real server, as simulated groups use it, with all ranks joined, and the network to and from it.
 
-It refuses no message of theirs. Several servers that hold a share of the weights each do the same as one, in the same
-order, so the simulation has one; `lightning_omni.simulator.network` computes the time that several take.
+It refuses no message of theirs. Several servers that hold a partition of the parameters each do the same as one, in the
+same order, so the simulation has one; `lightning_omni.simulator.network` computes the time that several take.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_omni.errors import ProtocolError
-from lightning_omni.group.core import Ask, GroupCore, Outgoing
+from lightning_omni.group.core import GroupCore, Outgoing, ServerRequest
 from lightning_omni.methods import Method
-from lightning_omni.methods.model.master import Resolve, class_path, describe, resolver
+from lightning_omni.methods.model.class_paths import class_path
+from lightning_omni.methods.model.master import Resolve, describe, resolver
 from lightning_omni.server import Out, ServerCore
-from lightning_omni.server.log.record import Recorder
-from lightning_omni.server.served_optimizer import Shard
+from lightning_omni.server.event_log import Recorder
+from lightning_omni.server.parameters.served_optimizer import ServedOptimizer
 from lightning_omni.simulator.cluster import Link
 from lightning_omni.simulator.engine import Engine, Process, Timeline
 from lightning_omni.simulator.network import Exchanges
@@ -109,7 +110,7 @@ class SimulatedServer:
         snapshots: weights that it has sent, by clock.
         incarnation: incarnation of the groups that were formed.
         away_until: time at which a server that has died is available again, in seconds; None while it is available.
-        shard: the master weights; unset before the groups were formed.
+        served: the master weights; unset before the groups were formed.
     """
 
     def __init__(
@@ -131,13 +132,13 @@ class SimulatedServer:
         self._saved_state: SavedState | None = None
         self.incarnation = 0
         self.away_until: float | None = None
-        self.shard: Shard
+        self.served: ServedOptimizer
         for rank in topology.ranks:
             self._join(rank)
 
     def form(self, method: Method, wire_format: WireFormat, overlap: bool, parts: Sequence[Mapping[str, Any]]) -> None:
         """Form the groups and send weights and optimizers, as the recorder does: see `part_of`."""
-        form = m.Form(
+        form = m.FormGroups(
             generation=GENERATION,
             groups=self._topology.groups,
             method=m.method_to_wire(method),
@@ -145,10 +146,10 @@ class SimulatedServer:
             overlap=overlap,
         )
         (*_, formed) = self.control(0, form)
-        self.incarnation = cast(m.Formed, formed.message).incarnation
+        self.incarnation = cast(m.GroupsFormed, formed.message).incarnation
         packed, buffer = pack({"parts": [dict(part) for part in parts]})
-        self._data(0, m.Seed(packed=packed, nbytes=buffer.numel()), buffer)
-        self.shard = self.core.shards[0]
+        self._data(0, m.UploadWeights(packed=packed, nbytes=buffer.numel()), buffer)
+        self.served = self.core.optimizers[0]
 
     def join(self, members: int, name: str) -> tuple[m.Joined, tuple[int, ...], list[Out]]:
         """Add a group.
@@ -173,21 +174,21 @@ class SimulatedServer:
         self._poll()
         return _accepted(self._link.control(rank, message))
 
-    def prepare(self, core: GroupCore, ask: Ask) -> tuple[int, Outgoing | None]:
+    def prepare(self, core: GroupCore, ask: ServerRequest) -> tuple[int, Outgoing | None]:
         """Return the bytes of a push that is sent now; and the encoded push, if its size is only known after encoding.
 
         Otherwise the push is encoded when it arrives, so that all pushes in flight share one memory. A push that its
         group does not wait for is encoded now, because the group moves its weights.
         """
         present = [tensor is not None for tensor in ask.tensors]
-        layout = self.shard.layout.fragment(ask.fragment, core.method.fragments)
+        layout = self.served.layout.fragment(ask.fragment, core.method.fragments)
         smallest, largest = core.wire_format.pushes.sizes(layout.subset(present))
         if smallest == largest and ask.waits:
             return largest, None
-        outgoing = core.send(ask, self.shard.layout, Memory())
+        outgoing = core.send(ask, self.served.layout, Memory())
         return cast(m.PushMessage, outgoing.message).nbytes, outgoing
 
-    def ask(self, leader: int, core: GroupCore, ask: Ask, outgoing: Outgoing | None = None) -> list[Out]:
+    def ask(self, leader: int, core: GroupCore, ask: ServerRequest, outgoing: Outgoing | None = None) -> list[Out]:
         """Deliver a push or a fetch.
 
         Args:
@@ -196,7 +197,7 @@ class SimulatedServer:
             ask: the request.
             outgoing: from `prepare`.
         """
-        outgoing = outgoing or core.send(ask, self.shard.layout, self._memory)
+        outgoing = outgoing or core.send(ask, self.served.layout, self._memory)
         return self._data(leader, outgoing.message, _NOTHING if outgoing.payload is None else outgoing.payload)
 
     def ask_head(
@@ -232,7 +233,7 @@ class SimulatedServer:
         assert self._saved_state is not None
         self.core, self.away_until = self._new_core(), until
         self._saved_state.restore(self.core, self._engine.now)
-        self._link, self.shard = InMemoryConnections(self.core), self.core.shards[0]
+        self._link, self.served = InMemoryConnections(self.core), self.core.optimizers[0]
         self.snapshots.forget()
 
     def restart(self, ranks: Iterable[int]) -> None:
@@ -252,17 +253,17 @@ class SimulatedServer:
 
     def tensors_of(self, out: Out) -> list[Tensor]:
         """Return the weights in an answer, to keep: groups that receive the same weights share them."""
-        message, shard = out.message, self.shard
+        message, served = out.message, self.served
         assert isinstance(message, m.Weights)
         if not out.payload:
             return []
-        if out.payload[0] is shard.buffer:
-            return self.snapshots.at(message.clock, shard.buffer)
+        if out.payload[0] is served.buffer:
+            return self.snapshots.at(message.clock, served.buffer)
         assert isinstance(out.payload[0], Tensor)
         # Every other payload is in the format of answers.
         fragment = message.fragment if message.fragment >= 0 else None
-        layout = shard.layout.fragment(fragment, shard.method_side.method.fragments)
-        return layout.views(shard.arrived(out.payload[0], layout).clone())
+        layout = served.layout.fragment(fragment, served.method_side.method.fragments)
+        return layout.views(served.arrived(out.payload[0], layout).clone())
 
     # --- Connections -------------------------------------------------------------------------------------------------
 
@@ -320,7 +321,7 @@ class SimulatedNetwork:
                 # The tensors are copied now, because the answer is only valid until the server's next message.
                 answer = item.message, self._server.tensors_of(item)
                 self._engine.start(self._send(group, process, answer))
-            elif isinstance(item.message, m.Verdict):
+            elif isinstance(item.message, m.Next):
                 self._engine.resume_at(self._engine.now, process, item.message.next)
         if (due := self._server.core.due) < self._due:
             self._due = due

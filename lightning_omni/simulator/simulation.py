@@ -13,7 +13,7 @@ from lightning_omni.errors import ConfigurationError, OmniError
 from lightning_omni.group.core import GroupCore
 from lightning_omni.methods.model.replica import Replica
 from lightning_omni.methods.model.totals import Total
-from lightning_omni.server.log.record import Recorder
+from lightning_omni.server.event_log import Recorder
 from lightning_omni.simulator.cluster import Cluster, Failure, ServerRestart
 from lightning_omni.simulator.engine import Engine, Priority, Timeline
 from lightning_omni.simulator.gradients import Gradients, Members, SimulatedHead, ThroughHead
@@ -29,7 +29,7 @@ from lightning_omni.simulator.workload import Workload
 from lightning_omni.topology import GroupId
 from lightning_omni.trace import Trace
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.activations import Both
+from lightning_omni.wire.activations import ActivationFormats
 from lightning_omni.wire.layout import Layout
 from lightning_omni.wire.partition import Split, is_elementwise
 
@@ -113,7 +113,7 @@ class Simulation:
             return Gradients(self._engine, bench)
         one = self._samples.batch(self._samples.at(0, range(1)))
         sizes = head.sizes(self._model, workload.loss, one)
-        return ThroughHead(self._engine, bench, head, self._costs, sizes, Both.of(self._wire_format))
+        return ThroughHead(self._engine, bench, head, self._costs, sizes, ActivationFormats.of(self._wire_format))
 
     def _form(self) -> None:
         """Form the groups at the server, and send it weights and optimizers."""
@@ -124,7 +124,7 @@ class Simulation:
             parts.append(part_of(self._head.parameters, self._optimizer, self._head.part(self._batches.seed)))
         self.server.form(method, self._wire_format, self._formation.overlap, parts)
         if self._head is not None:
-            self._head.install(self.server, Both.of(self._wire_format))
+            self._head.install(self.server, ActivationFormats.of(self._wire_format))
 
     def _add_groups(self) -> None:
         self._context = SimulationContext(
@@ -148,13 +148,13 @@ class Simulation:
     def _add_group(
         self, number: int, identity: GroupId, ranks: tuple[int, ...], members: Members, epoch: int | None = None
     ) -> SimulatedGroup:
-        method, shard = self._formation.method, self.server.shard
+        method, served = self._formation.method, self.server.served
         replica: Replica
         if method.steps_at == "server":
-            start = self.server.snapshots.at(shard.master.clock, shard.buffer)
+            start = self.server.snapshots.at(served.master.clock, served.buffer)
             replica = SharingReplica(list(self._parameters.values()), self._optimizer, number, start)
         else:
-            replica = own_replica(self._make, self._model, self._parameters, shard.master.weights(), number)
+            replica = own_replica(self._make, self._model, self._parameters, served.master.weights(), number)
         replica.peers, replica.servers = self.server.core.roster.groups, self._servers
         core = GroupCore(method, self._wire_format, MOST_REFUSED, self._formation.overlap)
         core.form(identity)
@@ -179,7 +179,7 @@ class Simulation:
         return self._trace()
 
     def _start(self) -> None:
-        """Start all processes, in the order that `docs/reference/simulator.md` defines for events at the same time."""
+        """Start all processes, in the order that `docs/contribute/simulator.md` defines for events at the same time."""
         for event in self._cluster.events:
             if isinstance(event, Failure):
                 self._engine.start(self._failure(event), Priority.FAILURE)
@@ -289,7 +289,7 @@ class Simulation:
 
     def _weights(self) -> dict[str, Tensor]:
         """Return the weights that the method would evaluate."""
-        weights = self.server.shard.master.weights()
+        weights = self.server.served.master.weights()
         if self._formation.method.evaluated == "mean" and self.groups:
             total = Total()
             for group in self.groups.values():
@@ -298,7 +298,7 @@ class Simulation:
             weights = [weight if mean is None else mean for weight, mean in means]
         named = dict(zip(self._parameters, weights, strict=True))
         if self._head is not None:
-            named |= dict(zip(self._head.parameters, self.server.core.shards[HEAD].master.weights(), strict=True))
+            named |= dict(zip(self._head.parameters, self.server.core.optimizers[HEAD].master.weights(), strict=True))
         return named
 
     def _metrics(self) -> dict[str, float]:
@@ -333,7 +333,7 @@ class Simulation:
                 "batch_size": self._batches.size,
                 "samples_per_epoch": len(self._samples),
                 "merged": self._formation.merged,
-                "refused": self.server.shard.counts.refused,
+                "refused": self.server.served.counts.refused,
                 "most_snapshots": self.server.snapshots.most,
             },
             weights={name: weight.detach().clone().numpy() for name, weight in self._weights().items()},

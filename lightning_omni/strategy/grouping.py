@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_omni.checks import counted
 from lightning_omni.errors import ConfigurationError, OmniError, UnsupportedError
+from lightning_omni.group.member_samples import apportion
 from lightning_omni.metrics import RunReport
 from lightning_omni.runtime import World, WorldOptions
 from lightning_omni.runtime.checks.same_tensors import check_all_shared
@@ -34,7 +35,6 @@ from lightning_omni.strategy.loops.driver import EpochDriver
 from lightning_omni.strategy.optimizers.proxies import Merged, Proxies
 from lightning_omni.strategy.optimizers.trainable import Trainable
 from lightning_omni.strategy.optimizers.wrapped import check_wrapped
-from lightning_omni.wire.leases import apportion
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -253,7 +253,7 @@ class GroupedStrategy(_Base):
             dist.all_reduce(scale, op=dist.ReduceOp.MIN, group=self.world.compute_group)
         scaler.load_state_dict({**scaler.state_dict(), "scale": float(scale), "_growth_tracker": 0})
 
-    def share_out(self, speeds: Sequence[float]) -> None:
+    def set_batch_shares(self, speeds: Sequence[float]) -> None:
         """Split the batches of this rank's group in proportion to its members' speeds, from here on.
 
         All members call it. Batches that a loader has already taken keep their split.
@@ -261,7 +261,7 @@ class GroupedStrategy(_Base):
         world, leases = self.world, self.epochs.leases
         assert leases is not None
         handed = max(int(number) for [number] in gather(world, [leases.handed]))
-        leases.share_out(apportion(leases.batch_size * len(world.members), speeds), from_number=handed)
+        leases.set_batch_shares(apportion(leases.batch_size * len(world.members), speeds), from_number=handed)
 
     # --- Messages and reports -----------------------------------------------------------------------------------------
 

@@ -354,7 +354,7 @@ class OmniStrategyHooks(SavingStrategy):
             return True
         if world is None or control is None:
             return False
-        control.post(m.Lost(rank=rank, reason=f"the process of rank {rank} ended with {say_exit(code)}"))
+        control.post(m.RankEnded(rank=rank, reason=f"the process of rank {rank} ended with {say_exit(code)}"))
         # The server evicts a group that has joined on its own; the group may then rejoin.
         return enlistment is not None or 0 not in world.topology.members(world.topology.group_of(rank))
 

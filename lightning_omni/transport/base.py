@@ -34,7 +34,7 @@ from lightning_omni.errors import (
     Refused,
     is_failure_reason,
 )
-from lightning_omni.group.sharded_inbox import Arrivals
+from lightning_omni.group.sharded_inbox import ShardedInbox
 from lightning_omni.methods import Inbox
 from lightning_omni.registry import Registry, to_wire
 from lightning_omni.server.core import ServerCore
@@ -72,7 +72,7 @@ class Control(ABC):
         lost: ranks lost so far.
         failures: reasons of the losses of ranks that have failed by themselves.
         signal: signal received by this rank, to report with the next heartbeat.
-        shards: number of servers that hold a share of the weights each; see `attach_all`.
+        servers: number of servers that hold a partition of the parameters each; see `attach_all`.
         has_finished: whether the run is at its end when this rank leaves.
         progress: count of this rank's progress, and of its checks while it waits for the server.
         patience: seconds for which the rank looks for a server that is gone; 0 if its loss ends the run.
@@ -81,7 +81,7 @@ class Control(ABC):
         is_away: whether the server is gone and the rank looks for it.
     """
 
-    shards = 1
+    servers = 1
     patience = 0.0
     returns = 0
     is_away = False
@@ -161,7 +161,7 @@ class Control(ABC):
     # --- Common to all transports ------------------------------------------------------------------------------------
 
     def attach_all(self, timeout: float = 300.0, share: int | None = None) -> list[Data]:
-        """Open this rank's data connections to the servers that hold a share each.
+        """Open this rank's data connections to the servers that hold a partition each.
 
         Args:
             timeout: seconds to wait for each answer.
@@ -172,9 +172,9 @@ class Control(ABC):
             may be the same connection.
         """
         if self.patience:
-            numbers = range(self.shards) if share is None else sorted({0, share})
+            numbers = range(self.servers) if share is None else sorted({0, share})
             return [LastingData(self, partial(self._find, number), partial(self.attach, timeout)) for number in numbers]
-        others = self.request(m.AskShards(), m.Shards).addresses if self.shards > 1 else ()
+        others = self.request(m.AskServerAddresses(), m.ServerAddresses).addresses if self.servers > 1 else ()
         addresses = ("", *others)
         if share is not None:
             addresses = ("",) if share == 0 else ("", addresses[share])
@@ -182,7 +182,7 @@ class Control(ABC):
 
     def _find(self, server: int) -> str:
         """Return the current address of one of several servers, for `attach`."""
-        return self.request(m.AskShards(), m.Shards).addresses[server - 1] if server else ""
+        return self.request(m.AskServerAddresses(), m.ServerAddresses).addresses[server - 1] if server else ""
 
     @property
     def records(self) -> bool:
@@ -225,7 +225,7 @@ class Control(ABC):
 
     def came_back(self, welcome: m.Welcome) -> None:
         """Continue with a server that replaces the one that was gone."""
-        self.returns, self.is_away = max(self.returns + 1, welcome.began), False
+        self.returns, self.is_away = max(self.returns + 1, welcome.started_at_ms), False
         if self.records:
             lost = max(0, (self.status.clock if self.status is not None else 0) - welcome.clock)
             _log.warning(
@@ -530,7 +530,7 @@ class PeersOfShares(Peers, Protocol):
     def send_part(self, group: int, optimizer: int, tensors: Sequence[Tensor], sender: int, number: int) -> None:
         """Put a part of a message into a group's inbox; see `lightning_omni.group.sharded_inbox`."""
 
-    def arrivals(self, optimizer: int) -> AbstractContextManager[Arrivals]:
+    def arrivals(self, optimizer: int) -> AbstractContextManager[ShardedInbox]:
         """Return a context with all arrivals, during which no further one is added."""
 
 
@@ -597,8 +597,8 @@ def allowed(core: ServerCore, channel: m.Channel, peer: Peer, data: bytes | memo
 def refusal(core: ServerCore, channel: m.Channel, peer: Peer, error: ProtocolError) -> list[Out]:
     """Return the answers to a message that was not allowed."""
     if isinstance(error, Refused):  # the server has counted it
-        return [Out(peer, channel, m.RefusedMessage(code=error.code, reason=str(error))), *core.servers.drain()]
-    return [*core.refuse(channel, peer, str(error)), *core.servers.drain()]
+        return [Out(peer, channel, m.RefusedMessage(code=error.code, reason=str(error))), *core.replication.drain()]
+    return [*core.refuse(channel, peer, str(error)), *core.replication.drain()]
 
 
 # --- Transports ------------------------------------------------------------------------------------------------------
@@ -629,7 +629,7 @@ class Transport(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
         raise NotImplementedError(f"{type(self).__name__} cannot serve")
 
     def follow(self, core: ServerCore, coordinator: str, host: str = "", port: int = 0, data_port: int = 0) -> Served:
-        """Listen as a server that holds a share, and join the coordinating server.
+        """Listen as a server that holds a partition, and join the coordinating server.
 
         Args:
             core: state machine of the server, with the number of its share.

@@ -1,4 +1,4 @@
-"""A rank's requests to several servers that hold a share each, or to one server that holds everything."""
+"""A rank's requests to several servers that hold a partition each, or to one server that holds everything."""
 
 from __future__ import annotations
 
@@ -195,4 +195,4 @@ def check_alike(answers: list[tuple[m.Weights, Tensor]]) -> None:
     """Raise `ProtocolError` unless the weights from all servers contain equally many updates."""
     clocks = [answer.clock for answer, _ in answers]
     if len(set(clocks)) > 1:
-        raise ProtocolError(f"servers that hold a share each have applied different numbers of updates: {clocks}")
+        raise ProtocolError(f"servers that hold a partition each have applied different numbers of updates: {clocks}")

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from lightning_omni.errors import MalformedMessage
 from lightning_omni.wire.codec import Packed, check_specs, pack, unpack
-from lightning_omni.wire.formats import base as wire_format
-from lightning_omni.wire.formats.base import RAW, Memory, WireFormat
+from lightning_omni.wire.formats.base import RAW, Memory, WireFormat, decode
 from lightning_omni.wire.layout import DTYPES, Layout
 
 
-class Both(NamedTuple):
+class ActivationFormats(NamedTuple):
     """The wire formats of a merged head's two directions.
 
     Attributes:
@@ -28,25 +27,25 @@ class Both(NamedTuple):
 
     Example:
         >>> from lightning_omni.wire.formats import wire_of
-        >>> Both.of(wire_of({"push": "int8", "pull": "bf16"}))
-        Both(up=Int8(block=128), down=BF16())
-        >>> Both.of(wire_of("topk:0.01"))
-        Both(up=Raw(), down=Raw())
+        >>> ActivationFormats.of(wire_of({"push": "int8", "pull": "bf16"}))
+        ActivationFormats(up=Int8(block=128), down=BF16())
+        >>> ActivationFormats.of(wire_of("topk:0.01"))
+        ActivationFormats(up=Raw(), down=Raw())
     """
 
     up: WireFormat
     down: WireFormat
 
     @classmethod
-    def of(cls, chosen: WireFormat) -> Both:
+    def of(cls, chosen: WireFormat) -> ActivationFormats:
         """Return the formats for a run with this wire format."""
         return cls(chosen.pushes.activations, chosen.answers.activations)
 
 
-RAW_BOTH = Both(RAW, RAW)
+RAW_ACTIVATIONS = ActivationFormats(RAW, RAW)
 
 
-def pack_in(wire: WireFormat, tree: Any) -> tuple[Packed, Tensor]:
+def pack_activations(wire: WireFormat, tree: Any) -> tuple[Packed, Tensor]:
     """Encode a tree; see `lightning_omni.wire.codec.pack`."""
     packed, buffer = pack(tree)
     if _is_raw(wire, packed):
@@ -79,12 +78,12 @@ def flat_of(wire: WireFormat, packed: Packed, payload: Tensor) -> Tensor:
     for each, flags, part in ((wire, floats, payload[:first]), (RAW, others, payload[first:])):
         known, mine = layout.subset(flags), [view for view, flag in zip(views, flags, strict=True) if flag]
         if mine:
-            values = known.views(wire_format.decode(each, part.clone(), known, Memory()))
+            values = known.views(decode(each, part.clone(), known, Memory()))
             torch._foreach_copy_(mine, values)
     return flat
 
 
-def unpack_in(wire: WireFormat, packed: Packed, payload: Tensor) -> Any:
+def unpack_activations(wire: WireFormat, packed: Packed, payload: Tensor) -> Any:
     """Decode a tree; see `lightning_omni.wire.codec.unpack`."""
     return unpack(packed, flat_of(wire, packed, payload))
 

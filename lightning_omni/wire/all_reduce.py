@@ -87,7 +87,7 @@ class Exact(AllReduce, frozen=True, kw_only=True, tag="fp32"):
         _put((yield _flat(gradients, gradients[0].dtype)), gradients)
 
 
-class _Sixteen(AllReduce, frozen=True, kw_only=True):
+class _HalfPrecision(AllReduce, frozen=True, kw_only=True):
     """An average in 16 bits per number."""
 
     dtype: ClassVar[torch.dtype]
@@ -99,13 +99,13 @@ class _Sixteen(AllReduce, frozen=True, kw_only=True):
         _put((yield _flat(gradients, self.dtype)), gradients)
 
 
-class RoundedBF16(_Sixteen, frozen=True, kw_only=True, tag="bf16"):
+class RoundedBF16(_HalfPrecision, frozen=True, kw_only=True, tag="bf16"):
     """An average in bfloat16: the range of float32, and 8 bits of precision."""
 
     dtype: ClassVar[torch.dtype] = torch.bfloat16
 
 
-class RoundedFP16(_Sixteen, frozen=True, kw_only=True, tag="fp16"):
+class RoundedFP16(_HalfPrecision, frozen=True, kw_only=True, tag="fp16"):
     """An average in float16: 11 bits of precision, up to 65,504; larger elements become infinite."""
 
     dtype: ClassVar[torch.dtype] = torch.float16

@@ -30,11 +30,11 @@ from lightning_omni.wire.messages import (
     Message,
     Observe,
     ObserverProof,
-    Observing,
+    ObserverWelcome,
     Proof,
     Welcome,
 )
-from lightning_omni.wire.server_messages import ShardHello, ShardProof, ShardWelcome
+from lightning_omni.wire.messages.servers import FollowerHello, FollowerProof, FollowerWelcome
 
 NONCE_BYTES = 32
 Request = Callable[[Message, type[Any]], Any]
@@ -120,7 +120,7 @@ def observe(request: Request, key: bytes, nonce: bytes, where: str = "") -> None
     """
     hello = Observe(version=VERSION, nonce=nonce)
     challenge = request(hello, Challenge).nonce
-    observing = request(ObserverProof(mac=observer_mac(key, "observer", hello, challenge)), Observing)
+    observing = request(ObserverProof(mac=observer_mac(key, "observer", hello, challenge)), ObserverWelcome)
     if not is_equal(observing.mac, observer_mac(key, "server", hello, challenge)):
         raise Refused("key", f"the server at {where} does not hold the run's key; it is not ours")
 
@@ -155,13 +155,13 @@ def observer_mac(key: bytes, side: Literal["observer", "server"], hello: Observe
     return hmac.digest(key, msgspec.msgpack.encode(("observe", side, hello, challenge)), hashlib.sha256)
 
 
-def shard_mac(key: bytes, side: Literal["shard", "coordinator"], hello: ShardHello, challenge: bytes) -> bytes:
-    """Return the MAC that proves that a server with a share, or the coordinating server, holds the key."""
+def follower_mac(key: bytes, side: Literal["follower", "coordinator"], hello: FollowerHello, challenge: bytes) -> bytes:
+    """Return the MAC that proves that a server with a partition, or the coordinating server, holds the key."""
     return hmac.digest(key, msgspec.msgpack.encode(("between servers", side, hello, challenge)), hashlib.sha256)
 
 
-def join_as_shard(request: Request, key: bytes, hello: ShardHello, where: str = "") -> ShardWelcome:
-    """Perform the handshake of a server that holds a share with the coordinating server.
+def join_as_follower(request: Request, key: bytes, hello: FollowerHello, where: str = "") -> FollowerWelcome:
+    """Perform the handshake of a server that holds a partition with the coordinating server.
 
     Args:
         request: sends to the coordinating server.
@@ -181,12 +181,14 @@ def join_as_shard(request: Request, key: bytes, hello: ShardHello, where: str = 
         if no.code != "malformed":  # a server that coordinates no others knows no such message
             raise
         raise Refused(
-            "shard",
-            f"the server at {where} coordinates no others: start it with --shards {hello.shards}, or pass the address"
+            "follower",
+            f"the server at {where} coordinates no others: start it with --servers {hello.servers}, or pass the address"
             " of server 0",
         ) from no
-    welcome: ShardWelcome = request(ShardProof(mac=shard_mac(key, "shard", hello, challenge)), ShardWelcome)
-    if not is_equal(welcome.mac, shard_mac(key, "coordinator", hello, challenge)):
+    welcome: FollowerWelcome = request(
+        FollowerProof(mac=follower_mac(key, "follower", hello, challenge)), FollowerWelcome
+    )
+    if not is_equal(welcome.mac, follower_mac(key, "coordinator", hello, challenge)):
         raise Refused("key", f"the server at {where} does not hold the run's key; it is not ours")
     return welcome
 
@@ -213,7 +215,7 @@ def is_equal(one: bytes, other: bytes) -> bool:
     return hmac.compare_digest(one, other)
 
 
-def version_problem(hello: Hello | Observe | ShardHello) -> str:
+def version_problem(hello: Hello | Observe | FollowerHello) -> str:
     """Return why this protocol version cannot be served, or an empty string."""
     if hello.version == VERSION:
         return ""
@@ -223,7 +225,7 @@ def version_problem(hello: Hello | Observe | ShardHello) -> str:
         case Observe():
             speaker = "the process that watches"
         case _:
-            speaker = f"server {hello.shard}"
+            speaker = f"server {hello.number}"
     return (
         f"{speaker} speaks protocol version {hello.version}, the server {VERSION}; install the same version of"
         " lightning-omni on both sides"

@@ -15,8 +15,7 @@ from typing import Any
 import msgspec
 
 from lightning_omni.wire.codec import Packed
-from lightning_omni.wire.leases import EpochPlan
-from lightning_omni.wire.messages import Await, Join, Leave
+from lightning_omni.wire.messages import AskNext, EpochPlan, Join, LeaveEpoch
 
 
 class Entry(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -37,7 +36,7 @@ class TrainedEntry(Entry, frozen=True):
     batches: int
 
 
-class DrewEntry(Entry, frozen=True):
+class DrawnEntry(Entry, frozen=True):
     """A group's draw of its batches from a number on."""
 
     group: int
@@ -49,11 +48,11 @@ class AskedEntry(Entry, frozen=True):
 
     group: int
     rank: int
-    question: Await
+    question: AskNext
 
 
 class ResolvedEntry(Entry, frozen=True):
-    """The point in the order of entries at which waiting ranks received verdicts on their next step."""
+    """The point in the order of entries at which waiting ranks received decisions on their next step."""
 
     all_answered: bool
 
@@ -62,7 +61,7 @@ class LeftEpochEntry(Entry, frozen=True):
     """A group's early departure from the epoch."""
 
     group: int
-    message: Leave
+    message: LeaveEpoch
 
 
 class GatheredEntry(Entry, frozen=True):
@@ -148,14 +147,14 @@ class SeededEntry(Entry, frozen=True):
     """The upload of weights, which makes earlier saves useless."""
 
 
-class WentOnEntry(Entry, frozen=True):
+class RestartedEntry(Entry, frozen=True):
     """A server's restart from the save; the training after the save does not count any more."""
 
 
 AnyEntry = (
     OpenedEntry
     | TrainedEntry
-    | DrewEntry
+    | DrawnEntry
     | AskedEntry
     | ResolvedEntry
     | LeftEpochEntry
@@ -171,7 +170,7 @@ AnyEntry = (
     | RestructuredEntry
     | FormedEntry
     | SeededEntry
-    | WentOnEntry
+    | RestartedEntry
 )
 
 

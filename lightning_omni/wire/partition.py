@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from lightning_omni.errors import ConfigurationError, MalformedMessage, UnsupportedError
 from lightning_omni.methods import Method
 from lightning_omni.methods.contract import Tensors
+from lightning_omni.methods.model.class_paths import class_path
 from lightning_omni.methods.model.fragments import FRAGMENTS, divide
-from lightning_omni.methods.model.master import class_path
 from lightning_omni.methods.model.totals import Total
 from lightning_omni.wire.formats.base import RESIDUAL, State
 from lightning_omni.wire.layout import DTYPES, Layout, TensorSpec
@@ -38,7 +38,7 @@ ELEMENTWISE = frozenset(
     )
 )  # fmt: skip
 """Class paths of optimizers that treat each element independently. A subclass is another class, and may not."""
-_SENDERS = "shards"
+_SENDERS = "servers"
 """Key of a sender's states for each server, without residuals."""
 _SERVERS = "servers"
 """Key, beside the states of fragments, of the number of shares from which the fragments are cut."""

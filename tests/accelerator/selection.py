@@ -20,7 +20,7 @@ TESTS = {
         test_real_ranks_train_alike_and_their_record_replays_bitwise test_with_one_group_a_format_is_without_effect
     """,
     "overlap": "test_real_ranks_overlap_their_exchanges_and_their_record_replays_bitwise",
-    "shards": "test_real_servers_hold_bitwise_what_one_would_and_a_dead_one_is_named",
+    "servers": "test_real_servers_hold_bitwise_what_one_would_and_a_dead_one_is_named",
     "transport": "test_real_processes_train_over_a_transport_that_the_package_does_not_know",
     "validation": """
         test_all_ranks_hear_of_the_same_validations_with_the_same_steps

@@ -179,7 +179,7 @@ def servers(count: int, folder: str) -> Iterator[dict[str, str]]:
     """Standalone servers, and the variables by which ranks find them."""
     key = Path(folder, "key")
     program = [str(Path(sys.executable).with_name("lightning-omni")), "serve", "--once", "--port", "0"]
-    command = [*program, "--shards", str(count), "--key-file", str(key)]
+    command = [*program, "--servers", str(count), "--key-file", str(key)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         address = next(word.strip(",") for word in process.stdout.readline().split() if word.startswith("tcp://"))

@@ -166,14 +166,14 @@ def join(
     data = control.attach()
     all_in()
     if rank == 0:
-        form = m.Form(
+        form = m.FormGroups(
             generation=0, groups=tuple((each,) for each in range(groups)), method=m.method_to_wire(AsyncSGD())
         )
-        control.request(form, m.Formed)
+        control.request(form, m.GroupsFormed)
         described = describe(optimizer, {weight: "weight"})
         part = {"optimizer": described, "weights": {"weight": weight.detach()}, "clock": 0}
         packed, buffer = pack({"parts": [part]})
-        data.exchange(m.Seed(packed=packed, nbytes=buffer.numel()), m.Seeded, buffer)
+        data.exchange(m.UploadWeights(packed=packed, nbytes=buffer.numel()), m.WeightsUploaded, buffer)
     all_in()
     weight.grad = torch.ones_like(weight)
     out, into = control.empty(layout.nbytes), control.empty(layout.nbytes)

@@ -1,4 +1,4 @@
-"""Makes the tables of docs/reference/compatibility.md out of the cases: python tests/compatibility/table.py"""
+"""Makes the tables of docs/evidence/compatibility.md out of the cases: python tests/compatibility/table.py"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytorch_lightning as pl  # noqa: E402
 from cases import CASES, Case  # noqa: E402
 from compare import COMPARED  # noqa: E402
 
-DOCS = HERE.parent.parent / "docs" / "reference" / "compatibility.md"
+DOCS = HERE.parent.parent / "docs" / "evidence" / "compatibility.md"
 ELSEWHERE = {
     "accelerator": "every case runs on CPU; see [GPUs](../how-to/gpus.md)",
     "callbacks": "see Callbacks",

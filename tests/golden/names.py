@@ -21,24 +21,24 @@ def _numbered(names: str) -> dict[str, int]:
 
 TYPES = _numbered(
     """
-    About Acknowledged - - AskOverview AskServer AskShards AskStatus AskValidations Attach
-    AttachChallenge AttachProof Attached AverageMessage Await Batch Bring Brought Challenge ClaimValidation
-    Collect Collected Contribute Cut Draw Drawn Echo Echoed Enlist Enlisted EpochOpened EpochPlan Evaluation
-    EvaluationPublished Event Evict FetchMessage Form Formed Gathered Goodbye GroupOverview GroupState
-    GroupStateStored GroupStatus HeadBackward HeadForward HeadGradients HeadOutput HeadRelease HeadReleased
-    Heartbeat Hello Join Joined Leave Left LogEntry Long Lost Notice Observe ObserverProof Observing OpenEpoch
-    Overview Packed PeerMessage Proof PublishEvaluation Published - PushMessage ReadBrought
-    ReadEvaluation ReadPublished ReadRunState RefusedMessage ReleaseVersion Restructure Restructured
-    RunStateStored SaveNow Seed Seeded ServerDescription SetGroups Shards Snapshot Status StoreRunState
-    StoredRunState TakeSnapshot Taken TensorSpec ValidationClaimed Validations Verdict VersionReleased Weights
-    Welcome
+    ProcessInfo Acknowledged - - AskOverview AskServer AskServerAddresses AskStatus AskValidations Attach
+    AttachChallenge AttachProof Attached AverageMessage AskNext Batch Upload Uploaded Challenge ClaimValidation
+    Download Downloaded Contribute SnapshotId DrawBatches BatchesDrawn Echo Echoed RegisterGroup GroupRegistered
+    EpochOpened EpochPlan Evaluation EvaluationPublished Event Evict FetchMessage FormGroups GroupsFormed Gathered
+    Goodbye GroupOverview GroupState GroupStateStored GroupStatus HeadBackward HeadForward HeadGradients HeadOutput
+    HeadRelease HeadReleased Heartbeat Hello Join Joined LeaveEpoch EpochLeft LogEntry LargeMessage RankEnded Notice
+    Observe ObserverProof ObserverWelcome OpenEpoch Overview Packed PeerMessage Proof PublishEvaluation Published -
+    PushMessage ReadUpload ReadEvaluation ReadPublished ReadRunState RefusedMessage ReleaseVersion Restructure
+    Restructured RunStateStored SaveNow UploadWeights WeightsUploaded ServerDescription SetGroups ServerAddresses
+    Snapshot Status StoreRunState StoredRunState TakeSnapshot PeerMessageStored TensorSpec ValidationClaimed
+    Validations Next VersionReleased Weights Welcome
     """
 )
 """Messages, the values in them, and the recorded event."""
 VALUES = _numbered(
     """
     seed form restructure push expire train fetch rest resume retire leave join barrier gather all_reduce more
-    validate over stop:skip stop:validate skip end stop:end attached brought busy fingerprint head key lost
+    validate over stop:skip stop:validate skip end stop:end attached uploaded busy fingerprint head key lost
     malformed protocol rank stranger structure version
     """
 )

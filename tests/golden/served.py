@@ -26,12 +26,12 @@ from lightning_omni.methods import Method, method_named
 from lightning_omni.methods.model.master import describe, hyperparameters_of
 from lightning_omni.methods.model.modules import describe_module
 from lightning_omni.server import Out, ServerCore
-from lightning_omni.server.log.record import Event
+from lightning_omni.server.event_log import Event
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, pack, unpack
 from lightning_omni.wire.handshake import attach_mac, rank_mac, session_key
 from lightning_omni.wire.layout import Layout
-from lightning_omni.wire.leases import EpochPlan
+from lightning_omni.wire.messages import EpochPlan
 
 KEY = bytes(range(32))
 SHAPES = {"first.weight": (4, 3), "first.bias": (4,), "last.weight": (5,)}
@@ -172,11 +172,11 @@ class Session:
         self.unanswered.clear()
         wire = m.method_to_wire(self.method)
         self._pushes.clear()
-        self.control(0, m.Form(generation=self.generation, groups=groups, method=wire, keep_epoch=keep_epoch))
+        self.control(0, m.FormGroups(generation=self.generation, groups=groups, method=wire, keep_epoch=keep_epoch))
 
     def seed(self, *parts: Mapping[str, Any]) -> None:
         packed, payload = packed_bytes({"parts": list(parts)})
-        self.data(0, m.Seed(packed=packed, nbytes=len(payload)), payload)
+        self.data(0, m.UploadWeights(packed=packed, nbytes=len(payload)), payload)
 
     def begin(
         self, method: str, *groups: tuple[int, ...], make: Callable[[Any], Optimizer] = sgd, optimizers: int = 1
@@ -302,7 +302,7 @@ ORDER = (0, 1, 2, 3, 1, 1, 0, 2, 1, 3, 0, 1, 2, 0, 0, 3, 1, 2, 3, 2)
 """Who pushes when; those that wait for an answer are passed over."""
 
 
-class Leases:
+class RankLeases:
     """The groups' places in an epoch of leased data.
 
     Args:
@@ -324,7 +324,7 @@ class Leases:
         if self.trained[group] < self.drawn[group]:
             return True
         session, number = self.session, self.drawn[group]
-        message = m.Draw(
+        message = m.DrawBatches(
             epoch=self.plan.epoch, generation=session.generation, number=number, trained=self.trained[group]
         )
         answers = [session.control(rank, message) for rank in session.groups[group]]
@@ -346,7 +346,7 @@ class Leases:
     def wait(self, group: int) -> None:
         """All ranks of the group ask what is next."""
         for rank in self.session.groups[group]:
-            message = m.Await(
+            message = m.AskNext(
                 epoch=self.plan.epoch,
                 generation=self.session.generation,
                 trained=self.trained[group],
@@ -363,7 +363,7 @@ def trains(method: str, is_leased: bool, make: Callable[[Any], Optimizer] = sgd)
     """Pushes of four groups, a few of them odd; then all wait, synchronize and ask for a snapshot."""
     session = Session()
     session.begin(method, *APART, make=make)
-    leases = Leases(session, plan_of()) if is_leased else None
+    leases = RankLeases(session, plan_of()) if is_leased else None
     push = leases.push if leases is not None else session.push
     at_server = session.method.steps_at == "server"
     for step, group in enumerate(ORDER):
@@ -382,7 +382,7 @@ def trains(method: str, is_leased: bool, make: Callable[[Any], Optimizer] = sgd)
     return session
 
 
-def _finish(session: Session, leases: Leases | None) -> None:
+def _finish(session: Session, leases: RankLeases | None) -> None:
     """The end of an epoch, and the synchronization point after it, with all that belongs to it."""
     for group in range(len(session.groups)):
         if leases is not None and (group, 0) not in session.unanswered:
@@ -406,7 +406,7 @@ def regroups(method: str) -> Session:
     """Two groups of two become four, then three, in the midst of an epoch; the server keeps what it knows."""
     session = Session()
     session.begin(method, (0, 1), (2, 3))
-    leases = Leases(session, plan_of(96))
+    leases = RankLeases(session, plan_of(96))
     for group in (0, 1, 1, 0, 1):
         leases.push(group)
     for number, groups in enumerate((APART, ((0, 3), (2,), (1,)))):
@@ -416,13 +416,13 @@ def regroups(method: str) -> Session:
         if number:  # once on the same weights, once handed back, as when ranks stepped in between
             session.seed(*_handed_back(session, tree))
         session.synchronize(2 * number + 1)
-        leases = Leases(session, plan_of(96))
+        leases = RankLeases(session, plan_of(96))
         for group in (1, 0, 2, 2, 0, 1):
             session.data(session.leader(group), m.FetchMessage(optimizer=0))
             leases.push(group)
     for group in range(3):
         leases.wait(group)
-    session.control(0, m.Draw(epoch=0, generation=1, number=0))  # of groups that are no more
+    session.control(0, m.DrawBatches(epoch=0, generation=1, number=0))  # of groups that are no more
     return session
 
 
@@ -445,7 +445,7 @@ def resumes(method: str, make: Callable[[Any], Optimizer]) -> Session:
     """A snapshot goes to another server, in the midst of an epoch, and training goes on there."""
     first = Session()
     first.begin(method, *APART, make=make)
-    leases = Leases(first, plan_of())
+    leases = RankLeases(first, plan_of())
     for group in ORDER[:9]:
         leases.push(group)
     tree = first.take_snapshot()
@@ -454,7 +454,7 @@ def resumes(method: str, make: Callable[[Any], Optimizer]) -> Session:
     session.form(method, *APART)
     session.settings = first.settings
     session.seed(*_handed_back(session, tree, make))
-    again = Leases(session, plan_of(trained=tuple(tree["trained"])))
+    again = RankLeases(session, plan_of(trained=tuple(tree["trained"])))
     for group in range(4):
         session.data(group, m.FetchMessage(optimizer=0))
     for group in ORDER[9:]:
@@ -472,10 +472,10 @@ def loses(method: str) -> Session:
     """Groups die one after the other: told of by the launcher, silent, hung up, failed; at last that of rank 0."""
     session = Session(6)
     session.begin(method, (0,), (1, 5), (2,), (3,), (4,))
-    leases = Leases(session, plan_of(120))
+    leases = RankLeases(session, plan_of(120))
     for group in (0, 1, 2, 3, 4, 0, 1, 2):
         leases.push(group)
-    session.control(0, m.Lost(rank=3, reason="rank 3 was killed by signal 9"))
+    session.control(0, m.RankEnded(rank=3, reason="rank 3 was killed by signal 9"))
     for group in (0, 1, 2, 4):
         leases.push(group)
     session.hear(session.core.hang_up(b"c5"))
@@ -515,7 +515,7 @@ def validates() -> Session:
     """An epoch with validations in it, of which a part was trained before; then one that groups leave early."""
     session = Session(3)
     session.begin("async_sgd", (0, 1), (2,))
-    leases = Leases(session, plan_of(40, budget=32, validate_every=12, validate_offset=4, trained=((4, 8),)))
+    leases = RankLeases(session, plan_of(40, budget=32, validate_every=12, validate_offset=4, trained=((4, 8),)))
     for _ in range(3):
         for group in (0, 1, 1):
             leases.push(group)
@@ -526,10 +526,10 @@ def validates() -> Session:
     leases.wait(1)
     leases.wait(0)
     for epoch, stop in ((1, ""), (2, "skip"), (3, "validate"), (4, "end")):
-        leases = Leases(session, plan_of(24, epoch))
+        leases = RankLeases(session, plan_of(24, epoch))
         leases.push(0)
         leases.push(1)
-        leave = m.Leave(epoch=epoch, generation=session.generation, trained=leases.trained[1], stop=stop)
+        leave = m.LeaveEpoch(epoch=epoch, generation=session.generation, trained=leases.trained[1], stop=stop)
         session.control(2, leave)
         if stop:
             leases.push(0)
@@ -546,7 +546,7 @@ def publishes() -> Session:
     """Validations while groups train: one that is evaluated, one whose group dies, and what all ranks hear of them."""
     session = Session(3)
     session.begin("hardsync", (0, 1), (2,))
-    leases = Leases(session, plan_of(40))
+    leases = RankLeases(session, plan_of(40))
     leases.push(0)
     leases.push(1)
     for rank in (2, 0, 1):
@@ -564,7 +564,7 @@ def publishes() -> Session:
         session.data(rank, m.ReadEvaluation(number=1))
     session.control(0, m.ReleaseVersion(number=1))
     session.control(2, m.ClaimValidation(epoch=0, generation=session.generation, passed=2))
-    session.control(0, m.Lost(rank=2, reason="gone"))
+    session.control(0, m.RankEnded(rank=2, reason="gone"))
     session.control(0, m.AskValidations())
     for rank in range(2):
         session.data(rank, m.ReadEvaluation(number=2))
@@ -581,19 +581,21 @@ def gathers() -> Session:
     session.push(0)
     session.synchronize(0, "gather")
     large, form = bytes(range(256)) * 200, m.encode(m.AskStatus())
-    session.data(1, m.Bring(nbytes=len(large)), large)
+    session.data(1, m.Upload(nbytes=len(large)), large)
     for rank in range(4):
-        session.control(rank, m.Contribute(number=1, what="gather", brought=rank == 1), b"" if rank == 1 else b"little")
+        session.control(
+            rank, m.Contribute(number=1, what="gather", uploaded=rank == 1), b"" if rank == 1 else b"little"
+        )
     for rank in range(4):
-        session.data(rank, m.Collect(number=1))
-    session.data(0, m.Collect(number=7))
-    session.data(2, m.Bring(nbytes=len(form)), form)
-    session.control(2, m.ReadBrought())
-    session.control(2, m.ReadBrought())
-    session.data(2, m.Long(nbytes=64), bytes(64))
+        session.data(rank, m.Download(number=1))
+    session.data(0, m.Download(number=7))
+    session.data(2, m.Upload(nbytes=len(form)), form)
+    session.control(2, m.ReadUpload())
+    session.control(2, m.ReadUpload())
+    session.data(2, m.LargeMessage(nbytes=64), bytes(64))
     for number, rank in ((3, 0), (2, 0), (3, 1), (2, 1), (3, 2)):
         session.control(rank, m.Contribute(number=number, what="barrier"), b"")
-    session.control(0, m.Lost(rank=3, reason="gone"))
+    session.control(0, m.RankEnded(rank=3, reason="gone"))
     session.push(1)
     session.control(2, m.Contribute(number=2, what="all_reduce"), b"")
     return session
@@ -668,7 +670,7 @@ def merges(method: str) -> Session:
     head.forward(0, 44)
     head.backward(3, 53, spoil=True)
     head.forward(1, 45)
-    session.control(0, m.Lost(rank=1, reason="gone"))
+    session.control(0, m.RankEnded(rank=1, reason="gone"))
     head.backward(0, 54, clip=0.1, clip_algorithm="value")
     session.push(3)
     session.push(0)
@@ -737,12 +739,12 @@ def admits() -> Session:
     session.attach(0, b"d9")
     session.say(m.DATA, b"d8", m.AttachProof(mac=b"no"))
     session.join(1)
-    session.control(1, m.Form(generation=1, groups=((0,), (1,)), method={"name": "async_sgd"}))
-    session.control(0, m.Form(generation=1, groups=((0,),), method={"name": "async_sgd"}))
-    session.control(0, m.Form(generation=1, groups=((0,), (1,)), method={"name": "telepathy"}))
-    session.data(0, m.Seed(packed=packed_bytes({})[0], nbytes=0))
+    session.control(1, m.FormGroups(generation=1, groups=((0,), (1,)), method={"name": "async_sgd"}))
+    session.control(0, m.FormGroups(generation=1, groups=((0,),), method={"name": "async_sgd"}))
+    session.control(0, m.FormGroups(generation=1, groups=((0,), (1,)), method={"name": "telepathy"}))
+    session.data(0, m.UploadWeights(packed=packed_bytes({})[0], nbytes=0))
     session.form("async_sgd", (0,), (1,))
-    session.data(0, m.Seed(packed=packed_bytes({})[0], nbytes=0))
+    session.data(0, m.UploadWeights(packed=packed_bytes({})[0], nbytes=0))
     session.seed(session.part(sgd))
     for rank in (0, 1):
         session.control(rank, m.Goodbye())
@@ -760,7 +762,7 @@ def joins() -> Session:
     plan = EpochPlan(epoch=0, total=32, batch_size=4, budget=32)
     for rank in (0, 1):
         session.control(rank, m.OpenEpoch(plan=plan))
-        session.control(rank, m.Draw(epoch=0, generation=1, number=0))
+        session.control(rank, m.DrawBatches(epoch=0, generation=1, number=0))
         session.push(rank, epoch=0, trained=1)
     session.join(6, world_size=0)
     session.control(6, m.Join(ranks=(1,)))
@@ -768,38 +770,38 @@ def joins() -> Session:
     session.control(6, m.Join(ranks=(6,), name="guest"))
     session.groups = ((0,), (1,), (6,))
     session.data(6, m.FetchMessage(optimizer=0))
-    session.control(6, m.Draw(epoch=0, generation=1, number=0))
+    session.control(6, m.DrawBatches(epoch=0, generation=1, number=0))
     session.push(2, epoch=0, trained=1)
     session.control(1, m.Goodbye())
     session.join(7, world_size=0)
     session.control(7, m.Join(ranks=(7,), name="1"))
     session.groups = ((0,), (1,), (6,), (7,))
-    session.control(7, m.Draw(epoch=0, generation=1, number=0))
+    session.control(7, m.DrawBatches(epoch=0, generation=1, number=0))
     for group in (3, 2, 0):
         session.push(group)
     session.control(0, m.AskStatus())
-    session.control(0, m.AskShards())
+    session.control(0, m.AskServerAddresses())
     return session
 
 
 def travels() -> Outcome:
     """What leaders say to each other, and a message too long for a frame, as bytes."""
     messages = (
-        m.Long(nbytes=1 << 20),
+        m.LargeMessage(nbytes=1 << 20),
         m.ReadPublished(optimizer=1),
         m.PeerMessage(optimizer=0, nbytes=96),
         m.Published(nbytes=96),
-        m.Taken(),
+        m.PeerMessageStored(),
     )
     bits = {str(type_number(type(message))): digest([message]) for message in messages}
     return Outcome(digest(sorted(bits)), (), bits)
 
 
-OBSERVING = ("Observe", "ObserverProof", "Observing", "AskOverview", "Overview", "Evict", "SetGroups", "SaveNow")
+OBSERVING = ("Observe", "ObserverProof", "ObserverWelcome", "AskOverview", "Overview", "Evict", "SetGroups", "SaveNow")
 ASKING = ("AskServer", "ServerDescription", "Echo", "Echoed")
-ENLISTING = ("Enlist", "Enlisted", "StoreRunState", "RunStateStored", "ReadRunState", "StoredRunState")
+ENLISTING = ("RegisterGroup", "GroupRegistered", "StoreRunState", "RunStateStored", "ReadRunState", "StoredRunState")
 TRAVELLING = (
-    *(m.Long, m.ReadPublished, m.PeerMessage, m.Published, m.Taken),
+    *(m.LargeMessage, m.ReadPublished, m.PeerMessage, m.Published, m.PeerMessageStored),
     *(getattr(m, name) for name in (*OBSERVING, *ASKING, *ENLISTING)),
 )
 """Messages that no transcript holds: those from leader to leader, the one that announces others, those of observers

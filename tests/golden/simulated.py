@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 from golden.digests import Outcome, digest, named, order_of, size_of
 from lightning_omni.methods import Method, SoftSync, method_named
-from lightning_omni.server.log.record import Event
+from lightning_omni.server.event_log import Event
 from lightning_omni.simulator import Cluster, Failure, Jitter, Link, Slowdown, replay, simulate
 from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace

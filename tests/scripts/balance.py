@@ -94,7 +94,7 @@ class Notes(pl.Callback):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self.samples.append([])
         if shares := self.options.get("shares"):
-            trainer.strategy.epochs.leases.share_out(shares, 0)
+            trainer.strategy.epochs.leases.set_batch_shares(shares, 0)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.window.append(batch[2].tolist())

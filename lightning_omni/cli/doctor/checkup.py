@@ -309,8 +309,8 @@ def _expect(checkup: Checkup, server: m.ServerDescription, latency: float, to: f
         f"The server evicts a group after {silence:g} s of silence{where}, and one that gets nothing done"
         f" {progress}. If it dies, "
         + (
-            f"ranks look for it for {server.patience:g} s."
-            if server.patience
+            f"ranks look for it for {server.reconnect_timeout:g} s."
+            if server.reconnect_timeout
             else "the run ends: start it with --state."
         )
     )

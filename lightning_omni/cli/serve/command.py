@@ -34,9 +34,9 @@ def serve(
     encryption: str = "curve",
     wire_format: str = "",
     transport: str = "",
-    shards: int = 1,
-    shards_here: int = 0,
-    shard: int = 0,
+    servers: int = 1,
+    servers_here: int = 0,
+    number: int = 0,
     coordinator: str = "",
     http: int | None = None,
     http_host: str = "127.0.0.1",
@@ -65,10 +65,11 @@ def serve(
         encryption: "curve", or "off" on a network whose every user you trust; the runs must use the same.
         wire_format: Wire formats of your own that runs may use, as module:Class, separated by commas.
         transport: A transport of your own instead of ZeroMQ, as module:Class; the runs must use the same.
-        shards: Number of servers, each with a share of the weights. Runs need only the address of this one.
-        shards_here: Number of these servers on this machine, including this one; 0 means all. Start the others on their
-            machines, each with its own number: lightning-omni serve --shards 4 --shard 1 --coordinator tcp://...
-        shard: Number of the share that this server holds, if another one coordinates.
+        servers: Number of servers, each with a partition of the parameters. Runs need only the address of this one.
+        servers_here: Number of these servers on this machine, including this one; 0 means all. Start the others on
+            their machines, each with its own number: lightning-omni serve --servers 4 --number 1 --coordinator
+            tcp://...
+        number: Number of the share that this server holds, if another one coordinates.
         coordinator: Address of the coordinating server.
         http: Port for /metrics (Prometheus), /status (JSON), /healthz and /readyz, which anyone who can connect may
             read; 0 selects a free one. By default the server has no HTTP port.
@@ -88,9 +89,9 @@ def serve(
 
     _check_ports({"--port": port, "--data-port": data_port, "--http": http})
     check_above_zero({"threads": threads})
-    here = _check_shards(shards, shards_here, shard, coordinator, record)
+    here = _check_servers(servers, servers_here, number, coordinator, record)
     if state is not None:
-        _check_state(shards if here < shards else 1, record, transport, port)
+        _check_state(servers if here < servers else 1, record, transport, port)
     silence = seconds_of("--heartbeat-timeout", HEARTBEAT_TIMEOUT if heartbeat_timeout is None else heartbeat_timeout)
     if silence < 2:
         raise ConfigurationError(f"--heartbeat-timeout {heartbeat_timeout}: pass 2s or more: a busy rank may be late")
@@ -113,8 +114,8 @@ def serve(
         methods=_listed("--method", method),
         wire_formats=_listed("--wire-format", wire_format),
         transports=(transport,) if transport else (),
-        shards=shards,
-        shard=shard,
+        servers=servers,
+        number=number,
         coordinator=coordinator,
         state=str(state or ""),
         save_every=time_of("--save-every", save_every),
@@ -144,29 +145,29 @@ def _check_ports(given: Mapping[str, int | None]) -> None:
             raise ConfigurationError(f"{option} {port}: pass a port, 1 to {LARGEST_PORT}, or 0 for a free one")
 
 
-def _check_shards(shards: int, here: int, shard: int, coordinator: str, record: Path | None) -> int:
+def _check_servers(servers: int, here: int, number: int, coordinator: str, record: Path | None) -> int:
     """Check the options for several servers, and return the number of servers on this machine."""
-    if shards < 1 or not 0 <= here <= shards:
+    if servers < 1 or not 0 <= here <= servers:
         raise ConfigurationError(
-            f"--shards {shards} --shards-here {here}: pass the number of servers, and how many of them run here"
+            f"--servers {servers} --servers-here {here}: pass the number of servers, and how many of them run here"
         )
-    if not 0 <= shard < shards:
-        raise ConfigurationError(f"--shard {shard}: the servers are numbered from 0 to {shards - 1}")
-    if bool(shard) != bool(coordinator):
+    if not 0 <= number < servers:
+        raise ConfigurationError(f"--number {number}: the servers are numbered from 0 to {servers - 1}")
+    if bool(number) != bool(coordinator):
         raise ConfigurationError(
-            f"--shard {shard} --coordinator {coordinator!r}: a server with a number other than 0 needs the address of"
+            f"--number {number} --coordinator {coordinator!r}: a server with a number other than 0 needs the address of"
             " the one that coordinates, and that one needs none"
         )
-    if shard and record is not None:
+    if number and record is not None:
         raise ConfigurationError(
-            f"--record {record} --shard {shard}: the server that coordinates records what all do; give it --record"
+            f"--record {record} --number {number}: the server that coordinates records what all do; give it --record"
         )
-    return 1 if shard else here or shards
+    return 1 if number else here or servers
 
 
-def _check_state(shards: int, record: Path | None, transport: str, port: int) -> None:
+def _check_state(servers: int, record: Path | None, transport: str, port: int) -> None:
     for option, given, why in (
-        ("--shards-here or --shard", shards > 1, "servers on several machines do not save their shares"),
+        ("--servers-here or --number", servers > 1, "servers on several machines do not save their shares"),
         ("--record", record, "a record is of one server from beginning to end"),
         ("--transport", transport, "ranks find a server again where they speak to it over ZeroMQ"),
         ("--port 0", not port, "ranks look for the server at the same address: name a port"),

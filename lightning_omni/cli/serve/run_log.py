@@ -14,7 +14,7 @@ from lightning_omni.wire.sanitize import quoted
 
 if TYPE_CHECKING:
     from lightning_omni.server.core import ServerCore
-    from lightning_omni.server.observers import Happening
+    from lightning_omni.server.observers import RunEvent
 
 TIMES = "%Y-%m-%d %H:%M:%S"
 """Format of times in the log."""
@@ -32,7 +32,7 @@ class RunLog:
 
     def __init__(self, core: ServerCore, console: Console) -> None:
         self._core, self._console = core, console
-        self._last: Happening | None = None
+        self._last: RunEvent | None = None
         self._due = 0.0
 
     def write(self, at_once: bool = False) -> None:
@@ -41,15 +41,15 @@ class RunLog:
         if now < self._due and not at_once:
             return
         self._due = now + EVERY
-        new = list(takewhile(lambda each: each is not self._last, reversed(self._core.happenings)))
-        for happening in reversed(new):
-            self._last = happening
-            log(self._console, line_of(happening, self._core.now), highlight=False)
+        new = list(takewhile(lambda each: each is not self._last, reversed(self._core.run_events)))
+        for event in reversed(new):
+            self._last = event
+            log(self._console, line_of(event, self._core.now), highlight=False)
 
 
-def line_of(happening: Happening, now: float) -> str:
+def line_of(event: RunEvent, now: float) -> str:
     """Return a line with local time and event; ``now`` is on the server's clock, as the event is."""
-    return stamped(quoted(happening.text), now - happening.at)
+    return stamped(quoted(event.text), now - event.at)
 
 
 def stamped(text: str, ago: float = 0.0) -> str:

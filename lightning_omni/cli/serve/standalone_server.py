@@ -24,9 +24,9 @@ from lightning_omni.transport.serving.startup import core_from, load_plugins
 from lightning_omni.transport.serving.state_directory import StateDirectory, share_directory
 from lightning_omni.transport.serving.supervisor import Lifeline, can_supervise, preload, supervise
 from lightning_omni.transport.zeromq import ZeroMQ
-from lightning_omni.transport.zeromq import server_link as shard_link
 from lightning_omni.transport.zeromq.addresses import EVERYWHERE
 from lightning_omni.transport.zeromq.keys import is_open_to_others
+from lightning_omni.transport.zeromq.server_link import CONNECT_TIME
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class StandaloneServer:
         self._core.on_run_over = self._run_over
         self._states = None
         if settings.state:
-            self._states = StateDirectory(settings.state, settings.save_every, servers=settings.shards)
+            self._states = StateDirectory(settings.state, settings.save_every, servers=settings.servers)
         raise_limit_of_files()
         self._transport: Any = custom[0]() if custom else ZeroMQ(encryption=options.encryption)
         self._web = StatusServer(options.http_host, options.http) if options.http is not None else None
@@ -142,8 +142,8 @@ class StandaloneServer:
         except BaseException:
             self._close_web()
             raise
-        self._log = None if settings.shard else RunLog(self._core, console)  # server 0 logs the events
-        self._others = [self._start_share(settings, shard) for shard in range(1, options.here)]
+        self._log = None if settings.number else RunLog(self._core, console)  # server 0 logs the events
+        self._others = [self._start_share(settings, number) for number in range(1, options.here)]
         self._stopped = threading.Event()
         signals.listen(self._stopped.set)
 
@@ -151,22 +151,22 @@ class StandaloneServer:
         """Return the driver of the state machine, bound to its ports."""
         ports = settings.host, settings.port, self._options.data_port
         if coordinator := settings.coordinator:
-            log(self._console, f"waiting for the server at {coordinator}, up to {shard_link.CONNECT_TIME:.0f} s")
+            log(self._console, f"waiting for the server at {coordinator}, up to {CONNECT_TIME:.0f} s")
             return self._transport.follow(self._core, coordinator, *ports)
         return self._transport.serve(self._core, *ports)
 
-    def _start_share(self, settings: ServerSettings, shard: int) -> ServerProcess:
+    def _start_share(self, settings: ServerSettings, number: int) -> ServerProcess:
         """Start another server on this machine, which this one coordinates."""
         state, restored = "", 0
         if self._states is not None:
-            state, restored = str(share_directory(settings.state, shard)), self._states.restored
+            state, restored = str(share_directory(settings.state, number)), self._states.restored
         return ServerProcess(
             msgspec.structs.replace(
                 settings,
                 port=0,
                 record="",
                 transport=transports.to_wire(self._transport),
-                shard=shard,
+                number=number,
                 coordinator=self._server.address.replace(f"//{EVERYWHERE}:", "//127.0.0.1:"),
                 state=state,
                 restore=restored,
@@ -182,8 +182,8 @@ class StandaloneServer:
             self._server.run(until=self._is_over)
         finally:
             self._close()
-        if self._core.gone:
-            log(self._console, self._core.gone, style="red")
+        if self._core.lost_server:
+            log(self._console, self._core.lost_server, style="red")
             return 1
         log(self._console, "parameter server stopped")
         return 0
@@ -208,10 +208,10 @@ class StandaloneServer:
             self._log.write()
         if self._web is not None:
             self._web.poll(self._core)
-        for shard, process in enumerate(self._others, 1):
+        for number, process in enumerate(self._others, 1):
             if how := process.how_ended():
-                self._core.share_ended(shard, how)
-        if self._core.gone or (self._lifeline is not None and self._lifeline.is_over):
+                self._core.server_ended(number, how)
+        if self._core.lost_server or (self._lifeline is not None and self._lifeline.is_over):
             self._stopped.set()
         if self._core.is_over:
             self._run_over()
@@ -234,7 +234,7 @@ class StandaloneServer:
 
     def _close(self) -> None:
         if self._states is not None:
-            self._states.close(self._core if not self._core.gone else None)
+            self._states.close(self._core if not self._core.lost_server else None)
         self._server.close()
         self._close_web()
         for process in self._others:  # they end with this one

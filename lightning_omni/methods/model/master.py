@@ -6,12 +6,11 @@ never pickled, so a message cannot execute code of its sender's choice.
 
 from __future__ import annotations
 
-import importlib
 from collections import defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import cache
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy
 import torch
@@ -21,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from lightning_omni.errors import MalformedMessage, OmniError, UnsupportedError
+from lightning_omni.methods.model.class_paths import admitting, class_path
 from lightning_omni.methods.model.fragments import cut, read, sizes_of
 
 _MAY_BE_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
@@ -30,7 +30,6 @@ _NOT_SETTINGS = ("params", "param_names", *_IMPLEMENTATION_FLAGS)
 _PLAIN = (bool, int, float, str, bytes, type(None))
 _STEP_ON_RANKS = 'use a method whose optimizer steps on the ranks (method="local_sgd", say), or groups=1'
 
-T = TypeVar("T")
 Resolve = Callable[[str], type[Optimizer]]
 
 
@@ -43,7 +42,7 @@ class Master:
         optimizer: the user's optimizer over exactly these parameters; None if the workers' own optimizers step.
         clock: number of updates that the values already contain.
         first: number of the parameters that existed before training began; None for all.
-        servers: number of servers whose shares this master holds together, as in a simulation.
+        servers: number of servers whose partitions this master holds together, as in a simulation.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class Master:
         self._first = len(self._ordered) if first is None else first
         self._servers = servers
         self._fragments = [self._ordered]
-        self._parked: dict[Tensor, Any] = {}
+        self._detached: dict[Tensor, Any] = {}
         self._has_checked_state = False
         self._kept_settings: set[str] = set()
 
@@ -108,7 +107,7 @@ class Master:
             self.optimizer.param_groups = before
             raise
         _choose_fastest_kernel(self.optimizer)
-        park(self.optimizer, self._parked)
+        detach_state(self.optimizer, self._detached)
         for place, values in (state or {}).items():
             self.optimizer.state.setdefault(self._ordered[place], dict(values))
 
@@ -256,20 +255,20 @@ def check_state(optimizer: Optimizer, weights: Mapping[int, Tensor], state: Mapp
         ) from error
 
 
-def park(optimizer: Optimizer, parked: dict[Tensor, Any]) -> None:
+def detach_state(optimizer: Optimizer, detached: dict[Tensor, Any]) -> None:
     """Stash the state of parameters that no group holds any more, and restore that of parameters that returned.
 
     Otherwise ``state_dict()``, which numbers the parameters in groups, would fail on such state.
 
     Args:
         optimizer: the optimizer.
-        parked: state by parameter; changed in place.
+        detached: state by parameter; changed in place.
     """
     held = set(held_by(optimizer))
     for parameter in [each for each in optimizer.state if isinstance(each, Tensor) and each not in held]:
-        parked[parameter] = optimizer.state.pop(parameter)
-    for parameter in held & parked.keys():
-        optimizer.state[parameter] = parked.pop(parameter)
+        detached[parameter] = optimizer.state.pop(parameter)
+    for parameter in held & detached.keys():
+        optimizer.state[parameter] = detached.pop(parameter)
 
 
 def hyperparameters_of(
@@ -448,65 +447,6 @@ def resolver(allowed: Sequence[str]) -> Resolve:
     return admitting(Optimizer, ("torch.optim", "torch.optim."), "optimizer", "--allow-optimizer", allowed)
 
 
-def admitting(
-    base: type[T], home: tuple[str, str], what: str, option: str, allowed: Sequence[str]
-) -> Callable[[str], type[T]]:
-    """Return a function from class path to class, for classes that are torch's or in ``allowed``.
-
-    Args:
-        base: the base class of admitted classes.
-        home: torch's module of such classes, and the prefix of its submodules.
-        what: name of the kind of class, for messages.
-        option: option of ``lightning-omni serve`` that allows a class.
-        allowed: class paths.
-    """
-
-    def resolve(path: str) -> type[T]:
-        def check(module: str) -> None:
-            if module != home[0] and not module.startswith(home[1]) and path not in allowed:
-                raise UnsupportedError(
-                    f"the {what} {path} is not from {home[0]}, and this server was not told to allow it; start it with:"
-                    f" lightning-omni serve {option} {path}"
-                )
-
-        check(path.partition(":")[0])
-        try:
-            kind = import_class(path)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise UnsupportedError(
-                f"the server cannot import the {what} {path} ({error}); it must live in an installed module"
-            ) from error
-        except TypeError:
-            kind = object
-        else:
-            check(kind.__module__)
-        if not issubclass(kind, base) or kind is Optimizer:
-            raise UnsupportedError(f"{path} is not a {home[0]}.{base.__name__}")
-        return kind
-
-    return resolve
-
-
-def import_class(path: str) -> type:
-    """Return the class at ``module:Class``, or ``module:Outer.Inner``.
-
-    Every step of the path must be a class: it cannot lead from a module to that module's imports.
-
-    Raises:
-        ImportError: the module does not exist.
-        AttributeError: the module has no such name.
-        TypeError: the object at the path is no class.
-    """
-    module, _, name = path.partition(":")
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
-        if not isinstance(found, type):
-            raise TypeError(f"{part!r} is no class")
-    kind: type = found
-    return kind
-
-
 def check_servable(optimizer: Optimizer) -> None:
     """Raise `UnsupportedError` for an optimizer that cannot run at the server."""
     kind = type(optimizer)
@@ -534,11 +474,6 @@ def check_servable(optimizer: Optimizer) -> None:
         for key, value in values.items():
             _checked(kind, where, key, value)
     hyperparameters_of(optimizer)
-
-
-def class_path(kind: type) -> str:
-    """Return the ``module:Class`` of a class."""
-    return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def _checked(kind: type[Optimizer], where: str, key: str, value: Any) -> Any:

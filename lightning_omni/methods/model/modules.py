@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lightning_omni.errors import UnsupportedError
-from lightning_omni.methods.model.master import admitting, class_path, import_class
+from lightning_omni.methods.model.class_paths import admitting, class_path, import_class
 
 ResolveModule = Callable[[str], type[nn.Module]]
 

@@ -83,7 +83,8 @@ class Replica:
 
     Attributes:
         first: number of the parameters that existed before training began.
-        servers: number of servers, each of which holds a share of the parameters; fragments are cut from the shares.
+        servers: number of servers, each of which holds a partition of the parameters; fragments are cut from the
+            shares.
         clock: the server's clock when the weights were read.
         peers: numbers of the groups that are alive, this one included.
         drift: the weights that differ from the server's.
@@ -135,7 +136,7 @@ class Replica:
         self.load(pulled)
         self.optimizer.state.clear()
 
-    def go_on_from(self, pulled: Pulled) -> None:
+    def continue_from(self, pulled: Pulled) -> None:
         """Load the server's answer; restart from it if the push was refused."""
         if pulled.refused:
             self.restart(pulled)
@@ -314,16 +315,16 @@ class Replica:
             "weights": self.weights(),
             "clock": self.clock,
             "memory": self.memory,
-            "optimizer": learnt_by(self.optimizer),
+            "optimizer": optimizer_state_of(self.optimizer),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.load(Pulled(state["weights"], int(state["clock"])))
         self.memory = dict(state["memory"])
-        teach(self.optimizer, state["optimizer"])
+        load_optimizer_state(self.optimizer, state["optimizer"])
 
 
-def learnt_by(optimizer: Optimizer) -> dict[Any, Any]:
+def optimizer_state_of(optimizer: Optimizer) -> dict[Any, Any]:
     """Return an optimizer's state without its hyperparameters.
 
     An optimizer that wraps another may have a ``state_dict`` of its own form, which is returned whole.
@@ -333,8 +334,8 @@ def learnt_by(optimizer: Optimizer) -> dict[Any, Any]:
     return state
 
 
-def teach(optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
-    """Load a state from `learnt_by` into an optimizer of the same kind; its hyperparameters stay."""
+def load_optimizer_state(optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
+    """Load a state from `optimizer_state_of` into an optimizer of the same kind; its hyperparameters stay."""
     own = optimizer.state_dict()
     optimizer.load_state_dict({**own, "state": state} if "state" in own else dict(state))
 
@@ -344,7 +345,7 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
 
 
-def is_sound(tensors: Sequence[Tensor] | None) -> bool:
+def all_finite(tensors: Sequence[Tensor] | None) -> bool:
     """Return whether tensors are present and all finite: a peer that diverged must not spoil the others.
 
     All members of a group that have the model in shares must get the same result.

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.runtime.data.loader import Leases
+from lightning_omni.runtime.data.loader import RankLeases
 from lightning_omni.runtime.timing import Clock, HostClock, clock_of, wait_for
 from lightning_omni.runtime.world import World
 from lightning_omni.tuning.model import constants as c
@@ -64,7 +64,7 @@ class Balance:
         self._only_measures = only_measures
         self._info = info
         self._world: World | None = None
-        self._leases: Callable[[], Leases | None] = lambda: None
+        self._leases: Callable[[], RankLeases | None] = lambda: None
         self._samples = 0
         self._module: Module | None = None
         self._clock = clock
@@ -83,7 +83,7 @@ class Balance:
 
     # --- The run -----------------------------------------------------------------------------------------------------
 
-    def begin(self, world: World, module: Module, leases: Callable[[], Leases | None], samples: int = 0) -> None:
+    def begin(self, world: World, module: Module, leases: Callable[[], RankLeases | None], samples: int = 0) -> None:
         """Start measuring, when training begins.
 
         Args:
@@ -214,12 +214,12 @@ class Balance:
         if self._world is not None:
             self._until_gradient = self._world.reduction.seconds
 
-    def _agree(self, world: World, leases: Leases) -> bool:
+    def _agree(self, world: World, leases: RankLeases) -> bool:
         """Agree with the members on the split of batches that no loader has taken. Return whether all are measured."""
         gathered = gather(world, (self.speed, self._throughput.variance, leases.handed))
         speeds, variances, handed = zip(*gathered, strict=True)
         if (split := self._balancer.decide(leases.split, speeds, variances)) is not None:
-            leases.share_out(split.shares, from_number=int(max(handed)))
+            leases.set_batch_shares(split.shares, from_number=int(max(handed)))
             self._info(
                 f"OmniStrategy: group {world.group} rebalanced: {' : '.join(map(str, split.shares))} of"
                 f" {sum(split.shares)} samples; up to {split.gain:.0%} faster"

@@ -14,13 +14,14 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.group.lease_client import Lessee
+from lightning_omni.group.lease_client import LeaseClient
+from lightning_omni.group.member_samples import apportion
+from lightning_omni.server.epochs.lease_book import LeaseBook
 from lightning_omni.transport.base import Control
-from lightning_omni.wire.leases import Batch, EpochPlan, LeaseBook, apportion
-from lightning_omni.wire.messages import Drawn, EpochOpened, Left, OpenEpoch, Verdict
+from lightning_omni.wire.messages import Batch, BatchesDrawn, EpochLeft, EpochOpened, EpochPlan, Next, OpenEpoch
 
 
-class Leases(Lessee):
+class RankLeases(LeaseClient):
     """The batches of one rank, epoch after epoch, drawn from the server's book or from a local one.
 
     Args:
@@ -30,7 +31,7 @@ class Leases(Lessee):
         rank: this rank; it gets the samples of DistributedSampler until `assign` places it in a group.
         before_epoch: called with the epoch's number before samples are drawn from the server's book.
         is_local: whether no server is needed: with one group, or with samples that are dealt out beforehand.
-        shares: each member's samples of a whole batch, if they differ; see `share_out`.
+        shares: each member's samples of a whole batch, if they differ; see `set_batch_shares`.
         dataset_size: samples in the dataset, if they differ from ``total``.
 
     Attributes:
@@ -89,7 +90,7 @@ class Leases(Lessee):
             members: size of the group.
             control: connection for drawing leases; None with one group.
             generation: the server's number for these groups.
-            shares: as in `share_out`, from the first batch on.
+            shares: as in `set_batch_shares`, from the first batch on.
         """
         self.join(member, members, generation, shares)
         self._control = control
@@ -142,7 +143,7 @@ class Leases(Lessee):
         return self._have(self.handed)
 
     def ask(self) -> str:
-        """Wait for the decision after this validation interval: see `lightning_omni.wire.messages.Verdict`."""
+        """Wait for the decision after this validation interval: see `lightning_omni.wire.messages.Next`."""
         if self._control is None:
             coming = self.peek()
             if coming is None:
@@ -150,13 +151,13 @@ class Leases(Lessee):
                 return "over:validate" if self._book.has_point_after(self.interval) else "over"
             self.interval = coming.interval
             return "validate"
-        verdict = self._control.request(self.question(), Verdict, timeout=float("inf")).next
-        self.follow(verdict, self.peek() if verdict == "more" else None)
+        verdict = self._control.request(self.ask_next(), Next, timeout=float("inf")).next
+        self.apply_next(verdict, self.peek() if verdict == "more" else None)
         return verdict
 
     def leave(self, stop: str) -> None:
         if self._control is not None:
-            self._control.request(self.leaving(stop), Left)
+            self._control.request(self.leave_epoch(stop), EpochLeft)
 
     def is_whole(self, batch: Batch) -> bool:
         return batch.stop - batch.start == self._members * self.batch_size
@@ -171,9 +172,11 @@ class Leases(Lessee):
             return True
         if self._control is None:
             assert self._book is not None
-            self.drew(self._book.draw(0, number))
+            self.record_drawn(self._book.draw(0, number))
         else:  # the current batch may not be finished
-            self.drew(self._control.request(self.draw(number, trained=max(0, self.trained - 1)), Drawn).batches)
+            self.record_drawn(
+                self._control.request(self.draw(number, trained=max(0, self.trained - 1)), BatchesDrawn).batches
+            )
         return number < self.drawn
 
 
@@ -191,7 +194,7 @@ class LeasedBatchSampler:
     def __init__(
         self,
         sampler: DistributedSampler[Any],
-        leases: Leases,
+        leases: RankLeases,
         drop_last: bool,
         own_batches: Callable[[int], int] = lambda batches: batches,
     ) -> None:
@@ -217,7 +220,7 @@ class LeasedBatchSampler:
 class _LeasedLoader:
     """A mixin for the user's DataLoader class: it continues when samples return, and restarts when groups change."""
 
-    leases: Leases
+    leases: RankLeases
     unleased: DataLoader[Any]
     is_for_user: Callable[[], bool]
 
@@ -275,13 +278,13 @@ def lease(
         is_for_user: returns, when an iteration begins, whether it is for code of the user, and not for training: then
             the loader yields the samples of DistributedSampler, and nothing is drawn.
         own_batches: as in `LeasedBatchSampler`.
-        options: further arguments of `Leases`.
+        options: further arguments of `RankLeases`.
     """
     sampler = loader.sampler
     assert isinstance(sampler, DistributedSampler)
     assert loader.batch_size is not None
     options["dataset_size"] = len(sampler.dataset)  # type: ignore[arg-type]
-    leases = Leases(sampler.num_replicas, loader.batch_size, sampler.total_size, **options)
+    leases = RankLeases(sampler.num_replicas, loader.batch_size, sampler.total_size, **options)
     # A copy with an extended class keeps all attributes of the user's own DataLoader class. DataLoader forbids setting
     # batch_sampler after construction, because a running iterator might disagree with it; the copy has none.
     kind = type(f"Leased{type(loader).__name__}", (_LeasedLoader, type(loader)), {})

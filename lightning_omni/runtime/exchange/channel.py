@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_omni.errors import ProtocolError, Refused
-from lightning_omni.group.core import Action, Ask, LastAnswer, Outgoing
+from lightning_omni.group.core import Action, LastAnswer, Outgoing, ServerRequest
 from lightning_omni.methods import Exchange, Publish, Pulled, ReadInbox, ReadPeer, Receive, SendPeer
 from lightning_omni.runtime.exchange.compressed_broadcast import CodedAnswer, decoded
 from lightning_omni.runtime.exchange.members import PREFIX, GroupMembers
@@ -24,7 +24,7 @@ from lightning_omni.runtime.model.replica import Part
 from lightning_omni.runtime.parallel_state import Place
 from lightning_omni.runtime.state.server_store import ServerStore
 from lightning_omni.runtime.timing import wait_for
-from lightning_omni.server.collectives.service import BROUGHT_ELSEWHERE
+from lightning_omni.server.collectives import UPLOADED_ELSEWHERE
 from lightning_omni.server.epochs.epoch import STOPS
 from lightning_omni.transport.base import Control
 from lightning_omni.transport.requests import Requests, check_alike
@@ -74,8 +74,8 @@ class Channel:
         self.peers = OtherGroups(place, self.members, self.synchronize, self.timed)
         self.store = ServerStore(place, self._free_connections)
         self._requests: Requests | None = None
-        self._under_way: dict[int, Ask] = {}
-        self._travels: Ask | None = None
+        self._under_way: dict[int, ServerRequest] = {}
+        self._travels: ServerRequest | None = None
         self._arrived: dict[int, list[tuple[m.Weights, Tensor]]] = {}
 
     # --- Server -------------------------------------------------------------------------------------------------------
@@ -87,9 +87,9 @@ class Channel:
             NonFiniteGradients: the server refused too many pushes in a row.
         """
         match action:
-            case Ask(waits=False):
+            case ServerRequest(waits=False):
                 return self.send(action)
-            case Ask():
+            case ServerRequest():
                 return self.ask_weights(action)
             case Receive():
                 return self.receive(index)
@@ -103,12 +103,12 @@ class Channel:
                 return self.peers.read_inbox(index)
         raise TypeError(f"nothing is to be done for {action!r}")
 
-    def ask_weights(self, ask: Ask) -> Pulled:
+    def ask_weights(self, ask: ServerRequest) -> Pulled:
         """Push or fetch for this group, and return the server's answer."""
         self.send(ask)
         return self.receive(ask.optimizer)
 
-    def send(self, ask: Ask) -> None:
+    def send(self, ask: ServerRequest) -> None:
         """Send a request to the server without waiting for its answer, which `receive` returns.
 
         A group has one exchange in flight: the answer to another optimizer's request is received first, and kept.
@@ -123,7 +123,7 @@ class Channel:
             self._travels = ask
         self._under_way[ask.optimizer] = ask
 
-    def _part_of_member(self, ask: Ask) -> Ask:
+    def _part_of_member(self, ask: ServerRequest) -> ServerRequest:
         """Return this member's request: with the note measured by the leader; leased data only on the leader."""
         need = ask.need
         if isinstance(need, Exchange) and need.note:
@@ -138,7 +138,7 @@ class Channel:
         memory = part.memory(PREFIX, self._place.empty)[: PREFIX + (layout.nbytes if ask.pulls else 0)]
         return self._share(ask, layout, memory)
 
-    def _room(self, ask: Ask, part: Part) -> Tensor | None:
+    def _room(self, ask: ServerRequest, part: Part) -> Tensor | None:
         """Return memory for the tensors of an answer, in their encoding, on ranks that exchange with the server."""
         if not ask.pulls:
             return None
@@ -150,7 +150,7 @@ class Channel:
             part.into, part.spare = part.spare, part.into
         return part.memory(PREFIX, self._place.empty)[PREFIX : PREFIX + layout.nbytes]
 
-    def _answers(self, ask: Ask) -> WireFormat:
+    def _answers(self, ask: ServerRequest) -> WireFormat:
         return self._place.core.wire_format.answers if isinstance(ask.need, Exchange) else RAW
 
     def finish_exchanges(self) -> None:
@@ -158,13 +158,13 @@ class Channel:
         for index in list(self._under_way):
             self._place.core.apply_answer(index, self.receive(index))
 
-    def _said(self, ask: Ask, part: Part, servers: int) -> list[Outgoing]:
+    def _said(self, ask: ServerRequest, part: Part, servers: int) -> list[Outgoing]:
         memories = part.outs(servers, self._place.empty)
         if servers == 1:
             return [self._place.core.send(ask, part.replica.layout, memories[0])]
         return self._place.core.send_parts(ask, self._place.split_of(part, servers), memories)
 
-    def _rooms(self, ask: Ask, part: Part, servers: int) -> Sequence[Tensor | None] | None:
+    def _rooms(self, ask: ServerRequest, part: Part, servers: int) -> Sequence[Tensor | None] | None:
         """Return memory for the tensors of all servers' answers; None if it is allocated when they arrive."""
         room = self._room(ask, part)
         if servers == 1:
@@ -188,7 +188,7 @@ class Channel:
     def bring(self, data: bytes) -> None:
         """Upload bytes for the next control message, which are too large for its channel. Any rank may call it."""
         payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        self.ask(m.Bring(nbytes=payload.numel()), m.Brought, payload)
+        self.ask(m.Upload(nbytes=payload.numel()), m.Uploaded, payload)
 
     def synchronize(self, what: str, payload: bytes) -> list[tuple[int, bytes]]:
         """Gather the bytes of every live rank. All live ranks call it and wait for each other.
@@ -202,22 +202,22 @@ class Channel:
         """
         assert self._place.control is not None
         brought = len(payload) > m.LARGEST_INLINE
-        message = m.Contribute(number=self.synchronizations, what=what, brought=brought, where=self._place.where())
+        message = m.Contribute(number=self.synchronizations, what=what, uploaded=brought, where=self._place.where())
         self.synchronizations += 1
         gathered, parts = self._contribute(self._place.control, message, payload)
-        if gathered.collect:
-            _, payload_of_all = self.ask(m.Collect(number=gathered.number), m.Collected)
+        if gathered.must_download:
+            _, payload_of_all = self.ask(m.Download(number=gathered.number), m.Downloaded)
             parts = [part.numpy().tobytes() for part in payload_of_all.split(list(gathered.sizes))]
         return list(zip(gathered.ranks, parts, strict=True))
 
     def _contribute(self, control: Control, message: m.Contribute, payload: bytes) -> tuple[m.Gathered, list[bytes]]:
         timeout = self._place.options.timeout.total_seconds()
-        while message.brought:
+        while message.uploaded:
             self.bring(payload)
             try:
                 return control.request_payload(message, m.Gathered, timeout=timeout)
             except Refused as no:
-                if no.code != BROUGHT_ELSEWHERE:  # otherwise the server that had the payload is gone
+                if no.code != UPLOADED_ELSEWHERE:  # otherwise the server that had the payload is gone
                     raise
         return control.request_payload(message, m.Gathered, payload, timeout=timeout)
 
@@ -252,7 +252,7 @@ class Channel:
                 self._place.group,
             )
 
-    def _share(self, ask: Ask, layout: Layout, memory: Tensor) -> Pulled:
+    def _share(self, ask: ServerRequest, layout: Layout, memory: Tensor) -> Pulled:
         """Return the server's answer on all members of the group; the leader receives and broadcasts it."""
         part, by_member = self._place.parts[ask.optimizer], self._place.share is not None
         coded, answer = self._coded(ask, layout), None
@@ -277,23 +277,23 @@ class Channel:
         self.warn_of_refusal(received.applied, received.refused_in_row)
         return pulled
 
-    def _coded(self, ask: Ask, layout: Layout) -> CodedAnswer | None:
+    def _coded(self, ask: ServerRequest, layout: Layout) -> CodedAnswer | None:
         """Return the encoded answer to broadcast, if it has fewer bytes than its tensors; otherwise None."""
         answers = self._answers(ask)
         if answers == RAW or not ask.pulls or len(self._place.members) == 1 or self._place.share is not None:
             return None
         assert self._place.control is not None
-        coded = CodedAnswer(answers, self._divided(ask, layout, self._place.control.shards))
+        coded = CodedAnswer(answers, self._divided(ask, layout, self._place.control.servers))
         return coded if coded.are_sizes_known and coded.nbytes < layout.nbytes else None
 
-    def _divided(self, ask: Ask, layout: Layout, servers: int) -> Split:
+    def _divided(self, ask: ServerRequest, layout: Layout, servers: int) -> Split:
         if servers == 1:
             return Split.whole(layout)
         return self._place.split_of(self._place.parts[ask.optimizer], servers).fragment(
             ask.fragment, self._place.method.fragments
         )
 
-    def _receive(self, ask: Ask, layout: Layout, into: Tensor, coded: Sequence[Tensor] | None) -> m.Weights:
+    def _receive(self, ask: ServerRequest, layout: Layout, into: Tensor, coded: Sequence[Tensor] | None) -> m.Weights:
         """Receive the servers' answer into ``into``, or encoded into ``coded``, on ranks that exchange with them."""
         answers = self._answers(ask)
         is_flat = answers == RAW or not ask.pulls

@@ -111,7 +111,7 @@ class Connection:
             if enlistment is None or isinstance(no, ConnectionLost) or no.code != "gone":
                 raise
             raise ConnectionLost(f"the parameter server that this group came to is gone: {no}") from no
-        place.server.check(place.control.shards, address)
+        place.server.check(place.control.servers, address)
         self._divide()
         place.server.share(address, key)
 

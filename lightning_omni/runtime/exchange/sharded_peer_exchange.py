@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from lightning_omni.methods import Inbox
-from lightning_omni.methods.model.replica import is_sound
+from lightning_omni.methods.model.replica import all_finite
 from lightning_omni.transport.base import Address, PeersOfShares
 from lightning_omni.wire.layout import Layout
 
@@ -84,7 +84,7 @@ class Together:
         if not number:
             return None
         theirs = self._peers.read(group, optimizer)
-        return theirs if self._all(is_sound(theirs)) else None
+        return theirs if self._all(all_finite(theirs)) else None
 
     def _agreed_publication(self, group: int, optimizer: int) -> int:
         """Return the number of the publication that all members will read; 0 if there is none."""
@@ -99,7 +99,7 @@ class Together:
 
     def send(self, group: int, optimizer: int, tensors: Sequence[Tensor]) -> None:
         """Send weights into a group's inbox, if all members can."""
-        if not self._all(is_sound(tensors) and self._peers.takes(group)):
+        if not self._all(all_finite(tensors) and self._peers.takes(group)):
             return
         self._sent[group, optimizer] += 1
         self._peers.send_part(group, optimizer, tensors, self._group, self._sent[group, optimizer])
@@ -118,7 +118,7 @@ class Together:
             inbox = arrivals.take(upto)
         if not is_new:
             return Inbox(None, 0)
-        if not self._all(inbox is not None and is_sound(inbox.total)):
+        if not self._all(inbox is not None and all_finite(inbox.total)):
             self._warn("what other groups have sent")
             return Inbox(None, 0)
         assert inbox is not None

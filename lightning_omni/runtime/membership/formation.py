@@ -61,7 +61,7 @@ class Forming:
         place = self._place
         while True:
             topology = place.topology if groups is None else self._topology_of_the_living(groups, speeds)
-            form = m.Form(
+            form = m.FormGroups(
                 generation=place.generation + 1,
                 groups=topology.groups,
                 method=m.method_to_wire(place.method),
@@ -71,7 +71,7 @@ class Forming:
                 by_member=place.is_sharded,
             )
             try:
-                return topology, self._request(form, m.Formed).incarnation
+                return topology, self._request(form, m.GroupsFormed).incarnation
             except Refused:
                 # A rank has just died and the notice is in flight: form groups without it.
                 if groups is None or topology.ranks == place.live_ranks:
@@ -83,7 +83,7 @@ class Forming:
         data = m.encode(message)
         if len(data) > m.LARGEST_INLINE:
             self._channel.bring(data)
-            message = m.ReadBrought()
+            message = m.ReadUpload()
         return self._place.control.request(message, expect)
 
     def _topology_of_the_living(self, groups: int, speeds: Mapping[int, float] | None) -> Topology:

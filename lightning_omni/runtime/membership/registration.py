@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 
 from lightning_omni.errors import ConnectionLost, OmniError, RankLost, Refused
 from lightning_omni.runtime.options import WorldOptions
-from lightning_omni.server.membership.numbering import origin
+from lightning_omni.server.membership.roster import origin
 from lightning_omni.transport.zeromq.keys import load as load_key
 from lightning_omni.transport.zeromq.observer import Observer
-from lightning_omni.wire.messages import Enlisted
+from lightning_omni.wire.messages import GroupRegistered
 
 _log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class Enlistment:
                 " is over (with --once its server ends with it), or its server is not back yet"
             ) from error
 
-    def _enlist(self, options: WorldOptions, size: int) -> Enlisted:
+    def _enlist(self, options: WorldOptions, size: int) -> GroupRegistered:
         assert self._observer is not None
         try:
             return self._observer.enlist(size)

@@ -146,7 +146,7 @@ def _average(place: Place, untrained: Sequence[Untrained]) -> None:
     is_counted = _counts(place) and place.is_leader
     sound = [is_counted and bool(each.isfinite().all()) for each in flat]
     # A product with 0 would make infinities NaN. The last elements are counts, so that all divide by the same.
-    counted = [each if is_sound else torch.zeros_like(each) for each, is_sound in zip(flat, sound, strict=True)]
+    counted = [each if all_finite else torch.zeros_like(each) for each, all_finite in zip(flat, sound, strict=True)]
     summed = torch.cat([*counted, torch.tensor(sound).double()])
     dist.all_reduce(summed)
     *sums, counts = summed.split([*(each.numel() for each in flat), len(flat)])

@@ -24,7 +24,7 @@ from lightning_omni.runtime.model.parameter_groups import ParameterGroups
 from lightning_omni.runtime.model.replica import Part
 from lightning_omni.runtime.parallel_state import Place
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.activations import Both
+from lightning_omni.wire.activations import ActivationFormats
 from lightning_omni.wire.codec import Packed, unpack
 from lightning_omni.wire.layout import DTYPES
 
@@ -60,7 +60,7 @@ class RemoteHead:
         self._channel, self._parameter_groups = channel, parameter_groups
         self._place, self._part, self._number, self._name, self._module = place, part, number, name, module
         self._parameters = set(part.replica.ordered)
-        wire = Both.of(place.core.wire_format)
+        wire = ActivationFormats.of(place.core.wire_format)
         self.side = HeadSide(name, number, module, part.optimizer, part.replica.ordered, wire)
         self._own = module.forward
         self._rows: list[int] = []

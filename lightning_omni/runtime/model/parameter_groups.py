@@ -132,10 +132,10 @@ class ParameterGroups:
             return False
         self._channel.finish_exchanges()  # they have the earlier layout
         assert self._place.control is not None
-        if self._place.control.shards > 1:
+        if self._place.control.servers > 1:
             instead = "servers=1" if self._place.share is None else 'inside="ddp"'
             raise UnsupportedError(
-                "parameter groups cannot change in mid-run where several servers hold a share each: pass"
+                "parameter groups cannot change in mid-run where several servers hold a partition each: pass"
                 f" {instead}, or build the optimizer whole before training begins"
             )
         replica, start = part.replica, len(part.replica.ordered)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods import Pulled, Replica
-from lightning_omni.methods.model.master import describe, park
+from lightning_omni.methods.model.master import describe, detach_state
 from lightning_omni.methods.model.replica import Drift, copies
 from lightning_omni.runtime.model.sharded import complete, gradient_of, here, like, load_state, parts_of, rows
 from lightning_omni.wire.formats.base import Memory
@@ -54,7 +54,7 @@ class ModelReplica(Replica):
         self._stashed: Pulled | None = None
         self._stashed_drift: Drift | None = None
         self._released: set[Parameter] = set()
-        self._parked: dict[Tensor, Any] = {}
+        self._detached: dict[Tensor, Any] = {}
         self._given: list[Tensor | None] = []
         self._version = 0
 
@@ -140,7 +140,7 @@ class ModelReplica(Replica):
     def release(self, held: Set[Parameter]) -> None:
         """Release all parameters that the optimizer does not hold: they stay as they are, and have no gradient."""
         self._released = self.ever_held - held
-        park(self.optimizer, self._parked)
+        detach_state(self.optimizer, self._detached)
 
     def _lay_out(self) -> None:
         vars(self).pop("layout", None)

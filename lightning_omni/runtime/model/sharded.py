@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods.model.master import held_by
-from lightning_omni.methods.model.replica import teach
+from lightning_omni.methods.model.replica import load_optimizer_state
 from lightning_omni.runtime._private import all_reduce_hook_of, root_mesh
 from lightning_omni.runtime.model.meshes import DATA, TENSOR, Inside, shown
 from lightning_omni.runtime.model.values import contiguous
@@ -387,7 +387,7 @@ def state_like(state: Mapping[Any, Mapping[str, Any]], optimizer: Optimizer) -> 
 
 def load_state(optimizer: Optimizer, state: Mapping[Any, Mapping[str, Any]]) -> None:
     """Load a state of `here` parts into an optimizer; its hyperparameters stay."""
-    teach(optimizer, state_like(state, optimizer))
+    load_optimizer_state(optimizer, state_like(state, optimizer))
 
 
 def state_rows(saved: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:

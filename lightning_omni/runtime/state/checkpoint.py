@@ -10,7 +10,7 @@ import msgspec
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.runtime.state.distributed_checkpoint import Folder
-from lightning_omni.wire.cut import Cut
+from lightning_omni.wire.messages import SnapshotId
 from lightning_omni.wire.progress import Progress
 
 ENTRY = "omni"
@@ -40,7 +40,7 @@ class Saved:
         folder: the folder with the tensors of ``server`` and ``states``; None if these contain them.
     """
 
-    cut: Cut = field(default_factory=Cut)
+    cut: SnapshotId = field(default_factory=SnapshotId)
     groups: int = 0
     progress: Progress | None = None
     method: Mapping[str, Any] | None = None
@@ -83,7 +83,7 @@ class Saved:
             )
         run = plain["run"]
         return cls(
-            cut=msgspec.convert(run["cut"], Cut),
+            cut=msgspec.convert(run["cut"], SnapshotId),
             groups=run["groups"],
             progress=msgspec.convert(run["progress"], Progress | None),
             method=run["method"],

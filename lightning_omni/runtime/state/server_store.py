@@ -14,8 +14,8 @@ from lightning_omni.runtime.parallel_state import Place
 from lightning_omni.transport.requests import Requests
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, pack, unpack
-from lightning_omni.wire.cut import Cut
 from lightning_omni.wire.layout import Layout
+from lightning_omni.wire.messages import SnapshotId
 from lightning_omni.wire.partition import Split
 
 
@@ -28,7 +28,7 @@ class ServerSnapshot(NamedTuple):
         groups: for each group, the state that was gathered from it.
     """
 
-    cut: Cut
+    cut: SnapshotId
     parts: Sequence[dict[str, Any]]
     groups: Mapping[int, Any]
 
@@ -52,7 +52,7 @@ class ServerStore:
         cut, parts = answers[0][0].cut, first["parts"]
         if others:
             if any(answer.cut.pushes != cut.pushes for answer, _ in answers):
-                raise ProtocolError("servers that hold a share each have given snapshots of different moments")
+                raise ProtocolError("servers that hold a partition each have given snapshots of different moments")
             parts = [
                 self._whole(part, [tree["parts"][index] for tree in (first, *others)])
                 for index, part in enumerate(self._place.parts)
@@ -88,8 +88,8 @@ class ServerStore:
                 for index, part in enumerate(parts)
             ]
             packed, buffer = pack({"parts": tree})
-            seeds.append(Outgoing(m.Seed(packed=packed, nbytes=buffer.numel()), buffer))
-        requests.exchange(seeds, m.Seeded)
+            seeds.append(Outgoing(m.UploadWeights(packed=packed, nbytes=buffer.numel()), buffer))
+        requests.exchange(seeds, m.WeightsUploaded)
 
     def _cut_again(self, part: Part, seed: dict[str, Any], servers: int) -> dict[str, Any]:
         """Return a seed in the fragments of the present servers; a checkpoint may have those of others."""

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_omni.errors import MalformedMessage, UnsupportedError
 from lightning_omni.methods.model.master import held_by
 from lightning_omni.methods.model.modules import describe_module
-from lightning_omni.methods.model.replica import learnt_by
+from lightning_omni.methods.model.replica import optimizer_state_of
 from lightning_omni.runtime.exchange.channel import Channel
 from lightning_omni.runtime.model.parameter_groups import ParameterGroups
 from lightning_omni.runtime.model.replica import Part, fingerprint
@@ -129,7 +129,7 @@ class States:
         if self._place.replicas == 1:
             return
         parts = [part for part in self._place.parts if self._place.steps_here(part) or self._place.is_synchronous]
-        marks = [_mark(learnt_by(part.optimizer)) for part in parts]
+        marks = [_mark(optimizer_state_of(part.optimizer)) for part in parts]
         both = self._place.process_groups.largest([*marks, *(-mark for mark in marks)], self._place.replica_group)
         least = both[len(parts) :]
         self._share([part for part, most, less in zip(parts, both, least, strict=False) if most != -less])
@@ -250,7 +250,7 @@ class States:
             return
         for part in parts:
             if self._place.speaks:
-                self._channel.members.broadcast_tree_to_replicas(parts_of(learnt_by(part.optimizer)))
+                self._channel.members.broadcast_tree_to_replicas(parts_of(optimizer_state_of(part.optimizer)))
             else:
                 load_state(part.optimizer, self._channel.members.broadcast_tree_to_replicas({}))
 

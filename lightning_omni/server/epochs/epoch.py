@@ -1,7 +1,7 @@
 """The current epoch: its lease book, the ranks that wait at its end, and requests to stop.
 
-Rule: every member of a group gets the same verdict on the same question, however late it asks. A verdict therefore
-depends on the verdicts that the member has received and on the batches that its group has drawn, and ``more`` is a
+Rule: every member of a group gets the same decision on the same question, however late it asks. A decision therefore
+depends on the decisions that the member has received and on the batches that its group has drawn, and ``more`` is a
 promise: the batch is drawn already. A rank that repeats a question, because the answer was lost, gets the same answer.
 """
 
@@ -15,21 +15,21 @@ from typing import Any, NamedTuple
 import msgspec
 
 from lightning_omni.errors import ProtocolError
-from lightning_omni.server.validation.schedule import ValidationBook
+from lightning_omni.server.epochs.lease_book import LeaseBook
+from lightning_omni.server.epochs.validation_book import ValidationBook
 from lightning_omni.wire.journal import (
     AskedEntry,
-    DrewEntry,
+    DrawnEntry,
     Journal,
     LeftEpochEntry,
     OpenedEntry,
     ResolvedEntry,
     TrainedEntry,
 )
-from lightning_omni.wire.leases import Batch, EpochPlan, LeaseBook
-from lightning_omni.wire.messages import Await, Leave
+from lightning_omni.wire.messages import AskNext, Batch, EpochPlan, LeaveEpoch
 
 STOPS = ("", "validate", "end", "skip")
-"""Ways in which a group that leaves an epoch may end it for all: see `lightning_omni.wire.messages.Leave`."""
+"""Ways in which a group that leaves an epoch may end it for all: see `lightning_omni.wire.messages.LeaveEpoch`."""
 
 
 class Epochs:
@@ -47,12 +47,12 @@ class Epochs:
         self.generation = 0
         self.samples: Counter[int] = Counter()  # of each group, trained since groups were formed
         self._sizes: dict[int, int] = {}
-        self._waiting: dict[int, tuple[int, Await]] = {}
+        self._waiting: dict[int, tuple[int, AskNext]] = {}
         self._asked: set[int] = set()  # ranks with questions that were not checked yet
         self._dirty = True  # whether the checked questions must be checked again
         self._validations = 0
         self._validated: Counter[int] = Counter()
-        self._told: dict[int, tuple[Await, str]] = {}  # each rank's last answered question
+        self._told: dict[int, tuple[AskNext, str]] = {}  # each rank's last answered question
         self._saved: _Saved | None = None
 
     @property
@@ -158,18 +158,18 @@ class Epochs:
         self.train(group, self.book.plan.epoch, trained)
         self._dirty = self._dirty or not self.book.has_begun(group)  # batches kept for it may go to others now
         batches = self.book.draw(group, number)
-        self._journal.note(DrewEntry(group, number))
+        self._journal.note(DrawnEntry(group, number))
         return batches
 
-    def verdict_again(self, rank: int, question: Await) -> str:
-        """Return the verdict that a rank received on this question before; empty if there is none."""
-        asked, verdict = self._told.get(rank, (None, ""))
-        return verdict if asked == question else ""
+    def repeated_decision(self, rank: int, question: AskNext) -> str:
+        """Return the decision that a rank received on this question before; empty if there is none."""
+        asked, decision = self._told.get(rank, (None, ""))
+        return decision if asked == question else ""
 
-    def wait(self, group: int, rank: int, question: Await) -> None:
+    def wait(self, group: int, rank: int, question: AskNext) -> None:
         """Record the question of a rank that has trained its group's batches of the validation interval."""
         book = self.book_of(question.epoch, question.generation)
-        if book.has(group) or group not in self._sizes:  # else a peer's `Leave` arrived first
+        if book.has(group) or group not in self._sizes:  # else a peer's `LeaveEpoch` arrived first
             book.train(group, question.trained)
         self._journal.note(AskedEntry(group, rank, question))  # after the checks, so that replay cannot fail
         self._waiting[rank] = (group, question)
@@ -181,7 +181,7 @@ class Epochs:
             return ()
         return self.book.untrained_spans(group, batches)
 
-    def leave(self, group: int, message: Leave) -> None:
+    def leave(self, group: int, message: LeaveEpoch) -> None:
         """Remove a group from the epoch early; it may also end the run for all.
 
         Raises:
@@ -212,7 +212,7 @@ class Epochs:
             self.book.evict(group)
 
     def resolve_pending(self, all_answered: bool = True) -> list[tuple[int, str]]:
-        """Return the verdicts that are possible now: rank and verdict.
+        """Return the decisions that are possible now: rank and decision.
 
         Args:
             all_answered: whether no group waits for the answer to a push. If one does, the epoch is not over, because
@@ -221,8 +221,8 @@ class Epochs:
         if not self._waiting:
             return []
         given: list[tuple[int, str]] = []
-        # A verdict can enable another one (an interval closes), so repeat until none is left.
-        while ready := self._next_verdict(all_answered):
+        # A decision can enable another one (an interval closes), so repeat until none is left.
+        while ready := self._next_decision(all_answered):
             _, question = self._waiting.pop(ready[0])
             self._told[ready[0]] = question, ready[1]
             given.append(ready)
@@ -285,16 +285,16 @@ class Epochs:
         self._validations = 0
         self._validated.clear()
 
-    def _next_verdict(self, all_answered: bool) -> tuple[int, str] | None:
-        """Return the first possible verdict."""
+    def _next_decision(self, all_answered: bool) -> tuple[int, str] | None:
+        """Return the first possible decision."""
         state = _QuiescenceCheck(self, all_answered)
         # With a thousand groups, most questions at an epoch's end change nothing for the waiting ranks.
         all_again = self._dirty or self.stop or state.is_trained or state.all_wait
         ranks = sorted(self._waiting if all_again else self._asked & self._waiting.keys())
-        verdicts = ((rank, self._verdict(rank, state)) for rank in ranks)
-        return next((given for given in verdicts if given[1]), None)
+        decisions = ((rank, self._decide(rank, state)) for rank in ranks)
+        return next((given for given in decisions if given[1]), None)
 
-    def _verdict(self, rank: int, state: _QuiescenceCheck) -> str:
+    def _decide(self, rank: int, state: _QuiescenceCheck) -> str:
         assert self.book is not None
         group, question = self._waiting[rank]
         if self._validated[rank] == self._validations:
@@ -319,14 +319,14 @@ class Epochs:
 
     @property
     def _is_called_over(self) -> bool:
-        """Return whether a rank's verdict was that this epoch is over: a later stop then affects no other rank."""
+        """Return whether a rank's decision was that this epoch is over: a later stop then affects no other rank."""
         plan = self.plan
         return plan is not None and any(
-            verdict.startswith("over") and (asked.epoch, asked.generation) == (plan.epoch, self.generation)
-            for asked, verdict in self._told.values()
+            decision.startswith("over") and (asked.epoch, asked.generation) == (plan.epoch, self.generation)
+            for asked, decision in self._told.values()
         )
 
-    def _has_more(self, group: int, question: Await) -> bool:
+    def _has_more(self, group: int, question: AskNext) -> bool:
         """Return whether the group has a batch to train before the next validation."""
         assert self.book is not None
         if not self.book.has(group):
@@ -362,14 +362,14 @@ class _EpochsState(msgspec.Struct, frozen=True):
     generation: int
     stop: str
     samples: dict[int, int]
-    waiting: dict[int, tuple[int, Await]]
+    waiting: dict[int, tuple[int, AskNext]]
     validations: int
     validated: dict[int, int]
-    told: dict[int, tuple[Await, str]]
+    told: dict[int, tuple[AskNext, str]]
 
 
 class _QuiescenceCheck:
-    """The values shared by all waiting ranks until the next verdict, each computed once."""
+    """The values shared by all waiting ranks until the next decision, each computed once."""
 
     def __init__(self, epochs: Epochs, all_answered: bool) -> None:
         self._epochs, self.all_answered = epochs, all_answered

@@ -1,9 +1,9 @@
 """The compute groups of a run: their ranks, names and leaders.
 
 Rule 1: an incarnation is used once in a run, a number once between two formings of groups.
-Rule 2: several servers, each of which holds a share of the weights, receive their parts of a request from a group's
-leader. If groups were formed so, each server instead receives its part from the member of the same number, which counts
-as the leader there; further members send nothing there.
+Rule 2: several servers, each of which holds a partition of the parameters, receive their parts of a request from a
+group's leader. If groups were formed so, each server instead receives its part from the member of the same number,
+which counts as the leader there; further members send nothing there.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_omni.errors import ProtocolError
-from lightning_omni.server.served_optimizer import GroupHistory
+from lightning_omni.server.parameters.served_optimizer import GroupHistory
 from lightning_omni.topology import GroupId, Topology
 
 
@@ -75,7 +75,7 @@ class FormedGroups:
         self._identities[number] = GroupId(name, self.incarnation)
         return number
 
-    def take_out(self, group: int) -> None:
+    def remove(self, group: int) -> None:
         """Remove a group; perhaps none is left."""
         assert self.topology is not None
         self._places = len(self.topology.groups)
@@ -101,7 +101,7 @@ class FormedGroups:
 
         Args:
             group: number of the group.
-            server: number of the server, among those that hold a share of the weights.
+            server: number of the server, among those that hold a partition of the parameters.
         """
         return self.members(group)[server if self.by_member else 0]
 

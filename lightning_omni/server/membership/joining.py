@@ -16,7 +16,7 @@ import msgspec
 from torch import Tensor
 
 from lightning_omni.errors import ProtocolError, Refused
-from lightning_omni.server.collectives.service import Synchronization
+from lightning_omni.server.collectives import CollectiveService
 from lightning_omni.server.membership.roster import TRAINED_TO_ITS_END
 from lightning_omni.server.run_context import RunContext
 from lightning_omni.server.service import Out, Payload, Sender, Service, as_tensor
@@ -39,11 +39,11 @@ class Joining(Service):
     """
 
     def __init__(
-        self, run: RunContext, synchronization: Synchronization, random: Callable[[int], bytes], admit: Admit
+        self, run: RunContext, synchronization: CollectiveService, random: Callable[[int], bytes], admit: Admit
     ) -> None:
         self._roster, self._epochs, self._journal = run.roster, run.epochs, run.journal
-        self._servers, self._limits = run.servers, run.limits
-        self._synchronization, self._random, self._admit = synchronization, random, admit
+        self._replication, self._limits = run.replication, run.limits
+        self._collective_service, self._random, self._admit = synchronization, random, admit
         self._waiting: dict[int, tuple[Sender, m.Join]] = {}
         self._stored: tuple[Packed, Tensor] | None = None
         self._stored_at = -1
@@ -51,19 +51,19 @@ class Joining(Service):
 
     # --- Messages ----------------------------------------------------------------------------------------------------
 
-    def enlist(self, sender: Sender, message: m.Enlist, payload: Payload) -> list[Out]:
+    def register(self, sender: Sender, message: m.RegisterGroup, payload: Payload) -> list[Out]:
         """Assign numbers to the ranks of a group."""
-        first, announced = self._roster.enlist(sender.peer, message.ranks, self._random(8).hex())
+        first, announced = self._roster.register(sender.peer, message.ranks, self._random(8).hex())
         if announced:
             self._journal.note(NumberedEntry(first + message.ranks))
         run = self._roster.run or self._roster.numbers.claimed
         silence = self._limits.silence_of_connections
-        enlisted = m.Enlisted(run=run, first=first, announced=announced, silence=silence)
+        enlisted = m.GroupRegistered(run=run, first=first, announced=announced, silence=silence)
         return [Out(sender.peer, m.CONTROL, enlisted)]
 
     def ask(self, sender: Sender, message: m.Join, payload: Payload) -> list[Out]:
         """Admit a group of ranks that were not announced; it is answered once it has joined."""
-        if not self._roster.joining or self._servers.number:  # the coordinating server has admitted it
+        if not self._roster.joining or self._replication.number:  # the coordinating server has admitted it
             return self._admit(sender, message, payload)
         self._waiting[sender.rank] = sender, message
         return self.resolve_pending()
@@ -76,8 +76,8 @@ class Joining(Service):
     def store(self, sender: Sender, message: m.StoreRunState, payload: Payload) -> list[Out]:
         """Store the state for joining groups, after the groups have parted."""
         self._stored = message.packed, as_tensor(payload)
-        self._stored_at, self._called = self._synchronization.completed, self._epochs.called
-        self._roster.can_go_on = True
+        self._stored_at, self._called = self._collective_service.completed, self._epochs.called
+        self._roster.can_continue = True
         self._epochs.validations.give()
         self._journal.is_due = True
         return [Out(sender.peer, m.DATA, m.RunStateStored())]
@@ -98,7 +98,7 @@ class Joining(Service):
 
     def load(self, state: dict[str, Any]) -> None:
         self._stored = msgspec.msgpack.decode(state["packed"], type=Packed), state["buffer"].clone()
-        self._stored_at, self._roster.can_go_on = state["at"], True
+        self._stored_at, self._roster.can_continue = state["at"], True
         epoch, times = state["called"]
         self._called = epoch, times
 
@@ -114,7 +114,7 @@ class Joining(Service):
                 out.append(Out(sender.peer, m.CONTROL, m.RefusedMessage(code="over", reason=reason)))
             elif self._is_open:
                 del self._waiting[rank]
-                out += self._take_in(sender, message)
+                out += self._add_group(sender, message)
         return out
 
     @property
@@ -122,7 +122,7 @@ class Joining(Service):
         """Return why no group can join any more, or an empty string."""
         if self._roster.finished:
             return TRAINED_TO_ITS_END
-        if not self._roster.live and not self._roster.can_go_on:
+        if not self._roster.live and not self._roster.can_continue:
             return "the group that was to begin it is gone; start this one again, and it begins another"
         return ""
 
@@ -139,11 +139,11 @@ class Joining(Service):
     @property
     def _have_parted(self) -> bool:
         """Return whether, since the state was stored, no synchronization or validation has begun."""
-        synchronization = self._synchronization
+        synchronization = self._collective_service
         is_since = self._stored_at == synchronization.completed and self._called == self._epochs.called
         return is_since and not synchronization.contributed
 
-    def _take_in(self, sender: Sender, message: m.Join) -> list[Out]:
+    def _add_group(self, sender: Sender, message: m.Join) -> list[Out]:
         try:
             return self._admit(sender, message, b"")
         except ProtocolError as error:

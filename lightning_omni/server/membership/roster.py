@@ -6,6 +6,8 @@ only once it is in a group.
 Rule 3: a dead rank's group is lost with it; if it is the recorder's group, the run ends.
 Rule 4: where groups join on their own, the recorder is the lowest live rank, and the run outlives every group: it ends
 when one of them has trained it to its end.
+Rule 5: each rank number is assigned once. The first group to request numbers begins the run, and numbers its ranks from
+0; until then other groups wait.
 """
 
 from __future__ import annotations
@@ -18,10 +20,95 @@ import msgspec
 
 from lightning_omni.errors import ProtocolError, Refused
 from lightning_omni.server.membership.groups import FormedGroups
-from lightning_omni.server.membership.numbering import JOINS, MOST_RANKS, RankNumbers, origin
 from lightning_omni.topology import RECORDER, Topology
 from lightning_omni.wire.handshake import fingerprint_problem, is_equal, rank_mac, session_key, version_problem
 from lightning_omni.wire.messages import Heartbeat, Hello, Proof
+
+JOINS = "joins-"
+"""Prefix of the names of runs that groups join on their own. A restarted server recognizes such a run by it."""
+AGAIN = "+"
+"""Separator in the name of a run that begins again because its server ended before the first save."""
+MOST_RANKS = 1 << 16
+"""The most ranks of a run."""
+
+
+def origin(run: str) -> str:
+    """Return the original name of a run, which is the same for all runs that replaced it."""
+    return run.partition(AGAIN)[0]
+
+
+class RankNumbers:
+    """The rank numbers of groups that join on their own.
+
+    Attributes:
+        given: numbers from this one on are free.
+        lost: name of the run that groups were about to join at an earlier server, which has saved none of it; the next
+            run is this run, begun again. With `AGAIN` if a rank had joined; empty if there was no such run.
+    """
+
+    def __init__(self) -> None:
+        self.given, self.lost = 0, ""
+        self._claim: tuple[bytes, str] | None = None  # the connection that begins the run, and its name
+        self._enlisted: dict[bytes, tuple[int, int]] = {}
+
+    def register(self, peer: bytes, ranks: int, run: str, announced: int) -> tuple[int, int]:
+        """Assign numbers to the ranks of a group.
+
+        Args:
+            peer: connection of the group.
+            ranks: number of its ranks.
+            run: suffix of the run's name if this group begins it; `JOINS`, or the name of the run that begins again, is
+                its prefix.
+            announced: number of announced ranks; 0 if the run has not begun.
+
+        Returns:
+            The first number, or -1 while another group is about to begin the run; and the number of announced ranks, 0
+            if this group must begin the run.
+
+        Raises:
+            Refused: too few numbers are left.
+        """
+        first = max(self.given, announced)
+        if not 0 < ranks < MOST_RANKS - first:
+            raise Refused(
+                "rank",
+                f"{ranks} ranks cannot join: {first} of the run's {MOST_RANKS} rank numbers were given out, and each is"
+                " given once, also to a group that fails and starts again; resume the run from a checkpoint",
+            )
+        if peer in self._enlisted:
+            return self._enlisted[peer]
+        if not announced:
+            name = f"{origin(self.lost)}{AGAIN}{run}" if self.lost else JOINS + run
+            self._claim = self._claim or (peer, name)
+            return (0 if self._claim[0] == peer else -1), 0
+        self.given = first + ranks
+        self._enlisted[peer] = first, announced
+        return self._enlisted[peer]
+
+    def begin(self) -> None:
+        self._claim = None
+
+    def withdraw(self, peer: bytes) -> None:
+        """Forget a group whose connection has ended; if it was about to begin the run, another group may."""
+        self._enlisted.pop(peer, None)
+        if self._claim is not None and self._claim[0] == peer:
+            self._claim = None
+
+    def has_given(self, given: int) -> None:
+        """Record that an earlier server has assigned all numbers below this one."""
+        self.given = max(self.given, given)
+
+    @property
+    def peers(self) -> list[bytes]:
+        """Return the connections of groups with assigned numbers, and of the group that is about to begin the run."""
+        claim = [self._claim[0]] if self._claim is not None else []
+        return [*claim, *self._enlisted]
+
+    @property
+    def claimed(self) -> str:
+        """Return the name of the run that a group is about to begin, or an empty string."""
+        return self._claim[1] if self._claim is not None else ""
+
 
 MOST_CHALLENGED = 1024
 """The most connections with an open challenge; a further one displaces the first. Each holds at most 1 kB."""
@@ -68,7 +155,7 @@ class Roster:
         numbers: the rank numbers of groups that join on their own.
         joining: whether groups join on their own.
         finished: whether the run was trained to its end.
-        can_go_on: whether a group that joins can continue the run, even if no rank is left.
+        can_continue: whether a group that joins can continue the run, even if no rank is left.
         wanted_groups: number of groups that an observer has requested; 0 if no request is pending.
         barred: lost ranks whose group must not rejoin by itself.
         barred_hosts: addresses from which no group may join.
@@ -86,7 +173,7 @@ class Roster:
         self.gone: set[int] = set()
         self.formed, self.numbers = FormedGroups(), RankNumbers()
         self.late: list[int] = []
-        self.joining = self.finished = self.can_go_on = False
+        self.joining = self.finished = self.can_continue = False
         self.wanted_groups = 0
         self._ranks: dict[bytes, int] = {}
 
@@ -96,7 +183,7 @@ class Roster:
         return self._first.run if self._first else ""
 
     @property
-    def began(self) -> float:
+    def started_at(self) -> float:
         """Return the time at which the first rank was admitted."""
         return self._began
 
@@ -126,8 +213,8 @@ class Roster:
     @property
     def is_over(self) -> bool:
         """Return whether ranks have joined and none is left, and no other group can continue the run."""
-        goes_on = self.can_go_on and not self.finished
-        return self._first is not None and not goes_on and not any(rank in self.members for rank in self.live)
+        continues = self.can_continue and not self.finished
+        return self._first is not None and not continues and not any(rank in self.members for rank in self.live)
 
     @property
     def lost_ranks(self) -> tuple[int, ...]:
@@ -148,7 +235,7 @@ class Roster:
         self.formed.form(topology, names, by_member)
         self.wanted_groups = 0
 
-    def enlist(self, peer: bytes, ranks: int, run: str) -> tuple[int, int]:
+    def register(self, peer: bytes, ranks: int, run: str) -> tuple[int, int]:
         """Assign numbers to the ranks of a group that joins on its own; see `RankNumbers.enlist`.
 
         Raises:
@@ -162,7 +249,7 @@ class Roster:
                 "this server is busy with a run whose ranks were all announced when it began; start a server for each"
                 " run",
             )
-        return self.numbers.enlist(peer, ranks, run, self.world_size)
+        return self.numbers.register(peer, ranks, run, self.world_size)
 
     def join(self, ranks: Sequence[int], name: str) -> int:
         """Make late ranks a group; return its number.
@@ -191,7 +278,7 @@ class Roster:
         if group < 0 or not self.gone.issuperset(self.formed.members(group)):
             return
         if len(self.groups) > 1 or self.joining:
-            self.formed.take_out(group)
+            self.formed.remove(group)
 
     def record_hello(self, peer: bytes, hello: Hello, challenge: bytes) -> None:
         """Store a rank's hello and its challenge.
@@ -242,7 +329,7 @@ class Roster:
             raise Refused("rank", f"rank {hello.rank} has joined already; is the script running twice?")
         if problem := fingerprint_problem(hello, first):
             raise Refused("fingerprint", problem)
-        self.take_in(peer, hello, challenge, now)
+        self.add_member(peer, hello, challenge, now)
         return hello, challenge
 
     def _gone_with_its_server(self, hello: Hello) -> str:
@@ -259,7 +346,7 @@ class Roster:
             )
         return ""
 
-    def take_in(self, peer: bytes, hello: Hello, challenge: bytes, now: float) -> None:
+    def add_member(self, peer: bytes, hello: Hello, challenge: bytes, now: float) -> None:
         """Add a rank that has proved that it holds the key."""
         if self._first is None:
             self._first, self._began = hello, now
@@ -353,5 +440,5 @@ class Roster:
         members = self.formed.members(group)
         self.lost.update(dict.fromkeys(members, reason))
         self.barred.update(members if barred else ())
-        self.formed.take_out(group)
+        self.formed.remove(group)
         return group, False

@@ -12,16 +12,16 @@ from typing import Any
 import msgspec
 
 from lightning_omni.errors import ProtocolError
-from lightning_omni.server.collectives.service import Synchronization
+from lightning_omni.server.collectives import CollectiveService
 from lightning_omni.server.membership.roster import TRAINED_TO_ITS_END, Member
 from lightning_omni.server.run_context import RunContext
 from lightning_omni.server.service import Out, Payload, Peer, Sender, Service
-from lightning_omni.server.status import Monitoring
+from lightning_omni.server.status import StatusService
 from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m
-from lightning_omni.wire import server_messages as sm
-from lightning_omni.wire.formats import base as wire_format
+from lightning_omni.wire.formats.base import from_wire
 from lightning_omni.wire.journal import FormedEntry, JoinedEntry, LeftEntry, LostEntry
+from lightning_omni.wire.messages import servers as sm
 
 
 class Membership:
@@ -42,15 +42,15 @@ class Membership:
         self,
         run: RunContext,
         services: Sequence[Service],
-        monitoring: Monitoring,
-        synchronization: Synchronization,
+        monitoring: StatusService,
+        synchronization: CollectiveService,
     ) -> None:
         self._roster, self._epochs, self._journal = run.roster, run.epochs, run.journal
-        self._servers, self._limits, self._now = run.servers, run.limits, run.now
+        self._replication, self._limits, self._now = run.replication, run.limits, run.now
         self._services = services
         self._waited_for = [each for each in services if type(each).resolve_pending is not Service.resolve_pending]
-        self._monitoring, self._synchronization = monitoring, synchronization
-        self._formed: m.Form | None = None
+        self._status_service, self._collective_service = monitoring, synchronization
+        self._formed: m.FormGroups | None = None
         self.generation = 0
         self.over = ""
 
@@ -68,7 +68,7 @@ class Membership:
 
     def load(self, state: dict[str, Any]) -> None:
         self.generation = state["generation"]
-        self._formed = msgspec.msgpack.decode(state["formed"], type=m.Form)
+        self._formed = msgspec.msgpack.decode(state["formed"], type=m.FormGroups)
 
     def redo(self, entry: LostEntry | LeftEntry | JoinedEntry) -> None:
         """Replay an entry of the journal."""
@@ -100,7 +100,7 @@ class Membership:
 
     # --- Messages ----------------------------------------------------------------------------------------------------
 
-    def form(self, sender: Sender, message: m.Form, payload: Payload) -> list[Out]:
+    def form(self, sender: Sender, message: m.FormGroups, payload: Payload) -> list[Out]:
         """Form the compute groups at the recorder's request."""
         topology = Topology(message.groups)
         if topology.ranks != self._roster.live:
@@ -108,10 +108,13 @@ class Membership:
                 f"the groups {message.groups} are not a partition of the live ranks {self._roster.live}"
             )
         method = m.method_from_wire(message.method)
-        wire_format.from_wire(message.wire_format)  # refuses an unknown format before anything has changed
-        if message.by_member and any(len(topology.members(group)) % self._servers.count for group in topology.alive):
+        from_wire(message.wire_format)  # refuses an unknown format before anything has changed
+        if message.by_member and any(
+            len(topology.members(group)) % self._replication.count for group in topology.alive
+        ):
             raise ProtocolError(
-                f"the members of the groups {message.groups} exchange a share each, and there are {self._servers.count}"
+                f"the members of the groups {message.groups} exchange a share each, and there are"
+                f" {self._replication.count}"
                 " servers: the size of each group must be a multiple of that"
             )
         formed = self._roster.formed
@@ -124,8 +127,8 @@ class Membership:
             service.form(topology, method, message)
         # Ranks that read the status before their next heartbeat should see these groups.
         return [
-            *self._send_to_everyone(self._monitoring.status(-1.0)),
-            Out(sender.peer, m.CONTROL, m.Formed(generation=message.generation, incarnation=formed.incarnation)),
+            *self._send_to_everyone(self._status_service.status(-1.0)),
+            Out(sender.peer, m.CONTROL, m.GroupsFormed(generation=message.generation, incarnation=formed.incarnation)),
         ]
 
     def join(self, sender: Sender, message: m.Join, payload: Payload) -> list[Out]:
@@ -133,9 +136,9 @@ class Membership:
         if not message.ranks or message.ranks[0] != sender.rank:
             raise ProtocolError(f"rank {sender.rank} speaks for no group of {message.ranks}: the first of them does")
         formed = self._roster.formed
-        if formed.by_member and len(message.ranks) % self._servers.count:
+        if formed.by_member and len(message.ranks) % self._replication.count:
             raise ProtocolError(
-                f"the members of the groups exchange a share each, with {self._servers.count} servers, and"
+                f"the members of the groups exchange a share each, with {self._replication.count} servers, and"
                 f" {len(message.ranks)} ranks want to be one more: the size of each group must be a multiple of that"
             )
         group = formed.group_of(sender.rank)
@@ -152,12 +155,12 @@ class Membership:
             plan=self._epochs.book.plan if self._epochs.book is not None else None,
             overlap=self._formed.overlap,
             live=self._roster.live,
-            synchronizations=self._synchronization.completed,
+            synchronizations=self._collective_service.completed,
         )
-        out = [*self._send_to_everyone(self._monitoring.status(-1.0)), Out(sender.peer, m.CONTROL, joined)]
-        if self._servers.count > 1:  # only now, because the request may have waited
-            self._servers.send_to_all(sm.Relay(rank=sender.rank, message=m.encode(message)))
-            out = self._servers.when_done(out)
+        out = [*self._send_to_everyone(self._status_service.status(-1.0)), Out(sender.peer, m.CONTROL, joined)]
+        if self._replication.count > 1:  # only now, because the request may have waited
+            self._replication.send_to_all(sm.HandleMessage(rank=sender.rank, message=m.encode(message)))
+            out = self._replication.when_done(out)
         return out
 
     def _join(self, rank: int, message: m.Join) -> int:
@@ -169,7 +172,7 @@ class Membership:
         self._journal.is_due = True
         return group
 
-    def report_lost(self, sender: Sender, message: m.Lost, payload: Payload) -> list[Out]:
+    def report_lost(self, sender: Sender, message: m.RankEnded, payload: Payload) -> list[Out]:
         """Handle a launcher's report that a rank's process has ended."""
         return self.lose(message.rank, message.reason)
 
@@ -232,7 +235,7 @@ class Membership:
     def goodbye(self, sender: Sender, message: m.Goodbye, payload: Payload) -> list[Out]:
         """Remove a rank that leaves on its own."""
         out = [Out(sender.peer, m.CONTROL, m.Acknowledged())]
-        self._servers.send_to_all(sm.Relay(rank=sender.rank, message=m.encode(message)))
+        self._replication.send_to_all(sm.HandleMessage(rank=sender.rank, message=m.encode(message)))
         if message.reason:
             out += self.lose(sender.rank, message.reason, barred=True)
             self._roster.finished |= message.finished
@@ -246,9 +249,9 @@ class Membership:
         self._roster.finished |= finished
         self._roster.leave(rank)
         self._journal.note(LeftEntry(rank, finished))
-        return out + self._say_that_it_is_over()
+        return out + self._notify_of_end()
 
-    def _say_that_it_is_over(self) -> list[Out]:
+    def _notify_of_end(self) -> list[Out]:
         """Notify groups that are about to join, if the last rank of a finished run is gone: the server may end now."""
         roster = self._roster
         if not (roster.finished and roster.is_over):
@@ -261,7 +264,7 @@ class Membership:
     def tick(self, now: float) -> list[Out]:
         """Remove ranks that were silent for too long, and groups without progress."""
         out, roster, limits = list[Out](), self._roster, self._limits
-        for rank, reason in roster.stalled(now, limits.progress, self._synchronization.contributed):
+        for rank, reason in roster.stalled(now, limits.progress, self._collective_service.contributed):
             out += self.lose(rank, reason)
         for rank, reason in roster.silent(now, limits.silence_of(roster.joining), limits.join):
             if self.over:
@@ -288,14 +291,14 @@ class Membership:
         """
         if rank not in self._roster.live or self.over:  # it is gone already, or is in no group yet
             return []
-        self._servers.send_to_all(sm.Lose(rank=rank, reason=reason))
+        self._replication.send_to_all(sm.LoseRank(rank=rank, reason=reason))
         group, over = self._roster.lose(rank, reason, barred)
         if over:
             return self.end(f"{reason}; the run cannot go on without it")
         assert group is not None
         self._journal.note(LostEntry(rank, reason, barred))
         out = self._send_to_everyone(m.Notice(lost=self._roster.lost_ranks, reason=reason, barred=barred))
-        return out + self._evict(group, lost=True) + self.resolve_pending() + self._say_that_it_is_over()
+        return out + self._evict(group, lost=True) + self.resolve_pending() + self._notify_of_end()
 
     def resolve_pending(self) -> list[Out]:
         """Answer every waiting rank whose condition is met."""
@@ -303,8 +306,8 @@ class Membership:
 
     def end(self, reason: str) -> list[Out]:
         """End the run and notify every rank."""
-        self.over, self._roster.can_go_on = reason, False
-        self._servers.send_to_all(sm.RunOver(reason=reason))
+        self.over, self._roster.can_continue = reason, False
+        self._replication.send_to_all(sm.EndRun(reason=reason))
         return self._send_to_everyone(m.Notice(lost=self._roster.lost_ranks, reason=reason, over=True))
 
     def _evict(self, group: int, lost: bool) -> list[Out]:

@@ -16,10 +16,10 @@ from torch.nn import Module
 
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.runtime import World
-from lightning_omni.runtime.data.loader import Leases
+from lightning_omni.runtime.data.loader import RankLeases
 from lightning_omni.runtime.executor import Executor
 from lightning_omni.runtime.state.checkpoint import Saved
-from lightning_omni.server.log.record import Spans
+from lightning_omni.server.event_log import Spans
 from lightning_omni.strategy import _private
 from lightning_omni.strategy.loops.epoch_ends import OwnEnd, differ
 from lightning_omni.strategy.loops.leased_data import LeasedData, is_given, size_of
@@ -29,8 +29,7 @@ from lightning_omni.strategy.schedules.pacing import Schedule
 from lightning_omni.strategy.schedules.plateaus import Plateaus
 from lightning_omni.strategy.schedules.run import RunSchedulers
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.cut import Cut
-from lightning_omni.wire.leases import Batch, EpochPlan
+from lightning_omni.wire.messages import Batch, EpochPlan, SnapshotId
 from lightning_omni.wire.progress import Progress
 
 if TYPE_CHECKING:
@@ -218,12 +217,12 @@ class EpochDriver:
         return self._world
 
     @property
-    def leases(self) -> Leases | None:
+    def leases(self) -> RankLeases | None:
         """Return this rank's leases, on which its group's core reports to the server; None if data is not leased."""
         return self.data.leases
 
     @leases.setter
-    def leases(self, leases: Leases | None) -> None:
+    def leases(self, leases: RankLeases | None) -> None:
         self.data.leases = leases
         self.data.start()
 
@@ -266,7 +265,7 @@ class EpochDriver:
             self.published.begin(None)
         self._have_parted()
 
-    def _begin_leased(self, leases: Leases, plan: EpochPlan) -> None:
+    def _begin_leased(self, leases: RankLeases, plan: EpochPlan) -> None:
         entered, self._entered = self._entered, None
         trained = plan.trained if entered is None else entered.plan.trained
         self.published.begin(plan, size_of(trained), self.data.is_dynamic)
@@ -450,21 +449,21 @@ class EpochDriver:
             return self.progress.samples
         return _private.batches_trained(self.trainer) * self.progress.reference.batch
 
-    def moment(self) -> tuple[Progress | None, Cut]:
+    def moment(self) -> tuple[Progress | None, SnapshotId]:
         """Return the run's progress and its epoch's trained samples, for a checkpoint of one group or after the fit.
 
         Return no progress where Lightning's own counts suffice, because several groups have never trained the run.
         """
         if not self.run.is_counted_together:
-            return None, Cut()
+            return None, SnapshotId()
         if self.progress is None or self.leases is None:
-            return self.run.past, Cut()
-        cut = Cut()
+            return self.run.past, SnapshotId()
+        cut = SnapshotId()
         if self.is_open:
             self.run.keep_up()
             if self.is_open_ended:
                 spans = self.leases.trained_spans
-                cut = Cut(epoch=self.progress.epochs, total=self.leases.total, trained=spans)
+                cut = SnapshotId(epoch=self.progress.epochs, total=self.leases.total, trained=spans)
         return self.progress, cut
 
     def expected_batches(self, done: int) -> int | None:
@@ -519,7 +518,7 @@ class EpochDriver:
         self.world.enter_world(module)
 
     def leave(self, stop: str) -> None:
-        """End the epoch early in this group; ``stop`` is how the other groups end it: see `messages.Leave`."""
+        """End the epoch early in this group; ``stop`` is how the other groups end it: see `messages.LeaveEpoch`."""
         control = self.world.control
         if control is None:
             return
@@ -527,7 +526,7 @@ class EpochDriver:
         if self.leases is not None and self.data.is_dynamic:
             self.leases.leave(stop)
         elif stop:
-            control.request(m.Leave(epoch=-1, generation=self.world.generation, trained=0, stop=stop), m.Left)
+            control.request(m.LeaveEpoch(epoch=-1, generation=self.world.generation, trained=0, stop=stop), m.EpochLeft)
         self._stopping = self._stopping or stop in ("validate", "end")
 
     def before_validation(self, module: Module) -> None:

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.runtime import World
-from lightning_omni.runtime.data.loader import Leases, lease, why_not_leased
-from lightning_omni.server.log.record import Spans
+from lightning_omni.runtime.data.loader import RankLeases, lease, why_not_leased
+from lightning_omni.server.event_log import Spans
 from lightning_omni.strategy import _private
-from lightning_omni.wire.leases import EpochPlan
+from lightning_omni.wire.messages import EpochPlan
 from lightning_omni.wire.progress import Progress, ReferenceBatch
 
 if TYPE_CHECKING:
@@ -50,9 +50,9 @@ class LeasedData:
         self.kind, self._own_batches = data, own_batches
         self._info, self._before_epoch, self._is_for_user = info, before_epoch, is_for_user
         self._world: World | None = None
-        self.leases: Leases | None = None
+        self.leases: RankLeases | None = None
         self.split = 0
-        self._new: list[Leases | None] = []  # one per new loader; None if its samples cannot be leased
+        self._new: list[RankLeases | None] = []  # one per new loader; None if its samples cannot be leased
         self._may_be_made_again = self._has_said_why = False
         self._sampler: DistributedSampler[Any] | None = None
         self._order: int | None = None
@@ -87,7 +87,7 @@ class LeasedData:
         return self._coming is None
 
     @property
-    def _coming(self) -> Leases | None:
+    def _coming(self) -> RankLeases | None:
         if self._new:
             return self._new[0] if len(self._new) == 1 else None
         return self.leases
@@ -127,7 +127,7 @@ class LeasedData:
                     'OmniStrategy: the training data is dealt out beforehand (as with data="static"), because'
                     f" {why}; so a slow group delays the end of an epoch"
                 )
-            self._take_in(None)
+            self._add_group(None)
             return loader
         leased = lease(
             loader,
@@ -138,7 +138,7 @@ class LeasedData:
             is_local=not world.executor.exchanges,
             shares=self.leases.shares if self.leases is not None else (),  # those of the replaced loader
         )
-        self._take_in(leased.leases)  # type: ignore[attr-defined]
+        self._add_group(leased.leases)  # type: ignore[attr-defined]
         self._sampler = loader.sampler  # type: ignore[assignment]
         self.split = split_of(loader.dataset)
         if self._order is not None:
@@ -149,7 +149,7 @@ class LeasedData:
         """Let the loaders that are made from now on replace the new ones that no epoch has trained yet."""
         self._may_be_made_again = True
 
-    def _take_in(self, leases: Leases | None) -> None:
+    def _add_group(self, leases: RankLeases | None) -> None:
         if self._may_be_made_again:
             self._new, self._may_be_made_again = [], False
         self._new.append(leases)
@@ -226,11 +226,11 @@ class FitLimits:
         automatic = trainer.lightning_module.automatic_optimization
         self.by_hand = None if automatic else StepsByHand(trainer)
 
-    def reference(self, leases: Leases) -> ReferenceBatch:
+    def reference(self, leases: RankLeases) -> ReferenceBatch:
         """Return the batch of one step of DDP at the moment; accumulation may have a schedule."""
         return ReferenceBatch(leases.world_size, leases.batch_size, int(self._trainer.accumulate_grad_batches))
 
-    def progress(self, leases: Leases, epoch: int, trained: Spans, before: Progress | None = None) -> Progress:
+    def progress(self, leases: RankLeases, epoch: int, trained: Spans, before: Progress | None = None) -> Progress:
         """Return the run's progress when an epoch begins, or is resumed with some of its samples trained.
 
         ``before`` is the progress at the end of the last epoch.
@@ -247,7 +247,7 @@ class FitLimits:
             past = sum(-(-batches // window) for window in windows)
         return Progress(reference, batches, epoch, size_of(trained), past, past_batches)
 
-    def plan(self, leases: Leases, progress: Progress, trained: Spans) -> EpochPlan:
+    def plan(self, leases: RankLeases, progress: Progress, trained: Spans) -> EpochPlan:
         trainer, epoch = self._trainer, progress.epochs
         interval = trainer.val_check_batch  # None if val_check_interval is a duration
         every, offset = 0, 0

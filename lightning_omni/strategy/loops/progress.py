@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING
 
 from lightning_omni.runtime import World
 from lightning_omni.runtime.state.checkpoint import Saved
-from lightning_omni.server.log.record import Spans
+from lightning_omni.server.event_log import Spans
 from lightning_omni.strategy import _private
 from lightning_omni.strategy.declared import reloads
 from lightning_omni.strategy.loops.leased_data import FitLimits, LeasedData, StepsByHand, size_of
-from lightning_omni.wire.cut import Cut
-from lightning_omni.wire.leases import EpochPlan
+from lightning_omni.wire.messages import EpochPlan, SnapshotId
 from lightning_omni.wire.progress import Progress
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ class RunProgress:
         self._resumed_batches = (-1, 0)  # number of the epoch, and batches of each rank
         self.progress: Progress | None = None
         self.past: Progress | None = None
-        self.resumed, self.resumed_samples = Cut(), 0
+        self.resumed, self.resumed_samples = SnapshotId(), 0
         self.is_counted_together = False
         self.step_limit: int | None = None
 
@@ -99,7 +98,7 @@ class RunProgress:
             self.progress = self._limits.counted(self.progress)
 
     def forget(self) -> None:
-        self.progress, self.resumed, self._trainer, self._world = None, Cut(), None, None
+        self.progress, self.resumed, self._trainer, self._world = None, SnapshotId(), None, None
 
     @property
     def trainer(self) -> Trainer:

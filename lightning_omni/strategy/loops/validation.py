@@ -23,7 +23,7 @@ from torch.utils.data import DistributedSampler
 from lightning_omni.runtime import World
 from lightning_omni.strategy import _private
 from lightning_omni.strategy.loops.leased_data import is_given
-from lightning_omni.wire.leases import Batch, EpochPlan
+from lightning_omni.wire.messages import Batch, EpochPlan
 from lightning_omni.wire.progress import Progress
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lightning_omni.strategy import _private
-from lightning_omni.wire.leases import EpochPlan
+from lightning_omni.wire.messages import EpochPlan
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer

@@ -3,8 +3,8 @@
 Rank 0 writes the settings, with the key, as the first line of standard input. Any further byte, or the end of standard
 input, ends the run; data loaders forked since hold the other end of the pipe, too, so that end may be late. The server
 writes one line with its address to standard output. A server that saves its state is forked, so that a successor can
-continue when it is killed (`supervisor`). A server that holds a share of the weights ends with the coordinating server
-instead.
+continue when it is killed (`supervisor`). A server that holds a partition of the parameters ends with the coordinating
+server instead.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> int:
     if not line.strip():  # the run has ended without needing a server
         return 0
     settings = msgspec.json.decode(line, type=ServerSettings)
-    if not settings.state or settings.shard or not can_supervise():
+    if not settings.state or settings.number or not can_supervise():
         return _serve(settings, None)
     stdin = sys.stdin.fileno()
 
@@ -78,7 +78,7 @@ def _serve(settings: ServerSettings, lifeline: Lifeline | None) -> int:
         _report(Ready(address=server.address))
     if lifeline is not None:
         lifeline.send(server.address)
-    if settings.shard:
+    if settings.number:
         # Only the coordinating server ends this one: a dead rank costs its own group, not the share held here.
         server.run(until=lambda: False)
         server.close()
@@ -103,7 +103,7 @@ def _restore(settings: ServerSettings, core: ServerCore) -> StateDirectory | Non
     """Load the state that an earlier server has saved, if any; return the `StateDirectory` to poll, if any."""
     if not settings.state:
         return None
-    if settings.shard:
+    if settings.number:
         ShareDirectory(settings.state).restore(core, settings.restore)
         return None
     states = StateDirectory(settings.state, settings.save_every, EMBEDDED_PATIENCE)
@@ -115,7 +115,7 @@ def _restore(settings: ServerSettings, core: ServerCore) -> StateDirectory | Non
 def _listen(settings: ServerSettings, core: ServerCore, again: str) -> transport.Served:
     """Return the driver of the state machine, bound to a new address or to that of an earlier server (``again``)."""
     chosen = transport.from_wire(settings.transport)
-    if settings.shard:
+    if settings.number:
         if settings.state:
             threading.Thread(target=_end_with_coordinator, name="omni-coordinator", daemon=True).start()
         return chosen.follow(core, settings.coordinator, settings.host, settings.port)

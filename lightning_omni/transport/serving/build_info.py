@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import zmq
 
-from lightning_omni.wire.messages import About
+from lightning_omni.wire.messages import ProcessInfo
 
 PACKAGES = ("lightning-omni", "torch", "pytorch-lightning", "lightning", "pyzmq")
 
@@ -29,6 +29,6 @@ def _version(package: str) -> str:
         return ""
 
 
-def about() -> About:
+def about() -> ProcessInfo:
     """Return the versions and clock of this process."""
-    return About(dict(versions()), time.time())
+    return ProcessInfo(dict(versions()), time.time())

@@ -13,7 +13,7 @@ import msgspec
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.leases import EpochPlan
+from lightning_omni.wire.messages import EpochPlan
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric

@@ -45,7 +45,7 @@ class TimedOverview:
 
     Attributes:
         overview: the published overview.
-        missing: number of servers that are to hold a share of the weights and have not joined yet.
+        missing: number of servers that are to hold a partition of the parameters and have not joined yet.
         is_of_run: whether this server has the run's status; if not, the coordinating server has it.
     """
 
@@ -90,7 +90,7 @@ class StatusServer:
         now = time.monotonic()
         if now >= self._due:
             self._due = now + EVERY
-            self.publish(core.overview(), core.missing_servers, core.knows_run)
+            self.publish(core.overview(), core.missing_servers, core.is_coordinator)
 
     def publish(self, overview: m.Overview, missing: int = 0, is_of_run: bool = True) -> None:
         """Answer later requests from this overview; see `TimedOverview`."""
@@ -185,7 +185,9 @@ class _Handler(BaseHTTPRequestHandler):
         if age > (STALLED if path == "/healthz" else READY):
             return _sentence(HTTPStatus.SERVICE_UNAVAILABLE, f"the server's loop was not heard for {age:.0f} s")
         if path == "/readyz" and snapshot.missing:
-            waits = f"{snapshot.missing} of the servers that are to hold a share of the weights have not come yet"
+            waits = (
+                f"{snapshot.missing} of the servers that are to hold a partition of the parameters have not come yet"
+            )
             return _sentence(HTTPStatus.SERVICE_UNAVAILABLE, waits)
         if path == "/readyz" and snapshot.overview.over:
             return _sentence(HTTPStatus.SERVICE_UNAVAILABLE, f"the run is over: {snapshot.overview.over}")

@@ -35,11 +35,11 @@ class ServerSettings(msgspec.Struct, frozen=True):
         wire_formats: class paths of user-defined wire formats.
         transport: transport of the ranks, as plain data.
         transports: class path of a user-defined transport, if any.
-        shards: number of servers, each of which holds a share of the weights, including this one.
-        shard: number of this server; number 0 coordinates the others.
+        servers: number of servers, each of which holds a partition of the parameters, including this one.
+        number: number of this server; number 0 coordinates the others.
         coordinator: address of server 0, for the others.
         state: directory for the server's state, or its share of it; empty to save none.
-        restore: number of the save from which a server with a share continues; 0 if there is none.
+        restore: number of the save from which a server with a partition continues; 0 if there is none.
         save_every: seconds between two saves.
         progress_timeout: as in `ServerCore`; None for infinite.
         joined_heartbeat_timeout: as in `ServerCore`.
@@ -59,8 +59,8 @@ class ServerSettings(msgspec.Struct, frozen=True):
     wire_formats: tuple[str, ...] = ()
     transport: dict[str, Any] = msgspec.field(default_factory=lambda: {"name": "zeromq"})
     transports: tuple[str, ...] = ()
-    shards: int = 1
-    shard: int = 0
+    servers: int = 1
+    number: int = 0
     coordinator: str = ""
     state: str = ""
     save_every: float = 30.0
@@ -146,7 +146,7 @@ class ServerProcess:
         return self._process.wait()
 
     def leave(self) -> None:
-        """Close the pipes before this process ends; a server with a share ends with the coordinating server instead."""
+        """Close the pipes before this process ends; other servers end with the coordinating one instead."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):

@@ -10,11 +10,11 @@ from lightning_omni import methods
 from lightning_omni.methods.model.master import resolver
 from lightning_omni.methods.model.modules import module_resolver
 from lightning_omni.server.core import ServerCore
-from lightning_omni.server.log.record import RecordFile
+from lightning_omni.server.event_log import RecordFile
 from lightning_omni.transport import base as transport
 from lightning_omni.transport.base import Transport
 from lightning_omni.transport.serving.process import ServerSettings
-from lightning_omni.wire.formats import base as wire_format
+from lightning_omni.wire.formats.base import load_format
 
 
 def load_plugins(settings: ServerSettings) -> list[type[Transport]]:
@@ -22,7 +22,7 @@ def load_plugins(settings: ServerSettings) -> list[type[Transport]]:
     for path in settings.methods:
         methods.load(path)
     for path in settings.wire_formats:
-        wire_format.load(path)
+        load_format(path)
     return [transport.load(path) for path in settings.transports]
 
 
@@ -39,6 +39,6 @@ def core_from(settings: ServerSettings) -> ServerCore:
         resolve_module=module_resolver(settings.allow_modules),
         clock=time.monotonic,
         record=RecordFile(settings.record) if settings.record else None,
-        shards=settings.shards,
-        shard=settings.shard,
+        servers=settings.servers,
+        number=settings.number,
     )

@@ -9,8 +9,8 @@ Rule: the state is copied between two messages, while the server waits; a separa
 Rule: a failed save is repeated when the next one is due, and the last save stays until another one is written. If the
 journal lacks an entry, no server continues from an earlier save, because it would contradict answers that ranks have.
 
-Several servers, each of which holds a share of the weights, save a consistent state by a command of the coordinating
-server. A save counts once all servers have written theirs. Only the coordinating server has a journal.
+Several servers, each of which holds a partition of the parameters, save a consistent state by a command of the
+coordinating server. A save counts once all servers have written theirs. Only the coordinating server has a journal.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from torch import Tensor
 from lightning_omni.checks import counted
 from lightning_omni.errors import ConfigurationError, MalformedMessage, OmniError
 from lightning_omni.server.core import ServerCore
-from lightning_omni.server.membership.numbering import AGAIN
+from lightning_omni.server.membership.roster import AGAIN
 from lightning_omni.server.service import as_tensor
 from lightning_omni.wire.codec import Packed, pack, unpack
-from lightning_omni.wire.journal import AnyEntry, Entry, WentOnEntry
+from lightning_omni.wire.journal import AnyEntry, Entry, RestartedEntry
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ _BEGUN = "begun-"
 _GAP = "gap-"
 """Prefix that a journal gets when an entry could not be written: renaming needs no space on the disk."""
 _SHARE = "share-"
-"""Prefix of the directories of the other servers, each of which holds a share of the weights."""
+"""Prefix of the directories of the other servers, each of which holds a partition of the parameters."""
 _ATTEMPTS = 5
 """Attempts to read a save while a server may write the next one."""
 _PAUSE = 0.25
@@ -88,7 +88,7 @@ class StateDirectory:
         path: the directory; it is created if missing, and only its user may enter it.
         every: seconds between two saves.
         patience: seconds for which ranks look for the server when it is gone.
-        servers: number of servers, each of which holds a share of the weights; this one coordinates.
+        servers: number of servers, each of which holds a partition of the parameters; this one coordinates.
 
     Attributes:
         restored: number of the save that the server continues from; 0 if there is none.
@@ -125,7 +125,7 @@ class StateDirectory:
         if len(shares) + 1 != servers and any(_numbers(folder, _SAVED) for folder in (self._path, *shares)):
             os.close(self._lock)
             raise ConfigurationError(
-                f"--state {path}: a save of {counted(len(shares) + 1, 'server')} lies there; pass --shards"
+                f"--state {path}: a save of {counted(len(shares) + 1, 'server')} lies there; pass --servers"
                 f" {len(shares) + 1}, or another directory"
             )
         for folder in (self._path, *shares):
@@ -153,7 +153,7 @@ class StateDirectory:
         Raises:
             ConfigurationError: this server cannot continue the saved run.
         """
-        core.patience, core.began = self._patience, self._start()
+        core.reconnect_timeout, core.started_at_ms = self._patience, self._start()
         saves = self._whole()
         self._remove_parts(set(saves[-1:]))
         if not saves:
@@ -213,7 +213,7 @@ class StateDirectory:
             core.journal.saves += 1
             self._remove_before(self._number)
             if self._gap < self._number:
-                self._gap, core.patience = 0, self._patience
+                self._gap, core.reconnect_timeout = 0, self._patience
                 self._troubles.end()
         if now < self._due and not core.journal.is_due:
             return
@@ -237,7 +237,7 @@ class StateDirectory:
         # Another server may still be writing the last save, so its number is not used again.
         self._number = self._number if self._others else 0
         self._due, self._latest, self._went_on, self._is_whole = 0.0, 0.0, False, True
-        self._gap, core.patience = 0, self._patience
+        self._gap, core.reconnect_timeout = 0, self._patience
 
     def close(self, core: ServerCore | None = None) -> None:
         """Stop saving, after a last save of a run that has not ended.
@@ -271,7 +271,7 @@ class StateDirectory:
             self._forget_begun()
             return
         if self._others:
-            core.save_shares(self._number)
+            core.save_partitions(self._number)
         self._is_whole = False
         took = time.monotonic() - began
         self._due = began + max(self._every, took / SHARE)
@@ -306,12 +306,12 @@ class StateDirectory:
 
         core.journal.write = write
         if self._went_on:
-            write(WentOnEntry())
+            write(RestartedEntry())
             self._went_on = False
 
     def _lose(self, core: ServerCore, error: Exception) -> None:
         """Mark the journal as incomplete: no server can continue from it until the state is saved again."""
-        core.journal.write, core.patience, self._gap = None, 0.0, self._number
+        core.journal.write, core.reconnect_timeout, self._gap = None, 0.0, self._number
         with contextlib.suppress(OSError):
             if journals := _numbers(self._path, _JOURNAL):
                 _file(self._path, _JOURNAL, journals[-1]).rename(_file(self._path, _GAP, self._gap))

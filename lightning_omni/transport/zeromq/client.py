@@ -139,8 +139,8 @@ class ControlConnection(Control):
             self.close()
             raise
         self._wire, self._monitor = self._dialed.wire, self._dialed.monitor
-        self.heartbeat_timeout, self.shards = welcome.heartbeat_timeout, welcome.shards
-        self.patience, self.returns = welcome.patience, welcome.began
+        self.heartbeat_timeout, self.servers = welcome.heartbeat_timeout, welcome.servers
+        self.patience, self.returns = welcome.reconnect_timeout, welcome.started_at_ms
         self.data_address = data_address(address, welcome.data_port)
         shares = shared_memory and is_private(address) and segments.is_offered()
         self.session = Session(self.data_address, rank, self._secret, self.keys, memory_path(address) if shares else "")
@@ -453,7 +453,7 @@ class DataConnection(Data):
     def receive(self, expect: type[T], into: Tensor | None = None) -> tuple[T, Tensor]:
         head, *rest = self._receive()
         answer = m.decode(head.buffer, at="rank", channel=m.DATA)
-        if isinstance(answer, m.Long):
+        if isinstance(answer, m.LargeMessage):
             long = self._assemble(answer, torch.empty(answer.nbytes, dtype=torch.uint8))
             answer = m.decode(long.numpy().data, at="rank", channel=m.DATA)
         place, room = self._awaited or (None, None)

@@ -3,8 +3,8 @@
 On the data channel a message is one frame. Its payload follows in ZeroMQ messages of two frames: an empty frame, and at
 most half a megabyte of bytes. (One frame of 100 MB is half as fast, because it cannot be copied out while the rest
 arrives.) If the payload is in memory that both processes share, a second frame of the message holds its range
-(`sharing`), and nothing follows. A larger message is announced by a `Long` and sent in such pieces, too. On the control
-channel, message and payload are the frames of one ZeroMQ message.
+(`sharing`), and nothing follows. A larger message is announced by a `LargeMessage` and sent in such pieces, too. On the
+control channel, message and payload are the frames of one ZeroMQ message.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_omni.errors import MalformedMessage
 from lightning_omni.transport.zeromq.keys import HANDSHAKE_TIME
 from lightning_omni.transport.zeromq.shared_memory import NOWHERE, Places
 from lightning_omni.transport.zeromq.shared_memory import encode as encode_places
-from lightning_omni.wire.messages import Long, Message, encode
+from lightning_omni.wire.messages import LargeMessage, Message, encode
 
 CHUNK = 1 << 19
 """The most bytes of payload in one frame."""
@@ -194,7 +194,7 @@ def message_frames(message: Message, places: Places = NOWHERE) -> Iterator[list[
     if len(data) <= CHUNK:
         yield [data, *behind]
         return
-    yield [encode(Long(nbytes=len(data))), *behind]
+    yield [encode(LargeMessage(nbytes=len(data))), *behind]
     for start in range(0, len(data), CHUNK):
         yield [CHUNK_MARK, data[start : start + CHUNK]]
 

@@ -119,7 +119,7 @@ class Observer:
         """
         self._ask(m.SaveNow(), m.Acknowledged)
 
-    def enlist(self, ranks: int) -> m.Enlisted:
+    def enlist(self, ranks: int) -> m.GroupRegistered:
         """Reserve rank numbers for a group that is about to join, for as long as this connection lasts.
 
         Args:
@@ -130,7 +130,7 @@ class Observer:
             Refused: groups cannot join the run.
             ConnectionLost: the server is gone, or does not answer.
         """
-        return self._ask(m.Enlist(ranks=ranks), m.Enlisted)
+        return self._ask(m.RegisterGroup(ranks=ranks), m.GroupRegistered)
 
     def why_over(self) -> str:
         """Return why the run that this process has enlisted in is over; empty if the server reported no end."""

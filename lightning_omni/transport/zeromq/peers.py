@@ -19,7 +19,7 @@ import zmq
 from torch import Tensor
 
 from lightning_omni.errors import ConnectionLost, MalformedMessage, ProtocolError, Refused
-from lightning_omni.group.sharded_inbox import Arrivals
+from lightning_omni.group.sharded_inbox import ShardedInbox
 from lightning_omni.methods import Inbox
 from lightning_omni.methods.model.totals import Total
 from lightning_omni.server.membership.roster import MOST_CHALLENGED
@@ -65,7 +65,7 @@ class PeerSocket:
         self._publications: Counter[int] = Counter()
         self._held: dict[tuple[bytes, int], tuple[Tensor, int]] = {}  # as they were when requested
         self._inboxes = [Total() for _ in layouts]
-        self._arrivals = [Arrivals() for _ in layouts]
+        self._arrivals = [ShardedInbox() for _ in layouts]
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._assemblies: dict[bytes, Assembly] = {}
@@ -93,7 +93,7 @@ class PeerSocket:
         return Inbox(inbox.take() if count else None, count)  # type: ignore[arg-type]  # messages are whole
 
     @contextlib.contextmanager
-    def arrivals(self, optimizer: int) -> Iterator[Arrivals]:
+    def arrivals(self, optimizer: int) -> Iterator[ShardedInbox]:
         """Yield the messages received in parts, locked against further ones."""
         with self._lock:
             yield self._arrivals[optimizer]
@@ -155,7 +155,7 @@ class PeerSocket:
             raise MalformedMessage(f"{len(frames)} frames between peers")
         if peer in self._assemblies and self._assemblies[peer].is_complete:
             self._keep(self._assemblies.pop(peer))
-            self._send(peer, m.Taken())
+            self._send(peer, m.PeerMessageStored())
 
     def _challenge(self, peer: bytes, attach: m.Attach) -> None:
         challenge = secrets.token_bytes(NONCE_BYTES)

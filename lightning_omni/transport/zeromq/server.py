@@ -37,11 +37,11 @@ from lightning_omni.transport.zeromq.guard import ConnectionGuard
 from lightning_omni.transport.zeromq.keys import RunKeys
 from lightning_omni.transport.zeromq.pacing import PacedAnswers
 from lightning_omni.transport.zeromq.rate_limits import RefusalLog
-from lightning_omni.transport.zeromq.server_link import ShardLink, reachable
+from lightning_omni.transport.zeromq.server_link import CoordinatorLink, reachable
 from lightning_omni.transport.zeromq.shared_memory import NOWHERE, Place, Places, SegmentSocket, SharedMemory
 from lightning_omni.transport.zeromq.suspend_aware_clock import AwakeClock
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.server_messages import ShardProof
+from lightning_omni.wire.messages.servers import FollowerProof
 
 _log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class Server:
         self._refusal_log = RefusalLog(_log)
         self._sockets: dict[m.Channel, zmq.Socket[bytes]] = {}
         self._segment_socket: SegmentSocket | None = None
-        self._coordinator: ShardLink | None = None
+        self._coordinator: CoordinatorLink | None = None
         try:
             for channel, number, name in ((m.CONTROL, port, CONTROL), (m.DATA, data_port, DATA)):
                 endpoint = tcp_endpoint(host, number) if directory is None else directory.address(name)
@@ -117,9 +117,11 @@ class Server:
         # Makes sending to a lost peer fail.
         self._sockets[m.CONTROL].setsockopt(zmq.ROUTER_MANDATORY, 1)
         core.about, core.limits.hears_connections = about, True
-        core.began = core.began or time.time_ns() // 1_000_000
+        core.started_at_ms = core.started_at_ms or time.time_ns() // 1_000_000
         core.data_port = urlsplit(self._sockets[m.DATA].getsockopt_string(zmq.LAST_ENDPOINT)).port or 0
-        self.shared = SharedMemory(core.data_connection, lambda: sum(shard.buffer.numel() for shard in core.shards))
+        self.shared = SharedMemory(
+            core.data_connection, lambda: sum(served.buffer.numel() for served in core.optimizers)
+        )
         if directory is not None and shared_memory and segments.is_offered():
             self._segment_socket = SegmentSocket(memory_path(self.address), self.shared)
         self._answer_places: dict[tuple[bytes, int], Place] = {}
@@ -132,7 +134,7 @@ class Server:
         self._guard.start()
 
     def follow(self, coordinator: str) -> None:
-        """Join a coordinating server, for which this one holds a share; `run` returns when it is gone.
+        """Join a coordinating server, for which this one holds a partition; `run` returns when it is gone.
 
         Args:
             coordinator: its address.
@@ -142,7 +144,7 @@ class Server:
             Refused: it rejects this server; the error holds the reason.
         """
         own = self._sockets[m.DATA].getsockopt_string(zmq.LAST_ENDPOINT)
-        self._coordinator = ShardLink(self.core, coordinator, reachable(own, coordinator), self._encryption)
+        self._coordinator = CoordinatorLink(self.core, coordinator, reachable(own, coordinator), self._encryption)
 
     def run(self, until: Callable[[], bool]) -> None:
         """Serve until ``until()`` returns true; it is called several times a second."""
@@ -179,7 +181,7 @@ class Server:
                 _log.exception("the parameter server failed")
                 self._send(self.core.fail(f"{type(error).__name__}: {error}"))
 
-    def _receive_from(self, coordinator: ShardLink) -> None:
+    def _receive_from(self, coordinator: CoordinatorLink) -> None:
         for message in coordinator.receive():
             self._send(self.core.follow(message))
             self.core.handed_over()
@@ -232,7 +234,7 @@ class Server:
             raise MalformedMessage(f"{len(frames)} frames on the control channel")
         message = self.core.decode(m.CONTROL, frames[0].buffer)
         payload = frames[1].bytes if len(frames) == 2 else b""
-        if isinstance(message, (m.Proof, m.ObserverProof, ShardProof)):
+        if isinstance(message, (m.Proof, m.ObserverProof, FollowerProof)):
             return self._decide(m.CONTROL, peer, message, frames[0])
         return self.core.receive(m.CONTROL, peer, message, payload, self._clock())
 
@@ -245,7 +247,7 @@ class Server:
                 self._guard.let_in(frame.get(zmq.SRCFD))
                 if isinstance(message, m.Proof):
                     host = "localhost" if self._directory is not None else str(frame.get("Peer-Address"))
-                    self.core.locate(peer, host)
+                    self.core.set_host(peer, host)
         return out
 
     def _on_data(self, peer: bytes, frames: list[Any]) -> list[Out]:
@@ -264,9 +266,9 @@ class Server:
             assembly = self._begin(peer, message, places)
         else:
             raise MalformedMessage(f"{len(frames)} frames on the data channel")
-        if assembly.is_complete and isinstance(assembly.message, m.Long):
+        if assembly.is_complete and isinstance(assembly.message, m.LargeMessage):
             message = self.core.decode(m.DATA, assembly.buffer.numpy().data)
-            if isinstance(message, (m.Long, m.Attach, m.AttachProof)):
+            if isinstance(message, (m.LargeMessage, m.Attach, m.AttachProof)):
                 raise MalformedMessage(f"a long {type(message).__name__}")
             assembly = self._begin(peer, message, assembly.places)
         if not assembly.is_complete:
@@ -280,7 +282,9 @@ class Server:
         is_kept = self.core.keeps_payload(message)
         buffer = torch.empty(nbytes, dtype=torch.uint8) if is_kept else self._buffer(peer, nbytes)
         assembly = Assembly(message, buffer, places)
-        if not isinstance(message, m.Long):  # a `Long` carries the ranges of the message that it announces
+        if not isinstance(
+            message, m.LargeMessage
+        ):  # a `LargeMessage` carries the ranges of the message that it announces
             if places.payload is not None:
                 assembly.fill(self.shared.at(peer, places.payload))
             self._offer(peer, message, places.answer)
@@ -386,7 +390,7 @@ class Server:
         assert isinstance(item.message, m.RefusedMessage)
         self._refusals[item.peer] += 1
         # After a server's restart, ZeroMQ may deliver earlier messages before the rank itself has reconnected.
-        is_usual = item.message.code == "stranger" and self.core.goes_on
+        is_usual = item.message.code == "stranger" and self.core.resumed
         if self._refusals[item.peer] == 1 and not is_usual:
             self._refusal_log.write(f"refused a {item.channel} message", item.message.reason)
         if len(self._refusals) > 4096:

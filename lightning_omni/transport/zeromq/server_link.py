@@ -1,4 +1,4 @@
-"""The ZeroMQ connection of a server that holds a share to the coordinating server."""
+"""The ZeroMQ connection of a server that holds a partition to the coordinating server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_omni.transport.zeromq.keys import RunKeys
 from lightning_omni.transport.zeromq.suspend_aware_clock import AwakeClock
 from lightning_omni.wire import handshake
 from lightning_omni.wire import messages as m
-from lightning_omni.wire import server_messages as sm
+from lightning_omni.wire.messages import servers as sm
 
 CONNECT_TIME = 60.0
 """Seconds within which the coordinating server must answer."""
@@ -25,11 +25,11 @@ BURST = 64
 """Commands of the coordinating server that are read before messages of ranks are."""
 
 
-class ShardLink:
+class CoordinatorLink:
     """A control connection to the coordinating server: it receives commands and sends reports.
 
     Args:
-        core: state machine of the server that holds a share.
+        core: state machine of the server that holds a partition.
         coordinator: address of the coordinating server.
         address: address of this server's data socket, as ranks can reach it.
         encryption: ``"curve"`` or ``"off"``, as the coordinating server's.
@@ -44,9 +44,9 @@ class ShardLink:
         check_address(coordinator, coordinator)
         keys, self._context = RunKeys(core.key, encryption), zmq.Context()
 
-        def shake_hands(attempt: Dialed, deadline: float) -> sm.ShardWelcome:
-            hello = core.shard_hello(address, secrets.token_bytes(handshake.NONCE_BYTES))
-            return handshake.join_as_shard(
+        def shake_hands(attempt: Dialed, deadline: float) -> sm.FollowerWelcome:
+            hello = core.follower_hello(address, secrets.token_bytes(handshake.NONCE_BYTES))
+            return handshake.join_as_follower(
                 lambda message, expect: attempt.ask(message, expect, deadline, lambda: None),
                 core.key,
                 hello,

@@ -96,7 +96,7 @@ class AppliedSetting:
         if setting.groups != len(world.topology.alive) or by_speed or (again and setting.groups > 1):
             strategy.form(setting.groups, speeds if by_speed else None)
         if setting.rebalance and speeds is not None and len(world.members) > 1 and strategy.epochs.leases is not None:
-            strategy.share_out([speeds[rank] for rank in world.members])
+            strategy.set_batch_shares([speeds[rank] for rank in world.members])
         if not strategy.epochs.is_open:
             world.enter_world(strategy.pl_module)
         if setting.groups > 1:

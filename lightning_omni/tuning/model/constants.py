@@ -1,4 +1,4 @@
-"""All constants of the models. ``docs/explanation/performance.md`` states the meaning and the source of each."""
+"""All constants of the models. ``docs/contribute/performance.md`` states the meaning and the source of each."""
 
 from __future__ import annotations
 

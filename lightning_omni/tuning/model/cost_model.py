@@ -338,7 +338,8 @@ class CostModel:
         serve: seconds of the server for a push, shape (draws,).
         link_per_byte: seconds of a byte on the server's link, shape (draws,).
         head_per_sample: seconds at a merged head per sample of a group's batch.
-        servers: number of servers, each with a share of the weights. The costs of an exchange are those of one server.
+        servers: number of servers, each with a partition of the parameters. The costs of an exchange are those of one
+            server.
         per_node: whether each node runs one server.
         hand_ring: seconds of the whole fp32 gradient on a link over which a leader forwards an answer, shape (draws,).
         hand_hop: seconds of such a message that do not depend on its bytes, shape (draws,).

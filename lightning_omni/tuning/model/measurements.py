@@ -34,7 +34,8 @@ class Measured(Serializable):
         head: seconds of exclusive access to a merged head; 0 if there is none.
         period: local steps between two exchanges, H.
         nbytes: bytes of one exchange, one way; 0 if unknown.
-        servers: number of servers, each with a share of the weights; with one group, the number that several would use.
+        servers: number of servers, each with a partition of the parameters; with one group, the number that several
+            would use.
         per_node: whether each node ran one server.
         round_trip: seconds until the server, or another rank, answers a nearly empty message; 0 if unknown. It is used
             only if no exchange was measured.

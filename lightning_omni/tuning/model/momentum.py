@@ -13,7 +13,7 @@ means this t; the sum m + u, which equals it for small m u, would soon exceed 1.
 Rule 1: The theorems require random staleness. Workers of nearly equal speed have a nearly constant delay, which is not
 momentum and does not help; `Implicit.holds` reports it.
 
-The server estimates the total momentum while a run trains, see `lightning_omni.server.momentum_estimate`.
+The server estimates the total momentum while a run trains, see `lightning_omni.server.parameters.momentum_estimate`.
 """
 
 from __future__ import annotations

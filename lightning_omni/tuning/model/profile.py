@@ -9,9 +9,9 @@ has an interval.
     all-reduce of k members = (k - 1) / k × 2 a + (k - 1) × 2 l
     exchange = delay + service at shared resources, and the wait for it (`lightning_omni.tuning.model.queueing`)
 
-With S servers that each hold a share of the weights, each takes 1 / S of the service, and the shares of all groups
-queue at all servers alike. The delay that does not depend on bytes counts twice, because the servers agree on each
-update. If each node has a server, 1 / S of an exchange crosses no link. The fitted costs are those of one server.
+With S servers that each hold a partition of the parameters, each takes 1 / S of the service, and the shares of all
+groups queue at all servers alike. The delay that does not depend on bytes counts twice, because the servers agree on
+each update. If each node has a server, 1 / S of an exchange crosses no link. The fitted costs are those of one server.
 
 Groups do not wait for each other elsewhere, so an update follows every 1 / Σ 1 / (step of each group) seconds.
 """
@@ -218,7 +218,7 @@ class Profile(Serializable):
 
     @property
     def servers(self) -> int:
-        """Return the number of parameter servers, each with a share of the weights."""
+        """Return the number of parameter servers, each with a partition of the parameters."""
         return self._model.servers
 
     @property
@@ -425,9 +425,9 @@ class Profile(Serializable):
             bandwidth: bytes per second of the server's link, and between the members of a group.
             latency: seconds of one message, on both.
             slowest: factor that multiplies the last rank's compute time.
-            servers: number of parameter servers, each with a share of the weights. They agree by one more message each
-                way, which takes the delay that does not depend on bytes. If all measured exchanges were of one size,
-                that delay is unknown: pass ``latency``, too.
+            servers: number of parameter servers, each with a partition of the parameters. They agree by one more
+                message each way, which takes the delay that does not depend on bytes. If all measured exchanges were of
+                one size, that delay is unknown: pass ``latency``, too.
             per_node: whether each node runs one server, so that a share of each exchange crosses no link.
             batch_size: mean samples per rank and step.
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from lightning_omni.group.member_samples import apportion
 from lightning_omni.topology import Topology
 from lightning_omni.tuning.model import constants as c
 from lightning_omni.tuning.model.cost_model import CostModel, ExchangePattern, first_draw, messages_of
@@ -20,7 +21,6 @@ from lightning_omni.tuning.model.queueing import (
     slowest,
     time_shared,
 )
-from lightning_omni.wire.leases import apportion
 
 Array = np.ndarray[Any, Any]
 Groups = Sequence[tuple[int, ...]]

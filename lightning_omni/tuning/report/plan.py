@@ -113,7 +113,7 @@ class PlannedCluster:
         ranks: number of ranks.
         bandwidth: bytes per second.
         latency: seconds of one message.
-        servers: number of servers, each with a share of the weights.
+        servers: number of servers, each with a partition of the parameters.
         per_node: whether each node runs one server.
         batch_size: samples of a rank's batch.
     """

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.wire.formats.base import WireFormat, checked, register, registered, to_wire
 from lightning_omni.wire.formats.int8 import Int8
-from lightning_omni.wire.formats.per_direction import BothWays
+from lightning_omni.wire.formats.per_direction import PerDirection
 from lightning_omni.wire.formats.rounded import BF16, FP16
 from lightning_omni.wire.formats.top_k import TopK
 
-__all__ = ["BF16", "FP16", "BothWays", "Int8", "TopK", "Wire", "WireFormat", "register", "wire_named", "wire_of"]
+__all__ = ["BF16", "FP16", "Int8", "PerDirection", "TopK", "Wire", "WireFormat", "register", "wire_named", "wire_of"]
 
 Wire = str | WireFormat | Mapping[str, str | WireFormat]
 """The type of ``wire=``: see `wire_of`."""
@@ -46,4 +46,4 @@ def wire_of(given: Wire) -> WireFormat:
             ' direction, as in {"push": "int8", "pull": "bf16"}'
         )
     push, pull = (wire_of(given.get(way, "fp32")) for way in ("push", "pull"))
-    return BothWays(push=to_wire(push), pull=to_wire(pull))
+    return PerDirection(push=to_wire(push), pull=to_wire(pull))

@@ -303,7 +303,7 @@ def register(kind: type[WireFormat]) -> type[WireFormat]:
     return _registry.register(kind)
 
 
-def load(path: str) -> type[WireFormat]:
+def load_format(path: str) -> type[WireFormat]:
     """Import and register a wire format from its path ``module:Class``.
 
     Raises:
@@ -324,7 +324,7 @@ __all__ = [
     "check_size",
     "decode",
     "from_wire",
-    "load",
+    "load_format",
     "name_of",
     "register",
     "registered",

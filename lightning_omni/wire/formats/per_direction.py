@@ -11,7 +11,7 @@ from lightning_omni.wire.formats.base import WireFormat, from_wire, register
 
 
 @register
-class BothWays(WireFormat, frozen=True, kw_only=True, dict=True, tag="both_ways"):
+class PerDirection(WireFormat, frozen=True, kw_only=True, dict=True, tag="both_ways"):
     """The format of ``wire={"push": ..., "pull": ...}``. It encodes nothing itself.
 
     Args:
@@ -23,7 +23,7 @@ class BothWays(WireFormat, frozen=True, kw_only=True, dict=True, tag="both_ways"
         ConfigurationError: one of them is for both directions itself.
 
     Example:
-        >>> both = BothWays(push={"name": "int8"}, pull={"name": "bf16"})
+        >>> both = PerDirection(push={"name": "int8"}, pull={"name": "bf16"})
         >>> both.pushes, both.answers
         (Int8(block=128), BF16())
     """
@@ -32,7 +32,7 @@ class BothWays(WireFormat, frozen=True, kw_only=True, dict=True, tag="both_ways"
     pull: dict[str, Any]
 
     def __post_init__(self) -> None:
-        if isinstance(self.pushes, BothWays) or isinstance(self.answers, BothWays):
+        if isinstance(self.pushes, PerDirection) or isinstance(self.answers, PerDirection):
             raise ConfigurationError('wire={"push": ..., "pull": ...}: pass a format of one direction for each')
 
     @cached_property

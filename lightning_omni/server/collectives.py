@@ -1,0 +1,234 @@
+"""Collectives of all live ranks: each contributes bytes and receives those of all.
+
+Rule 1: a collective is complete when every *live* rank has contributed; it does not wait for dead ranks.
+Rule 2: all ranks must call the same collective; two different ones at the same point end the run with a clear message.
+Rule 3: a rank may have a few open at a time, so the number of ranks bounds the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+import msgspec
+from torch import Tensor
+
+from lightning_omni.errors import CollectiveMismatch, MalformedMessage, ProtocolError, Refused
+from lightning_omni.server.run_context import RunContext
+from lightning_omni.server.service import Out, Payload, Peer, Sender, Service, as_tensor, bytes_of, nbytes_of
+from lightning_omni.server.training import Training
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.journal import GatheredEntry
+
+MOST_OPEN = 16
+"""The most collectives at which a rank may wait when it opens another one."""
+
+_OF_EACH_BATCH = (
+    ". Groups train different numbers of batches, so what a hook has kept of each batch has other sizes on other ranks:"
+    " gather the sizes and pad to the largest, use torch.distributed.all_gather_object, or a metric of torchmetrics"
+)
+
+_ELSEWHERE = (
+    ". If ranks have data of different lengths, such as an IterableDataset each, limit_train_batches= gives all of them"
+    " as many batches as the shortest has"
+)
+
+
+class _Contribution(NamedTuple):
+    """A rank's contribution to a collective."""
+
+    what: str
+    where: str
+    payload: bytes | Tensor
+
+    def __str__(self) -> str:
+        return f"{self.what} ({self.where})" if self.where else self.what
+
+
+class Collectives:
+    """The open collectives.
+
+    Example:
+        >>> collectives = Collectives()
+        >>> collectives.contribute(0, 1, "barrier", b""), collectives.complete(live=[0, 1])
+        (None, [])
+        >>> collectives.contribute(0, 0, "barrier", b""), collectives.complete(live=[0, 1])
+        (None, [(0, [(0, b''), (1, b'')])])
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[int, dict[int, _Contribution]] = {}
+
+    def contribute(
+        self, number: int, rank: int, what: str, payload: bytes | Tensor, where: str = "", is_stopping: bool = False
+    ) -> None:
+        """Add a rank's contribution to a collective.
+
+        Args:
+            number: number of the collective.
+            rank: the contributing rank.
+            what: the collective and its signature; the same on all ranks.
+            payload: bytes for the other ranks.
+            where: the rank's position in the program, for the message on a mismatch.
+            is_stopping: whether a group has requested the run's stop, so that a mismatch is no sign of uneven data.
+
+        Raises:
+            ProtocolError: the rank waits at too many others.
+            CollectiveMismatch: other ranks called another collective at the same point.
+        """
+        if number not in self._open and sum(rank in waiting for waiting in self._open.values()) >= MOST_OPEN:
+            raise ProtocolError(f"rank {rank} comes to collective {number}, and waits at {MOST_OPEN} others")
+        present, mine = self._open.setdefault(number, {}), _Contribution(what, where, payload)
+        for other, theirs in present.items():
+            if theirs.what != what:
+                sizes_differ = what.partition("(")[0] == theirs.what.partition("(")[0]
+                is_of_loops = mine.where and theirs.where and not is_stopping
+                hint = _OF_EACH_BATCH if sizes_differ else _ELSEWHERE if is_of_loops else ""
+                raise CollectiveMismatch(
+                    f"rank {rank} called {mine} while rank {other} called {theirs}; outside the training epoch all"
+                    f" ranks must make the same collective calls in the same order, as under DDP{hint}"
+                )
+        present[rank] = mine
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether no collective is open."""
+        return not self._open
+
+    @property
+    def contributed(self) -> set[int]:
+        """Return the ranks that have contributed to an open collective and wait for the others."""
+        return {rank for present in self._open.values() for rank in present}
+
+    def forget(self, ranks: Collection[int]) -> None:
+        """Drop the contributions of dead ranks."""
+        for present in self._open.values():
+            for rank in ranks:
+                present.pop(rank, None)
+
+    def complete(self, live: Collection[int]) -> list[tuple[int, list[tuple[int, bytes | Tensor]]]]:
+        """Remove and return the complete collectives: their numbers, and the ranks' payloads in rank order."""
+        ready = []
+        for number in sorted(self._open):
+            present = self._open[number]
+            if all(rank in present for rank in live):
+                del self._open[number]
+                ready.append((number, [(rank, present[rank].payload) for rank in sorted(present) if rank in live]))
+        return ready
+
+
+UPLOADED_ELSEWHERE = "uploaded"
+"""Code of a refusal: this server has not received the rank's bytes; an earlier server may have."""
+
+Forward = Callable[[Sender, bytes, Payload], list[Out]]
+"""A function that handles a control message which did not arrive on the control channel."""
+
+
+class CollectiveService(Service):
+    """The service that gathers contributions of all live ranks.
+
+    Args:
+        run: the run.
+        training: service that is notified of groups that wait meanwhile.
+        forward: handles control messages that arrived on the data channel.
+
+    Attributes:
+        completed: number of completed synchronization points.
+    """
+
+    def __init__(self, run: RunContext, training: Training, forward: Forward) -> None:
+        self._roster, self._journal, self._epochs = run.roster, run.journal, run.epochs
+        self._training = training
+        self._forward = forward
+        self.completed = 0
+        self._collectives = Collectives()
+        self._uploads: dict[int, Payload] = {}
+        self._gathered = GatheredEntry(-1, (), ())  # the last completed collective
+
+    @property
+    def contributed(self) -> set[int]:
+        """Return the ranks that wait for others at a synchronization point."""
+        return self._collectives.contributed
+
+    def evict(self, group: int, lost: bool) -> list[Out]:
+        self._collectives.forget(self._roster.lost)
+        for rank in self._uploads.keys() & (self._roster.lost.keys() | self._roster.gone):
+            del self._uploads[rank]
+        return []
+
+    def resolve_pending(self) -> list[Out]:
+        out: list[Out] = []
+        for number, parts in self._collectives.complete(self._roster.live) if not self._collectives.is_idle else ():
+            ranks = tuple(rank for rank, _ in parts)
+            # All ranks have received the previous result, or they would not be at this point.
+            self._gathered = GatheredEntry(number, ranks, tuple(bytes_of(payload) for _, payload in parts))
+            self.completed = number + 1
+            self._journal.note(self._gathered)
+            out += [self._answer(self._roster.members[rank].peer) for rank in ranks]
+            for rank in ranks:
+                self._training.resume(rank)
+        return out
+
+    def _answer(self, peer: Peer) -> Out:
+        """Return the last completed collective as an answer; large payloads must be collected separately."""
+        gathered = self._gathered
+        sizes = tuple(map(len, gathered.payloads))
+        must_download = max(sizes, default=0) > m.LARGEST_INLINE
+        answer = m.Gathered(number=gathered.number, ranks=gathered.ranks, sizes=sizes, must_download=must_download)
+        return Out(peer, m.CONTROL, answer, () if must_download else gathered.payloads)
+
+    def state(self) -> bytes:
+        return msgspec.msgpack.encode((self.completed, self._gathered))
+
+    def load(self, state: bytes) -> None:
+        self.completed, self._gathered = msgspec.msgpack.decode(state, type=tuple[int, GatheredEntry])
+
+    def redo(self, gathered: GatheredEntry) -> None:
+        self.completed, self._gathered = gathered.number + 1, gathered
+
+    def contribute(self, sender: Sender, message: m.Contribute, payload: Payload) -> list[Out]:
+        """Record a rank's contribution to a synchronization point."""
+        if message.number == self._gathered.number and sender.rank in self._gathered.ranks:  # the answer was lost
+            return [self._answer(sender.peer)]
+        if message.uploaded:
+            payload = self._take_upload(sender.rank)
+        where, is_stopping = message.where or "", bool(self._epochs.stop)
+        self._collectives.contribute(message.number, sender.rank, message.what, payload, where, is_stopping)
+        return self._training.idle(sender.rank)
+
+    def check_upload(self, sender: Sender, message: m.Upload) -> int:
+        """Check the size of bytes for one synchronization point, and return it."""
+        return _checked_size(message.nbytes, m.LARGEST_UPLOAD)
+
+    def upload(self, sender: Sender, message: m.Upload, payload: Payload) -> list[Out]:
+        """Store bytes that the rank's next message on the control channel refers to."""
+        self._uploads[sender.rank] = payload
+        return [Out(sender.peer, m.DATA, m.Uploaded())]
+
+    def read_upload(self, sender: Sender, message: m.ReadUpload, payload: Payload) -> list[Out]:
+        """Handle a rank's stored bytes as a control message."""
+        uploaded = self._take_upload(sender.rank)
+        data = uploaded.numpy().tobytes() if isinstance(uploaded, Tensor) else uploaded
+        return self._forward(sender, data, payload)
+
+    def download(self, sender: Sender, message: m.Download, payload: Payload) -> list[Out]:
+        """Answer with the payloads of the last synchronization point."""
+        if message.number != self._gathered.number:
+            raise ProtocolError(f"there is nothing to collect of collective {message.number}")
+        parts = tuple(as_tensor(payload) for payload in self._gathered.payloads)
+        return [Out(sender.peer, m.DATA, m.Downloaded(nbytes=sum(map(nbytes_of, parts))), parts)]
+
+    def check_long(self, sender: Sender, message: m.LargeMessage) -> int:
+        """Check the size of a message that is too large for one frame, and return it. The transport assembles it."""
+        return _checked_size(message.nbytes, m.LONGEST)
+
+    def _take_upload(self, rank: int) -> Payload:
+        if rank not in self._uploads:
+            raise Refused(UPLOADED_ELSEWHERE, f"rank {rank} has uploaded nothing over its data connection")
+        return self._uploads.pop(rank)
+
+
+def _checked_size(nbytes: int, largest: int) -> int:
+    if not 0 < nbytes <= largest:
+        raise MalformedMessage(f"{nbytes} bytes are announced, and at most {largest} may come")
+    return nbytes

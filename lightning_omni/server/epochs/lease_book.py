@@ -1,0 +1,343 @@
+"""Leases of an epoch's samples to groups.
+
+Rule 1: an epoch is one permutation of positions ``0 .. total-1``; a group batch is one range of them.
+Rule 2: batches that a group has drawn and did not train return to the pool when the group is evicted or regrouped,
+so every position is trained at least once.
+Rule 3: the answer to (group, batch number) never changes, so the members of a group agree without communication.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from operator import itemgetter
+
+import msgspec
+
+from lightning_omni.errors import ProtocolError
+from lightning_omni.wire.messages.data import Batch, EpochPlan
+
+MOST_AHEAD = 4
+"""The most group batches in one answer; fewer towards the end, so that groups end at about the same time."""
+
+
+LARGEST_EPOCH = 1 << 53
+"""The most positions in an epoch."""
+
+
+class LeaseBook:
+    """The record of one epoch's samples: free, leased or trained.
+
+    Args:
+        plan: plan of the epoch.
+        group_sizes: number of ranks of each group.
+        samples: counter that continues for each group the number of positions that it was first to train.
+
+    Raises:
+        ProtocolError: the plan is invalid.
+
+    Example:
+        >>> book = LeaseBook(EpochPlan(epoch=0, total=8, batch_size=2, budget=8), {0: 1, 1: 2})
+        >>> book.draw(0, 0), book.draw(1, 0)
+        ([Batch(start=0, stop=2, interval=0)], [Batch(start=2, stop=6, interval=0)])
+    """
+
+    def __init__(self, plan: EpochPlan, group_sizes: dict[int, int], samples: Counter[int] | None = None) -> None:
+        spans_in_range = all(0 <= start < stop <= plan.total for start, stop in plan.trained)
+        if plan.batch_size < 1 or not 0 <= plan.budget <= plan.total <= LARGEST_EPOCH or not spans_in_range:
+            raise ProtocolError(f"no epoch can be as in {plan}")
+        if plan.validate_every < 0 or not 0 <= plan.validate_offset <= LARGEST_EPOCH:
+            raise ProtocolError(f"no epoch can be validated as in {plan}")
+        if plan.ranks_per_batch < 1 or any(size % plan.ranks_per_batch for size in group_sizes.values()):
+            raise ProtocolError(f"groups of {sorted(set(group_sizes.values()))} ranks cannot train as in {plan}")
+        self.plan = plan
+        self.interval = 0
+        self._free = _complement(plan.trained, plan.budget)
+        self._done = _merge(plan.trained)
+        self._done_size = sum(stop - start for start, stop in self._done)
+        if self._free:
+            self.interval = self.next_interval
+        self._sizes = dict(group_sizes)
+        self._drawn: dict[int, list[Batch]] = {group: [] for group in group_sizes}
+        self._trained: dict[int, int] = dict.fromkeys(group_sizes, 0)
+        self._before: dict[int, int] = {}  # trained batches of each group when the interval began
+        self._repeats: set[tuple[int, int]] = set()  # groups and numbers of batches that repeat another group's
+        self._samples = Counter[int]() if samples is None else samples
+
+    @property
+    def trained(self) -> int:
+        """Return the number of trained positions."""
+        return self._done_size
+
+    @property
+    def trained_spans(self) -> tuple[tuple[int, int], ...]:
+        """Return the trained ranges, merged and in order."""
+        return tuple(self._done)
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        return tuple(self._sizes)
+
+    def has(self, group: int) -> bool:
+        return group in self._sizes
+
+    @property
+    def next_interval(self) -> int:
+        """Return the validation interval of the next batch.
+
+        Raises:
+            IndexError: the pool is empty.
+        """
+        return self._interval_of(self._free[0][0])
+
+    def has_point_after(self, interval: int) -> bool:
+        """Return whether a validation point follows a validation interval, perhaps inside the epoch's last batches."""
+        return self._interval_of(self.plan.budget - 1) > interval
+
+    @property
+    def is_drained(self) -> bool:
+        """Return whether no position is free (batches may still be leased)."""
+        return not self._free
+
+    @property
+    def is_finished(self) -> bool:
+        """Return whether no position is free and no batch is leased."""
+        return self.is_drained and not any(self.out(group) for group in self._sizes)
+
+    def out(self, group: int) -> int:
+        """Return the number of batches that a group has drawn and has not trained."""
+        return len(self._drawn[group]) - self._trained[group]
+
+    def drawn(self, group: int, number: int) -> Batch | None:
+        """Return a group's batch of this number, if it was drawn."""
+        return self._drawn[group][number] if number < len(self._drawn[group]) else None
+
+    def has_free(self, group: int) -> bool:
+        """Return whether a group that requests a batch gets one.
+
+        A group that has drawn since the last validation leaves one batch each to the groups that have not.
+        """
+        if not self._free or not self.has_begun(group):
+            return bool(self._free)
+        size = self._sizes[group] // self.plan.ranks_per_batch * self.plan.batch_size
+        batches = sum(-(-(stop - start) // size) for start, stop in self._free)
+        return batches > len(self._sizes) or batches > sum(not self.has_begun(each) for each in self._sizes)
+
+    def has_begun(self, group: int) -> bool:
+        """Return whether a group has drawn a batch since the last validation."""
+        return len(self._drawn[group]) > self._before.get(group, 0)
+
+    def draw(self, group: int, number: int) -> list[Batch]:
+        """Return a group's batches from a number on: those drawn before, or else a few new ones.
+
+        A group that finds no batch left gets the epoch's first batch again: every group needs at least one batch in
+        each validation interval, to reach the validation, or the end of the epoch, together with the others.
+
+        Returns:
+            At least one batch; none if the pool is empty now, except for batches kept for other groups.
+
+        Raises:
+            ProtocolError: the group is unknown, or skips a number.
+        """
+        drawn = self._known(group)
+        if not 0 <= number <= len(drawn):
+            raise ProtocolError(f"group {group} asks for its batch {number}, but has drawn only {len(drawn)}")
+        if number == len(drawn):
+            size = self._sizes[group] // self.plan.ranks_per_batch * self.plan.batch_size
+            left = sum(stop - start for start, stop in self._free)
+            ahead = left // (8 * max(1, len(self._sizes)) * size)
+            for _ in range(max(1, min(MOST_AHEAD, ahead))):
+                if self.has_free(group):
+                    drawn.append(self._take(size))
+            if not self.has_begun(group) and self.plan.budget:
+                drawn.append(Batch(0, min(size, self.plan.budget), self.interval))
+                self._repeats.add((group, number))
+        return drawn[number:]
+
+    def train(self, group: int, batches: int) -> None:
+        """Record that a group has trained its first ``batches`` batches.
+
+        Raises:
+            ProtocolError: the group has drawn fewer.
+        """
+        self.check_trained(group, batches)
+        drawn = self._drawn[group]
+        for batch in drawn[self._trained[group] : batches]:
+            new = _insert(self._done, batch.start, batch.stop)
+            self._done_size += new
+            self._samples[group] += new
+        self._trained[group] = max(batches, self._trained[group])
+
+    def untrained_spans(self, group: int, batches: int) -> tuple[tuple[int, int], ...]:
+        """Return the ranges of a group's first ``batches`` batches that are not trained yet."""
+        return tuple((batch.start, batch.stop) for batch in self._known(group)[self._trained[group] : batches])
+
+    def check_trained(self, group: int, batches: int) -> None:
+        """Raise `ProtocolError` unless the group has drawn at least this number of batches."""
+        drawn = self._known(group)
+        if not 0 <= batches <= len(drawn):
+            raise ProtocolError(f"group {group} says it trained {batches} batches, but has drawn only {len(drawn)}")
+
+    def release(self, group: int) -> None:
+        """Return a group's drawn and untrained batches to the pool."""
+        drawn, first = self._known(group), self._trained[group]
+        numbers = [number for number in range(first, len(drawn)) if (group, number) not in self._repeats]
+        back = [(drawn[number].start, drawn[number].stop) for number in numbers]
+        self._repeats -= {(group, number) for number in range(first, len(drawn))}
+        del drawn[first:]
+        self._free = _merge([*back, *self._free])
+
+    def evict(self, group: int) -> None:
+        """Release a group's batches and remove the group."""
+        self.release(group)
+        del self._sizes[group], self._drawn[group], self._trained[group]
+        self._before.pop(group, None)
+        self._repeats = {repeat for repeat in self._repeats if repeat[0] != group}
+
+    def join(self, group: int, size: int) -> None:
+        """Add a group, which draws from its batch number 0."""
+        self._sizes[group], self._drawn[group], self._trained[group] = size, [], 0
+
+    def regroup(self, group_sizes: dict[int, int]) -> None:
+        """Return all leased batches to the pool, and replace the groups, which draw from their batch number 0."""
+        for group in list(self._sizes):
+            self.evict(group)
+        self._sizes = dict(group_sizes)
+        self._drawn = {group: [] for group in group_sizes}
+        self._trained = dict.fromkeys(group_sizes, 0)
+
+    def advance(self) -> None:
+        """End the interval, and begin the next one that has untrained positions."""
+        left = [batch.interval for group in self._sizes for batch in self._drawn[group][self._trained[group] :]]
+        if self._free:
+            left.append(self.next_interval)
+        self.interval = max(self.interval + 1, min(left, default=0))
+        self._before = dict(self._trained)
+
+    def close(self) -> None:
+        """End the epoch early: no further batches are leased."""
+        self._free = []
+
+    def state(self) -> bytes:
+        """Return the state, without the groups' counts of trained samples."""
+        return msgspec.msgpack.encode(
+            _BookState(
+                self.plan,
+                self.interval,
+                self._free,
+                self._done,
+                self._sizes,
+                self._drawn,
+                self._trained,
+                self._before,
+                sorted(self._repeats),
+            )
+        )
+
+    @classmethod
+    def from_state(cls, state: bytes, samples: Counter[int]) -> LeaseBook:
+        """Rebuild a book from a `state`; ``samples`` as in the constructor."""
+        saved = msgspec.msgpack.decode(state, type=_BookState)
+        book = cls(saved.plan, saved.sizes, samples)
+        book.interval, book._free, book._done = saved.interval, saved.free, saved.done
+        book._done_size = sum(stop - start for start, stop in saved.done)
+        book._drawn, book._trained, book._before = saved.drawn, saved.trained, saved.before
+        book._repeats = set(saved.repeats)
+        return book
+
+    def go_back(self, trained: Sequence[tuple[int, int]]) -> None:
+        """Reset the trained ranges; the others are free again, except for drawn and untrained batches."""
+        self._done = _merge(trained)
+        self._done_size = sum(stop - start for start, stop in self._done)
+        held = [(each.start, each.stop) for group in self._sizes for each in self._drawn[group][self._trained[group] :]]
+        self._free = _complement([*self._done, *held], self.plan.budget)
+        # A group may hold the only lease of positions that are untrained again; that one must return to the pool.
+        self._repeats = {
+            (group, number) for group, number in self._repeats if self._is_trained(self._drawn[group][number])
+        }
+
+    def _is_trained(self, batch: Batch) -> bool:
+        return any(start <= batch.start and batch.stop <= stop for start, stop in self._done)
+
+    def _known(self, group: int) -> list[Batch]:
+        if group not in self._drawn:
+            raise ProtocolError(f"group {group} does not take part in epoch {self.plan.epoch}")
+        return self._drawn[group]
+
+    def _take(self, size: int) -> Batch:
+        start, stop = self._free.pop(0)
+        size -= self._missing(stop - start - size, size)
+        if stop - start > size:
+            self._free.insert(0, (start + size, stop))
+            stop = start + size
+        return Batch(start, stop, self._interval_of(start))
+
+    def _missing(self, rest: int, size: int) -> int:
+        """Return the number of samples to remove from a batch of ``size``, so that the rest is enough for a group.
+
+        If the rest had fewer than two samples for each member, one of them might get a single sample, with which
+        BatchNorm cannot train. The batches of one group stay those of DistributedSampler.
+        """
+        if rest <= 0 or len(self._sizes) == 1:
+            return 0
+        least = 2 * max(self._sizes.values()) // self.plan.ranks_per_batch
+        missing = max(0, least - rest)
+        return missing if size - missing >= 2 * size // self.plan.batch_size else 0
+
+    def _interval_of(self, start: int) -> int:
+        # Positions returned by a dead group are trained late: they never reopen a validated interval.
+        if not self.plan.validate_every:
+            return self.interval
+        own = (start + self.plan.validate_offset) // self.plan.validate_every
+        return max(own, self.interval)
+
+
+class _BookState(msgspec.Struct, frozen=True, array_like=True):
+    """The state of a `LeaseBook`."""
+
+    plan: EpochPlan
+    interval: int
+    free: list[tuple[int, int]]
+    done: list[tuple[int, int]]
+    sizes: dict[int, int]
+    drawn: dict[int, list[Batch]]
+    trained: dict[int, int]
+    before: dict[int, int]
+    repeats: list[tuple[int, int]]
+
+
+def _merge(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def _insert(merged: list[tuple[int, int]], start: int, stop: int) -> int:
+    """Add a range to merged ones, in place; a run of many groups cannot merge them all at every push.
+
+    Returns:
+        The number of added positions.
+    """
+    first = bisect_left(merged, start, key=itemgetter(1))  # the first range that ends at ``start`` or later
+    last = bisect_right(merged, stop, lo=first, key=itemgetter(0))
+    known = merged[first:last]
+    if known:
+        start, stop = min(start, known[0][0]), max(stop, known[-1][1])
+    merged[first:last] = [(start, stop)]
+    return stop - start - sum([end - begin for begin, end in known])
+
+
+def _complement(spans: Sequence[tuple[int, int]], total: int) -> list[tuple[int, int]]:
+    free, position = [], 0
+    for start, stop in _merge(spans):
+        if start > position:
+            free.append((position, min(start, total)))
+        position = max(position, stop)
+    if position < total:
+        free.append((position, total))
+    return [(start, stop) for start, stop in free if stop > start]

@@ -1,0 +1,136 @@
+"""The service for merged heads: groups get exclusive access, and gradients are applied where they are computed.
+
+`lightning_omni.server.parameters.served_head` defines an access and its effect on the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lightning_omni.errors import OmniError, ProtocolError, Refused
+from lightning_omni.methods import Method
+from lightning_omni.server.parameters.served_head import HeadRequest, ServedHead
+from lightning_omni.server.run_context import RunContext
+from lightning_omni.server.service import Out, Payload, Peer, Sender, Service, as_tensor
+from lightning_omni.topology import Topology
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.activations import (
+    RAW_ACTIVATIONS,
+    ActivationFormats,
+    check,
+    pack_activations,
+    unpack_activations,
+)
+from lightning_omni.wire.formats.base import from_wire
+
+
+class MergedHeadService(Service):
+    """The service that grants exclusive access to the merged heads.
+
+    Args:
+        run: the run.
+        clock: returns seconds, for the duration of the server's arithmetic.
+    """
+
+    def __init__(self, run: RunContext, clock: Callable[[], float]) -> None:
+        self._roster, self._store, self._events = run.roster, run.store, run.events
+        self._clock = clock
+        self._wire = RAW_ACTIVATIONS
+
+    def form(self, topology: Topology, method: Method, message: m.FormGroups) -> None:
+        self._wire = ActivationFormats.of(from_wire(message.wire_format))
+
+    def evict(self, group: int, lost: bool) -> list[Out]:
+        """End a group's access and remove it from the queues."""
+        out: list[Out] = []
+        for number, head in self._store.heads:
+            head.forget(group)
+            out += self._serve(number)
+        return out
+
+    def check_forward(self, sender: Sender, message: m.HeadForward) -> int:
+        """Check the size of a batch, and return it."""
+        if message.exclusive:
+            self._roster.formed.check_leads(sender.rank, sender.group)
+        return self._check_packed(message)
+
+    def check_backward(self, sender: Sender, message: m.HeadBackward) -> int:
+        """Check the size of gradients, and return it."""
+        return self._check_packed(message)
+
+    def forward(self, sender: Sender, message: m.HeadForward, payload: Payload) -> list[Out]:
+        """Run a group's batch through the head, once it has exclusive access if it requests that."""
+        head = self._store.head(message.optimizer)
+        # The connection owns the memory, and sends nothing else before the answer.
+        request = HeadRequest(
+            sender.group, sender.peer, message, unpack_activations(self._wire.up, message.packed, as_tensor(payload))
+        )
+        if not message.exclusive:
+            return [self._output(head, request)]
+        self._roster.formed.check_leads(sender.rank, sender.group)
+        head.add_request(request)
+        return self._serve(message.optimizer)
+
+    def backward(self, sender: Sender, message: m.HeadBackward, payload: Payload) -> list[Out]:
+        """Step the head along the gradients of its output, and end the access."""
+        head, group, number = self._store.head(message.optimizer), sender.group, message.optimizer
+        spans = self._events.new_spans(group, message)
+        try:
+            stepped = head.backward(
+                group, message, unpack_activations(self._wire.up, message.packed, as_tensor(payload)), number
+            )
+        except ProtocolError as error:
+            head.forget(group)
+            return [_refusal(sender.peer, error), *self._serve(number)]
+        self._events.note(
+            "push",
+            group,
+            number,
+            read_at=stepped.read_at,
+            refused=not stepped.applied,
+            epoch=message.epoch,
+            spans=spans[-1:],
+            hyperparameters=message.hyperparameters,
+            note=message.clip,
+        )
+        head.release(self._clock())
+        packed, buffer = pack_activations(self._wire.down, stepped.inputs)
+        answer = m.HeadGradients(
+            packed=packed,
+            nbytes=buffer.numel(),
+            clock=head.master.clock,
+            applied=stepped.applied,
+            refused_in_row=head.counts.refused_in_row[group],
+        )
+        return [Out(sender.peer, m.DATA, answer, (buffer,)), *self._serve(number)]
+
+    def release(self, sender: Sender, message: m.HeadRelease, payload: Payload) -> list[Out]:
+        """End an access without gradients."""
+        self._store.head(message.optimizer).forget(sender.group)
+        return [Out(sender.peer, m.DATA, m.HeadReleased()), *self._serve(message.optimizer)]
+
+    def _serve(self, number: int) -> list[Out]:
+        """Grant access to the next group in the queue; refuse groups whose batch the head cannot process."""
+        head, out = self._store.head(number), []
+        while (request := head.grant_access(self._clock())) is not None:
+            out.append(self._output(head, request))
+        return out
+
+    def _check_packed(self, message: m.HeadForward | m.HeadBackward) -> int:
+        self._store.head(message.optimizer)
+        check(self._wire.up, message.packed, message.nbytes)
+        return message.nbytes
+
+    def _output(self, head: ServedHead, request: HeadRequest) -> Out:
+        try:
+            packed, buffer = pack_activations(self._wire.down, head.forward(request))
+        except OmniError as error:
+            if request.message.exclusive:
+                head.forget(request.group)
+            return _refusal(request.peer, error)
+        return Out(request.peer, m.DATA, m.HeadOutput(packed=packed, nbytes=buffer.numel()), (buffer,))
+
+
+def _refusal(peer: Peer, error: OmniError) -> Out:
+    code = error.code if isinstance(error, Refused) else "protocol"
+    return Out(peer, m.DATA, m.RefusedMessage(code=code, reason=str(error)))

@@ -1,0 +1,165 @@
+"""The saved state of a run, from which another server continues: a state, and the journal since then.
+
+The trained weights are those of the state; decisions that ranks have received since then stay valid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.server.collectives import CollectiveService
+from lightning_omni.server.membership.service import Membership
+from lightning_omni.server.replication import Coordinator
+from lightning_omni.server.run_context import RunContext
+from lightning_omni.server.service import Service
+from lightning_omni.server.training import Training
+from lightning_omni.server.validation import ValidationService
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.journal import (
+    AskedEntry,
+    ClaimedEntry,
+    DrawnEntry,
+    Entry,
+    EvaluatedEntry,
+    FormedEntry,
+    GatheredEntry,
+    JoinedEntry,
+    LeftEntry,
+    LeftEpochEntry,
+    LostEntry,
+    NumberedEntry,
+    OpenedEntry,
+    ReadEntry,
+    ResolvedEntry,
+    RestartedEntry,
+    RestructuredEntry,
+    SavedEntry,
+    SeededEntry,
+    TrainedEntry,
+)
+from lightning_omni.wire.messages import servers as sm
+
+STATE, STATE_VERSION = "lightning_omni.server_state", 3
+"""Name and version of a saved state."""
+
+
+class Restore:
+    """The saving and loading of a run's state.
+
+    Args:
+        run: the run.
+        membership: the groups and losses of the run.
+        services: all services of the run; those that have a state are saved.
+        training: service that merges pushes.
+        synchronization: service that gathers the contributions of all ranks.
+        evaluations: service that assigns validations to groups.
+    """
+
+    def __init__(
+        self,
+        run: RunContext,
+        membership: Membership,
+        services: Sequence[Service],
+        training: Training,
+        synchronization: CollectiveService,
+        evaluations: ValidationService,
+    ) -> None:
+        self._roster, self._epochs, self._replication, self._journal = (
+            run.roster,
+            run.epochs,
+            run.replication,
+            run.journal,
+        )
+        self._membership, self._services, self._training = membership, services, training
+        self._collective_service, self._validation_service = synchronization, evaluations
+
+    def state(self) -> dict[str, Any]:
+        """Return the state as plain values and live tensors. Call this between two messages only."""
+        services = {type(each).__name__: each.state() for each in self._services}
+        return {
+            "name": STATE,
+            "version": STATE_VERSION,
+            "protocol": m.VERSION,
+            "roster": self._roster.state(),
+            "membership": self._membership.state(),
+            "services": {name: state for name, state in services.items() if state is not None},
+        }
+
+    def load(self, state: Mapping[str, Any], journal: Iterable[Entry], now: float) -> None:
+        """Continue from a state, in a run that has not begun.
+
+        Args:
+            state: the `state` of a server that is gone.
+            journal: the journal that this server has written since.
+            now: seconds on the clock of this server.
+
+        Raises:
+            ConfigurationError: the run cannot continue from them.
+        """
+        self._roster.load(state["roster"], now)
+        self._membership.load(state["membership"])
+        for service in self._services:
+            if (saved := state["services"].get(type(service).__name__)) is not None:
+                service.load(saved)
+        writes, self._journal.write = self._journal.write, None
+        for entry in (*journal, RestartedEntry()):
+            self.redo(entry)
+        for group in self._epochs.validations.evaluating:  # groups that wait for others report that again
+            self._training.idle(self._roster.formed.exchanges_with(group, 0))
+        self._journal.write, self._journal.is_due = writes, True
+
+    def redo(self, entry: Entry) -> None:
+        """Replay an entry of the journal, so that a decision of an earlier server stays valid."""
+        epochs = self._epochs
+        match entry:
+            case OpenedEntry():
+                epochs.open(entry.plan)
+            case TrainedEntry():
+                epochs.train(entry.group, entry.epoch, entry.batches)
+            case DrawnEntry() if epochs.book is not None:
+                epochs.book.draw(entry.group, entry.number)
+            case AskedEntry():
+                epochs.wait(entry.group, entry.rank, entry.question)
+            case ResolvedEntry():
+                epochs.resolve_pending(entry.all_answered)
+            case LeftEpochEntry():
+                epochs.leave(entry.group, entry.message)
+            case GatheredEntry():
+                self._collective_service.redo(entry)
+            case ClaimedEntry() | EvaluatedEntry() | ReadEntry() | SavedEntry():
+                self._validation_service.redo(entry)
+            case LostEntry() | LeftEntry() | JoinedEntry():
+                self._membership.redo(entry)
+                if isinstance(self._replication, Coordinator):
+                    self._replication.send_to_all(sm.ReplayEntry(entry=entry))
+            case RestructuredEntry():
+                self._training.redo(entry)
+            case NumberedEntry():
+                self._roster.numbers.has_given(entry.numbered)
+            case FormedEntry():
+                raise ConfigurationError(
+                    "other groups were formed after the state was saved, and before it was saved again; this run"
+                    " cannot go on: resume it from a checkpoint"
+                )
+            case SeededEntry():
+                raise ConfigurationError(
+                    "weights were handed over after the state was saved, as when several groups are formed of one, and"
+                    " before it was saved again; this run cannot go on: resume it from a checkpoint"
+                )
+            case RestartedEntry():
+                epochs.go_back()
+
+
+def check_state(state: Mapping[str, Any]) -> None:
+    """Raise `ConfigurationError` unless this release has saved the state."""
+    if state.get("name") != STATE or (state.get("version"), state.get("protocol")) != (STATE_VERSION, m.VERSION):
+        raise ConfigurationError(
+            f"the state is that of {state.get('name')} {state.get('version')} with protocol"
+            f" {state.get('protocol')}, and this server reads {STATE} {STATE_VERSION} with protocol {m.VERSION};"
+            " start the server in an empty directory"
+        )
+
+
+__all__ = ["STATE", "STATE_VERSION", "Restore", "check_state"]

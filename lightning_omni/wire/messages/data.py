@@ -1,0 +1,107 @@
+"""Messages of an epoch's data: its plan, the leases of batches, and the end of each validation interval."""
+
+from __future__ import annotations
+
+import msgspec
+
+from lightning_omni.wire.messages.base import Message
+
+
+class EpochPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The plan of an epoch's data, which every rank has before the first batch.
+
+    Attributes:
+        epoch: number of the epoch.
+        total: positions in the epoch's permutation (samples, padded as DistributedSampler pads them).
+        batch_size: samples in one rank's batch.
+        ranks_per_batch: ranks of a group that get the same samples, and compute on them together.
+        budget: positions to train in this epoch; less than ``total`` where the user limits the batches.
+        validate_every: positions between two validations inside the epoch; 0 if there are none.
+        validate_offset: positions that count towards the first validation already.
+        trained: ranges that a resumed run had trained before.
+    """
+
+    epoch: int
+    total: int
+    batch_size: int
+    budget: int
+    validate_every: int = 0
+    validate_offset: int = 0
+    trained: tuple[tuple[int, int], ...] = ()
+    ranks_per_batch: int = 1
+
+
+class Batch(msgspec.Struct, frozen=True, array_like=True):
+    """A group batch: positions ``start .. stop-1``, and its validation interval."""
+
+    start: int
+    stop: int
+    interval: int
+
+
+class OpenEpoch(Message, frozen=True, kw_only=True):
+    """A request to open an epoch. Every rank sends it; all must agree on the plan."""
+
+    plan: EpochPlan
+
+
+class EpochOpened(Message, frozen=True, kw_only=True):
+    """The answer to `OpenEpoch`."""
+
+    epoch: int
+
+
+class DrawBatches(Message, frozen=True, kw_only=True):
+    """A request for a group's batches from ``number`` on. Of those before, ``trained`` are trained."""
+
+    epoch: int
+    generation: int
+    number: int
+    trained: int = 0
+
+
+class BatchesDrawn(Message, frozen=True, kw_only=True):
+    """The batches from ``number`` on; none if the pool is empty now."""
+
+    number: int
+    batches: tuple[Batch, ...]
+
+
+class AskNext(Message, frozen=True, kw_only=True):
+    """A rank's question for the next step: its group has trained all its batches of this validation interval."""
+
+    epoch: int
+    generation: int
+    trained: int
+    interval: int
+
+
+class Next(Message, frozen=True, kw_only=True):
+    """The answer to `AskNext`.
+
+    Attributes:
+        next: ``"more"`` (samples were returned, draw again), ``"validate"`` (all groups wait: validate, then continue),
+            ``"over"`` (the epoch is complete), ``"over:validate"`` (the same, and a validation was due in its last
+            batches), or ``"stop:..."`` (another group ended epoch or run, see `LeaveEpoch`).
+    """
+
+    next: str
+
+
+class LeaveEpoch(Message, frozen=True, kw_only=True):
+    """A group's early departure from the epoch; its untrained batches return to the pool.
+
+    Attributes:
+        stop: ``""`` if the others continue; otherwise how they end, too: the run, ``"validate"`` (with a validation, as
+            when a callback requests the stop) or ``"end"`` (without, as when max_steps is reached); or only the epoch,
+            ``"skip"`` (without).
+    """
+
+    epoch: int
+    generation: int
+    trained: int
+    stop: str = ""
+
+
+class EpochLeft(Message, frozen=True, kw_only=True):
+    """The answer to `LeaveEpoch`."""

@@ -1,0 +1,204 @@
+"""Messages by which groups form, join and leave, and the state that a joining group needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from lightning_omni.methods import REGISTRY
+from lightning_omni.registry import to_wire
+from lightning_omni.wire.codec import Packed
+from lightning_omni.wire.messages.base import Message, Name
+from lightning_omni.wire.messages.data import EpochPlan
+
+
+class FormGroups(Message, frozen=True, kw_only=True):
+    """The recorder's request to form the compute groups; training begins, or continues in other groups.
+
+    Attributes:
+        keep_epoch: whether the new groups continue the current epoch.
+        wire_format: encoding of their pushes, as plain data.
+        names: names of the groups; empty to use their numbers.
+        overlap: whether exchanges overlap the groups' computation; the server only records it.
+        by_member: whether each of the first members of a group exchanges its own share with the server of the same
+            number, instead of the leader all of them. Groups may have further members, a multiple of these.
+    """
+
+    generation: int
+    groups: tuple[tuple[int, ...], ...]
+    method: dict[str, Any]
+    keep_epoch: bool = False
+    wire_format: dict[str, Any] = msgspec.field(default_factory=lambda: {"name": "raw"})
+    names: tuple[Name, ...] = ()
+    overlap: bool = False
+    by_member: bool = False
+
+
+class GroupsFormed(Message, frozen=True, kw_only=True):
+    """The answer to `FormGroups`: the groups are formed, each in this incarnation."""
+
+    generation: int
+    incarnation: int = 0
+
+
+class Join(Message, frozen=True, kw_only=True):
+    """A request of ranks that were not announced to become a group; the other groups continue unchanged.
+
+    Attributes:
+        ranks: ranks of the group; the first one sends this, and leads.
+        name: name of the group; empty to use its number. An evicted group may join again under its name.
+    """
+
+    ranks: tuple[int, ...]
+    name: Name = ""
+
+
+class Joined(Message, frozen=True, kw_only=True):
+    """The answer to `Join`, with the state that the group needs. Weights are fetched separately.
+
+    Attributes:
+        group: its number.
+        incarnation: its incarnation, which identifies it together with its name.
+        generation: generation of the groups, for requests about leases.
+        groups: all participating groups.
+        method: as in `FormGroups`.
+        wire_format: as in `FormGroups`.
+        plan: the current epoch, if any.
+        overlap: as in `FormGroups`.
+        live: all participating ranks in ascending order.
+        synchronizations: number of completed synchronization points of all ranks.
+    """
+
+    group: int
+    incarnation: int
+    generation: int
+    groups: tuple[int, ...]
+    method: dict[str, Any]
+    wire_format: dict[str, Any]
+    plan: EpochPlan | None = None
+    overlap: bool = False
+    live: tuple[int, ...] = ()
+    synchronizations: int = 0
+
+
+class RegisterGroup(Message, frozen=True, kw_only=True):
+    """A request of a group with its own torch.distributed world to join the run.
+
+    An observer sends it, before it has a model; it may repeat it.
+    """
+
+    ranks: int
+
+
+class GroupRegistered(Message, frozen=True, kw_only=True):
+    """The answer to `RegisterGroup`: the group's rank numbers.
+
+    Attributes:
+        run: the run's name.
+        first: number of the group's first rank; the others' follow. -1 while another group is about to begin the run:
+            the request must be repeated.
+        announced: ranks of the group that has begun the run, whose batch is the reference batch; 0 if this group is to
+            begin it.
+        silence: seconds without a sign of life after which the server may end the connections of the group's ranks; 0
+            if it receives no such signs.
+    """
+
+    run: str = ""
+    first: int = -1
+    announced: int = 0
+    silence: float = 0.0
+
+
+class StoreRunState(Message, frozen=True, kw_only=True):
+    """The state, beside the weights, for groups that join from now on. The tensors follow as payload.
+
+    The groups have just parted; a group may join with this state until they synchronize again.
+    """
+
+    packed: Packed
+    nbytes: int
+
+
+class RunStateStored(Message, frozen=True, kw_only=True):
+    """The answer to `StoreRunState`."""
+
+
+class ReadRunState(Message, frozen=True, kw_only=True):
+    """A request of a group that has joined for the stored state."""
+
+
+class StoredRunState(Message, frozen=True, kw_only=True):
+    """The stored state for groups that join; the tensors follow as payload."""
+
+    packed: Packed
+    nbytes: int
+
+
+class Evict(Message, frozen=True, kw_only=True):
+    """A request to remove a group from the run.
+
+    Attributes:
+        incarnation: incarnation of the group, because numbers are used again.
+        bars: whether to bar groups whose ranks connect from the same addresses from joining the run again.
+    """
+
+    group: int
+    incarnation: int
+    bars: bool = False
+
+
+class SetGroups(Message, frozen=True, kw_only=True):
+    """A request to form a number of groups when the next epoch begins."""
+
+    groups: int
+
+
+class RankEnded(Message, frozen=True, kw_only=True):
+    """A launcher's report that a rank's process has ended. The server does not answer it."""
+
+    rank: int
+    reason: str
+
+
+class Notice(Message, frozen=True, kw_only=True):
+    """A report of lost ranks.
+
+    Attributes:
+        lost: all ranks lost so far.
+        reason: the event, for people.
+        over: whether the run cannot continue.
+        barred: whether the group must not join again by itself, because a person evicted it or one of its ranks has
+            failed by itself.
+    """
+
+    lost: tuple[int, ...]
+    reason: str
+    over: bool = False
+    barred: bool = False
+
+
+class Goodbye(Message, frozen=True, kw_only=True):
+    """The departure of a rank, either done or failed.
+
+    Attributes:
+        reason: reason of its failure; empty if it has not failed.
+        finished: whether the run has ended, and not only this rank.
+    """
+
+    reason: str = ""
+    finished: bool = False
+
+
+def method_to_wire(method: Any) -> dict[str, Any]:
+    """Return a method as plain data."""
+    return to_wire(method)
+
+
+def method_from_wire(plain: dict[str, Any]) -> Any:
+    """Return a method from plain data.
+
+    Raises:
+        MalformedMessage: the method is unknown, or its settings are invalid.
+    """
+    return REGISTRY.from_wire(plain)

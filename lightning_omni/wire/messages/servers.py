@@ -1,0 +1,200 @@
+"""Messages between servers that hold a partition of the parameters each; see `lightning_omni.server.replication`.
+
+Rule 1: one server coordinates, and the others communicate only with it.
+Rule 2: every server executes the coordinating server's commands in the order in which they were sent.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.journal import JoinedEntry, LeftEntry, LostEntry
+
+# --- From a server that holds a partition to the coordinating server
+# -----------------------------------------------------
+
+
+class FollowerHello(m.Message, frozen=True, kw_only=True):
+    """The first message of a server that holds a partition.
+
+    Attributes:
+        version: as in `Hello`.
+        number: number of the server, from 1; the coordinating server is number 0.
+        servers: number of servers.
+        address: address of its data socket, for ranks.
+        nonce: random bytes.
+    """
+
+    version: int
+    number: int
+    servers: int
+    address: Annotated[str, msgspec.Meta(max_length=512)]
+    nonce: m.Secret
+
+
+class FollowerProof(m.Message, frozen=True, kw_only=True):
+    """The answer to a `Challenge`: it proves that the server holds the run's key."""
+
+    mac: m.Secret
+
+
+class PartReady(m.Message, frozen=True, kw_only=True):
+    """The report that the sender has its part of a request, or has refused it.
+
+    Attributes:
+        rank: sender of the request.
+        request: number of the request.
+        finite: whether this part is finite.
+        refusal: refusal of this part; None if it was not refused.
+        present: for a push, which entries of the sender's share have a tensor; empty if all do.
+    """
+
+    rank: int
+    request: int
+    finite: bool = True
+    refusal: m.RefusedMessage | None = None
+    present: tuple[bool, ...] = ()
+
+
+class CommandsDone(m.Message, frozen=True, kw_only=True):
+    """The report that the sender has executed the first ``count`` commands. It is also a sign of life."""
+
+    count: int
+
+
+class FollowerFailed(m.Message, frozen=True, kw_only=True):
+    """The report that the sender cannot continue."""
+
+    reason: str
+
+
+# --- From the coordinating server to a server that holds a partition
+# -----------------------------------------------------
+
+
+class FollowerWelcome(m.Message, frozen=True, kw_only=True):
+    """The admission of a server. ``mac`` proves that the other side holds the key; later commands are counted."""
+
+    mac: bytes
+    heartbeat_timeout: float
+
+
+class ServerCommand(m.Message, frozen=True, kw_only=True):
+    """The base of commands, which servers execute in order. ``now`` is the time, on one clock for all servers."""
+
+    now: float = 0.0
+
+
+class AdmitRank(ServerCommand, frozen=True, kw_only=True):
+    """The admission of a rank, with the messages from which its secret is derived.
+
+    Attributes:
+        hello: hello of the rank.
+        challenge: challenge that it was sent.
+        joins: whether groups join its run on their own.
+    """
+
+    hello: m.Hello
+    challenge: bytes
+    joins: bool = False
+
+
+class HandleMessage(ServerCommand, frozen=True, kw_only=True):
+    """A rank's message on its control connection, which the coordinating server has handled."""
+
+    rank: int
+    message: bytes
+
+
+class LoseRank(ServerCommand, frozen=True, kw_only=True):
+    """The loss of a rank."""
+
+    rank: int
+    reason: str
+
+
+class IdleLeader(ServerCommand, frozen=True, kw_only=True):
+    """The start of a leader's wait for other groups."""
+
+    rank: int
+
+
+class ResumeLeader(ServerCommand, frozen=True, kw_only=True):
+    """The end of a leader's wait for other groups."""
+
+    rank: int
+
+
+class DecideRequest(ServerCommand, frozen=True, kw_only=True):
+    """The decision on a request: each server handles its part, or refuses it.
+
+    Attributes:
+        rank: sender of the request.
+        request: number of the request.
+        finite: whether all parts are finite.
+        refusal: refusal of one server's part, which all servers send; None if all handle theirs.
+    """
+
+    rank: int
+    request: int
+    finite: bool = True
+    refusal: m.RefusedMessage | None = None
+
+
+class ExpireTimers(ServerCommand, frozen=True, kw_only=True):
+    """The expiry of a time that methods have requested."""
+
+
+class SaveState(ServerCommand, frozen=True, kw_only=True):
+    """The command to save the share's state of this moment under a number; all servers do so at the same moment."""
+
+    number: int
+
+
+class ReplayEntry(ServerCommand, frozen=True, kw_only=True):
+    """The replay of a decision that earlier servers had sent to ranks after the loaded state was saved.
+
+    Attributes:
+        entry: entry of the coordinating server's journal.
+    """
+
+    entry: LostEntry | LeftEntry | JoinedEntry
+
+
+class EndRun(ServerCommand, frozen=True, kw_only=True):
+    """The end of the run, with the reason; without a reason, all its ranks are gone, and the next run may begin."""
+
+    reason: str = ""
+
+
+ToFollower = (
+    FollowerWelcome
+    | AdmitRank
+    | HandleMessage
+    | LoseRank
+    | IdleLeader
+    | ResumeLeader
+    | DecideRequest
+    | ExpireTimers
+    | EndRun
+    | SaveState
+    | ReplayEntry
+    | m.Challenge
+    | m.RefusedMessage
+    | m.Acknowledged
+)
+"""The messages of the coordinating server to the others."""
+_decoder = msgspec.msgpack.Decoder(ToFollower)
+
+
+def decode(data: bytes | memoryview) -> ToFollower:
+    """Decode a message to a server that holds a partition.
+
+    Raises:
+        MalformedMessage: the bytes are no such message.
+    """
+    message: ToFollower = m.decode_with(_decoder, data, "server")
+    return message
