@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-import lightning_omni
 from lightning_omni.cli import main
-from lightning_omni.cli.compare import strategy_text
-from lightning_omni.tuning.model.forecast import Setting
+from lightning_omni.cli.compare.comparison import strategy_text
+from lightning_omni.tuning.model.forecast import Scaling, Setting
 from lightning_omni.tuning.search.machines import Machines
+from lightning_omni.tuning.search.prior import Prior, PriorTheory
 
 UNEQUAL = ("--speeds", "1,1,1,0.25", "--link", "100mbit", "--model-size", "50MB", "--step", "0.2s")
 EQUAL = ("--speeds", "8x1", "--link", "100Gbit", "--model-size", "50MB", "--step", "0.2s")
@@ -72,12 +73,14 @@ def test_between_two_sites_there_is_a_group_at_each(capsys: pytest.CaptureFixtur
     assert not ours["is_extrapolated"]
 
 
-def test_what_no_simulation_has_had_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
-    many = ("--speeds", "32x1,32x0.2", "--link", "1Gbit", *UNEQUAL[4:])
-    found = compared(capsys, *many)
-    rows = [row for row in found["rows"] if row["setting"]["groups"] > 8]
-    assert rows
-    assert all(row["is_extrapolated"] for row in rows)
+def test_what_no_simulation_has_had_is_known() -> None:
+    theory = PriorTheory(Setting(1, 0.9, 0.1), Scaling(), prior=Prior.load())
+    few = Setting(8, 0.9, 0.1, method="local_sgd", period=32)
+    assert theory.covers(few)
+    assert theory.covers(Setting(64, 0.9, 0.1, method="hardsync"))  # it is synchronous training
+    assert not theory.covers(replace(few, groups=16))
+    assert not theory.covers(replace(few, period=64))
+    assert not theory.covers(replace(few, groups=16, method="async_sgd", period=1))
 
 
 def test_the_table_has_the_numbers_of_the_json(
@@ -97,18 +100,22 @@ def test_the_table_has_the_numbers_of_the_json(
 
 
 @pytest.mark.parametrize(
-    "setting",
+    ("setting", "expected"),
     [
-        Setting(1, 0.9, 0.1, rebalance=True),
-        Setting(4, 0.9, 0.1, method="async_sgd", wire="int8"),
-        Setting(4, 0.9, 0.1, method="local_sgd", period=8, all_reduce="bf16"),
-        Setting(2, 0.9, 0.1, method="diloco:outer_lr=1.0,outer_momentum=0", period=16, wire="int8/bf16"),
+        (Setting(1, 0.9, 0.1, rebalance=True), 'groups=1, rebalance="auto"'),
+        (Setting(4, 0.9, 0.1, method="async_sgd", wire="int8"), 'groups=4, method="async_sgd", compression="int8"'),
+        (
+            Setting(4, 0.9, 0.1, method="local_sgd", period=8, all_reduce="bf16"),
+            'groups=4, method="local_sgd:period=8", compression=Compression(all_reduce="bf16")',
+        ),
+        (
+            Setting(2, 0.9, 0.1, method="local_sgd", period=16, wire="int8/bf16"),
+            'groups=2, method="local_sgd:period=16", compression=Compression(push="int8", pull="bf16")',
+        ),
     ],
 )
-def test_what_is_printed_is_a_strategy(setting: Setting) -> None:
-    text = strategy_text(setting)
-    names = {name: getattr(lightning_omni, name) for name in ("OmniStrategy", "Compression") if name in text}
-    eval(text, names)  # it raises an error if an argument is wrong
+def test_what_is_printed_is_a_strategy(setting: Setting, expected: str) -> None:
+    assert strategy_text(setting) == f"OmniStrategy({expected})"
 
 
 def test_a_description_is_as_fast_as_it_says() -> None:
@@ -123,7 +130,7 @@ def test_a_description_is_as_fast_as_it_says() -> None:
         ({"--speeds": "1"}, "--speeds=(1.0,): pass the speeds of two devices or more"),
         ({"--link": "quick"}, "--link quick: pass bytes per second"),
         ({"--model-size": "50Mbit"}, "--model-size 50Mbit: pass bytes, as in 50MB"),
-        ({"--step": "0"}, "--step 0: pass a time above 0"),
+        ({"--step": "0s"}, "--step 0s: pass a time above 0"),
         ({"--sites": "3"}, "--sites=3: 4 devices cannot be divided evenly"),
         ({"--momentum": "1"}, "--momentum 1.0: pass a number from 0 up to 1"),
     ],

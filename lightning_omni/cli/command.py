@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.text import Text
 
 from lightning_omni import __version__
-from lightning_omni.cli.compare import compare
+from lightning_omni.cli.compare.command import compare
 from lightning_omni.cli.console import INTERRUPTED
 from lightning_omni.cli.device.command import device
 from lightning_omni.cli.doctor.command import doctor
-from lightning_omni.cli.plan import plan
+from lightning_omni.cli.plan.command import plan
 from lightning_omni.cli.serve.command import serve
 from lightning_omni.cli.simulate.command import simulate
 from lightning_omni.cli.top.command import top

@@ -1,20 +1,19 @@
-"""``lightning-omni compare``: DDP, this package and its peers on machines that the user describes in one line."""
+"""DDP, this package and its peers on machines that a user describes: the rows that matter, and what to write."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from json import dumps
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-from lightning_omni.cli.console import print_line, print_sentence, show, table_of
-from lightning_omni.cli.units import Quantity, bytes_of, check_above_zero, rate_of, seconds_of, time_of
-from lightning_omni.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from lightning_omni.tuning.model.convergence import Estimate
-    from lightning_omni.tuning.model.forecast import Setting
-    from lightning_omni.tuning.search.machines import PlannedEvidence
+from lightning_omni.checks import counted
+from lightning_omni.methods import method_named, text_of, with_period
+from lightning_omni.tuning.model.convergence import Estimate
+from lightning_omni.tuning.model.forecast import Scaling, Setting
+from lightning_omni.tuning.model.profile import Profile
+from lightning_omni.tuning.search.choice import best_by_forecast, best_enumerated
+from lightning_omni.tuning.search.machines import Machines, PlannedEvidence
+from lightning_omni.tuning.search.space import METHODS, WIRES, SearchSpec, Space, group_counts
 
 _AVERAGE = "diloco:outer_lr=1.0,outer_momentum=0"
 _PEERS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
@@ -24,100 +23,11 @@ _PEERS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "hivemind: local updates": ((f"{_AVERAGE},dynamic_steps=true",), ("fp32", "int8"), ()),
 }
 """For each peer, the methods of this package that have its form, their wire formats, and all-reduce formats."""
-_ASSUMED = (
-    "links, steps and bytes are the ones you gave; the server is assumed to update 2 GB/s",
+ASSUMED = (
+    "assumed: links, steps and bytes as you gave them, and a server that updates 2 GB/s",
     "the samples that a setting needs are those that other tasks needed in simulation",
     "peers have the form of this package's methods, at the best setting of each; nothing was run",
 )
-
-
-def compare(
-    speeds: str | None = None,
-    link: Quantity | None = None,
-    model_size: Quantity | None = None,
-    step: Quantity | None = None,
-    batch_size: int = 32,
-    latency: Quantity = 0.0,
-    sites: int = 1,
-    site_link: Quantity | None = None,
-    site_latency: Quantity = 0.0,
-    scatter: float = 0.05,
-    optimizer: Literal["sgd", "adam"] = "sgd",
-    momentum: float = 0.9,
-    json: bool = False,
-) -> int:
-    """Compare DDP, the best setting of this package and the best peer on your machines, and print what to write.
-
-    Nothing is run: the times are those that OmniTuner would predict. It measures the steps instead of asking for them.
-
-    Args:
-        speeds: Relative speeds of the devices, as in 1,1,1,0.25; or 8x1 for eight equal ones.
-        link: Bandwidth of the network, as in 100Mbit or 1GB/s.
-        model_size: Bytes of the weights in float32, as in 50MB.
-        step: Time of forward and backward pass of one batch on a device of speed 1, as in 0.2s.
-        batch_size: Samples in one device's batch.
-        latency: Latency of one message, as in 50us, or in seconds.
-        sites: Sites among which the devices are divided, in their order. The network between sites has its own options.
-        site_link: Bandwidth between sites. By default that of the network.
-        site_latency: Latency of one message between sites.
-        scatter: Scatter of the times of a device's steps, as a part of their mean.
-        optimizer: sgd, or adam for Adam and its relatives.
-        momentum: Momentum that suits DDP (the first beta of Adam).
-        json: Print JSON instead of a table.
-    """
-    if speeds is None or link is None or model_size is None or step is None:
-        raise ConfigurationError(
-            "compare: pass --speeds, --link, --model-size and --step, as in"
-            " --speeds 1,1,1,0.25 --link 100Mbit --model-size 50MB --step 0.2s"
-        )
-    check_above_zero({"batch_size": batch_size, "sites": sites})
-    if not 0 <= momentum < 1:
-        raise ConfigurationError(f"--momentum {momentum}: pass a number from 0 up to 1, but not 1")
-    if not 0 <= scatter <= 2:
-        raise ConfigurationError(f"--scatter {scatter}: pass a part of the mean, from 0 to 2")
-    given: dict[str, Any] = {
-        "speeds": _speeds(speeds),
-        "step": time_of("--step", step),
-        "batch_size": batch_size,
-        "nbytes": bytes_of("--model-size", model_size),
-        "bandwidth": rate_of("--link", link),
-        "latency": seconds_of("--latency", latency),
-        "sites": sites,
-        "site_bandwidth": None if site_link is None else rate_of("--site-link", site_link),
-        "site_latency": seconds_of("--site-latency", site_latency),
-        "scatter": scatter,
-    }
-    from lightning_omni.tuning.search.machines import Machines  # here, so that --help does not wait for torch
-
-    try:
-        machines = Machines(**given)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"--{error}") from error
-    found = Comparison.of(machines, momentum, optimizer == "adam")
-    if json:
-        print_line(dumps(found.to_dict()))
-        return 0
-    rows = [row.cells for row in found.rows]
-    show(table_of(rows, ("", "setting"), title=found.title, bold=found.best))
-    print_sentence(found.verdict)
-    print_line(found.snippet)
-    for line in _ASSUMED:
-        print_sentence(f"assumed: {line}" if line == _ASSUMED[0] else line)
-    return 0
-
-
-def _speeds(text: str) -> tuple[float, ...]:
-    """Return the speeds of ``"1,1,0.25"`` or ``"4x1,2x0.5"``."""
-    found: list[float] = []
-    try:
-        for part in text.replace(" ", "").split(","):
-            count, times, speed = part.rpartition("x")
-            found += [float(speed)] * (int(count) if times else 1)
-    except ValueError as error:
-        raise ConfigurationError(
-            f"--speeds {text}: pass a number for each device, as in 1,1,1,0.25, or 8x1 for eight equal ones"
-        ) from error
-    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -174,14 +84,13 @@ class Comparison:
     pays: bool
 
     @classmethod
-    def of(cls, machines: Any, momentum: float, is_adaptive: bool) -> Comparison:
+    def of(cls, machines: Machines, momentum: float, is_adaptive: bool) -> Comparison:
         """Compare on `Machines` that the user describes."""
-        from lightning_omni.tuning.search.choice import best_by_forecast, best_enumerated
-        from lightning_omni.tuning.search.space import METHODS, WIRES
-
         profile = machines.profile()
 
-        def evidence(methods: Any, wires: Any, formats: Any, rebalance: bool) -> PlannedEvidence:
+        def evidence(
+            methods: tuple[str, ...], wires: tuple[str, ...], formats: tuple[str, ...], rebalance: bool
+        ) -> PlannedEvidence:
             return _evidence(profile, machines, momentum, is_adaptive, methods, wires, formats, rebalance)
 
         ours = evidence(METHODS, WIRES, ("bf16",), True)
@@ -254,12 +163,12 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         rows = [row.to_dict() for row in self.rows]
-        return {"rows": rows, "verdict": self.verdict, "write": self.snippet, "assumed": list(_ASSUMED)}
+        return {"rows": rows, "verdict": self.verdict, "write": self.snippet, "assumed": list(ASSUMED)}
 
 
 def _evidence(
-    profile: Any,
-    machines: Any,
+    profile: Profile,
+    machines: Machines,
     momentum: float,
     is_adaptive: bool,
     methods: tuple[str, ...],
@@ -267,9 +176,6 @@ def _evidence(
     all_reduces: tuple[str, ...],
     rebalance: bool,
 ) -> PlannedEvidence:
-    from lightning_omni.tuning.model.forecast import Scaling, Setting
-    from lightning_omni.tuning.search.machines import PlannedEvidence
-    from lightning_omni.tuning.search.space import SearchSpec, Space, group_counts
 
     ranks = len(machines.speeds)
     groups = tuple(sorted({*group_counts(ranks), machines.sites})) if methods else (1,)
@@ -289,8 +195,6 @@ def _gain(time: Estimate) -> str:
 
 def described(setting: Setting) -> str:
     """Return a setting in a few words, without momentum and learning rate."""
-    from lightning_omni.checks import counted
-
     words = [counted(setting.groups, "group")]
     if setting.groups > 1:
         name, _, rest = setting.method.partition(":")
@@ -305,8 +209,6 @@ def described(setting: Setting) -> str:
 
 def strategy_text(setting: Setting) -> str:
     """Return the strategy with a setting, as users write it."""
-    from lightning_omni.methods import method_named, text_of, with_period
-
     given = [f"groups={setting.groups}"]
     if setting.groups > 1 and setting.method:
         given.append(f'method="{text_of(with_period(method_named(setting.method), setting.period))}"')

@@ -1,0 +1,1 @@
+"""``lightning-omni plan``: predictions for other machines."""
