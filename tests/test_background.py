@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from lightning_omni.tuning.callback.background import SWITCH_INTERVAL, run_in_background, run_inline
+from lightning_omni.tuning.callback.online_tuner import SWITCH_INTERVAL, run_in_background, run_inline
 
 
 def test_while_something_is_found_threads_switch_often_and_then_as_before() -> None:

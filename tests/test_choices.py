@@ -25,8 +25,7 @@ from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.report.summary import SearchSummary
 from lightning_omni.tuning.search import Dimension, Observation, Search, SearchSpec, Space, TrainedSegment
 from lightning_omni.tuning.search import constants as c
-from lightning_omni.tuning.search.choice import best_enumerated, log_seconds, verdict
-from lightning_omni.tuning.search.rules import risk_adjusted
+from lightning_omni.tuning.search.choice import best_enumerated, log_seconds, risk_adjusted, verdict
 
 OWN = Setting(1, 0.9, 0.05, method="async_sgd", wire="fp32")
 AVERAGED = "diloco:outer_lr=1.0,outer_momentum=0"

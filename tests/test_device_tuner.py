@@ -348,6 +348,14 @@ def test_a_stream_can_be_measured_with_batches_of_ones_own() -> None:
     assert tuner.report is not None
 
 
+def test_a_module_that_was_compiled_as_a_whole_is_left_alone() -> None:
+    module, tuner = made(Net), DeviceTuner(budget=2)
+    assert hasattr(module, "_compiler_ctx"), "set by Lightning's from_compiled"
+    module._compiler_ctx = {"compiler": "dynamo"}
+    fit(module, tuner)
+    assert "the module was compiled before the Trainer got it" in (tuner.problem or "")
+
+
 # --- Ranks ------------------------------------------------------------------------------------------------------------
 
 FITS: dict[str, dict[str, Any]] = {

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_omni.tuning.search.constants import LARGEST_STEP, RELATED
 from lightning_omni.tuning.search.prior import STREAMING, Prior, PriorRow, Steepness
-from lightning_omni.tuning.search.space import ALL_REDUCES
+from lightning_omni.tuning.search.space import DEFAULT_ALL_REDUCES
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "benchmarks"))
 
@@ -131,7 +131,7 @@ def test_thinner_matrices_of_powersgd_cost_more(is_adaptive: bool) -> None:
 
     for dtype in ("", ",dtype=bf16"):
         assert cost(f"powersgd:4{dtype}") > cost(f"powersgd:8{dtype}") >= cost(f"powersgd:16{dtype}") >= 0
-    assert set(ALL_REDUCES) <= set(PRIOR.all_reduce[is_adaptive])
+    assert set(DEFAULT_ALL_REDUCES) <= set(PRIOR.all_reduce[is_adaptive])
 
 
 def test_a_method_that_was_not_measured_is_judged_by_its_relative_and_less_certain() -> None:

@@ -14,9 +14,7 @@ import pytest
 
 from lightning_omni import OmniTuner
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.tuning import callback as tuner
-from lightning_omni.tuning import model as performance
-from lightning_omni.tuning import search
+from lightning_omni.tuning import callback, model, search
 from lightning_omni.tuning.model import constants as model_constants
 from lightning_omni.tuning.model.forecast import Setting
 from lightning_omni.tuning.search import Dimension, constants
@@ -85,7 +83,7 @@ DECIDES_NOTHING = {
 """Numbers of Python, of bytes and of names, where they are used; what `DeviceTuner` measures is not searched."""
 
 
-@pytest.mark.parametrize(("package", "table"), [(search, "search"), (performance, "performance"), (tuner, "search")])
+@pytest.mark.parametrize(("package", "table"), [(search, "search"), (model, "performance"), (callback, "search")])
 def test_no_number_is_decided_by_that_is_not_in_the_table(package: ModuleType, table: str) -> None:
     for path in Path(str(package.__file__)).parent.rglob("*.py"):
         if path.name == "constants.py":

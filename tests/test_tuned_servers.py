@@ -10,7 +10,7 @@ from runs import run_nodes
 from test_choices import equal, search, seen
 
 from lightning_omni.tuning.search import Search
-from lightning_omni.tuning.search.space import METHODS
+from lightning_omni.tuning.search.space import DEFAULT_METHODS
 
 SPACE = {"rebalance": False, "all_reduce": "fp32", "wire": "fp32"}
 
@@ -43,7 +43,7 @@ def test_nodes_whose_links_hold_groups_up_train_in_groups_with_a_server_each() -
         "trainer": {"max_epochs": 2, "num_nodes": 4, "num_sanity_val_steps": 0},
         "tuner": {
             "retune_every": None,
-            "space": {**SPACE, "method": METHODS[-1], "period": [4, 8]},
+            "space": {**SPACE, "method": DEFAULT_METHODS[-1], "period": [4, 8]},
         },
     }
     fits = [slow, {**slow, "strategy": {"servers": "per-node"}}]

@@ -103,7 +103,7 @@ REPLACED = (
         r"\b(rests|rested|resting)\b|\b(groups?|ranks?|they|that|who|may|must|to) rest\b",
         "rest rested resting rests",
         kept=r"\brests on\b",
-        kept_names="rest .end_epoch",
+        kept_names="rest",
     ),
     # Needs and differences are met, too.
     Replaced(

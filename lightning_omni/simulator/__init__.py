@@ -3,19 +3,19 @@
 from lightning_omni.simulator.cluster import Cluster, Device, Failure, Jitter, Link, ServerRestart, Slowdown
 from lightning_omni.simulator.replay import Replayed, replay, trace_of
 from lightning_omni.simulator.run import simulate
-from lightning_omni.simulator.settings import Enough
+from lightning_omni.simulator.settings import StopSimulation
 from lightning_omni.simulator.workload import Workload, workload_named
 
 __all__ = [
     "Cluster",
     "Device",
-    "Enough",
     "Failure",
     "Jitter",
     "Link",
     "Replayed",
     "ServerRestart",
     "Slowdown",
+    "StopSimulation",
     "Workload",
     "replay",
     "simulate",

@@ -312,7 +312,7 @@ class Gradients:
         self._bench.drop(group)
 
 
-class ThroughHead(Gradients):
+class MergedHeadGradients(Gradients):
     """A source of gradients whose batches pass through a merged head at the server between forward and backward pass.
 
     Args:

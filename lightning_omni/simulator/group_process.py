@@ -36,8 +36,7 @@ from lightning_omni.methods.model.replica import Replica, copies
 from lightning_omni.methods.model.totals import Total
 from lightning_omni.simulator.engine import Engine, Process, Timeline
 from lightning_omni.simulator.gradients import Assignment, Gradients, Members
-from lightning_omni.simulator.monitor import Batches as TrainedBatches
-from lightning_omni.simulator.monitor import LeasedSamples, Monitor
+from lightning_omni.simulator.monitor import LeasedSamples, Monitor, TrainedBatches
 from lightning_omni.simulator.server import GENERATION, SimulatedNetwork, SimulatedServer
 from lightning_omni.simulator.settings import Batches
 from lightning_omni.simulator.workbench import Result

@@ -17,7 +17,7 @@ from lightning_omni.trace import reaches
 Columns = dict[str, np.ndarray[Any, Any]]
 Row = tuple[float, int, int, int, int, float, int, int, int]
 """A push or, where groups exchange only with one another, a step, as in `Trace.COLUMNS`."""
-Batches = list[tuple["LeasedSamples", int, int, float]]
+TrainedBatches = list[tuple["LeasedSamples", int, int, float]]
 """Trained batches: the progress of their group, epoch, number of the batch, and seconds of devices."""
 Work = list[tuple[int, int, float]]
 """Rank, samples and seconds of each member of a group."""
@@ -91,7 +91,7 @@ class Monitor:
         self._begun: dict[int, tuple[float, Work]] = {}
         self._computed: dict[int, float] = {}
         self.useful_seconds = 0.0
-        self._since_save: Batches | None = None
+        self._since_save: TrainedBatches | None = None
         self._is_back = False  # whether a restart has replaced the weights since the last evaluation
         self.steps = self.samples = 0
         self.ended = ""
@@ -122,7 +122,7 @@ class Monitor:
     def may_go_back(self) -> bool:
         return self._since_save is not None
 
-    def pushed(self, seconds: float, batches: Batches) -> None:
+    def pushed(self, seconds: float, batches: TrainedBatches) -> None:
         """Count a push that took this many device seconds."""
         self.useful_seconds += seconds
         if self._since_save is not None:

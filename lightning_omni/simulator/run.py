@@ -98,7 +98,7 @@ def simulate(
             link takes the time of these bytes; the members' unsent residuals are stored as their mean.
         progress: True shows a progress bar; or a function, called with the fraction done and a text. With either,
             Ctrl-C returns the trace so far (``ended == "interrupted"``) instead of raising KeyboardInterrupt; so does a
-            function that raises `lightning_omni.simulator.Enough` (``ended == "stopped"``).
+            function that raises `lightning_omni.simulator.StopSimulation` (``ended == "stopped"``).
 
     Returns:
         The trace. Its ``ended`` is the reason for the end of the run; its ``weights`` are those of the model last

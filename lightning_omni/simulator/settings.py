@@ -148,7 +148,7 @@ def _check_counted(name: str, value: float | None) -> None:
         check_whole(name, value, "a whole number above 0, or None", 1)
 
 
-class Enough(Exception):
+class StopSimulation(Exception):
     """The exception by which a progress function ends the run, as at a limit."""
 
 

@@ -16,14 +16,21 @@ from lightning_omni.methods.model.totals import Total
 from lightning_omni.server.event_log import Recorder
 from lightning_omni.simulator.cluster import Cluster, Failure, ServerRestart
 from lightning_omni.simulator.engine import Engine, Priority, Timeline
-from lightning_omni.simulator.gradients import Gradients, Members, SimulatedHead, ThroughHead
+from lightning_omni.simulator.gradients import Gradients, Members, MergedHeadGradients, SimulatedHead
 from lightning_omni.simulator.group_process import MOST_REFUSED, EpochBarrier, SimulatedGroup, SimulationContext
 from lightning_omni.simulator.monitor import Monitor, arrays, evaluated
 from lightning_omni.simulator.network import Exchanges
 from lightning_omni.simulator.partitioned_format import partitioned_format
 from lightning_omni.simulator.replicas import SharingReplica, named_parameters, own_replica
 from lightning_omni.simulator.server import HEAD, SimulatedNetwork, SimulatedServer, part_of
-from lightning_omni.simulator.settings import Batches, Enough, EvaluationSchedule, Formation, Progress, RunLimits
+from lightning_omni.simulator.settings import (
+    Batches,
+    EvaluationSchedule,
+    Formation,
+    Progress,
+    RunLimits,
+    StopSimulation,
+)
 from lightning_omni.simulator.workbench import Samples, Workbench
 from lightning_omni.simulator.workload import Workload
 from lightning_omni.topology import GroupId
@@ -113,7 +120,8 @@ class Simulation:
             return Gradients(self._engine, bench)
         one = self._samples.batch(self._samples.at(0, range(1)))
         sizes = head.sizes(self._model, workload.loss, one)
-        return ThroughHead(self._engine, bench, head, self._costs, sizes, ActivationFormats.of(self._wire_format))
+        wire = ActivationFormats.of(self._wire_format)
+        return MergedHeadGradients(self._engine, bench, head, self._costs, sizes, wire)
 
     def _form(self) -> None:
         """Form the groups at the server, and send it weights and optimizers."""
@@ -173,7 +181,7 @@ class Simulation:
             if not returns_if_interrupted:
                 raise
             self._monitor.ended = "interrupted"
-        except Enough:
+        except StopSimulation:
             self._monitor.ended = "stopped"
         self._monitor.evaluate_at_end()
         return self._trace()

@@ -93,3 +93,9 @@ def check_tunable(trainer: Trainer) -> None:
 def batch_size_of(loader: DataLoader[Any]) -> int:
     """Return the samples in one rank's batch."""
     return int(loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1)
+
+
+def end_epoch(trainer: Trainer) -> None:
+    """End the epoch, from ``on_train_batch_start``, as if the module's hook had returned -1."""
+    trainer.fit_loop.epoch_loop.batch_progress.increment_processed()
+    raise StopIteration

@@ -32,7 +32,7 @@ from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.search import Observation, Search, SearchSpec, Space
 from lightning_omni.tuning.search import constants as c
 from lightning_omni.tuning.search.choice import verdict
-from lightning_omni.tuning.search.space import ALL_REDUCES, METHODS, WIRES
+from lightning_omni.tuning.search.space import DEFAULT_ALL_REDUCES, DEFAULT_METHODS, DEFAULT_WIRES
 
 Array = np.ndarray[Any, Any]
 Draw = Callable[[np.random.Generator, tuple[int, int]], Array]
@@ -123,12 +123,12 @@ class Cluster:
             hands_on=True,
             nbytes=2_000_000,
             shapes=((1000, 500),),
-            averaging=dict.fromkeys(ALL_REDUCES, 1e-3),
+            averaging=dict.fromkeys(DEFAULT_ALL_REDUCES, 1e-3),
         )
 
     def _search(self, measured: list[Measured]) -> Search:
         space = Space.of({}, self.ranks, momentum=OWN.momentum)
-        space = replace(space, method=METHODS, wire=WIRES, all_reduce=ALL_REDUCES)
+        space = replace(space, method=DEFAULT_METHODS, wire=DEFAULT_WIRES, all_reduce=DEFAULT_ALL_REDUCES)
         batch, count = BATCH * self.ranks, len(measured[-1].steps[0])
         ends = tuple(float(batch * (number + 1)) for number in range(count))
         seen = Observation(TrainedBatches(OWN, ends, (1.0,) * count), measured[-1])

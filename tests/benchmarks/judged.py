@@ -48,7 +48,7 @@ from lightning_omni.tuning.search import Observation, Search, SearchSpec, Space
 from lightning_omni.tuning.search.choice import verdict
 from lightning_omni.tuning.search.evidence import Evidence
 from lightning_omni.tuning.search.prior import PriorTheory
-from lightning_omni.tuning.search.space import ALL_REDUCES, METHODS, WIRES, wire_argument
+from lightning_omni.tuning.search.space import DEFAULT_ALL_REDUCES, DEFAULT_METHODS, DEFAULT_WIRES, wire_argument
 from lightning_omni.wire.formats import wire_of
 
 LONGEST = 6.0
@@ -128,7 +128,7 @@ class Judged:
     def spec(self) -> SearchSpec:
         """What is searched: all that a fit would choose among."""
         space = Space.of({}, RANKS, momentum=self.own.momentum)
-        space = replace(space, method=METHODS, wire=WIRES, all_reduce=ALL_REDUCES)
+        space = replace(space, method=DEFAULT_METHODS, wire=DEFAULT_WIRES, all_reduce=DEFAULT_ALL_REDUCES)
         horizon = float(self.task.batch * PLANNED)
         return SearchSpec(self.own, self.task.batch, horizon, space, self.scaling, seed=self.seed)
 
@@ -161,10 +161,10 @@ class Judged:
         """Ways of exchanging, each in steps of three sizes."""
         assert isinstance(evidence.theory, PriorTheory)
         for rebalance in (False, True):
-            for format_ in ("fp32", *ALL_REDUCES):
+            for format_ in ("fp32", *DEFAULT_ALL_REDUCES):
                 yield replace(self.own, all_reduce=format_, rebalance=rebalance)
         for groups in (RANKS // 2, RANKS):
-            for method in METHODS:
+            for method in DEFAULT_METHODS:
                 periods = PERIODS if hasattr(method_named(method), "period") else (1,)
                 for period in periods:
                     like = replace(self.own, groups=groups, method=method, period=period)
@@ -209,7 +209,7 @@ class Judged:
 
 def fastest_wire(evidence: Evidence, setting: Setting) -> str:
     """The format of a setting's exchanges with the most samples per second; exact, unless another is clearly faster."""
-    possible = [replace(setting, wire=wire) for wire in WIRES if _can_travel(setting.method, wire)]
+    possible = [replace(setting, wire=wire) for wire in DEFAULT_WIRES if _can_travel(setting.method, wire)]
     rates = {each.wire: evidence.prediction(each).samples_per_second.value for each in possible}
     fastest = max(rates, key=rates.__getitem__)
     return fastest if rates[fastest] > ROUNDED * rates["fp32"] else "fp32"

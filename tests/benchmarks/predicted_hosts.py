@@ -44,14 +44,14 @@ from lightning_omni.methods import method_named, with_period
 from lightning_omni.tuning.model.forecast import Setting
 from lightning_omni.tuning.model.profile import Prediction
 from lightning_omni.tuning.search import Search
-from lightning_omni.tuning.search.space import METHODS, wire_argument
+from lightning_omni.tuning.search.space import DEFAULT_METHODS, wire_argument
 
 RANKS = 4
 FIRST = 56
 """Steps of a rank in the fit that is timed, of which a tuner looks at 48 at most."""
 WARM_UP = 3
 """Steps of a rank that are not counted."""
-STREAMED = METHODS[-1]
+STREAMED = DEFAULT_METHODS[-1]
 
 
 @dataclass(frozen=True)

@@ -64,10 +64,10 @@ from lightning_omni.methods import Method, method_named, with_period
 from lightning_omni.simulator import Cluster
 from lightning_omni.tuning.model.forecast import Scaling, Setting, Theory
 from lightning_omni.tuning.search.prior import STREAMING, Prior, PriorRow, PriorTheory, Steepness
-from lightning_omni.tuning.search.space import ALL_REDUCES, METHODS
+from lightning_omni.tuning.search.space import DEFAULT_ALL_REDUCES, DEFAULT_METHODS
 from lightning_omni.wire.all_reduce import PowerSGD, all_reduce_of
 
-STREAMED = METHODS[-1]
+STREAMED = DEFAULT_METHODS[-1]
 FILE = Path(__file__).resolve().parents[2] / "lightning_omni" / "search" / "prior.json"
 EVERY = 8
 """Batches of all ranks between two evaluations."""
@@ -89,7 +89,7 @@ GROUPS, PERIODS = (2, 4, 8), (2, 8, 32)
 """Of the table."""
 STREAMED_PERIODS = (4, 8, 16, 32)
 """Of averages in fragments, which are four."""
-MEASURED_ALL_REDUCES = (*ALL_REDUCES, "powersgd:16", "powersgd:8", "powersgd:4")
+MEASURED_ALL_REDUCES = (*DEFAULT_ALL_REDUCES, "powersgd:16", "powersgd:8", "powersgd:4")
 """Those that a search tries, and others that users name."""
 ORDERS = 3
 """Of the data, with each of which all-reduce formats are measured."""

@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, T
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.transport.zeromq.keys import ENVIRONMENT
 from lightning_omni.tuning.callback import online_tuner
-from lightning_omni.tuning.callback.background import run_in_background, run_inline
 from lightning_omni.tuning.callback.microbenchmarks import Microbenchmarks
+from lightning_omni.tuning.callback.online_tuner import run_in_background, run_inline
 from lightning_omni.tuning.search import Dimension, constants
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))

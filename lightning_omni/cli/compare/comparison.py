@@ -13,7 +13,7 @@ from lightning_omni.tuning.model.forecast import Scaling, Setting
 from lightning_omni.tuning.model.profile import Profile
 from lightning_omni.tuning.search.choice import best_by_forecast, best_enumerated
 from lightning_omni.tuning.search.machines import Machines, PlannedEvidence
-from lightning_omni.tuning.search.space import METHODS, WIRES, SearchSpec, Space, group_counts
+from lightning_omni.tuning.search.space import DEFAULT_METHODS, DEFAULT_WIRES, SearchSpec, Space, group_counts
 
 _AVERAGE = "diloco:outer_lr=1.0,outer_momentum=0"
 _PEERS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
@@ -93,7 +93,7 @@ class Comparison:
         ) -> PlannedEvidence:
             return _evidence(profile, machines, momentum, is_adaptive, methods, wires, formats, rebalance)
 
-        ours = evidence(METHODS, WIRES, ("bf16",), True)
+        ours = evidence(DEFAULT_METHODS, DEFAULT_WIRES, ("bf16",), True)
         ddp = ours.spec.start
 
         def row(known: PlannedEvidence, name: str, setting: Setting) -> ComparedRow:

@@ -15,7 +15,7 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import method_named, text_of
 from lightning_omni.tuning.report.plan import Plan, PlanSource, Ways, title
 from lightning_omni.tuning.report.plan import rows as rows_of
-from lightning_omni.tuning.search.space import ALL_REDUCES, METHODS, WIRES, wire_argument
+from lightning_omni.tuning.search.space import DEFAULT_ALL_REDUCES, DEFAULT_METHODS, DEFAULT_WIRES, wire_argument
 from lightning_omni.wire.all_reduce import EXACT, all_reduce_of
 from lightning_omni.wire.formats import wire_of
 
@@ -33,8 +33,8 @@ def exchanges_of(
     if period is not None:
         _as_option(lambda: check_whole("period", period, "local steps between two exchanges, 1 or more", low=1))
     spec = known.search.spec if known.search is not None else None
-    methods: tuple[str, ...] = METHODS
-    wires: tuple[str, ...] = WIRES
+    methods: tuple[str, ...] = DEFAULT_METHODS
+    wires: tuple[str, ...] = DEFAULT_WIRES
     if spec is not None:
         methods, wires = spec.space.method or (spec.start.method,), spec.space.wire or (spec.start.wire,)
     if method is not None:
@@ -45,7 +45,7 @@ def exchanges_of(
     if wire is not None:
         wires = (wire,)
         _check_wire(wire, methods if method is not None else ())
-    all_reduces = ALL_REDUCES if spec is None else spec.space.all_reduce
+    all_reduces = DEFAULT_ALL_REDUCES if spec is None else spec.space.all_reduce
     if all_reduce is not None:
         all_reduces = _asked_all_reduce(all_reduce, known)
     return Ways(methods, wires, () if period is None else (period,), all_reduces if known.profile.shapes else ())

@@ -23,7 +23,7 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method, method_named
 from lightning_omni.methods.overlap import check_overlap
 from lightning_omni.palette import check_can_draw
-from lightning_omni.simulator import Cluster, Enough
+from lightning_omni.simulator import Cluster, StopSimulation
 from lightning_omni.simulator.run import check_restarts
 from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace, plot_comparison
@@ -187,7 +187,7 @@ def _run_part(entrant: Entrant, rate: float, part: float, task: Task, progress: 
     def until(done: float, text: str) -> None:
         progress(0.0, f"{_at(rate)}for {part:.0%} of the run")
         if done >= part:
-            raise Enough
+            raise StopSimulation
 
     trace = _simulated(entrant, rate, task, until)
     if trace.ended == "interrupted":

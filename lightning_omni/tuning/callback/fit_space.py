@@ -15,8 +15,7 @@ from lightning_omni.tuning.callback.hyperparameters import Hyperparameters
 from lightning_omni.tuning.callback.tuned_run import TunedRun
 from lightning_omni.tuning.model.forecast import Setting
 from lightning_omni.tuning.search import SearchSpec, Space
-from lightning_omni.tuning.search import space as searched
-from lightning_omni.tuning.search.space import is_plain
+from lightning_omni.tuning.search.space import DEFAULT_ALL_REDUCES, DEFAULT_METHODS, DEFAULT_WIRES, is_plain
 from lightning_omni.wire.all_reduce import text_of as text_of_all_reduce
 
 _log = logging.getLogger(__name__)
@@ -145,7 +144,7 @@ class FitSpace:
             space = replace(
                 space,
                 method=space.method or self._methods(),
-                wire=space.wire or searched.WIRES,
+                wire=space.wire or DEFAULT_WIRES,
                 all_reduce=space.all_reduce or self._all_reduces(),
             )
         return space
@@ -160,13 +159,13 @@ class FitSpace:
     def _all_reduces(self) -> tuple[str, ...]:
         """Return the usable all-reduce formats: none with sparse gradients or a user's communication hook."""
         is_given = has_hook_for_gradients(self._run.strategy)
-        return () if is_given or self._has_sparse_gradients else searched.ALL_REDUCES
+        return () if is_given or self._has_sparse_gradients else DEFAULT_ALL_REDUCES
 
     def _methods(self) -> tuple[str, ...]:
         """Return the methods with known costs that groups of this run can use."""
         world = self._run.world
         before, found = world.method, []
-        for name in searched.METHODS:
+        for name in DEFAULT_METHODS:
             world.method = method_named(name)
             with suppress(ConfigurationError):
                 if not self.why_impossible(2):

@@ -24,7 +24,7 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.strategy.arguments import refuses_unknown
 from lightning_omni.strategy.hooks import OmniStrategyHooks, strategy_of
 from lightning_omni.strategy.namespaces import need_namespace
-from lightning_omni.tuning.callback.background import frequent_switches
+from lightning_omni.tuning.callback.online_tuner import frequent_switches
 from lightning_omni.tuning.callback.target_metric import MONITORED
 from lightning_omni.tuning.callback.tuned_fit import Fit, JoinedFit, TunedFit, may_form_groups
 from lightning_omni.tuning.callback.tuned_run import TunedRun, TunerOptions, last_choice

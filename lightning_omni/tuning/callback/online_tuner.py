@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +21,6 @@ from lightning_omni.strategy._private import will_step
 from lightning_omni.strategy.declared import loader_of
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.tuning.callback.applied_setting import AppliedSetting
-from lightning_omni.tuning.callback.background import run_in_background, run_inline
 from lightning_omni.tuning.callback.fit_space import FitSpace
 from lightning_omni.tuning.callback.guards.speed import SpeedRecord
 from lightning_omni.tuning.callback.hyperparameters import Hyperparameters
@@ -31,7 +33,7 @@ from lightning_omni.tuning.model.steps import StepTimer
 from lightning_omni.tuning.search import Observation, Search, SearchSpec
 from lightning_omni.tuning.search import constants as c
 from lightning_omni.tuning.search.choice import verdict
-from lightning_omni.tuning.search.rules import is_faster
+from lightning_omni.tuning.search.evidence import is_faster
 from lightning_omni.tuning.trainer import batch_size_of, log_nothing
 
 DECISION_STEPS = tuple(c.FIRST_DECISION << number for number in range(c.DECISIONS))
@@ -464,4 +466,67 @@ class OnlineTuner:
         self._reports.chosen(command)
 
 
-__all__ = ["OnlineTuner"]
+# --- Work of rank 0 beside the training -------------------------------------------------------------------------------
+
+Found = TypeVar("Found")
+
+SWITCH_INTERVAL = 1e-4
+"""Seconds after which a thread that only computes lets training continue. Every operation on tensors releases Python's
+lock and waits this long for it: with Python's default of 5 ms, a batch would take as long as the computation."""
+
+
+def run_in_background(find: Callable[[], Found]) -> Future[Found]:
+    """Run a function in a thread of its own.
+
+    Args:
+        find: the function, called once; it must not change anything that the run uses meanwhile.
+
+    Returns:
+        The future of its result or error.
+    """
+
+    def find_in_background() -> Found:
+        with frequent_switches:
+            return find()
+
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="omni-tuner")
+    found = thread.submit(find_in_background)
+    thread.shutdown(wait=False)
+    return found
+
+
+def run_inline(find: Callable[[], Found]) -> Future[Found]:
+    """Run a fast function in the calling thread, and return its finished future."""
+    found: Future[Found] = Future()
+    try:
+        found.set_result(find())
+    except Exception as error:
+        found.set_exception(error)
+    return found
+
+
+class _FrequentSwitches:
+    """A context in which Python switches threads every `SWITCH_INTERVAL`."""
+
+    def __init__(self) -> None:
+        self._lock, self._within, self._before = threading.Lock(), 0, 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._within:
+                self._before = sys.getswitchinterval()
+                sys.setswitchinterval(min(SWITCH_INTERVAL, self._before))
+            self._within += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._within -= 1
+            if not self._within:
+                sys.setswitchinterval(self._before)
+
+
+frequent_switches = _FrequentSwitches()
+"""The context of a thread that computes beside training."""
+
+
+__all__ = ["OnlineTuner", "frequent_switches", "run_in_background", "run_inline"]

@@ -20,7 +20,6 @@ from lightning_omni.methods import AsyncSGD, Method
 from lightning_omni.strategy._private import has_hook_for_gradients, stops_now, will_step
 from lightning_omni.strategy.declared import is_fast_dev_run
 from lightning_omni.strategy.hooks import OmniStrategyHooks
-from lightning_omni.tuning.callback import _private
 from lightning_omni.tuning.callback.applied_setting import AppliedSetting
 from lightning_omni.tuning.callback.fit_space import FitSpace
 from lightning_omni.tuning.callback.guards.forecast_check import ForecastCheck
@@ -36,6 +35,7 @@ from lightning_omni.tuning.model.forecast import Scaling, Setting
 from lightning_omni.tuning.model.momentum import explicit_for
 from lightning_omni.tuning.search import Space
 from lightning_omni.tuning.search import constants as c
+from lightning_omni.tuning.trainer import end_epoch
 from lightning_omni.wire.all_reduce import EXACT
 
 if TYPE_CHECKING:
@@ -248,7 +248,7 @@ class TunedFit(Fit):
     @override
     def batch_starts(self) -> None:
         if self.applied.has_given_up:
-            _private.end_epoch(self.run.trainer)
+            end_epoch(self.run.trainer)
 
     @override
     def batch_done(self, outputs: Any, batch_idx: int) -> None:

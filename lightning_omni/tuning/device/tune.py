@@ -143,10 +143,15 @@ class _DeviceSearch:
         self._step_seconds = self._baseline.run(1)
         # The time left is for the combined measurement at the end.
         self._deadline -= min(self._budget / 4, FEWEST * 5 * max(self._step_seconds, BLOCK_SECONDS))
-        steps = {"allocator": self._allocator, "memory format": self._memory_format, "compile": self._compile}
         precision = {"precision": self._precision}
-        # A precision to be applied is tried early, so that the larger steps are measured in it.
-        steps = {**precision, **steps} if self._bf16 == "apply" else {**steps, **precision}
+        # A precision to be applied is tried early, so that the later steps are measured in it.
+        steps = {
+            "allocator": self._allocator,
+            **(precision if self._bf16 == "apply" else {}),
+            "memory format": self._memory_format,
+            "compile": self._compile,
+            **precision,
+        }
         for step, candidates in steps.items():
             self._try_all(step, candidates())
         return self._report()

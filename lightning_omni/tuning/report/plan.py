@@ -22,10 +22,10 @@ from lightning_omni.tuning.report.run import Written
 from lightning_omni.tuning.report.texts import duration
 from lightning_omni.tuning.report.tuning import TuningReport
 from lightning_omni.tuning.search import Search, SearchSpec, Space
-from lightning_omni.tuning.search.choice import best_by_forecast
+from lightning_omni.tuning.search.choice import best_by_forecast, cheapest, risk_adjusted
+from lightning_omni.tuning.search.evidence import is_faster
 from lightning_omni.tuning.search.machines import PlannedEvidence
-from lightning_omni.tuning.search.rules import cheapest, is_faster, risk_adjusted
-from lightning_omni.tuning.search.space import METHODS, WIRES, group_counts
+from lightning_omni.tuning.search.space import DEFAULT_METHODS, DEFAULT_WIRES, group_counts
 
 _STEM = "plan"
 """Name of the page and of the picture, without suffix."""
@@ -98,8 +98,8 @@ class Ways:
         all_reduces: formats in which the members of a group may average gradients, besides the exact one.
     """
 
-    methods: tuple[str, ...] = METHODS
-    wires: tuple[str, ...] = WIRES
+    methods: tuple[str, ...] = DEFAULT_METHODS
+    wires: tuple[str, ...] = DEFAULT_WIRES
     periods: tuple[int, ...] = ()
     all_reduces: tuple[str, ...] = ()
 

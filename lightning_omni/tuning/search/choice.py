@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from lightning_omni.tuning.model.forecast import Forecast, Setting, SettingEstimate
 from lightning_omni.tuning.model.profile import BOTTLENECKS
 from lightning_omni.tuning.search import constants as c
-from lightning_omni.tuning.search.evidence import Evidence, mean_error
-from lightning_omni.tuning.search.rules import cheapest, is_faster, risk_adjusted
+from lightning_omni.tuning.search.evidence import Evidence, is_faster, mean_error
+
+Option = TypeVar("Option")
+
+
+def risk_adjusted(log_cost: float, deviation: float) -> float:
+    """Return a predicted cost, raised by a part of its uncertainty."""
+    return log_cost + c.CAUTION * deviation
+
+
+def cheapest(options: Sequence[Option], log_cost: Callable[[Option], float], order: Callable[[Option], Any]) -> Option:
+    """Return the cheapest option; among options that tie with it, the first in an order."""
+    lowest = min(map(log_cost, options))
+    return min((each for each in options if log_cost(each) <= lowest + math.log(c.FASTER)), key=order)
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,12 @@ from lightning_omni.wire.formats import wire_of
 
 _AVERAGED = "diloco:outer_lr=1.0,outer_momentum=0"
 _STREAMED = f"{_AVERAGED},fragments=4,delay=1,keep_steps=true,dynamic_steps=true"
-METHODS = ("async_sgd", "local_sgd", "elastic_averaging", _AVERAGED, _STREAMED)
-WIRES = ("fp32", "int8", "int8/bf16")
+DEFAULT_METHODS = ("async_sgd", "local_sgd", "elastic_averaging", _AVERAGED, _STREAMED)
+DEFAULT_WIRES = ("fp32", "int8", "int8/bf16")
 """The default ways in which groups may exchange. DiLoCo's outer step with a rate of 1 is local SGD that sends changes,
 so that its answers may be rounded, too, and its fragments may travel during the computation."""
 
-ALL_REDUCES = ("bf16", "powersgd:16,dtype=bf16", "powersgd:8,dtype=bf16", "powersgd:4,dtype=bf16")
+DEFAULT_ALL_REDUCES = ("bf16", "powersgd:16,dtype=bf16", "powersgd:8,dtype=bf16", "powersgd:4,dtype=bf16")
 """The default formats in which the members of a group may average their gradients."""
 
 Axis = list[Any] | tuple[float, float]

@@ -1,0 +1,42 @@
+"""The site: its charts and the ratios of the README follow the tables of measurements."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def draw() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "docs" / "pictures" / "draw.py"))
+
+
+@pytest.mark.parametrize("picture", ["groups", "hosts", "link", "tasks"])
+def test_a_picture_is_what_its_script_draws(picture: str, draw: dict[str, Any]) -> None:
+    drawn = (ROOT / "docs" / "pictures" / f"{picture}.svg").read_text()
+    assert drawn == draw[picture](), "run: python docs/pictures/draw.py"
+    assert "http" not in drawn.replace("http://www.w3.org/2000/svg", "")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "column", "peer"),
+    [
+        ("exponential step times", 1, "DDP"),
+        ("one 4 times slower", 1, "DDP"),
+        ("equal, 40 Mbit links", 2, "PowerSGD"),
+        ("one 4 times slower, 40 Mbit links", 2, "PowerSGD"),
+    ],
+)
+def test_the_readme_has_the_speed_ups_that_were_measured(
+    hosts: str, column: int, peer: str, draw: dict[str, Any]
+) -> None:
+    rows = {row[0]: row for row in draw["table"]("tuning-measurements.md", "On emulated hosts", "hosts")}
+    theirs = rows[hosts][column].partition("PowerSGD:")[2] if peer == "PowerSGD" else rows[hosts][column]
+    ratios = [a / b for a, b in zip(draw["numbers"](theirs), draw["numbers"](rows[hosts][3]), strict=True)]
+    assert f"| {min(ratios):.1f} to {max(ratios):.1f} times faster than {peer}" in README
