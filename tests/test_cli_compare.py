@@ -11,7 +11,7 @@ import pytest
 from lightning_omni.cli import main
 from lightning_omni.cli.compare.comparison import strategy_text
 from lightning_omni.tuning.model.forecast import Scaling, Setting
-from lightning_omni.tuning.search.machines import Machines
+from lightning_omni.tuning.search.machines import DescribedMachines
 from lightning_omni.tuning.search.prior import Prior, PriorTheory
 
 UNEQUAL = ("--speeds", "1,1,1,0.25", "--link", "100mbit", "--model-size", "50MB", "--step", "0.2s")
@@ -119,7 +119,7 @@ def test_what_is_printed_is_a_strategy(setting: Setting, expected: str) -> None:
 
 
 def test_a_description_is_as_fast_as_it_says() -> None:
-    machines = Machines((1.0, 1.0, 0.5), 0.2, 32, 1000, 1e12, scatter=0.0)
+    machines = DescribedMachines((1.0, 1.0, 0.5), 0.2, 32, 1000, 1e12, scatter=0.0)
     assert machines.profile().speeds == pytest.approx((160.0, 160.0, 80.0))
 
 

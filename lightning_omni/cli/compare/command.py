@@ -67,14 +67,14 @@ def compare(
         "scatter": scatter,
     }
     # Imported here, so that --help does not wait for torch.
-    from lightning_omni.cli.compare.comparison import ASSUMED, Comparison
-    from lightning_omni.tuning.search.machines import Machines
+    from lightning_omni.cli.compare.comparison import ASSUMED, MachineComparison
+    from lightning_omni.tuning.search.machines import DescribedMachines
 
     try:
-        machines = Machines(**given)
+        machines = DescribedMachines(**given)
     except ConfigurationError as error:
         raise ConfigurationError(f"--{error}") from error
-    found = Comparison.of(machines, momentum, optimizer == "adam")
+    found = MachineComparison.of(machines, momentum, optimizer == "adam")
     if json:
         print_line(dumps(found.to_dict()))
         return 0

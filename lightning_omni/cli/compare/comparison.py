@@ -12,7 +12,7 @@ from lightning_omni.tuning.model.convergence import Estimate
 from lightning_omni.tuning.model.forecast import Scaling, Setting
 from lightning_omni.tuning.model.profile import Profile
 from lightning_omni.tuning.search.choice import best_by_forecast, best_enumerated
-from lightning_omni.tuning.search.machines import Machines, PlannedEvidence
+from lightning_omni.tuning.search.machines import DescribedMachines, PlannedEvidence
 from lightning_omni.tuning.search.space import DEFAULT_METHODS, DEFAULT_WIRES, SearchSpec, Space, group_counts
 
 _AVERAGE = "diloco:outer_lr=1.0,outer_momentum=0"
@@ -70,7 +70,7 @@ class ComparedRow:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class MachineComparison:
     """The rows that matter: DDP, the best of this package, the best peer.
 
     Args:
@@ -84,8 +84,8 @@ class Comparison:
     pays: bool
 
     @classmethod
-    def of(cls, machines: Machines, momentum: float, is_adaptive: bool) -> Comparison:
-        """Compare on `Machines` that the user describes."""
+    def of(cls, machines: DescribedMachines, momentum: float, is_adaptive: bool) -> MachineComparison:
+        """Compare on `DescribedMachines` that the user describes."""
         profile = machines.profile()
 
         def evidence(
@@ -141,10 +141,10 @@ class Comparison:
                 f"use DDP: lightning-omni at its best is predicted to take {ours.time.value:.2f} times as long, no gain"
                 " or too small a gain for its uncertainty"
             )
-        gain = f"{_gain(ours.time)} as fast as DDP to the same target"
+        gain = f"{_gain(ours.time)} faster than DDP to the same target"
         if self.has_hook:
             return f"use DDP with torch's bf16 hook: {gain}; groups gain no more"
-        other = f"{peer.name} is predicted to be {1 / peer.time.value:.2f} times as fast as DDP"
+        other = f"{peer.name} is predicted to be {1 / peer.time.value:.2f} times faster than DDP"
         return f"use lightning-omni: {gain}; {other}"
 
     @property
@@ -168,7 +168,7 @@ class Comparison:
 
 def _evidence(
     profile: Profile,
-    machines: Machines,
+    machines: DescribedMachines,
     momentum: float,
     is_adaptive: bool,
     methods: tuple[str, ...],

@@ -14,7 +14,7 @@ from lightning_omni.tuning.model.profile import BOTTLENECKS, Prediction, Profile
 from lightning_omni.tuning.report.texts import between, duration, interval, number, span
 from lightning_omni.tuning.search import Choice, Search
 from lightning_omni.tuning.search.choice import best_by_forecast
-from lightning_omni.tuning.search.evidence import QUANTILE
+from lightning_omni.tuning.search.constants import QUANTILE
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class ConsideredRow:
         by: the source of the setting.
         rate: predicted samples per second.
         samples: samples to the target, relative to those of the user's own setting.
-        speed_up: times as fast to the target as the user's own setting.
+        speed_up: expected time to the target with the user's own setting, over that with this one.
     """
 
     setting: Setting
@@ -108,11 +108,11 @@ class SearchSummary:
 
     @cached_property
     def speed_up(self) -> Estimate:
-        """Return how many times as fast as the user's own setting the choice is expected to reach the target."""
+        """Return how many times faster than the user's own setting the choice is expected to reach the target."""
         return self.speed_up_of(self.choice.setting)
 
     def speed_up_of(self, setting: Setting) -> Estimate:
-        """Return how many times as fast as the user's own setting another one is expected to reach the target."""
+        """Return how many times faster than the user's own setting another one is expected to reach the target."""
         return self.search.speed_up(setting, self.start)
 
     def ratio(self, setting: Setting) -> float:

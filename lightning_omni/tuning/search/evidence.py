@@ -30,9 +30,6 @@ from lightning_omni.tuning.search.space import SearchSpec, checked_axis, wire_ar
 
 Array = np.ndarray[Any, Any]
 
-QUANTILE = 1.2816
-"""Quantile of the normal distribution for intervals with a probability of 0.8."""
-
 
 def is_faster(rate: float, than: float) -> bool:
     """Return whether a rate is higher by enough to justify more groups or proportional batches."""
@@ -326,7 +323,7 @@ class Evidence:
         return Forecast(self.theory, self.throughput)
 
     def speed_up(self, setting: Setting, baseline: Setting) -> Estimate:
-        """Return how many times as fast as a baseline a setting is expected to reach the target.
+        """Return how many times faster than with a baseline a setting is expected to reach the target.
 
         The interval, of probability 0.8, covers the errors of samples per second and of samples to the target. All
         reports take speed-ups from here.
@@ -340,8 +337,8 @@ class Evidence:
         forecast = self.forecast()
         value = math.exp(forecast.log_seconds(baseline) - forecast.log_seconds(setting))
         rates = [self.prediction(each).samples_per_second for each in (setting, baseline)]
-        errors = [math.log(rate.high / rate.low) / (2 * QUANTILE) for rate in rates]
-        width = math.exp(QUANTILE * math.hypot(forecast.deviation(setting, baseline), *errors))
+        errors = [math.log(rate.high / rate.low) / (2 * c.QUANTILE) for rate in rates]
+        width = math.exp(c.QUANTILE * math.hypot(forecast.deviation(setting, baseline), *errors))
         return Estimate(value, value / width, value * width)
 
     # --- Losses ------------------------------------------------------------------------------------------------------

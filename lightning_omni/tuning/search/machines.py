@@ -16,15 +16,9 @@ from lightning_omni.checks import check_number
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.model.profile import Profile
+from lightning_omni.tuning.search import constants as c
 from lightning_omni.tuning.search.evidence import Evidence, scatter
 from lightning_omni.tuning.search.space import SearchSpec
-
-STEPS = 64
-"""Steps that stand for a description of machines; their step times scatter as described."""
-SERVE_PER_BYTE = 5e-10
-"""Assumed seconds of a server's update for each byte of the weights."""
-BACKWARD, BUCKET = 2 / 3, 25e6
-"""Part of a step that is the backward pass, in which DDP hides its all-reduce but for the last bucket; its bytes."""
 
 
 class PlannedEvidence(Evidence):
@@ -48,7 +42,7 @@ class PlannedEvidence(Evidence):
 
 
 @dataclass(frozen=True)
-class Machines:
+class DescribedMachines:
     """A description of machines and of a training step.
 
     Args:
@@ -93,12 +87,12 @@ class Machines:
         """Return the measurements that a run in one group on these machines would make, from a fixed seed."""
         ranks = len(self.speeds)
         random = np.random.default_rng(0)
-        jitter = random.lognormal(0.0, math.sqrt(math.log1p(self.scatter**2)), (ranks, STEPS))
+        jitter = random.lognormal(0.0, math.sqrt(math.log1p(self.scatter**2)), (ranks, c.DESCRIBED_STEPS))
         own = self.step / np.array(self.speeds)[:, None] * jitter / jitter.mean(axis=1, keepdims=True)
         between = self.site_bandwidth if self.sites > 1 and self.site_bandwidth else self.bandwidth
         latency = self.site_latency if self.sites > 1 else self.latency
         all_reduce = 2 * (ranks - 1) * (self.nbytes / ranks / between + latency)
-        exposed = max(all_reduce * min(1.0, BUCKET / self.nbytes), all_reduce - BACKWARD * self.step)
+        exposed = max(all_reduce * min(1.0, c.BUCKET / self.nbytes), all_reduce - c.BACKWARD * self.step)
         several: dict[str, Any] = {}
         if self.sites > 1:
             nodes = tuple(np.repeat(np.arange(self.sites), ranks // self.sites).tolist())
@@ -106,11 +100,11 @@ class Machines:
             several["node_round_trip"] = 2 * self.latency
         return Measured(
             groups=(tuple(range(ranks)),),
-            samples=((float(self.batch_size),) * STEPS,) * ranks,
+            samples=((float(self.batch_size),) * c.DESCRIBED_STEPS,) * ranks,
             own=tuple(map(tuple, own.tolist())),
             steps=(tuple((own.max(axis=0) + exposed).tolist()),),
-            exchanges=((0.0,) * STEPS,),
-            serve=SERVE_PER_BYTE * self.nbytes,
+            exchanges=((0.0,) * c.DESCRIBED_STEPS,),
+            serve=c.SERVE_PER_BYTE * self.nbytes,
             nbytes=self.nbytes,
             round_trip=2 * latency,
             reduce_per_byte=2 * (ranks - 1) / ranks / between,
@@ -124,4 +118,4 @@ class Machines:
         return Profile.fit([self.measured])
 
 
-__all__ = ["Machines", "PlannedEvidence"]
+__all__ = ["DescribedMachines", "PlannedEvidence"]
