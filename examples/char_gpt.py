@@ -258,7 +258,7 @@ def train(
         if way == "fsdp"
         else omni.OmniStrategy(
             groups=GROUPS,
-            inside="fsdp",
+            model_parallel="fsdp",
             method=f"diloco:period={period},outer_lr={arguments.outer_lr},outer_momentum={arguments.outer_momentum}",
             data="static",
         )

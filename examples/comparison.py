@@ -7,6 +7,7 @@ installed and cannot be downloaded, scikit-learn's handwritten digits stand in, 
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import signal
 import sys
@@ -30,7 +31,7 @@ from torch.nn.functional import avg_pool2d, cross_entropy
 from torch.utils.data import TensorDataset
 
 from lightning_omni.methods import Method
-from lightning_omni.simulator import Cluster, simulate
+from lightning_omni.simulator import Cluster, Evaluation, Limits, Workload, simulate
 from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace
 
@@ -154,7 +155,7 @@ class Run:
         optimizer: makes the optimizer from parameters; ``partial`` of something importable, as it goes to another
             process: ``partial(sgd, lr=0.1)``, ``partial(torch.optim.AdamW, lr=1e-3)``.
         batch_size: samples in one device's batch.
-        updates: most updates, None for no limit; likewise ``epochs`` and ``seconds``. One of them is needed.
+        updates: most updates, infinite for no limit; likewise ``epochs`` and ``seconds``. One of them is needed.
         evaluate_every: updates between two evaluations; None for one at the end only.
         target: steady test accuracy (see `Evaluator`) at which the run ends early.
         seed: of everything that is random, the initial weights included.
@@ -166,9 +167,9 @@ class Run:
     cluster: Cluster
     optimizer: Callable[[Any], torch.optim.Optimizer]
     batch_size: int = 32
-    updates: int | None = None
-    epochs: int | None = None
-    seconds: float | None = None
+    updates: float = math.inf
+    epochs: float = math.inf
+    seconds: float = math.inf
     evaluate_every: int | None = 50
     target: float | None = None
     seed: int = 0
@@ -184,17 +185,18 @@ class Run:
             self.method,
             self.groups,
             self.cluster,
-            self.model(),
-            TensorDataset(*images.train),
-            optimizer=self.optimizer,
-            loss=loss,
+            Workload(
+                self.model(),
+                TensorDataset(*images.train),
+                loss=loss,
+                evaluate=Evaluator(images),
+                optimizer=self.optimizer,
+            ),
             batch_size=self.batch_size,
-            evaluate=Evaluator(images),
-            evaluate_every=self.evaluate_every,
-            max_updates=self.updates,
-            max_epochs=self.epochs,
-            max_seconds=self.seconds,
-            target=None if self.target is None else ("steady", self.target),
+            evaluation=Evaluation(
+                every=self.evaluate_every, target=None if self.target is None else ("steady", self.target)
+            ),
+            limits=Limits(updates=self.updates, epochs=self.epochs, seconds=self.seconds),
             seed=self.seed,
             overlap=self.overlap,
         )

@@ -118,7 +118,9 @@ def train(arguments: argparse.Namespace, merged: bool) -> Outcome | None:
     """One run; its outcome on rank 0, None on the others."""
     seed_everything(arguments.seed)
     record = Path(tempfile.mkdtemp()) / "record.jsonl"
-    strategy = omni.OmniStrategy(groups=arguments.groups, merged="classifier" if merged else None, record=str(record))
+    strategy = omni.OmniStrategy(
+        groups=arguments.groups, merged="classifier" if merged else None, server=omni.Server(record=str(record))
+    )
     timer = Timer()
     trainer = Trainer(
         accelerator="cpu",

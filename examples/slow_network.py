@@ -142,7 +142,7 @@ AVERAGED = 11
 def ways() -> list[Way]:
     """What is compared, with settings to begin with; ``--tune`` tries others of each."""
     plain = {"lr": 0.05, "momentum": 0.9}
-    lossy, shared = {"push": "int8", "pull": "bf16"}, {"servers": "per-node"}
+    lossy, shared = {"push": "int8", "pull": "bf16"}, {"server": {"count": "per-node"}}
     averaged = "outer_lr=1.0,outer_momentum=0"  # an outer step to the mean
     streamed = f"fragments=2,delay=1,keep_steps=true,{averaged}"
     local = tuple({"period": period, **rate} for period in (4, 16) for rate in ({}, *RATES))
@@ -152,23 +152,24 @@ def ways() -> list[Way]:
         Way("DDP, PowerSGD", {"way": "ddp", **plain, "hook": "powersgd", "rank": 8, "warmup": 10},
             (*RATES, {"rank": 2}, {"rank": 4})),
         Way("PostLocalSGD", {"way": "post_local_sgd", **plain, "period": 8, "warmup": AVERAGED}, (*RATES, *local)),
-        Way("one group, powersgd:8", {"way": "one_group", **plain, "options": {"all_reduce": "powersgd:8"}}, RATES),
+        Way("one group, powersgd:8", {"way": "one_group", **plain,
+                                      "options": {"compression": {"all_reduce": "powersgd:8"}}}, RATES),
         Way("local SGD", {"way": "omni", **plain, "method": "local_sgd:period=8,warmup_steps=10",
                           "options": shared}, RATES),
         Way("hardsync, overlapped", {"way": "omni", "lr": 0.1, "momentum": 0.6, "method": "hardsync",
-                                     "options": {"wire": lossy, "overlap": True, **shared}}, RATES),
+                                     "options": {"compression": lossy, "overlap": True, **shared}}, RATES),
         Way("async SGD, overlapped", {"way": "omni", "lr": 0.05, "momentum": 0.0, "method": "async_sgd",
-                                      "options": {"wire": lossy, "overlap": True, **shared}}, RATES),
+                                      "options": {"compression": lossy, "overlap": True, **shared}}, RATES),
         Way("DiLoCo", {"way": "omni", **plain, "method": f"diloco:period=4,{averaged}",
-                       "options": {"wire": lossy, **shared}}, RATES),
-        Way("streaming DiLoCo", {"way": "omni", **plain, "options": {"wire": lossy, **shared},
+                       "options": {"compression": lossy, **shared}}, RATES),
+        Way("streaming DiLoCo", {"way": "omni", **plain, "options": {"compression": lossy, **shared},
                                  "method": f"diloco:period=4,{streamed}"},
-            (*RATES, {"method": f"diloco:period=8,{streamed}"}, {"options": {"wire": lossy}})),
-        Way("decoupled DiLoCo", {"way": "omni", **plain, "options": {"wire": lossy, **shared},
+            (*RATES, {"method": f"diloco:period=8,{streamed}"}, {"options": {"compression": lossy}})),
+        Way("decoupled DiLoCo", {"way": "omni", **plain, "options": {"compression": lossy, **shared},
                                  "method": f"decoupled_diloco:period=4,fragments=2,{averaged}"},
             (*RATES, {"method": f"decoupled_diloco:period=8,fragments=4,{averaged}"})),
         Way("elastic averaging", {"way": "omni", **plain, "method": "elastic_averaging:period=4",
-                                  "options": {"wire": {"push": "int8", "pull": "int8"}, **shared}}, RATES),
+                                  "options": {"compression": {"push": "int8", "pull": "int8"}, **shared}}, RATES),
     ]  # fmt: skip
 
 

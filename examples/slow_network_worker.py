@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_omni import OmniOptimizer, World
+from lightning_omni import Compression, OmniOptimizer, Server, World
 from lightning_omni.runtime import WorldOptions
 
 BATCH = 64
@@ -84,8 +84,13 @@ def with_post_local_sgd(plain: nn.Module, told: dict[str, Any]) -> Way:
 
 def with_omni(plain: nn.Module, told: dict[str, Any]) -> Way:
     """Compute groups, one for each host, with the method and the options told."""
+    given = told.get("options", {})
     options = WorldOptions(
-        method=told["method"], timeout=timedelta(minutes=3), encryption="off", **told.get("options", {})
+        method=told["method"],
+        compression=Compression(**given.get("compression", {})),
+        overlap=given.get("overlap", False),
+        server=Server(encryption="off", **given.get("server", {})),
+        timeout=timedelta(minutes=3),
     )
     world = World(groups=dist.get_world_size(), options=options)
     model = world.wrap(plain)
@@ -94,7 +99,8 @@ def with_omni(plain: nn.Module, told: dict[str, Any]) -> Way:
 
 def with_one_group(plain: nn.Module, told: dict[str, Any]) -> Way:
     """One group of all hosts, that averages gradients in fewer bytes."""
-    world = World(groups=1, options=WorldOptions(timeout=timedelta(minutes=3), **told["options"]))
+    compression = Compression(**told["options"]["compression"])
+    world = World(groups=1, options=WorldOptions(compression=compression, timeout=timedelta(minutes=3)))
     model = world.wrap(plain)
     return Way(model, OmniOptimizer(sgd(plain, told), world), world.training(), lambda: None)
 

@@ -14,20 +14,25 @@ if TYPE_CHECKING:  # for type checkers, OmniStrategy and the tuners of lightning
     from lightning_omni import methods
     from lightning_omni.errors import OmniError
     from lightning_omni.metrics import RunReport, Staleness
-    from lightning_omni.runtime import OmniOptimizer, World, WorldOptions
+    from lightning_omni.runtime import FSDP, Elastic, OmniOptimizer, Server, World, WorldOptions
     from lightning_omni.strategy.lightning import OmniStrategy
     from lightning_omni.topology import Topology
     from lightning_omni.tuning.callback.lightning import DeviceTuner, OmniTuner
+    from lightning_omni.wire.compression import Compression
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "FSDP",
+    "Compression",
     "DeviceTuner",
+    "Elastic",
     "OmniError",
     "OmniOptimizer",
     "OmniStrategy",
     "OmniTuner",
     "RunReport",
+    "Server",
     "Staleness",
     "Topology",
     "World",
@@ -36,12 +41,16 @@ __all__ = [
 ]
 
 _HOME = {
+    "Compression": "wire.compression",
     "DeviceTuner": "tuning.callback.either",
+    "Elastic": "runtime",
+    "FSDP": "runtime",
     "OmniError": "errors",
     "OmniOptimizer": "runtime",
     "OmniStrategy": "strategy.either",
     "OmniTuner": "tuning.callback.either",
     "RunReport": "metrics",
+    "Server": "runtime",
     "Staleness": "metrics",
     "Topology": "topology",
     "World": "runtime",

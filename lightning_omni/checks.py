@@ -48,6 +48,11 @@ def keep_plain(values: Any) -> None:
         object.__setattr__(values, each.name, plain(getattr(values, each.name)))
 
 
+def _refused(name: str, value: Any, what: str) -> ConfigurationError:
+    """Return the error of an argument; the name of a value's own argument is ``Value(name``."""
+    return ConfigurationError(f"{name}={value!r}{')' if '(' in name else ''}: pass {what}")
+
+
 def check_number(
     name: str,
     value: Any,
@@ -60,7 +65,7 @@ def check_number(
     """Raise an error unless a value is a number from ``low`` to ``high``; text, booleans and NaN are not.
 
     Args:
-        name: name of the argument.
+        name: name of the argument, or ``Value(name`` for an argument of a value.
         value: value of the argument.
         what: valid values, in words.
         low: the least.
@@ -79,7 +84,7 @@ def check_number(
     """
     is_good = not isinstance(value, bool) and isinstance(value, Real) and low <= float(value) <= high
     if not is_good or (above is not None and value <= above) or (below is not None and value >= below):
-        raise ConfigurationError(f"{name}={value!r}: pass {what}")
+        raise _refused(name, value, what)
 
 
 def check_whole(name: str, value: Any, what: str, low: int = 0, high: int | None = None) -> None:
@@ -90,7 +95,7 @@ def check_whole(name: str, value: Any, what: str, low: int = 0, high: int | None
     """
     is_whole = isinstance(value, Integral) and not isinstance(value, bool)
     if not is_whole or value < low or (high is not None and value > high):
-        raise ConfigurationError(f"{name}={value!r}: pass {what}")
+        raise _refused(name, value, what)
 
 
 def check_kind(name: str, value: Any, kinds: type | tuple[type, ...], what: str) -> None:
@@ -100,7 +105,7 @@ def check_kind(name: str, value: Any, kinds: type | tuple[type, ...], what: str)
         ConfigurationError: the value has another class.
     """
     if not isinstance(value, kinds):
-        raise ConfigurationError(f"{name}={value!r}: pass {what}")
+        raise _refused(name, value, what)
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -111,4 +116,4 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """
     if value not in choices:
         *others, last = (f'"{choice}"' for choice in choices)
-        raise ConfigurationError(f"{name}={value!r}: pass {', '.join(others)} or {last}")
+        raise _refused(name, value, f"{', '.join(others)} or {last}")

@@ -187,8 +187,8 @@ class Topology:
 def _neighbours(ranks: Sequence[int], together: int) -> list[tuple[int, ...]]:
     if len(ranks) % together:
         raise ConfigurationError(
-            f"{counted(len(ranks), 'rank')}, of which {together} hold a model together: pass shards= that divides the"
-            " number of ranks, or another number of devices"
+            f"{counted(len(ranks), 'rank')}, of which {together} hold a model together: pass FSDP(shards=...) that"
+            " divides the number of ranks, or another number of devices"
         )
     return [tuple(ranks[start : start + together]) for start in range(0, len(ranks), together)]
 
@@ -225,5 +225,6 @@ def check_groups(groups: int, world_size: int, together: int = 1) -> None:
     if groups * together > world_size:
         raise ConfigurationError(
             f"groups={groups}, but {together} ranks hold a model together, and there are only"
-            f" {counted(world_size, 'rank')}; pass groups<={world_size // together}, a smaller shards=, or more devices"
+            f" {counted(world_size, 'rank')}; pass groups<={world_size // together}, smaller sizes in model_parallel=,"
+            " or more devices"
         )

@@ -20,6 +20,7 @@ from ensemble import Ensemble, Group
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_omni import Compression, Server
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.group.core import ServerRequest
 from lightning_omni.group.lease_client import LeaseClient
@@ -27,7 +28,7 @@ from lightning_omni.methods import METHODS, PRESETS, Exchange, Method, Push, Rep
 from lightning_omni.methods.model.fragments import read, write
 from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.formats import PerDirection, Wire, wire_of
+from lightning_omni.wire.formats import PerDirection
 from lightning_omni.wire.formats.base import FORMATS, RAW, RESIDUAL
 from lightning_omni.wire.layout import Layout
 from lightning_omni.wire.messages import EpochPlan
@@ -98,10 +99,10 @@ def wires() -> tuple[str, ...]:
     return ("fp32", *lossy, *(f"{name} both ways" for name in lossy))
 
 
-def wire_as_passed(wire: str) -> Wire:
+def wire_as_passed(wire: str) -> Compression:
     """What a user passes for it."""
     name = wire.removesuffix(" both ways")
-    return name if name == wire else {"push": name, "pull": name}
+    return Compression(push=name, pull="fp32" if name == wire else name)
 
 
 def refusal(cell: Cell) -> str:
@@ -112,7 +113,13 @@ def refusal(cell: Cell) -> str:
 @cache
 def _refusal(method: str, wire: str, overlap: bool, servers: int) -> str:
     try:
-        WorldOptions(groups=GROUPS, method=method, wire=wire_as_passed(wire), overlap=overlap, servers=servers)
+        WorldOptions(
+            groups=GROUPS,
+            method=method,
+            compression=wire_as_passed(wire),
+            overlap=overlap,
+            server=Server(count=servers),
+        )
     except ConfigurationError as error:
         return str(error)
     return ""
@@ -328,7 +335,7 @@ class Training:
             GROUPS,
             method,
             lambda own: torch.optim.SGD(own, lr=0.05),
-            wire_of(wire_as_passed(cell.wire)),
+            wire_as_passed(cell.wire).wire_format,
             seed,
             cell.overlap,
             net,

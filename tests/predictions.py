@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lightning_omni.simulator import Cluster, Jitter, Link, simulate
+from lightning_omni.simulator import Cluster, Jitter, Limits, Link, Workload, simulate
 from lightning_omni.trace import Trace
 from lightning_omni.tuning.model.cost_model import ExchangePattern
 from lightning_omni.tuning.model.measurements import Measured
@@ -90,14 +90,18 @@ def simulated(way: Way, wire: str, groups: int, cluster: Cluster, seed: int) -> 
         way.method,
         groups,
         cluster,
-        Weights(),
-        DATA,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
-        loss=lambda model, batch: model.numbers.square().mean() + 0 * batch[0].mean(),
+        Workload(
+            Weights(),
+            DATA,
+            loss=lambda model, batch: model.numbers.square().mean() + 0 * batch[0].mean(),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
+        ),
         batch_size=BATCH,
-        max_updates=way.pushes if "local_sgd" in way.method or "diloco" in way.method else way.pushes * groups,
+        limits=Limits(
+            updates=way.pushes if "local_sgd" in way.method or "diloco" in way.method else way.pushes * groups
+        ),
         seed=seed,
-        wire=wire,
+        compression=wire,
         overlap=way.overlap,
     )
 

@@ -18,9 +18,10 @@ from runs import Run, run
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from lightning_omni import Compression
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.runtime.model.reduction import BUCKET_MB, Reduction, seconds_of_arithmetic
-from lightning_omni.simulator import Cluster, Link, simulate
+from lightning_omni.simulator import Cluster, Limits, Link, Workload, simulate
 from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.model.profile import Profile
 from lightning_omni.wire.all_reduce import EXACT, AllReduce, Memory, PowerSGD, all_reduce_of, resumed, text_of
@@ -201,20 +202,22 @@ def trained(**options: Any) -> Any:
         "async_sgd",
         1,
         SLOW,
-        torch.nn.Linear(40, 30),
-        data,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
-        loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+        Workload(
+            torch.nn.Linear(40, 30),
+            data,
+            loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+            evaluate=lambda model: {"loss": float((model(inputs) - data.tensors[1]).square().mean())},
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+        ),
         batch_size=8,
-        evaluate=lambda model: {"loss": float((model(inputs) - data.tensors[1]).square().mean())},
-        max_updates=200,
+        limits=Limits(updates=200),
         **options,
     )
 
 
 def test_a_simulated_group_learns_nearly_as_much_in_a_part_of_the_time() -> None:
-    exact, thin = trained(), trained(all_reduce="powersgd:4")
-    assert trained(all_reduce="fp32").evaluated["loss"] == exact.evaluated["loss"]
+    exact, thin = trained(), trained(compression=Compression(all_reduce="powersgd:4"))
+    assert trained(compression=Compression(all_reduce="fp32")).evaluated["loss"] == exact.evaluated["loss"]
     first = 40.0
     assert thin.evaluated["loss"][-1] < 0.1 * first
     assert thin.seconds < 0.6 * exact.seconds
@@ -224,7 +227,7 @@ def test_a_forecast_of_an_all_reduce_is_what_the_simulator_takes() -> None:
     profile = Profile.fit([Measured.of(trained())])
     for format_ in ("bf16", "powersgd:2"):
         forecast = profile.predict(1, all_reduce=format_).seconds_per_update.value
-        run = trained(all_reduce=format_)
+        run = trained(compression=Compression(all_reduce=format_))
         assert forecast == pytest.approx(run.seconds / run.updates, rel=0.1)
 
 

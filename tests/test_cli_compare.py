@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lightning_omni import Compression, OmniStrategy
 from lightning_omni.cli import main
 from lightning_omni.cli.compare.comparison import strategy_text
 from lightning_omni.tuning.model.forecast import Scaling, Setting
@@ -116,6 +117,7 @@ def test_the_table_has_the_numbers_of_the_json(
 )
 def test_what_is_printed_is_a_strategy(setting: Setting, expected: str) -> None:
     assert strategy_text(setting) == f"OmniStrategy({expected})"
+    eval(strategy_text(setting), {"OmniStrategy": OmniStrategy, "Compression": Compression})  # it is accepted
 
 
 def test_a_description_is_as_fast_as_it_says() -> None:

@@ -18,7 +18,7 @@ from lightning_omni.tuning.model.cost_model import Costs, ExchangePattern
 from lightning_omni.tuning.model.profile import Profile
 from lightning_omni.tuning.report import Round, TuningReport
 from lightning_omni.tuning.search.prior import Prior
-from lightning_omni.tuning.search.space import wire_argument
+from lightning_omni.tuning.search.space import compression_named
 
 SAME = ("--method", "async_sgd", "--wire", "int8")
 """Groups exchange in one way: that no better one is looked for saves seconds."""
@@ -149,7 +149,7 @@ def read_exchange(text: str) -> tuple[str, int, Any]:
     """Method, local steps and wire format of a cell."""
     found = re.fullmatch(r"(\S+?)(?:, period (\d+))?(?:, wire (\S+))?", text)
     assert found is not None, text
-    return found[1], int(found[2] or 1), wire_argument(found[3] or "fp32")
+    return found[1], int(found[2] or 1), compression_named(found[3] or "fp32")
 
 
 def method_known(name: str) -> str:

@@ -39,8 +39,8 @@ def begun(running: Running, rank: int, word: str = "batch") -> bool:
     return events.exists() and word in events.read_text()
 
 
-STALLS = {"stall_at": {"3": 5}, "strategy": {"groups": 2, "progress_timeout": 4}, "no_loader": True}
-IN_FRAGMENTS = {"groups": 2, "servers": 2, "method": "diloco:period=4,fragments=2,delay=1,outer_momentum=0.5"}
+STALLS = {"stall_at": {"3": 5}, "strategy": {"groups": 2, "elastic": {"timeout": 4}}, "no_loader": True}
+IN_FRAGMENTS = {"groups": 2, "server": {"count": 2}, "method": "diloco:period=4,fragments=2,delay=1,outer_momentum=0.5"}
 DIES = {"die_at": {"2": 5}, "strategy": IN_FRAGMENTS}
 NO_LOADER = {"die_at": {"3": 5}, "no_loader": True}
 
@@ -194,7 +194,7 @@ def test_a_group_that_is_stopped_for_half_of_the_run_holds_up_none_and_takes_par
     fit = {
         "data": {"samples": 1024},
         "sleep": {str(rank): 0.02 for rank in range(4)},
-        "strategy": {"groups": 4, "servers": 2, "method": method},
+        "strategy": {"groups": 4, "server": {"count": 2}, "method": method},
         "trainer": {"max_epochs": 1},
     }
 
@@ -222,7 +222,11 @@ def test_a_group_that_is_stopped_for_half_of_the_run_holds_up_none_and_takes_par
 
 
 def test_a_job_that_is_suspended_as_a_whole_goes_on_as_if_nothing_had_been() -> None:
-    fit = {**FIT, "strategy": {"groups": 2, "heartbeat_timeout": 8}, "sleep": {str(rank): 0.02 for rank in range(4)}}
+    fit = {
+        **FIT,
+        "strategy": {"groups": 2, "elastic": {"heartbeat": 8}},
+        "sleep": {str(rank): 0.02 for rank in range(4)},
+    }
     with Running("groups.py", {"fits": [fit]}) as running:
         until(lambda: all(begun(running, rank) for rank in range(4)), 120, "training never began")
         job = running.survivors

@@ -36,7 +36,7 @@ from lightning_omni.methods import (
 from lightning_omni.server.event_log import Event
 from lightning_omni.server.parameters.served_optimizer import ServedOptimizer
 from lightning_omni.simulator import Cluster as Devices
-from lightning_omni.simulator import Failure, Jitter, Link, Slowdown
+from lightning_omni.simulator import Computation, Failure, Jitter, Limits, Link, Slowdown
 from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m
 
@@ -328,7 +328,15 @@ def test_it_trains_through_failures_and_slow_times_and_replays_bit_for_bit(metho
     events: list[Event] = []
     cluster = Devices.even(5, 2e-3, jitter=Jitter("lognormal", 0.4), link=Link(1e6, 1e-3), events=CHAOS)
     topology = Topology(((0, 1), (2,), (3, 4)))
-    trace = run(method, topology, cluster, max_epochs=2, members_apart=True, record=events.append, wire=wire)
+    trace = run(
+        method,
+        topology,
+        cluster,
+        limits=Limits(epochs=2),
+        computation=Computation(members_apart=True),
+        record=events.append,
+        compression=wire,
+    )
     assert trace.ended == "max_epochs"
     trained = {(event.epoch, place) for event in events for span in event.spans for place in range(*span)}
     assert trained == {(epoch, place) for epoch in range(2) for place in range(len(DATA))}
@@ -343,7 +351,7 @@ def test_most_groups_never_wait_and_one_that_crawls_holds_up_none() -> None:
     method = "decoupled_diloco:period=8,fragments=4"
     data = torch.utils.data.TensorDataset(*(tensor.repeat(10, *[1] * (tensor.dim() - 1)) for tensor in DATA.tensors))
     traces = [
-        run(each, 4, Devices.even(4, 2e-3, events=events, **steady), data=data, max_seconds=0.8)
+        run(each, 4, Devices.even(4, 2e-3, events=events, **steady), data=data, limits=Limits(seconds=0.8))
         for each, events in ((method, ()), (method, crawls), ("diloco:period=8", crawls))
     ]
     quiet, slowed, barrier = (trace.rows["steps"][trace.rows["group"] < 3].sum() for trace in traces)
@@ -354,7 +362,9 @@ def test_most_groups_never_wait_and_one_that_crawls_holds_up_none() -> None:
 
 def test_it_learns_what_diloco_learns() -> None:
     def final(method: str) -> float:
-        trace = run(method, 4, Devices.even(4, jitter=Jitter("lognormal", 0.2)), max_epochs=4, model=new_model())
+        trace = run(
+            method, 4, Devices.even(4, jitter=Jitter("lognormal", 0.2)), limits=Limits(epochs=4), model=new_model()
+        )
         return float(trace.rows["loss"][-20:].mean())
 
     settings = "period=5,outer_momentum=0.5"

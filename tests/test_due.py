@@ -21,7 +21,7 @@ from lightning_omni.methods import METHODS, Barrier, Gradient, Method, Push, Rep
 from lightning_omni.methods.model.master import hyperparameters_of
 from lightning_omni.methods.model.totals import Total
 from lightning_omni.server.event_log import Event
-from lightning_omni.simulator import Cluster, Failure, Jitter, Link, replay, simulate
+from lightning_omni.simulator import Cluster, Computation, Failure, Jitter, Limits, Link, Workload, replay, simulate
 from lightning_omni.simulator.workbench import Samples
 from lightning_omni.wire import messages as m
 
@@ -89,7 +89,14 @@ def run(method: str | Method, cluster: Cluster, **options: Any) -> dict[str, Any
     }
     groups = len(cluster.devices)
     trace = simulate(
-        method, groups, cluster, model, DATA, batch_size=4, batched=False, record=events.append, **how, **options
+        method,
+        groups,
+        cluster,
+        Workload(model, DATA, **how),
+        batch_size=4,
+        computation=Computation(batched=False),
+        record=events.append,
+        **options,
     )
     samples = Samples(DATA, seed=0)
     again = replay(events, model, batches=lambda *where: samples.batch(samples.at(*where)), **how)
@@ -108,7 +115,7 @@ def test_no_group_waits_longer_than_the_method_says_and_the_replay_is_bitwise_th
 ) -> None:
     events = () if dies is None else (Failure(len(speeds) - 1, dies),)
     cluster = Cluster.of_speeds(speeds, 0.002, jitter=Jitter("lognormal", jitter), link=Link(1e6, 1e-4), events=events)
-    found = run(PatientSync(patience=patience), cluster, max_epochs=1)
+    found = run(PatientSync(patience=patience), cluster, limits=Limits(epochs=1))
     record, trace = cast(list[Event], found["events"]), found["trace"]
     assert trace.ended == "max_epochs"
     opened: float | None = None
@@ -131,7 +138,10 @@ def test_no_group_waits_longer_than_the_method_says_and_the_replay_is_bitwise_th
 def test_a_barrier_that_waits_for_ever_and_one_that_does_not_wait_are_known_methods() -> None:
     cluster = Cluster.of_speeds([1.0, 2.03, 3.07], 0.002)  # no two push at the same moment
     for method, patience in (("hardsync", 1e9), ("async_sgd", 0.0)):
-        one, other = run(method, cluster, max_epochs=1), run(PatientSync(patience=patience), cluster, max_epochs=1)
+        one, other = (
+            run(method, cluster, limits=Limits(epochs=1)),
+            run(PatientSync(patience=patience), cluster, limits=Limits(epochs=1)),
+        )
         assert one["trace"].updates == other["trace"].updates
         for name, weight in one["trace"].weights.items():
             assert (weight == other["trace"].weights[name]).all()

@@ -10,7 +10,7 @@ import pytest
 import lightning_omni.simulator as room
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.simulator.engine import Engine, Priority, Timeline
-from lightning_omni.simulator.settings import EvaluationSchedule, RunLimits
+from lightning_omni.simulator.settings import Evaluation, Limits
 
 
 def run(engine: Engine) -> None:
@@ -115,12 +115,12 @@ def test_an_error_in_a_process_reaches_the_caller() -> None:
 
 def test_values_say_what_is_wrong_with_them() -> None:
     with pytest.raises(ConfigurationError, match="when is the run to end"):
-        RunLimits.of(None, None, None)
-    with pytest.raises(ConfigurationError, match="max_epochs=0"):
-        RunLimits.of(None, 0, None)
+        Limits()
+    with pytest.raises(ConfigurationError, match="epochs=0"):
+        Limits(epochs=0)
     with pytest.raises(ConfigurationError, match="target="):
-        EvaluationSchedule(target=("loss", 0.1))
-    assert RunLimits.of(10, None, 4.0).fraction(updates=5, epochs=7.0, seconds=1.0) == 0.5
+        Evaluation(target=("loss", 0.1))
+    assert Limits(updates=10, seconds=4.0).fraction(updates=5, epochs=7.0, seconds=1.0) == 0.5
 
 
 def test_no_part_of_the_simulator_chains_callbacks_or_takes_many_arguments_but_what_people_call() -> None:

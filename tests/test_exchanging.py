@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from predictions import WAYS, Cell
 
+from lightning_omni import Compression
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import METHODS, DecoupledDiLoCo, DiLoCo, method_named, with_period
 from lightning_omni.tuning.model.cost_model import Costs, ExchangePattern
@@ -86,7 +87,7 @@ def test_bytes_are_those_of_the_wire_format() -> None:
     numbers = NBYTES // 4
     assert ExchangePattern.of("async_sgd", "int8", nbytes=NBYTES).push == numbers + 4 * -(-numbers // 128)
     assert ExchangePattern.of("async_sgd", "int8", nbytes=NBYTES).pull == NBYTES
-    both = ExchangePattern.of("diloco:fragments=4,period=8", {"push": "topk:0.01", "pull": "bf16"}, nbytes=NBYTES)
+    both = ExchangePattern.of("diloco:fragments=4,period=8", Compression("topk:0.01", "bf16"), nbytes=NBYTES)
     assert (both.push, both.pull) == (8 * numbers // 400, numbers // 2)
     downpour = ExchangePattern.of("downpour:n_push=4,n_fetch=8", nbytes=NBYTES)
     assert (downpour.push, downpour.pull) == (NBYTES, NBYTES // 2)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lightning_omni.methods import METHODS, method_named
-from lightning_omni.simulator import Cluster, Jitter, simulate
+from lightning_omni.simulator import Cluster, Jitter, Limits, Workload, simulate
 from lightning_omni.trace import Trace
 
 PAGE = Path(__file__).parents[1] / "docs" / "contribute" / "extending.md"
@@ -44,10 +44,7 @@ def run(method: str, loss: Any, **limits: Any) -> Trace:
         method,
         GROUPS,
         Cluster.even(GROUPS, jitter=Jitter("exponential")),
-        model,
-        data,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=LR),
-        loss=loss,
+        Workload(model, data, loss=loss, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=LR)),
         batch_size=8,
         **limits,
     )
@@ -71,7 +68,7 @@ def test_the_page_has_two_methods() -> None:
 
 @pytest.mark.parametrize("method", ["polynomial_sgd", "shared_steps"])
 def test_a_method_of_the_page_trains(method: str) -> None:
-    trace = run(method, squares, max_epochs=20)
+    trace = run(method, squares, limits=Limits(epochs=20))
     losses = trace.columns()["loss"]
     assert trace.ended == "max_epochs"
     assert trace.columns()["staleness"].max() > 0
@@ -79,7 +76,7 @@ def test_a_method_of_the_page_trains(method: str) -> None:
 
 
 def test_the_learning_rate_falls_with_a_power_of_the_staleness() -> None:
-    trace = run("polynomial_sgd:power=1.5", slope, max_updates=60)
+    trace = run("polynomial_sgd:power=1.5", slope, limits=Limits(updates=60))
     staleness = trace.columns()["staleness"]
     assert len(np.unique(staleness)) > 2
     expected = -LR * ((1.0 + staleness) ** -1.5).sum()
@@ -88,6 +85,6 @@ def test_the_learning_rate_falls_with_a_power_of_the_staleness() -> None:
 
 
 def test_the_server_adds_each_groups_share_of_its_steps() -> None:
-    trace = run("shared_steps:period=3", slope, max_updates=20)
+    trace = run("shared_steps:period=3", slope, limits=Limits(updates=20))
     assert set(trace.columns()["steps"]) == {3}
     np.testing.assert_allclose(trace.weights["bias"], [-LR * 3 * 20 / GROUPS], rtol=1e-12)

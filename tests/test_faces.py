@@ -143,7 +143,8 @@ def command_line(namespace):
         made = trainer.strategy
         kept = made.extra == 3 if "Mine" in strategy else made.ddp_options["find_unused_parameters"]
         say(namespace, type(made).__name__, kept, tuner, type(made.launcher).__name__)
-    options = [*options[:3], "strategy=lightning_omni.OmniStrategy", "strategy.inside=fsdp"]  # beside DDP's defaults
+    # Beside DDP's defaults.
+    options = [*options[:3], "strategy=lightning_omni.OmniStrategy", "strategy.model_parallel=fsdp"]
     parser.instantiate_classes(parser.parse_args([f"--trainer.{option}" for option in options]))
 
 for function, given in [*((order, each) for each in CHOSEN), *((command_line, each) for each in NAMESPACES)]:

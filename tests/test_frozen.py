@@ -15,9 +15,11 @@ from test_simulator import loss, new_model, run
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from lightning_omni import Compression
 from lightning_omni.methods import METHODS, ElasticAveraging, Gradient, NextGradient, Pulled, Replica
 from lightning_omni.methods.contract import Exchange, Fetch, Step
 from lightning_omni.runtime.model.replica import ModelReplica
+from lightning_omni.simulator import Computation, Evaluation, Limits
 
 FORMATS = ("fp32", "bf16", "int8")
 ONE, TWO = torch.ones(4), torch.full((4,), 2.0)
@@ -46,11 +48,13 @@ def test_no_frozen_weight_moves_in_a_simulated_run(method: str, push: str, pull:
 
     options: dict[str, Any] = {
         "evaluate": evaluate,
-        "evaluate_every": 7,
-        "max_updates": 30,
-        "batched": False,
+        "evaluation": Evaluation(every=7),
+        "limits": Limits(updates=30),
+        "computation": Computation(batched=False),
     }
-    trace = run(method + short(method), 3, model=model, wire={"push": push, "pull": pull}, loss=watched, **options)
+    trace = run(
+        method + short(method), 3, model=model, compression=Compression(push=push, pull=pull), loss=watched, **options
+    )
     assert all(torch.equal(each, before["1.weight"]) for each in seen)
     assert not torch.equal(torch.as_tensor(trace.weights["0.weight"]), before["0.weight"])
 
@@ -158,14 +162,14 @@ def test_a_weight_that_is_frozen_in_mid_run_is_the_centres_after_one_more_elasti
 
 BOTH = {"push": "int8", "pull": "int8"}
 START: tuple[dict[str, Any], ...] = (
-    {"method": "local_sgd:period=2", "wire": "int8", "regroups": True},
-    {"method": "elastic_averaging:period=3", "wire": BOTH},
-    {"method": "async_sgd", "wire": BOTH},
+    {"method": "local_sgd:period=2", "compression": "int8", "regroups": True},
+    {"method": "elastic_averaging:period=3", "compression": BOTH},
+    {"method": "async_sgd", "compression": BOTH},
 )
 MIDST: tuple[dict[str, Any], ...] = (
-    {"method": "local_sgd:period=4,fragments=2,delay=1,alpha=0.3", "wire": "int8", "servers": 2},
-    {"method": "elastic_averaging:period=3", "wire": BOTH},
-    {"method": "diloco:period=2", "wire": BOTH},
+    {"method": "local_sgd:period=4,fragments=2,delay=1,alpha=0.3", "compression": "int8", "server": {"count": 2}},
+    {"method": "elastic_averaging:period=3", "compression": BOTH},
+    {"method": "diloco:period=2", "compression": BOTH},
 )
 
 

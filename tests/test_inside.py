@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from pytorch_lightning import Trainer, callbacks
 from pytorch_lightning.demos.boring_classes import BoringModel
-from pytorch_lightning.strategies import ModelParallelStrategy
 from runs import Run, run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lightning_omni import FSDP, Server
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.methods import AsyncSGD, LocalSGD
 from lightning_omni.runtime.model.meshes import sizes_in
@@ -55,13 +55,13 @@ def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 
 ACROSS: list[dict[str, Any]] = [
-    {"method": "async_sgd", "optimizer": "AdamW", "extra": {"gradient_clip_val": 0.3, "wire": "bf16"}},
+    {"method": "async_sgd", "optimizer": "AdamW", "extra": {"gradient_clip_val": 0.3, "compression": "bf16"}},
     {"method": "async_sgd", "kind": "Recomputed"},  # with --all only: one group recomputes as well
 ]
 
 
 DILOCO = {"method": "diloco:period=2"}
-FOLDERS = {**DILOCO, "save_distributed_checkpoint": True}
+FOLDERS = {**DILOCO, "folder": True}
 
 
 def resumes(one_group: Run, four_and_two: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -157,7 +157,7 @@ def four_and_two(is_all: bool) -> list[dict[str, Any]]:
     """What six ranks report: two groups, of which one holds the model twice and one once, in two shards each time."""
     rows = OF_SIX if is_all else [row for row in OF_SIX if not row["method"].startswith("diloco")]
     across = [{**row, "extra": {**row.get("extra", {}), "shards": 2}} for row in rows]
-    again = {"with": "inside fsdp", "groups": 2, "options": {**FOLDERS, "shards": 2, "wire": "int8"}}
+    again = {"with": "inside fsdp", "groups": 2, "options": {**FOLDERS, "shards": 2, "compression": "int8"}}
     once = {"with": "inside fsdp", "groups": 1, "options": {"shards": 2}}
     resumed: list[dict[str, Any]] = [
         {"name": "saved", **again, "saves": "four-two"},
@@ -212,7 +212,7 @@ def test_a_killed_member_costs_its_group_all_replicas_and_no_other_group(
 
 REGROUPS: list[dict[str, Any]] = [
     {"method": "hardsync", "from": 1, "to": [2, 1]},
-    {"method": "local_sgd:period=2", "from": 2, "to": [1, 2], "extra": {"wire": "bf16"}},
+    {"method": "local_sgd:period=2", "from": 2, "to": [1, 2], "extra": {"compression": "bf16"}},
     {"method": "diloco:period=2", "from": 1, "to": [2], "kind": "Parallel", "insides": ["ddp", "1 x 2"]},
 ]
 
@@ -295,8 +295,11 @@ def test_what_is_unfrozen_while_it_is_gathered_is_trained() -> None:
     ("options", "words"),
     [
         ({"method": "diloco:period=4,fragments=2"}, ["fragments=2", "fragments=1"]),
-        ({"servers": 2}, ["servers=2", "leave servers= out"]),
-        ({"record": "run.jsonl"}, ["record='run.jsonl'", 'inside="ddp"']),
+        ({"server": Server(count=2)}, ["Server(count=2)", "leave count= out"]),
+        (
+            {"server": Server(record="run.jsonl")},
+            ["Server(record='run.jsonl')", "leave record= or model_parallel= out"],
+        ),
         ({"merged": "head"}, ["merged='head'", "leave merged= out"]),
         ({"validation": "published"}, ['validation="published"', 'validation="wait"']),
         ({"find_unused_parameters": True}, ["find_unused_parameters=True", "leave it out"]),
@@ -305,8 +308,8 @@ def test_what_is_unfrozen_while_it_is_gathered_is_trained() -> None:
 )
 def test_what_needs_the_model_whole_is_refused_at_construction(options: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        OmniStrategy(groups=2, inside="fsdp", **options)
-    for word in [*words, 'inside="fsdp"']:
+        OmniStrategy(groups=2, model_parallel="fsdp", **options)
+    for word in [*words, 'model_parallel="fsdp"']:
         assert word in str(caught.value)
 
 
@@ -322,18 +325,9 @@ def test_what_needs_the_model_whole_is_refused_at_construction(options: dict[str
 def test_groups_whose_members_cannot_have_like_shares_are_refused_before_any_process_starts(
     devices: int, shards: int | None, words: str
 ) -> None:
-    strategy = OmniStrategy(groups=2, inside="fsdp", shards=shards)
+    strategy = OmniStrategy(groups=2, model_parallel=FSDP(shards=shards))
     with pytest.raises(ConfigurationError, match=words):
         Trainer(accelerator="cpu", devices=devices, strategy=strategy, logger=False)
-
-
-@pytest.mark.parametrize(
-    ("inside", "words"),
-    [("ddp", "each rank holds the whole model"), (ModelParallelStrategy(2, 2), "is their number; leave shards= out")],
-)
-def test_shards_are_said_once(inside: Any, words: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"shards=2 and inside=.*{words}"):
-        OmniStrategy(groups=2, inside=inside, shards=2)
 
 
 @pytest.mark.parametrize(
@@ -343,10 +337,10 @@ def test_the_smallest_group_is_one_replica_unless_one_says_otherwise(
     nodes: list[int], shards: int | None, found: int
 ) -> None:
     if found:
-        assert sizes_in(Topology.by_node(nodes), "fsdp", nodes, shards=shards) == (found, 1)
+        assert sizes_in(Topology.by_node(nodes), FSDP(shards), nodes) == (found, 1)
         return
     with pytest.raises(ConfigurationError, match=r"groups of 4 or 6 ranks.*so that its size is a multiple"):
-        sizes_in(Topology.by_node(nodes), "fsdp", nodes, shards=shards)
+        sizes_in(Topology.by_node(nodes), FSDP(shards), nodes)
 
 
 def test_states_are_of_the_parameters_whose_numbers_the_saved_parameter_groups_have() -> None:
@@ -413,15 +407,15 @@ def test_a_user_s_all_reduce_hook_is_not_overwritten_by_that_of_replicas(is_late
 def test_optimizers_that_mix_numbers_are_refused_where_servers_step() -> None:
     optimizer = torch.optim.Adafactor([nn.Parameter(torch.ones(2))])
     with pytest.raises(UnsupportedError, match="Adafactor is not known to treat each number by itself"):
-        check_by_parts(AsyncSGD(), optimizer, 'inside="fsdp"')
-    check_by_parts(LocalSGD(), optimizer, 'inside="fsdp"')
+        check_by_parts(AsyncSGD(), optimizer, 'model_parallel="fsdp"')
+    check_by_parts(LocalSGD(), optimizer, 'model_parallel="fsdp"')
 
 
 def test_a_tuner_that_forms_groups_is_refused() -> None:
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=OmniStrategy(groups=1, inside="fsdp"),
+        strategy=OmniStrategy(groups=1, model_parallel="fsdp"),
         logger=False,
         enable_checkpointing=False,
     )
@@ -435,7 +429,7 @@ def test_callbacks_that_average_weights_are_refused_where_each_rank_has_a_part_o
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
-        strategy=OmniStrategy(groups=1, inside="fsdp"),
+        strategy=OmniStrategy(groups=1, model_parallel="fsdp"),
         callbacks=[getattr(callbacks, name)(**options)],
         max_epochs=1,
         logger=False,

@@ -103,7 +103,7 @@ def test_bounds_of_the_user_hold_and_the_rate_makes_up_for_a_momentum_that_stays
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"space": {"groups": [1, 2]}}, "space={'groups': ...} with join=True"),
+        ({"space": {"groups": [1, 2]}}, "space={'groups': ...} with elastic=True"),
         ({"space": {"method": "diloco"}}, "pass some of 'momentum', 'lr', 'rebalance'"),
     ],
 )

@@ -35,6 +35,7 @@ from test_server_core import (
 )
 from torch import nn
 
+from lightning_omni import FSDP, Elastic, Server
 from lightning_omni.cli.serve.command import JOINED_HEARTBEAT_TIMEOUT
 from lightning_omni.errors import ConfigurationError, ConnectionLost, Evicted, OmniError, RankLost, Refused
 from lightning_omni.runtime import WorldOptions
@@ -632,7 +633,7 @@ def test_a_group_that_comes_back_to_a_server_that_is_gone_hears_that_the_run_may
 ) -> None:
     monkeypatch.setenv("LIGHTNING_OMNI_KEY", "ab" * 32)
     monkeypatch.setattr("lightning_omni.runtime.membership.registration.Observer", partial(Observer, timeout=0.1))
-    options = WorldOptions(join=True, server="tcp://127.0.0.1:9")
+    options = WorldOptions(elastic=True, server="tcp://127.0.0.1:9")
     for came, says in (("", "no parameter server answers at"), ("a-run 1", "the run a-run: either that is over")):
         monkeypatch.setenv(COMES_BACK, came)
         with pytest.raises(ConnectionLost, match=says):
@@ -655,7 +656,7 @@ def test_no_group_comes_back_to_a_run_that_was_not_saved_and_whose_server_has_en
         other.bind(("127.0.0.1", 0))
         if listens:
             other.listen()
-        options = WorldOptions(join=True, server=f"tcp://127.0.0.1:{other.getsockname()[1]}")
+        options = WorldOptions(elastic=True, server=f"tcp://127.0.0.1:{other.getsockname()[1]}")
         with pytest.raises(OmniError) as caught:
             Enlistment(options, 0, 1, lambda text: text)
     assert type(caught.value) is kind
@@ -686,16 +687,16 @@ SERVER = "tcp://127.0.0.1:5555"
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"server": None}, "join=True without server="),
-        ({"groups": 2}, "groups=2 and join=True"),
+        ({"server": None}, "elastic=True without server="),
+        ({"groups": 2}, "groups=2 and elastic=True"),
         ({"method": "gossip"}, "exchange with those that were formed with them"),
-        ({"data": "static"}, 'data="static" and join=True'),
-        ({"merged": "head"}, "merged='head' and join=True"),
+        ({"data": "static"}, 'data="static" and elastic=True'),
+        ({"merged": "head"}, "merged='head' and elastic=True"),
     ],
 )
 def test_what_groups_that_join_cannot_do_is_refused_by_name(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        OmniStrategy(**{"join": True, "server": SERVER, **given})
+        OmniStrategy(**{"elastic": True, "server": SERVER, **given})
     assert says in str(caught.value)
 
 
@@ -703,11 +704,13 @@ def test_the_environment_names_a_run_to_join_and_an_argument_wins(monkeypatch: p
     def options(**given: Any) -> WorldOptions:
         return OmniStrategy(**given)._world_options
 
-    assert not options(server=SERVER).join
+    assert not options(server=SERVER).elastic.join
     monkeypatch.setenv("LIGHTNING_OMNI_SERVER", SERVER)
-    assert (options().server, options().join) == (SERVER, True)
-    assert not options(join=False).join
-    assert not options(server="tcp://127.0.0.1:7").join
+    assert (options().server.address, options().elastic.join) == (SERVER, True)
+    kept = options(server=Server(save=5.0), elastic=Elastic(heartbeat=5.0))
+    assert (kept.server, kept.elastic) == (Server(SERVER, save=5.0), Elastic(join=True, heartbeat=5.0))
+    assert not options(elastic=False).elastic.join
+    assert not options(server="tcp://127.0.0.1:7").elastic.join
     with pytest.raises(ConfigurationError, match="LIGHTNING_OMNI_SERVER"):
         options(groups=3)
 
@@ -730,14 +733,14 @@ def test_a_group_is_told_that_it_divides_the_model_otherwise(given: str, inside:
 
 
 def test_groups_that_shard_their_model_need_a_server_for_each_member_and_more_than_one() -> None:
-    options = WorldOptions(server=SERVER, join=True, inside="fsdp")
+    options = WorldOptions(server=SERVER, elastic=True, model_parallel="fsdp")
     with pytest.raises(ConfigurationError, match=r"is one of 2; all groups of the run need as many shards"):
         RunServer(0, options, [3], shares=3).check(2, SERVER)
     RunServer(0, options, [3], shares=3).check(3, SERVER)
-    for inside in ("fsdp", ModelParallel(1, 1)):
-        with pytest.raises(ConfigurationError, match="join=True and a group of one rank"):
+    for inside in (FSDP(), ModelParallel(1, 1)):
+        with pytest.raises(ConfigurationError, match="elastic=True and a group of one rank"):
             sizes_in(Topology.even(1, 1), inside, [1], joins=True)
-    assert sizes_in(Topology.even(2, 1), "fsdp", [2], joins=True) == (2, 1)
+    assert sizes_in(Topology.even(2, 1), FSDP(), [2], joins=True) == (2, 1)
 
 
 # --- Processes -------------------------------------------------------------------------------------------------------
@@ -1289,7 +1292,13 @@ def test_groups_that_shard_their_model_come_and_go(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {"method": "async_sgd", "inside": "fsdp", "optimizer": "AdamW", "strategy": {"wire": "int8"}, "replicas": 2},
+        {
+            "method": "async_sgd",
+            "inside": "fsdp",
+            "optimizer": "AdamW",
+            "strategy": {"compression": "int8"},
+            "replicas": 2,
+        },
         {"method": "local_sgd:period=4", "inside": "1 x 2", "optimizer": "SGD"},
         pytest.param({"method": "async_sgd", "inside": "2 x 1", "optimizer": "SGD"}, marks=pytest.mark.exhaustive),
         pytest.param({"method": "hardsync", "inside": "fsdp", "optimizer": "SGD"}, marks=pytest.mark.exhaustive),
@@ -1299,7 +1308,7 @@ def test_groups_that_shard_their_model_come_and_go(tmp_path: Path) -> None:
 @pytest.mark.parametrize("run", [("--servers", "2")], ids=[""], indirect=True)
 def test_a_group_that_shards_its_model_joins_however_it_does_so(run: Run, given: dict[str, Any]) -> None:
     replicas = given.get("replicas", 1)  # of the model, in the group that joins
-    later = {"devices": 4, "strategy": {**given["strategy"], "shards": 2}} if replicas > 1 else {}
+    later = {"devices": 4, "strategy": {**given["strategy"], "model_parallel": {"shards": 2}}} if replicas > 1 else {}
     one, other = run.train_together({"epochs": 3, "hold": [1], "devices": 2, **given}, later)
     assert all(run.result("b", rank)["weights"] == one["weights"] for rank in range(2 * replicas))
     assert one["val"] == other["val"]

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD
 
-from lightning_omni import OmniStrategy
+from lightning_omni import Compression, OmniStrategy
 from lightning_omni.errors import ConfigurationError, MalformedMessage, Refused
 from lightning_omni.group.core import GroupCore, ServerRequest
 from lightning_omni.methods import METHODS, Gradient, Inbox, NextGradient, Pulled, Replica, method_named
@@ -29,11 +29,11 @@ from lightning_omni.methods.contract import Publish, ReadInbox, ReadPeer, SendPe
 from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.server.event_log import Event, read_record
 from lightning_omni.server.parameters.served_optimizer import ServedOptimizer
-from lightning_omni.simulator import replay
+from lightning_omni.simulator import Computation, Limits, replay
 from lightning_omni.simulator.workbench import Samples
 from lightning_omni.trace import Trace
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.formats import BF16, FP16, Int8, TopK, wire_named, wire_of
+from lightning_omni.wire.formats import BF16, FP16, Int8, PerDirection, TopK, wire_named
 from lightning_omni.wire.formats.base import RAW, Memory, WireFormat, check_size, decode, from_wire, to_wire
 from lightning_omni.wire.layout import Layout
 
@@ -255,49 +255,54 @@ class Fixed(WireFormat, frozen=True, kw_only=True, tag="fixed"):
 @pytest.mark.parametrize(
     ("wire", "says"),
     [
-        ("int4", "wire='int4' is not known; pass one of 'int8', 'bf16', 'fp16', 'topk'"),
-        ("raw", "wire='raw' is not known"),
-        ("topk:2", "wire='topk:2': topk: fraction=2.0: pass a part of the numbers, above 0 to 1"),
-        ("topk:much", "wire='topk:much': topk: Expected `float`"),
-        ("int8:block=2", "wire='int8:block=2': int8: block=2: pass 8 or more numbers to a scale"),
-        ("both_ways", "wire='both_ways' is not known"),
-        ({"push": {"push": "int8"}}, "pass a format of one direction for each"),
-        ("bf16:3", "wire='bf16:3': bf16 has no setting 3; it has none"),
-        (8, "wire=8"),
+        ("int4", "compression='int4' is not known; pass one of 'int8', 'bf16', 'fp16', 'topk'"),
+        ("raw", "compression='raw' is not known"),
+        ("topk:2", "compression='topk:2': topk: fraction=2.0: pass a part of the numbers, above 0 to 1"),
+        ("topk:much", "compression='topk:much': topk: Expected `float`"),
+        ("int8:block=2", "compression='int8:block=2': int8: block=2: pass 8 or more numbers to a scale"),
+        ("both_ways", "compression='both_ways' is not known"),
+        (
+            lambda: Compression(push=PerDirection(push={"name": "int8"}, pull={"name": "bf16"}), pull="bf16"),
+            "pass a format of one direction for each",
+        ),
+        ({"push": "int8"}, "compression={'push': 'int8'}: pass a name such as"),
+        (lambda: Compression(pull=8), "Compression(pull=8): pass a name such as"),  # type: ignore[arg-type]
+        ("bf16:3", "compression='bf16:3': bf16 has no setting 3; it has none"),
+        (8, "compression=8"),
         ("topk:0.01,0.1", "topk: fraction is given twice, as 0.01 and as 0.1"),
         (lambda: Int8(block="64"), "block='64': pass 8 or more numbers"),  # type: ignore[arg-type]
         (lambda: TopK(fraction="0.1"), "fraction='0.1': pass a part"),  # type: ignore[arg-type]
-        (lambda: {"push": Int8(block=64.5)}, "block=64.5"),  # type: ignore[arg-type]
+        (lambda: Compression(push=Int8(block=64.5)), "block=64.5"),  # type: ignore[arg-type]
         (lambda: Fixed(digits=1.5), "Fixed(digits=1.5): Expected `int`, got `float`"),  # type: ignore[arg-type]
     ],
 )
 def test_a_wrong_format_is_refused_where_it_is_named(wire: Any, says: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        OmniStrategy(groups=2, wire=wire() if callable(wire) else wire)
+        OmniStrategy(groups=2, compression=wire() if callable(wire) else wire)
     assert says in str(caught.value)
 
 
 @pytest.mark.parametrize("method", ["elastic_averaging", "local_sgd", "gossip"])
 def test_part_of_the_weights_is_not_sent_in_place_of_them(method: str) -> None:
-    with pytest.raises(ConfigurationError, match=r'wire="topk:0\.01" with .*: it pushes weights, of which a part is'):
-        WorldOptions(method=method, wire="topk")
+    with pytest.raises(
+        ConfigurationError, match=r'compression="topk:0\.01" with .*: it pushes weights, of which a part is'
+    ):
+        WorldOptions(method=method, compression="topk")
     with pytest.raises(ConfigurationError, match="it pushes weights"):
-        simulated("topk", method, max_updates=1)
+        simulated("topk", method, limits=Limits(updates=1))
 
 
 @pytest.mark.parametrize(
     ("wire", "method", "says"),
     [
-        ({"pull": "topk:0.5"}, "async_sgd", "answers are not added up"),
-        ({"pull": "bf16"}, "local_sgd", "rounding would swallow that"),
-        ({"push": "topk:0.5", "pull": "bf16"}, "elastic_averaging", "it pushes weights"),
-        ({"push": "int8", "pul": "bf16"}, "async_sgd", "one for each direction"),
-        ({}, "async_sgd", "one for each direction"),
+        (Compression(pull="topk:0.5"), "async_sgd", "answers are not added up"),
+        (Compression(pull="bf16"), "local_sgd", "rounding would swallow that"),
+        (Compression(push="topk:0.5", pull="bf16"), "elastic_averaging", "it pushes weights"),
     ],
 )
 def test_formats_that_cannot_answer_are_refused(wire: Any, method: str, says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
-        OmniStrategy(groups=2, method=method, wire=wire)
+        OmniStrategy(groups=2, method=method, compression=wire)
 
 
 # --- Training --------------------------------------------------------------------------------------------------------
@@ -312,7 +317,7 @@ def short(method: str) -> str:
 @cache
 def trained(method: str, push: str = "fp32", pull: str = "fp32") -> Trace:
     """A run in which losses fall a hundred times, if all is well."""
-    return simulated({"push": push, "pull": pull}, method + short(method), lr=0.06, max_epochs=3)
+    return simulated({"push": push, "pull": pull}, method + short(method), lr=0.06, limits=Limits(epochs=3))
 
 
 def can_send(method: str, name: str) -> bool:
@@ -344,7 +349,9 @@ def test_every_method_trains_with_answers_in_every_format_when_simulated(method:
 
 @pytest.mark.parametrize("kind", ["pull", "push"])
 def test_gossip_takes_less_time_in_fewer_bytes_and_does_not_part_groups_that_agree(kind: str) -> None:
-    plain, rounded = (simulated(wire, f"gossip:kind={kind}", lr=0.06, max_epochs=5) for wire in ("fp32", "int8"))
+    plain, rounded = (
+        simulated(wire, f"gossip:kind={kind}", lr=0.06, limits=Limits(epochs=5)) for wire in ("fp32", "int8")
+    )
     assert rounded.seconds < plain.seconds or (kind == "push" and rounded.seconds == plain.seconds)  # no group waits
     assert any((rounded.weights[key] != weight).any() for key, weight in plain.weights.items())
     method, own = method_named(f"gossip:kind={kind}"), Parameter(drawn((300,), 0))
@@ -368,10 +375,10 @@ def test_gossip_takes_less_time_in_fewer_bytes_and_does_not_part_groups_that_agr
     torch.testing.assert_close(own.detach(), before, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("wire", [{"push": "int8", "pull": "int8"}, {"pull": "bf16"}], ids=str)
-def test_what_a_group_loses_to_the_centre_the_centre_gains(wire: Any) -> None:
+@pytest.mark.parametrize("wire", [Compression(push="int8", pull="int8"), Compression(pull="bf16")], ids=str)
+def test_what_a_group_loses_to_the_centre_the_centre_gains(wire: Compression) -> None:
     """With a learning rate of 0 nothing but the spring moves anything: the sum of all weights stays."""
-    chosen, method = wire_of(wire), method_named("elastic_averaging:period=1,moving_rate=0.3")
+    chosen, method = wire.wire_format, method_named("elastic_averaging:period=1,moving_rate=0.3")
     served = ServedOptimizer(None, {"w": drawn((300,), 0)}, 0, method, (0, 1), lambda path: SGD)
     served.answer_in(chosen.answers)
     cores = []
@@ -400,7 +407,7 @@ def test_what_a_group_loses_to_the_centre_the_centre_gains(wire: Any) -> None:
 
 
 def test_fewer_bytes_take_less_time_on_a_slow_link() -> None:
-    seconds = [simulated(name, max_updates=24).seconds for name in ("fp32", "bf16", "topk:0.1")]
+    seconds = [simulated(name, limits=Limits(updates=24)).seconds for name in ("fp32", "bf16", "topk:0.1")]
     assert seconds == sorted(seconds, reverse=True)
     assert len(set(seconds)) == 3
 
@@ -411,7 +418,7 @@ def test_fewer_bytes_take_less_time_on_a_slow_link() -> None:
         each
         for each in product(
             ("async_sgd", "elastic_averaging:period=2"),
-            ("bf16", "fp16", "int8", "topk:0.1", {"push": "int8", "pull": "bf16"}),
+            ("bf16", "fp16", "int8", "topk:0.1", Compression(push="int8", pull="bf16")),
         )
         if each[1] != "topk:0.1" or each[0] == "async_sgd"  # a method that pushes weights refuses topk
     ),
@@ -419,7 +426,9 @@ def test_fewer_bytes_take_less_time_on_a_slow_link() -> None:
 )
 def test_a_simulated_run_is_replayed_bitwise(method: str, wire: Any) -> None:
     events: list[Event] = []
-    trace = simulated(wire, method, max_updates=30, batched=False, record=events.append)
+    trace = simulated(
+        wire, method, limits=Limits(updates=30), computation=Computation(batched=False), record=events.append
+    )
     model, data, make = problem()
     samples = Samples(data, seed=0)
     again = replay(events, model, squares, lambda *where: samples.batch(samples.at(*where)), make)
@@ -443,12 +452,12 @@ def for_real() -> dict[int, list[Any]]:
     """Each of them, and then one group with and without a format."""
     common = {"optimizer": MOMENTUM, "trainer": {"max_epochs": 1}}
     fits = [
-        {**common, "method": method, "groups": groups, "strategy": {"wire": name}, "record": f"{number}.jsonl"}
+        {**common, "method": method, "groups": groups, "strategy": {"compression": name}, "record": f"{number}.jsonl"}
         for number, (method, name, groups) in enumerate(REAL)
     ]
     alone = {**common, "method": {"name": "async_sgd"}, "groups": 1}
-    finished = run("methods.py", {"fits": [*fits, {**alone, "strategy": {"wire": "int8"}}, alone]}, timeout=400)
-    assert "nothing is pushed, so wire='int8' has no effect" in finished.output
+    finished = run("methods.py", {"fits": [*fits, {**alone, "strategy": {"compression": "int8"}}, alone]}, timeout=400)
+    assert 'nothing is pushed, so compression="int8" has no effect' in finished.output
     return finished.results
 
 

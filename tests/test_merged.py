@@ -36,7 +36,7 @@ FITS: dict[str, dict[str, Any]] = {
     "local": {"strategy": {"groups": 2, "method": "local_sgd:period=4"}, "model": ADAM},
     "regrouped": {"strategy": {"groups": 4}, "regroup": {"5": 2, "9": 1, "12": 4}, "data": {"samples": 512}},
     "two servers": {
-        "strategy": {"groups": 4, "servers": 2},
+        "strategy": {"groups": 4, "server": {"count": 2}},
         "regroup": {"5": 2, "9": 1, "12": 4},
         "data": {"samples": 512},
     },
@@ -71,7 +71,7 @@ FITS: dict[str, dict[str, Any]] = {
         "record": True,
     },
     "recorded, lossy": {
-        "strategy": {"groups": 4, "wire": {"push": "int8", "pull": "bf16"}},
+        "strategy": {"groups": 4, "compression": {"push": "int8", "pull": "bf16"}},
         "model": {"optimizer": "plain"},
         "record": True,
     },

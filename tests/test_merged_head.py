@@ -15,6 +15,7 @@ from test_server_core import part_of as body_part
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from lightning_omni import Compression
 from lightning_omni.errors import ConfigurationError, MalformedMessage, UnsupportedError
 from lightning_omni.methods import AsyncSGD
 from lightning_omni.methods.model.head import MergedHead, check_mergeable, clip, modes_of
@@ -25,7 +26,7 @@ from lightning_omni.simulator import trace_of
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.activations import ActivationFormats, pack_activations, unpack_activations
 from lightning_omni.wire.codec import pack, unpack
-from lightning_omni.wire.formats import Int8, Wire, wire_of
+from lightning_omni.wire.formats import Int8, wire_of
 from lightning_omni.wire.formats.base import to_wire
 from lightning_omni.wire.layout import Layout
 
@@ -411,9 +412,9 @@ def test_an_optimizer_is_described_in_parts_that_make_the_whole() -> None:
 class Heads:
     """Three groups of one rank each at a server with a body and a merged head."""
 
-    def __init__(self, head: nn.Module | None = None, momentum: float = 0.9, wire: Wire = "fp32") -> None:
+    def __init__(self, head: nn.Module | None = None, momentum: float = 0.9, wire: str | Compression = "fp32") -> None:
         self.module: Any = head or classifier()
-        self.wire = ActivationFormats.of(wire_of(wire))
+        self.wire = ActivationFormats.of(Compression.of(wire).wire_format)
         self.link, self.events = Link(3), list[Event]()
         self.link.core.events.record = self.events.append
         for rank in range(3):
@@ -422,7 +423,7 @@ class Heads:
             generation=1,
             groups=((0,), (1,), (2,)),
             method=m.method_to_wire(AsyncSGD()),
-            wire_format=to_wire(wire_of(wire)),
+            wire_format=to_wire(Compression.of(wire).wire_format),
         )
         self.link.control(0, form)
         names: dict[Tensor, str] = {parameter: f"head.{name}" for name, parameter in self.module.named_parameters()}
@@ -523,7 +524,7 @@ def test_the_heads_gradient_is_scaled_and_clipped_before_it_is_applied() -> None
 @pytest.mark.parametrize("name", ["int8", "bf16", "fp16", "topk:0.5"])
 def test_activations_and_gradients_travel_in_the_format_of_their_direction(name: str) -> None:
     x, gradient = rows(4), rows(4, 2)
-    exact, rounded = Heads(), Heads(wire={"push": name, "pull": "bf16"})
+    exact, rounded = Heads(), Heads(wire=Compression(push=name, pull="bf16"))
     for heads in (exact, rounded):
         heads.forward(0, x)
         heads.backward(0, gradient)
@@ -552,7 +553,7 @@ def test_numbers_that_are_no_activations_arrive_as_they_are_and_a_wrong_size_is_
 
 @pytest.mark.parametrize("name", ["int8", "bf16", "fp16"])
 def test_activations_that_are_not_finite_leave_the_head_as_it_was_in_any_format(name: str) -> None:
-    heads = Heads(wire={"push": name, "pull": name})
+    heads = Heads(wire=Compression(push=name, pull=name))
     before, x = heads.weights, rows(4)
     x[1, 2] = torch.inf
     heads.forward(0, x)

@@ -26,7 +26,7 @@ from lightning_omni.metrics import Staleness
 from lightning_omni.server.parameters import momentum_estimate
 from lightning_omni.server.parameters.momentum_estimate import FEWEST, total_momentum
 from lightning_omni.server.parameters.served_optimizer import ServedOptimizer
-from lightning_omni.simulator import Cluster, Jitter
+from lightning_omni.simulator import Cluster, Jitter, Limits, Workload
 from lightning_omni.simulator.run import simulate
 from lightning_omni.simulator.server import SimulatedServer
 from lightning_omni.strategy.live_metrics import StepTimes, live_metrics
@@ -275,12 +275,14 @@ def test_more_groups_in_the_simulator_read_as_more_momentum(monkeypatch: pytest.
             "async_sgd",
             groups,
             Cluster.even(groups, jitter=Jitter("exponential")),
-            torch.nn.Linear(40, 4),
-            data,
-            optimizer=sgd(lr=0.05),
-            loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+            Workload(
+                torch.nn.Linear(40, 4),
+                data,
+                loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+                optimizer=sgd(lr=0.05),
+            ),
             batch_size=64,
-            max_updates=300,
+            limits=Limits(updates=300),
         )
         status = servers[-1].core.status(0.0)
         assert status.total_momentum is not None

@@ -50,7 +50,7 @@ MONITORS: dict[str, dict[str, Any]] = {
     "never reached": {**WRONG, "tuner": {"target": 1e-9}, "trainer": {"max_epochs": 1}},
     "not compared": {**WRONG, "tuner": {"monitor": "val_acc"}, "trainer": {"max_epochs": 1}},
 }
-NOWHERE = {"strategy": {"host": "203.0.113.9"}}
+NOWHERE = {"strategy": {"server": {"host": "203.0.113.9"}}}
 """A server is to listen on an address that this machine has not."""
 SERVERLESS: dict[str, dict[str, Any]] = {
     "no server": {**GROUPS, **NOWHERE},

@@ -40,7 +40,7 @@ from lightning_omni.methods import (
 from lightning_omni.methods.model.fragments import cut, read, sizes_of, write
 from lightning_omni.methods.model.master import hyperparameters_of
 from lightning_omni.server.event_log import Event, read_record
-from lightning_omni.simulator import Cluster, Link, replay, simulate
+from lightning_omni.simulator import Cluster, Computation, Limits, Link, Workload, replay, simulate
 from lightning_omni.simulator.workbench import Samples
 from lightning_omni.trace import Trace
 from lightning_omni.wire import messages as m
@@ -263,9 +263,10 @@ def run(method: str, groups: int = 4, seconds: float = 0.004, **options: Any) ->
     """An exchange takes ``seconds``; a step 4 ms."""
     nbytes = Layout.of(dict(new_model().named_parameters())).nbytes
     link = Link(bandwidth=2 * nbytes / seconds)
-    options = {"optimizer": sgd(0.05, momentum=0.9, fused=True), "loss": loss, "batch_size": 4, **options}
     cluster = Cluster.even(groups, seconds_per_sample=1e-3, link=link)
-    return simulate(method, groups, cluster, new_model(), options.pop("data", DATA), **options)
+    evaluate, optimizer = options.pop("evaluate", None), options.pop("optimizer", sgd(0.05, momentum=0.9, fused=True))
+    workload = Workload(new_model(), options.pop("data", DATA), loss, evaluate, optimizer)
+    return simulate(method, groups, cluster, workload, **{"batch_size": 4, **options})
 
 
 AT_SERVER = ("async_sgd", "async_sgd:bound=1", "hardsync", "softsync:n=2", "delay_compensated", "downpour:n_push=2")
@@ -274,7 +275,9 @@ AT_SERVER = ("async_sgd", "async_sgd:bound=1", "hardsync", "softsync:n=2", "dela
 @pytest.mark.parametrize("method", ["async_sgd", "hardsync", "softsync:n=2", "delay_compensated"])
 def test_an_exchange_that_takes_no_longer_than_a_step_takes_no_time(method: str) -> None:
     computing, waiting, hidden = (
-        run(method, data=ConcatDataset([DATA] * 8), max_updates=60, seconds=seconds, overlap=overlap).seconds_per_update
+        run(
+            method, data=ConcatDataset([DATA] * 8), limits=Limits(updates=60), seconds=seconds, overlap=overlap
+        ).seconds_per_update
         for seconds, overlap in ((1e-9, False), (0.004, False), (0.004, True))
     )
     assert waiting == pytest.approx(2 * computing, rel=0.05)
@@ -292,7 +295,7 @@ def test_gradients_are_one_step_of_their_group_older(method: str, c: int) -> Non
     for overlap, expected in ((False, (groups - 1) / c), (True, (2 * groups - 1) / c)):
         if method == "hardsync":
             expected = float(overlap)
-        trace = run(method, groups, data=data, max_epochs=1, overlap=overlap)
+        trace = run(method, groups, data=data, limits=Limits(epochs=1), overlap=overlap)
         staleness = trace.columns()["staleness"][4 * groups : -4 * groups]
         assert staleness.mean() == pytest.approx(expected, abs=0.02)
 
@@ -300,8 +303,13 @@ def test_gradients_are_one_step_of_their_group_older(method: str, c: int) -> Non
 @pytest.mark.parametrize(("method", "wire"), covering(product(AT_SERVER, ("fp32", "int8"))))
 def test_a_run_with_exchanges_under_way_is_replayed_bitwise(method: str, wire: str) -> None:
     events: list[Event] = []
-    options: dict[str, Any] = {"wire": wire, "overlap": True, "batched": False, "record": events.append}
-    trace = run(method, max_epochs=1, seconds=0.006, **options)
+    options: dict[str, Any] = {
+        "compression": wire,
+        "overlap": True,
+        "computation": Computation(batched=False),
+        "record": events.append,
+    }
+    trace = run(method, limits=Limits(epochs=1), seconds=0.006, **options)
     assert events[0].overlap
     samples = Samples(DATA, 0)
     again = replay(
@@ -323,8 +331,8 @@ def test_a_run_with_exchanges_under_way_is_replayed_bitwise(method: str, wire: s
 )
 def test_a_streaming_run_is_replayed_bitwise(streaming: str, wire: Any) -> None:
     events: list[Event] = []
-    options: dict[str, Any] = {"wire": wire, "batched": False, "record": events.append}
-    trace = run(f"diloco:period=6,{streaming}", max_epochs=2, seconds=0.006, **options)
+    options: dict[str, Any] = {"compression": wire, "computation": Computation(batched=False), "record": events.append}
+    trace = run(f"diloco:period=6,{streaming}", limits=Limits(epochs=2), seconds=0.006, **options)
     samples = Samples(DATA, 0)
     optimizer = sgd(0.05, momentum=0.9, fused=True)
     again = replay(events, new_model(), loss, lambda *at: samples.batch(samples.at(*at)), optimizer)
@@ -369,9 +377,9 @@ def test_every_method_trains_in_every_format_with_exchanges_under_way(method: st
 
     trace = run(
         method,
-        wire=wire,
+        compression=wire,
         overlap=overlap,
-        max_epochs=2,
+        limits=Limits(epochs=2),
         optimizer=sgd(0.05, momentum=0.5),
         evaluate=evaluate,
     )
@@ -396,7 +404,7 @@ def test_methods_that_step_at_the_workers_are_told_what_to_take_in_place_of_over
     with pytest.raises(ConfigurationError, match=r"overlap=True with .*delay="):
         OmniStrategy(method=method, overlap=True)
     with pytest.raises(ConfigurationError, match=r"overlap=True with .*delay="):
-        run(method, max_updates=1, overlap=True)
+        run(method, limits=Limits(updates=1), overlap=True)
 
 
 def test_real_ranks_overlap_their_exchanges_and_their_record_replays_bitwise() -> None:
@@ -407,16 +415,20 @@ def test_real_ranks_overlap_their_exchanges_and_their_record_replays_bitwise() -
         ({"name": "downpour", "n_push": 2, "n_fetch": 3}, 4),
         ({"name": "diloco", "period": 4, "fragments": 2, "delay": 1, "outer_momentum": 0.5}, 4),
     ]
-    common = {"optimizer": MOMENTUM, "trainer": {"max_epochs": 1}, "strategy": {"overlap": True, "wire": "int8"}}
+    common = {"optimizer": MOMENTUM, "trainer": {"max_epochs": 1}, "strategy": {"overlap": True, "compression": "int8"}}
     fits = [
         {**common, "method": method, "groups": groups, "record": f"{number}.jsonl"}
         for number, (method, groups) in enumerate(points)
     ]
     for number in (2, 4):
-        fits[number]["strategy"] = {"wire": {"push": "int8", "pull": "bf16"}, "servers": 3, "overlap": number == 2}
+        fits[number]["strategy"] = {
+            "compression": {"push": "int8", "pull": "bf16"},
+            "server": {"count": 3},
+            "overlap": number == 2,
+        }
     alone = {**common, "method": {"name": "async_sgd"}, "groups": 1}
     finished = real_run("methods.py", {"fits": [*fits, alone]}, timeout=400)
-    assert "nothing is pushed, so wire='int8' and overlap=True have no effect" in finished.output
+    assert 'nothing is pushed, so compression="int8" and overlap=True have no effect' in finished.output
     for number, _ in enumerate(points):
         ranks = [finished.results[rank][number] for rank in range(4)]
         assert len({rank["end"] for rank in ranks}) == 1

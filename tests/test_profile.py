@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.simulator import Cluster, Jitter, Link, simulate
+from lightning_omni.simulator import Cluster, Computation, Jitter, Limits, Link, Workload, simulate
 from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace
 from lightning_omni.tuning.model.cost_model import Costs
@@ -550,12 +550,14 @@ def run(name: str, topology: int | Topology, updates: int, seed: int, **options:
         options.pop("method", "async_sgd"),
         topology,
         CLUSTERS[name],
-        options.pop("model", None) or nn.Linear(2, 1),
-        DATA,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
-        loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+        Workload(
+            options.pop("model", None) or nn.Linear(2, 1),
+            DATA,
+            loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
+        ),
         batch_size=8,
-        max_updates=updates,
+        limits=Limits(updates=updates),
         seed=seed,
         **options,
     )
@@ -589,7 +591,7 @@ def errors_of(name: str, knows_serve: bool) -> list[float]:
 @cache
 def truth_of(name: str, topology: Topology, rebalance: bool) -> float:
     updates = 40 * len(topology.alive)
-    return pace(run(name, topology, updates, seed=3, rebalance="auto" if rebalance else "off"))
+    return pace(run(name, topology, updates, seed=3, computation=Computation(rebalance="auto" if rebalance else "off")))
 
 
 @pytest.mark.parametrize("knows_serve", [True, False], ids=["serve_known", "serve_unknown"])
@@ -704,7 +706,7 @@ def test_other_numbers_of_servers_are_predicted_to_fifteen_per_cent(name: str, m
     def trained(updates: int, seed: int, **servers: Any) -> Trace:
         cluster = Cluster.even(8, MS, jitter=Jitter("lognormal", 0.2), **NETWORKS[name], **servers)
         monkeypatch.setitem(CLUSTERS, "servers", cluster)
-        return run("servers", 8, updates, seed, model=Wide(), batched=False)
+        return run("servers", 8, updates, seed, model=Wide(), computation=Computation(batched=False))
 
     profile = Profile.fit([Measured.of(trained(120, seed=2))], draws=2)
     for truly, scaled in SERVERS:

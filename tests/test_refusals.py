@@ -27,8 +27,10 @@ from lightning_omni.strategy.pytorch_lightning import OmniStrategy
         ({"method": "magic"}, ["method='magic'", "'async_sgd'"]),
         ({"server": "localhost:80"}, ["server='localhost:80'", "tcp://host:port"]),
         ({"data": "some"}, ["data='some'", '"dynamic" or "static"']),
-        ({"heartbeat_timeout": 0.1}, ["heartbeat_timeout=0.1", "at least 2"]),
-        ({"max_nonfinite_pushes": 0}, ["max_nonfinite_pushes=0"]),
+        ({"server": 3}, ["server=3", '"per-node"', "Server(...)"]),
+        ({"compression": "int4"}, ["compression='int4'", "'int8'"]),
+        ({"elastic": "yes"}, ["elastic='yes'", "Elastic(join=True"]),
+        ({"model_parallel": "ddp"}, ["model_parallel='ddp'", '"fsdp"', "None"]),
     ],
 )
 def test_wrong_arguments_are_refused_at_construction(options: dict[str, Any], words: list[str]) -> None:
@@ -96,8 +98,8 @@ def test_an_error_of_ddp_about_parameters_without_a_gradient_names_the_argument_
         ({"net": "lbfgs"}, ["LBFGS", "groups=1", "SGD or AdamW"]),
         ({"net": "raw"}, ["raw optimizer.step()", "self.optimizers()"]),
         (
-            {"net": "nan", "strategy": {"groups": 2, "max_nonfinite_pushes": 4}},
-            ["NaN or infinite", "lower the learning rate", "max_nonfinite_pushes="],
+            {"net": "nan", "strategy": {"groups": 2, "server": {"max_nonfinite_pushes": 4}}},
+            ["NaN or infinite", "lower the learning rate", "Server(max_nonfinite_pushes=...)"],
         ),
         ({"trainer": {"val_check_interval": "00:00:01:00"}}, ["val_check_interval", "fraction of the epoch"]),
     ],

@@ -27,6 +27,7 @@ from stream import Stream
 from torch import Tensor
 from torch.nn import Parameter
 
+import lightning_omni as omni
 from lightning_omni.cli.serve.command import serve
 from lightning_omni.errors import ConfigurationError, MalformedMessage, ProtocolError, RankLost, Refused
 from lightning_omni.group.core import Outgoing, ServerRequest
@@ -34,7 +35,6 @@ from lightning_omni.methods import AsyncSGD, Gradient, Master, Method, Push, Rep
 from lightning_omni.methods.model.fragments import UNIT, read, write
 from lightning_omni.methods.model.master import hyperparameters_of, resolver
 from lightning_omni.methods.model.totals import Total
-from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.server import ServerCore
 from lightning_omni.server.parameters.served_optimizer import ServedOptimizer
 from lightning_omni.server.replication import MOST_HELD
@@ -999,10 +999,16 @@ def test_real_servers_hold_bitwise_what_one_would_and_a_dead_one_is_named() -> N
     barrier = {"method": "hardsync", "optimizer": "adamw", "freezes": True}
     cases = [
         barrier,
-        {**barrier, "servers": "per-node"},
-        {"servers": 2, "wire": {"push": "int8", "pull": "bf16"}, "poisons": True, "regroups": True, "steps": 9},
-        {"servers": 2, "method": CUT, "wire": "topk:0.4", "regroups": True, "steps": 20},
-        {"servers": "per-node", "method": "local_sgd:period=2", "kills": "server"},
+        {**barrier, "server": "per-node"},
+        {
+            "server": {"count": 2},
+            "compression": {"push": "int8", "pull": "bf16"},
+            "poisons": True,
+            "regroups": True,
+            "steps": 9,
+        },
+        {"server": {"count": 2}, "method": CUT, "compression": "topk:0.4", "regroups": True, "steps": 20},
+        {"server": "per-node", "method": "local_sgd:period=2", "kills": "server"},
     ]
     with Running("servers.py", {"cases": cases}) as running:
         finished = running.wait(400)
@@ -1089,8 +1095,8 @@ def test_options_of_several_servers_are_checked() -> None:
 
 def test_what_several_servers_cannot_do_is_refused_before_training() -> None:
     for options, text in (
-        ({"server": "tcp://10.0.0.1:5555"}, "lightning-omni serve --servers N"),
-        ({"transport": Stream()}, "leave servers= out"),
+        ({"address": "tcp://10.0.0.1:5555"}, "lightning-omni serve --servers N"),
+        ({"transport": Stream()}, "leave count= out"),
     ):
         with pytest.raises(ConfigurationError, match=text):
-            WorldOptions(servers=2, **options)
+            omni.Server(count=2, **options)

@@ -244,7 +244,11 @@ observer.join(60)
 
 @pytest.mark.parametrize("groups", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_ranks_that_hold_the_model_together_save_because_of_an_error_that_all_of_them_have(groups: int) -> None:
-    options = {"strategy": {"groups": groups, "inside": "fsdp"}, "devices": 2 * groups, "trainer": {"max_epochs": 1}}
+    options = {
+        "strategy": {"groups": groups, "model_parallel": "fsdp"},
+        "devices": 2 * groups,
+        "trainer": {"max_epochs": 1},
+    }
     with Running("signals.py", {**options, "raise_at": dict.fromkeys("0123", 4)}) as running:
         finished = finish(running)
         assert finished.code == 1, finished.output[-6000:]

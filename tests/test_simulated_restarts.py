@@ -19,7 +19,19 @@ from torch.utils.data import TensorDataset
 
 from lightning_omni.cli import main
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.simulator import Cluster, Failure, Jitter, Link, ServerRestart, Slowdown, simulate
+from lightning_omni.simulator import (
+    Cluster,
+    Computation,
+    Evaluation,
+    Failure,
+    Jitter,
+    Limits,
+    Link,
+    ServerRestart,
+    Slowdown,
+    Workload,
+    simulate,
+)
 from lightning_omni.simulator.gradients import Assignment, Gradients
 from lightning_omni.trace import Trace
 
@@ -48,13 +60,13 @@ def run(method: str, groups: int, *events: Failure | Slowdown | ServerRestart, *
     names = ("jitter", "link", "servers")
     network: dict[str, Any] = {name: options.pop(name) for name in names if name in options}
     network = {"save_every": SAVE_EVERY, **network, "events": events}
-    options = {"max_epochs": 1, "batch_size": BATCH, "batched": False, **options}
+    options = {"limits": Limits(epochs=1), "batch_size": BATCH, "computation": Computation(batched=False), **options}
 
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=1.0)
 
     cluster = Cluster.even(options.pop("devices", groups), 1e-3, **network)
-    return simulate(method, groups, cluster, Counts(), DATA, optimizer=optimizer, loss=loss, **options)
+    return simulate(method, groups, cluster, Workload(Counts(), DATA, loss=loss, optimizer=optimizer), **options)
 
 
 @contextmanager
@@ -101,7 +113,7 @@ def test_every_sample_of_every_epoch_is_trained_though_the_server_dies_in_each(
 ) -> None:
     uneven = {"jitter": Jitter("exponential"), "link": Link(latency=1e-3)}
     with computed(monkeypatch) as counts:
-        trace = run(method, 4, *TWO_DEATHS, max_epochs=2, overlap=overlap, **uneven)
+        trace = run(method, 4, *TWO_DEATHS, limits=Limits(epochs=2), overlap=overlap, **uneven)
     assert trace.ended == "max_epochs"
     assert set(counts) == {(epoch, position) for epoch in range(2) for position in range(SAMPLES)}
     assert counts.total() > 2 * SAMPLES
@@ -128,7 +140,11 @@ def test_useful_are_the_seconds_of_each_sample_once_whenever_the_server_dies(ove
 
 def test_the_weights_go_back_to_the_last_save_when_the_server_dies() -> None:
     trace = run(
-        "async_sgd", 2, ServerRestart(0.09, 0.1), evaluate=lambda model: {"x": 0.0}, evaluate_every_seconds=0.003
+        "async_sgd",
+        2,
+        ServerRestart(0.09, 0.1),
+        evaluate=lambda model: {"x": 0.0},
+        evaluation=Evaluation(every_seconds=0.003),
     )
     times, updates = trace.evaluated["time"], trace.evaluated["update"]
     of = {round(1e3 * time): int(count) for time, count in zip(times, updates, strict=True)}
@@ -178,7 +194,7 @@ def test_groups_that_wait_for_the_end_of_the_epoch_are_told_once_that_there_is_m
 
 
 def test_saving_the_state_changes_nothing_and_neither_does_a_death_after_the_end() -> None:
-    uneven = {"jitter": Jitter("exponential"), "link": Link(latency=1e-3), "max_epochs": 2}
+    uneven = {"jitter": Jitter("exponential"), "link": Link(latency=1e-3), "limits": Limits(epochs=2)}
     plain, saved = run("async_sgd", 4, **uneven), run("async_sgd", 4, ServerRestart(1e6, 1e6 + 1), **uneven)
     for name, column in plain.rows.items():
         assert np.array_equal(column, saved.rows[name], equal_nan=True)
@@ -201,7 +217,7 @@ WITH_DEATHS = (
 
 @pytest.mark.parametrize("method", ["async_sgd", "hardsync", "diloco:period=3"])
 def test_groups_die_and_come_back_while_the_server_is_away(method: str) -> None:
-    uneven = {"jitter": Jitter("exponential"), "link": Link(latency=1e-3), "max_epochs": 2}
+    uneven = {"jitter": Jitter("exponential"), "link": Link(latency=1e-3), "limits": Limits(epochs=2)}
     first, second = run(method, 4, *WITH_DEATHS, **uneven), run(method, 4, *WITH_DEATHS, **uneven)
     assert first.ended == "max_epochs"
     assert {4, 5} <= set(first.rows["group"].tolist())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +16,22 @@ from predictions import NUMBERS, RANKS, Way, cluster_of, rate_of, simulated
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from lightning_omni import Compression
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import AsyncSGD, Gossip
 from lightning_omni.server.event_log import Event
-from lightning_omni.simulator import Cluster, Device, Failure, Jitter, Link, replay, simulate
+from lightning_omni.simulator import (
+    Cluster,
+    Computation,
+    Device,
+    Failure,
+    Jitter,
+    Limits,
+    Link,
+    Workload,
+    replay,
+    simulate,
+)
 from lightning_omni.simulator.engine import Engine, Timeline
 from lightning_omni.simulator.network import Exchanges
 from lightning_omni.simulator.partitioned_format import partitioned_format
@@ -53,8 +66,20 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def run(method: str, groups: int, cluster: Cluster, **options: Any) -> Trace:
-    options = {"optimizer": sgd, "loss": loss, "batch_size": 4, "batched": False, "max_updates": 120, **options}
-    return simulate(method, groups, cluster, options.pop("model", None) or new_model(), DATA, **options)
+    options = {
+        "batch_size": 4,
+        "computation": Computation(batched=False),
+        "limits": Limits(updates=120),
+        **options,
+    }
+    workload = Workload(
+        options.pop("model", None) or new_model(),
+        DATA,
+        options.pop("loss", loss),
+        options.pop("evaluate", None),
+        options.pop("optimizer", sgd),
+    )
+    return simulate(method, groups, cluster, workload, **options)
 
 
 # --- They act as one -------------------------------------------------------------------------------------------------
@@ -63,7 +88,9 @@ def run(method: str, groups: int, cluster: Cluster, **options: Any) -> Trace:
 @pytest.mark.parametrize("method", ["async_sgd", "hardsync", "elastic_averaging:period=2"])
 def test_where_links_cost_nothing_several_servers_are_bitwise_one(method: str) -> None:
     one, *others = (
-        run(method, 3, max_updates=12, cluster=Cluster.even(3, jitter=Jitter("exponential"), servers=servers))
+        run(
+            method, 3, limits=Limits(updates=12), cluster=Cluster.even(3, jitter=Jitter("exponential"), servers=servers)
+        )
         for servers in (1, 2, 4, "per-node")
     )
     for several in others:
@@ -75,11 +102,11 @@ def test_where_links_cost_nothing_several_servers_are_bitwise_one(method: str) -
     ("method", "wire"),
     [
         ("async_sgd", "fp32"),
-        ("async_sgd", {"push": "topk:0.1", "pull": "bf16"}),
-        ("elastic_averaging:period=2", {"push": "int8:block=48", "pull": "int8:block=48"}),
+        ("async_sgd", Compression(push="topk:0.1", pull="bf16")),
+        ("elastic_averaging:period=2", Compression(push="int8:block=48", pull="int8:block=48")),
         ("diloco:period=2,fragments=2", "fp32"),
-        ("diloco:period=4,fragments=2,delay=1", {"push": "topk:0.1", "pull": "bf16"}),
-        ("decoupled_diloco:period=2,fragments=2", {"push": "int8:block=48", "pull": "int8:block=48"}),
+        ("diloco:period=4,fragments=2,delay=1", Compression(push="topk:0.1", pull="bf16")),
+        ("decoupled_diloco:period=2,fragments=2", Compression(push="int8:block=48", pull="int8:block=48")),
     ],
     ids=str,
 )
@@ -87,7 +114,7 @@ def test_a_run_with_several_servers_is_replayed_bitwise_in_any_format(method: st
     events: list[Event] = []
     network: dict[str, Any] = {"link": Link(1e5, 1e-3), "server": Link(1e5), "update_seconds": 1e-3}
     cluster = Cluster.even(3, jitter=Jitter("exponential"), servers=3, **network)
-    trace = run(method, 3, cluster, wire=wire, record=events.append, max_updates=24)
+    trace = run(method, 3, cluster, compression=wire, record=events.append, limits=Limits(updates=24))
     samples = Samples(DATA, seed=0)
     again = replay(events, new_model(), loss, lambda *where: samples.batch(samples.at(*where)), sgd)
     assert again.clock == trace.updates
@@ -108,7 +135,7 @@ def test_a_run_with_several_servers_is_replayed_bitwise_in_any_format(method: st
 def test_fragments_of_every_servers_share_train_as_those_of_one_server_do(method: str) -> None:
     def trained(servers: int) -> tuple[float, int]:
         cluster = Cluster.even(3, jitter=Jitter("exponential"), servers=servers)
-        trace = run(method, 3, cluster, max_updates=None, max_epochs=1)
+        trace = run(method, 3, cluster, limits=Limits(updates=math.inf, epochs=1))
         model = new_model().requires_grad_(False)
         model.load_state_dict({name: torch.as_tensor(value) for name, value in trace.weights.items()})
         return float(loss(model, DATA[:])), trace.updates
@@ -129,7 +156,9 @@ def test_the_hardware_model_predicts_fragments_with_several_servers() -> None:
 
 def test_the_record_of_several_servers_is_replayed_as_that_of_one() -> None:
     events: list[Event] = []
-    trace = run("async_sgd", 3, Cluster.even(3, jitter=Jitter("exponential")), record=events.append, max_updates=20)
+    trace = run(
+        "async_sgd", 3, Cluster.even(3, jitter=Jitter("exponential")), record=events.append, limits=Limits(updates=20)
+    )
     events[0] = msgspec.structs.replace(events[0], servers=4)
     samples = Samples(DATA, seed=0)
     again = replay(events, new_model(), loss, lambda *where: samples.batch(samples.at(*where)), sgd)
@@ -179,7 +208,7 @@ def test_tensors_as_they_are_and_what_groups_send_one_another_have_no_parts() ->
     split = Split.of(Layout.of({"w": torch.ones(256)}), 2, elementwise=True)
     assert partitioned_format(RAW, AsyncSGD(), split) == RAW
     assert partitioned_format(wire_of("int8"), Gossip(), split) == wire_of("int8")
-    assert partitioned_format(wire_of({"pull": "bf16"}), AsyncSGD(), split).pushes == RAW
+    assert partitioned_format(Compression(pull="bf16").wire_format, AsyncSGD(), split).pushes == RAW
 
 
 # --- What they cost --------------------------------------------------------------------------------------------------
@@ -188,7 +217,7 @@ def test_tensors_as_they_are_and_what_groups_send_one_another_have_no_parts() ->
 def alone(**network: Any) -> float:
     """Seconds of an update of one group, whose 4 samples take 40 ms; a second one computes for ever."""
     devices = (Device(0.01), Device(1e9))
-    return run("async_sgd", 2, Cluster(devices, **network), max_updates=5).seconds_per_update
+    return run("async_sgd", 2, Cluster(devices, **network), limits=Limits(updates=5)).seconds_per_update
 
 
 def test_an_exchange_ends_with_its_last_share_and_all_servers_agree_before_they_apply_it() -> None:
@@ -210,7 +239,7 @@ def test_the_share_on_a_groups_own_node_crosses_no_link() -> None:
 def test_saturated_servers_take_a_share_of_the_time_for_each_update() -> None:
     for servers in (2, 4):
         cluster = Cluster.even(16, 1e-3, jitter=Jitter("exponential"), servers=servers, update_seconds=0.02)
-        assert run("async_sgd", 16, cluster, max_updates=80).seconds_per_update == pytest.approx(
+        assert run("async_sgd", 16, cluster, limits=Limits(updates=80)).seconds_per_update == pytest.approx(
             0.02 / servers, rel=0.04
         )
 
@@ -222,7 +251,9 @@ class Coupled(torch.optim.SGD):
 def test_whole_parameters_are_as_slow_as_the_largest() -> None:
     model = nn.Sequential(nn.Linear(32, 24, bias=False), nn.Linear(24, 8, bias=False))  # 768 and 192 numbers
     cluster = Cluster.even(8, 1e-3, servers=2, update_seconds=0.02)
-    trace = run("async_sgd", 8, cluster, model=model, optimizer=lambda own: Coupled(own, lr=0.01), max_updates=60)
+    trace = run(
+        "async_sgd", 8, cluster, model=model, optimizer=lambda own: Coupled(own, lr=0.01), limits=Limits(updates=60)
+    )
     assert trace.seconds_per_update == pytest.approx(0.02 * 768 / 960, rel=0.04)
 
 
@@ -276,7 +307,7 @@ def test_a_group_that_dies_and_comes_back_is_on_the_node_where_it_was(servers: A
     network: dict[str, Any] = {"link": Link(1e5, 1e-3), "update_seconds": 1e-3}
     events = (Failure(2, 0.05, until=0.2),)
     failed, whole = (
-        run("async_sgd", 3, Cluster.even(3, 1e-3, servers=servers, events=each, **network), max_updates=60)
+        run("async_sgd", 3, Cluster.even(3, 1e-3, servers=servers, events=each, **network), limits=Limits(updates=60))
         for each in (events, ())
     )
     # Its node holds less than others do, so a group elsewhere would take another time.
@@ -290,7 +321,7 @@ def test_a_group_that_dies_and_comes_back_is_on_the_node_where_it_was(servers: A
 def test_a_merged_head_is_with_the_first_server() -> None:
     model = nn.Sequential(nn.Linear(32, 8, bias=False), nn.Sequential(nn.ReLU(), nn.Linear(8, 8)))
     cluster = Cluster((Device(0.01), Device(1e9)), link=Link(latency=0.001), servers="per-node")
-    trace = run("async_sgd", 2, cluster, model=model, merged="1", max_updates=10)
+    trace = run("async_sgd", 2, cluster, model=model, merged="1", limits=Limits(updates=10))
     # The first group is on the node of the head; the other share's way is there and back, and an agreement.
     assert trace.seconds_per_update == pytest.approx(0.04 + 4 * 0.001)
 

@@ -17,16 +17,21 @@ from covering import covering
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
+from lightning_omni import Compression
 from lightning_omni.errors import ConfigurationError, ProtocolError, UnsupportedError
 from lightning_omni.methods import METHODS, AsyncDiLoCo, AsyncSGD, DiLoCo, Downpour, Gossip, LocalSGD, Method, SoftSync
 from lightning_omni.server.event_log import Event, RecordFile, read_record
 from lightning_omni.simulator import (
     Cluster,
+    Computation,
     Device,
+    Evaluation,
     Failure,
     Jitter,
+    Limits,
     Link,
     Slowdown,
+    Workload,
     replay,
     simulate,
     trace_of,
@@ -76,15 +81,14 @@ def accuracy(model: nn.Module) -> dict[str, float]:
 def run(
     method: str | Method = "async_sgd", groups: int | Topology = 4, cluster: Cluster | None = None, **options: Any
 ) -> Trace:
-    options = {"optimizer": sgd, "loss": loss, "batch_size": 4, **options}
-    if not {"max_updates", "max_epochs", "max_seconds"} & options.keys():
-        options["max_updates"] = 30
+    options = {"batch_size": 4, "limits": Limits(updates=30), **options}
     if cluster is None:
         size = groups if isinstance(groups, int) else len(groups.ranks)
         cluster = Cluster.even(size, jitter=RANDOM_TIMES)
-    return simulate(
-        method, groups, cluster, options.pop("model", None) or new_model(), options.pop("data", DATA), **options
-    )
+    given: dict[str, Any] = {"data": DATA, "loss": loss, "optimizer": sgd, "evaluate": None}
+    given = {name: options.pop(name, value) for name, value in given.items()}
+    workload = Workload(options.pop("model", None) or new_model(), **given)
+    return simulate(method, groups, cluster, workload, **options)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -92,7 +96,14 @@ def test_parts_by_speed_take_the_time_of_all_speeds_together_and_change_nothing_
     """With overhead 0 a batch of b samples on speeds s takes b / sum(s) of a second on a device of speed 1."""
     cluster = Cluster.of_speeds([1, 2, 4] * groups, seconds_per_sample=1e-3)
     even, apart = (
-        run("hardsync", Topology.even(3 * groups, groups), cluster, batch_size=28, max_updates=5, rebalance=how)
+        run(
+            "hardsync",
+            Topology.even(3 * groups, groups),
+            cluster,
+            batch_size=28,
+            limits=Limits(updates=5),
+            computation=Computation(rebalance=how),
+        )
         for how in ("off", "auto")
     )
     assert even.seconds_per_update == pytest.approx(28e-3)
@@ -104,13 +115,15 @@ def test_parts_by_speed_take_the_time_of_all_speeds_together_and_change_nothing_
 def test_a_slowdown_is_followed_by_the_parts() -> None:
     events = (Slowdown(rank=0, start=0.0, stop=1e9, factor=3.0),)
     cluster = Cluster.even(2, 1e-3, events=events)
-    trace = run("hardsync", 1, cluster, batch_size=8, max_updates=4, rebalance="auto")
+    trace = run(
+        "hardsync", 1, cluster, batch_size=8, limits=Limits(updates=4), computation=Computation(rebalance="auto")
+    )
     assert trace.seconds_per_update == pytest.approx(12e-3)  # 4 and 12 samples
 
 
 def test_parts_by_speed_and_members_apart_exclude_each_other() -> None:
     with pytest.raises(ConfigurationError, match=r"rebalance=.auto.*members_apart=True"):
-        run(cluster=Cluster.even(4), rebalance="auto", members_apart=True)
+        run(cluster=Cluster.even(4), computation=Computation(rebalance="auto", members_apart=True))
 
 
 # --- A merged head ----------------------------------------------------------------------------------------------------
@@ -138,7 +151,7 @@ def tailed(groups: int, cluster: Cluster, **options: Any) -> tuple[Trace, list[E
 
 @pytest.mark.parametrize("method", ["async_sgd", "hardsync", "diloco:period=3", "elastic_averaging:period=2"])
 def test_a_merged_head_is_never_stale_and_is_stepped_with_every_batch(method: str) -> None:
-    trace, events = tailed(4, Cluster.even(8, jitter=RANDOM_TIMES), method=method, max_epochs=1)
+    trace, events = tailed(4, Cluster.even(8, jitter=RANDOM_TIMES), method=method, limits=Limits(epochs=1))
     head = trace_of(events, optimizer=1)
     assert head.columns()["staleness"].tolist() == [0] * head.updates
     assert head.columns()["samples"].sum() == len(DATA)
@@ -149,7 +162,7 @@ def test_a_merged_head_is_never_stale_and_is_stepped_with_every_batch(method: st
 
 
 def test_a_simulated_run_with_a_merged_head_is_replayed_to_the_bit() -> None:
-    trace, events = tailed(4, Cluster.even(4, jitter=RANDOM_TIMES), max_epochs=1)
+    trace, events = tailed(4, Cluster.even(4, jitter=RANDOM_TIMES), limits=Limits(epochs=1))
     torch.manual_seed(0)
     samples = Samples(DATA, 0)
     again = replay(events, Tailed(), loss, lambda *where: samples.batch(samples.at(*where)), sgd, merged="head")
@@ -157,14 +170,14 @@ def test_a_simulated_run_with_a_merged_head_is_replayed_to_the_bit() -> None:
         assert np.array_equal(weight, again.weights[name].numpy()), name
 
 
-@pytest.mark.parametrize("wire", [{"push": "int8", "pull": "bf16"}, "topk:0.5"], ids=str)
+@pytest.mark.parametrize("wire", [Compression(push="int8", pull="bf16"), "topk:0.5"], ids=str)
 def test_a_merged_head_in_a_lossy_format_learns_as_well_and_is_replayed_to_the_bit(wire: Any) -> None:
     cluster = Cluster.even(4, jitter=RANDOM_TIMES)
-    calm: dict[str, Any] = {"method": "hardsync", "optimizer": plain, "max_updates": 15}
-    exact, rounded = (final_loss(tailed(4, cluster, wire=each, **calm)[0]) for each in ("fp32", wire))
+    calm: dict[str, Any] = {"method": "hardsync", "optimizer": plain, "limits": Limits(updates=15)}
+    exact, rounded = (final_loss(tailed(4, cluster, compression=each, **calm)[0]) for each in ("fp32", wire))
     assert rounded == pytest.approx(exact, rel=0.02)
     assert exact < 0.95 * final_loss(None)
-    trace, events = tailed(4, cluster, max_updates=12, wire=wire)
+    trace, events = tailed(4, cluster, limits=Limits(updates=12), compression=wire)
     torch.manual_seed(0)
     samples = Samples(DATA, 0)
     again = replay(events, Tailed(), loss, lambda *where: samples.batch(samples.at(*where)), sgd, merged="head")
@@ -179,7 +192,7 @@ def test_the_hardware_model_says_how_often_an_update_comes(groups: int) -> None:
     """16 ranks, a group's batch of 32 samples: 32 ms of one rank, and 1.6 ms at the head."""
     cluster = Cluster.even(16, 1e-3, head_seconds_per_sample=5e-5, jitter=Jitter("lognormal", 0.1))
     data = TensorDataset(INPUTS.repeat(40, 1), LABELS.repeat(40))  # one epoch, for at its end all groups synchronize
-    trace, _ = tailed(groups, cluster, data=data, batch_size=2 * groups, max_updates=125)
+    trace, _ = tailed(groups, cluster, data=data, batch_size=2 * groups, limits=Limits(updates=125))
     profile = Profile.of(Costs(per_sample=1e-3, head_per_sample=5e-5), ranks=16, batch_size=2 * groups)
     predicted = profile.predict(groups)
     # Of several ranks the slowest counts, and near the point of saturation groups come in one another's way.
@@ -191,13 +204,13 @@ def test_the_hardware_model_says_how_often_an_update_comes(groups: int) -> None:
 def test_what_goes_into_the_head_and_comes_out_takes_its_time_on_the_link() -> None:
     """For each of 4 samples 8 numbers go in and 3 come out, and so do as many gradients; then the body is pushed."""
     link = Link(bandwidth=1000.0)
-    trace, _ = tailed(2, Cluster.even(2, 1e-9, link=link), batch_size=4, max_updates=1)
+    trace, _ = tailed(2, Cluster.even(2, 1e-9, link=link), batch_size=4, limits=Limits(updates=1))
     assert trace.seconds == pytest.approx((2 * (8 + 3) * 4 * 4 + body_nbytes()) / 1000.0, rel=1e-3)
 
 
 def test_activations_in_two_bytes_a_number_take_half_the_time() -> None:
-    link, wire = Link(bandwidth=1000.0), {"push": "bf16", "pull": "fp16"}
-    trace, _ = tailed(2, Cluster.even(2, 1e-9, link=link), batch_size=4, max_updates=1, wire=wire)
+    link, wire = Link(bandwidth=1000.0), Compression(push="bf16", pull="fp16")
+    trace, _ = tailed(2, Cluster.even(2, 1e-9, link=link), batch_size=4, limits=Limits(updates=1), compression=wire)
     numbers = sum(parameter.numel() for parameter in Tailed().body.parameters())
     assert trace.seconds == pytest.approx((2 * (8 + 3) * 2 * 4 + 2 * numbers) / 1000.0, rel=1e-3)
 
@@ -222,7 +235,7 @@ def body_nbytes() -> int:
 
 def test_a_group_that_dies_on_its_way_to_the_head_holds_no_other_up() -> None:
     events = (Failure(rank=3, time=0.0101),)
-    trace, _ = tailed(4, Cluster.even(4, 1e-3, head_seconds_per_sample=1e-3, events=events), max_epochs=1)
+    trace, _ = tailed(4, Cluster.even(4, 1e-3, head_seconds_per_sample=1e-3, events=events), limits=Limits(epochs=1))
     assert trace.ended == "max_epochs"
     assert set(trace.rows["group"][-6:].tolist()) <= {0, 1, 2}
     assert sum(trace.rows["samples"]) >= len(DATA)
@@ -254,11 +267,10 @@ def assert_same_arrays(one: Trace, other: Trace) -> None:
 )
 def test_one_seed_gives_one_trace_to_the_bit(method: str | Method, batched: bool) -> None:
     options: dict[str, Any] = {
-        "batched": batched,
+        "computation": Computation(batched=batched),
         "evaluate": accuracy,
-        "evaluate_every": 10,
-        "max_updates": 20,
-        "max_epochs": 2,
+        "evaluation": Evaluation(every=10),
+        "limits": Limits(updates=20, epochs=2),
     }
     torch.manual_seed(1)
     first = run(method, 10, **options)
@@ -268,7 +280,7 @@ def test_one_seed_gives_one_trace_to_the_bit(method: str | Method, batched: bool
 
 
 def test_a_saved_trace_loads_to_the_bit(tmp_path: Path) -> None:
-    trace = run(evaluate=accuracy, evaluate_every=10)
+    trace = run(evaluate=accuracy, evaluation=Evaluation(every=10))
     trace.save(tmp_path / "trace.npz")
     again = Trace.load(tmp_path / "trace.npz")
     assert_same_arrays(trace, again)
@@ -299,7 +311,7 @@ SPEEDS = {
 )
 def test_mean_staleness_is_groups_less_one_over_gradients_in_an_update(speeds: str, method: Method) -> None:
     per_update = 8 // method.n if isinstance(method, SoftSync) else 1
-    trace = run(method, 8, SPEEDS[speeds], max_updates=240 // per_update, data=many(8000))
+    trace = run(method, 8, SPEEDS[speeds], limits=Limits(updates=240 // per_update), data=many(8000))
     assert trace.mean_staleness == pytest.approx(7 / per_update, rel=0.05)
 
 
@@ -310,14 +322,20 @@ def many(count: int) -> TensorDataset:
 
 
 def test_hardsync_is_never_stale_and_goes_at_the_pace_of_the_slowest() -> None:
-    trace = run("hardsync", 3, Cluster.of_speeds([1, 2, 4], seconds_per_sample=0.01), max_updates=10)
+    trace = run("hardsync", 3, Cluster.of_speeds([1, 2, 4], seconds_per_sample=0.01), limits=Limits(updates=10))
     assert trace.staleness_histogram().tolist() == [30]
     assert trace.seconds == pytest.approx(10 * 4 * 0.01)
     assert trace.rows["write"].tolist() == [update for update in range(1, 11) for _ in range(3)]
 
 
 def test_a_fast_group_makes_its_updates_whatever_the_slow_one_does() -> None:
-    trace = run("async_sgd", 2, Cluster.of_speeds([1, 4], seconds_per_sample=0.01), max_seconds=0.401, data=many(2000))
+    trace = run(
+        "async_sgd",
+        2,
+        Cluster.of_speeds([1, 4], seconds_per_sample=0.01),
+        limits=Limits(seconds=0.401),
+        data=many(2000),
+    )
     assert Counter(trace.rows["group"].tolist()) == {0: 10, 1: 40}
 
 
@@ -327,7 +345,7 @@ def test_a_fast_group_makes_its_updates_whatever_the_slow_one_does() -> None:
 def test_a_failure_costs_its_group_only_and_every_sample_is_used() -> None:
     events: list[Event] = []
     cluster = Cluster.even(6, jitter=RANDOM_TIMES, events=(Failure(rank=5, time=0.05),))
-    trace = run("async_sgd", 3, cluster, max_epochs=1, record=events.append)
+    trace = run("async_sgd", 3, cluster, limits=Limits(epochs=1), record=events.append)
     assert trace.ended == "max_epochs"
     assert trace.rows["time"][trace.rows["group"] == 2].max(initial=0) <= 0.05 < trace.seconds
     trained = [span for event in events for span in event.spans]
@@ -340,7 +358,9 @@ def test_a_failure_costs_its_group_only_and_every_sample_is_used() -> None:
 def test_an_epoch_begins_for_all_groups_together_however_slow_the_links_are(method: str) -> None:
     slow = Link(bandwidth=1e5, latency=0.01)
     events: list[Event] = []
-    trace = run(method, 8, Cluster.even(8, jitter=RANDOM_TIMES, link=slow), max_epochs=2, record=events.append)
+    trace = run(
+        method, 8, Cluster.even(8, jitter=RANDOM_TIMES, link=slow), limits=Limits(epochs=2), record=events.append
+    )
     assert trace.ended == "max_epochs"
     trained = [(event.epoch, span) for event in events for span in event.spans]
     places = [(epoch, place) for epoch, (start, stop) in trained for place in range(start, stop)]
@@ -356,7 +376,7 @@ def test_one_group_is_plain_synchronous_training_whatever_the_method(method: str
 @pytest.mark.parametrize("method", ["hardsync", "local_sgd", "stale_synchronous", "push_gossip", "pull_gossip"])
 def test_no_group_waits_for_the_dead(method: str) -> None:
     cluster = Cluster.even(4, jitter=RANDOM_TIMES, events=(Failure(2, 0.03), Failure(3, 0.1)))
-    assert run(method, 4, cluster, max_epochs=2).ended == "max_epochs"
+    assert run(method, 4, cluster, limits=Limits(epochs=2)).ended == "max_epochs"
 
 
 def test_the_failure_of_the_first_group_ends_the_run_with_the_reason() -> None:
@@ -392,7 +412,14 @@ COMES_BACK = (
 def test_a_group_that_comes_back_takes_part_again_and_every_sample_is_used(method: str, epochs: int) -> None:
     topology, events = Topology(((0, 1), (2,), (3, 4))), list[Event]()
     cluster = Cluster.even(5, 2e-3, jitter=RANDOM_TIMES, link=Link(latency=1e-4), events=COMES_BACK)
-    trace = run(method, topology, cluster, max_epochs=epochs, members_apart=True, record=events.append)
+    trace = run(
+        method,
+        topology,
+        cluster,
+        limits=Limits(epochs=epochs),
+        computation=Computation(members_apart=True),
+        record=events.append,
+    )
     assert trace.ended == "max_epochs"
     trained = {(event.epoch, place) for event in events for span in event.spans for place in range(*span)}
     assert trained == {(epoch, place) for epoch in range(epochs) for place in range(len(DATA))}
@@ -412,24 +439,24 @@ def test_a_group_that_comes_back_takes_part_again_and_every_sample_is_used(metho
 
 
 def test_goodput_is_the_part_of_all_device_time_in_which_gradients_were_computed_that_were_pushed() -> None:
-    even, whole = Cluster.even(4, 1e-3), {"max_epochs": 1, "data": many(160)}
+    even, whole = Cluster.even(4, 1e-3), {"limits": Limits(epochs=1), "data": many(160)}
     assert run("async_sgd", 4, even, **whole).goodput == pytest.approx(1.0)
     straggler = Cluster.of_speeds([1, 1, 1, 1 / 4], 1e-3)
     # The fast ones compute for a quarter of the time that the slow one takes, and wait for the rest.
     assert run("hardsync", 4, straggler, **whole).goodput == pytest.approx((1 + 3 / 4) / 4, rel=0.01)
-    assert run("async_sgd", 4, straggler, max_epochs=1, data=many(640)).goodput > 0.95
+    assert run("async_sgd", 4, straggler, limits=Limits(epochs=1), data=many(640)).goodput > 0.95
     # Of a link that takes as long as a batch, half the time is waited for.
     linked = Cluster.even(4, 1e-3, link=Link(latency=2e-3))
     assert run("async_sgd", 4, linked, **whole).goodput == pytest.approx(0.5, abs=0.02)
     # One of the devices is dead from the start, one dies between two pushes, which are 16 ms apart.
     dead = Cluster.even(4, 1e-3, events=(Failure(3, 0.0), Failure(2, 0.108)))
-    lost = run("diloco:period=4", 4, dead, max_seconds=0.209, data=many(6400))
+    lost = run("diloco:period=4", 4, dead, limits=Limits(seconds=0.209), data=many(6400))
     assert lost.goodput == pytest.approx((2 * 0.208 + 0.096) / (4 * 0.209))
 
 
 def test_a_group_that_comes_back_when_the_others_are_done_ends_the_run_with_them() -> None:
     cluster = Cluster.even(3, 1e-3, events=(Failure(2, 0.01, until=0.1185), Failure(1, 0.01)))
-    trace = run("async_sgd", 3, cluster, max_epochs=1, data=many(120))
+    trace = run("async_sgd", 3, cluster, limits=Limits(epochs=1), data=many(120))
     assert (trace.ended, trace.rows["samples"].sum()) == ("max_epochs", 120)
 
 
@@ -450,21 +477,21 @@ def who_pushes(trace: Trace) -> list[tuple[float, int]]:
 
 
 def test_groups_that_begin_at_one_moment_push_in_the_order_of_their_numbers() -> None:
-    trace = run("async_sgd", 3, tied([1, 1, 1]), max_updates=6)
+    trace = run("async_sgd", 3, tied([1, 1, 1]), limits=Limits(updates=6))
     assert who_pushes(trace) == [(1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2)]
     assert trace.rows["staleness"].tolist() == [0, 1, 2, 2, 2, 2]
 
 
 def test_of_two_pushes_that_arrive_at_one_moment_the_one_that_was_caused_first_is_merged_first() -> None:
-    trace = run("async_sgd", 2, tied([1, 0.5]), max_updates=6)
+    trace = run("async_sgd", 2, tied([1, 0.5]), limits=Limits(updates=6))
     assert who_pushes(trace) == [(1, 0), (2, 1), (2, 0), (3, 0), (4, 1), (4, 0)], "group 1 began at 0 and 2"
-    trace = run("async_sgd", 2, tied([0.5, 1]), max_updates=6)
+    trace = run("async_sgd", 2, tied([0.5, 1]), limits=Limits(updates=6))
     assert who_pushes(trace) == [(1, 1), (2, 0), (2, 1), (3, 1), (4, 0), (4, 1)]
 
 
 @pytest.mark.parametrize("rank", [1, 2])
 def test_a_rank_that_dies_at_the_moment_of_its_push_has_not_pushed(rank: int) -> None:
-    trace = run("async_sgd", 3, tied([1, 1, 1], Failure(rank, 2 * STEP)), max_epochs=1)
+    trace = run("async_sgd", 3, tied([1, 1, 1], Failure(rank, 2 * STEP)), limits=Limits(epochs=1))
     living = [group for group in range(3) if group != rank]
     at_two = [group for time, group in who_pushes(trace) if time == 2]
     assert (1, rank) in who_pushes(trace)
@@ -473,7 +500,7 @@ def test_a_rank_that_dies_at_the_moment_of_its_push_has_not_pushed(rank: int) ->
 
 
 def test_a_run_that_ends_in_time_ends_after_all_that_is_due_at_that_moment() -> None:
-    trace = run("async_sgd", 2, tied([1, 1]), max_seconds=2 * STEP)
+    trace = run("async_sgd", 2, tied([1, 1]), limits=Limits(seconds=2 * STEP))
     assert who_pushes(trace) == [(1, 0), (1, 1), (2, 0), (2, 1)]
     assert trace.ended == "max_seconds"
 
@@ -500,7 +527,7 @@ def test_failures_come_first_whenever_they_were_put_down() -> None:
 
 def test_a_slowdown_slows_for_as_long_as_it_lasts() -> None:
     cluster = Cluster.even(2, 0.01, events=(Slowdown(1, start=0.39, stop=0.79, factor=4),))
-    times = run("async_sgd", 2, cluster, max_seconds=1.201, data=many(2000)).rows
+    times = run("async_sgd", 2, cluster, limits=Limits(seconds=1.201), data=many(2000)).rows
     mine = times["time"][times["group"] == 1]
     assert np.allclose(np.diff(mine[mine <= 0.401]), 0.04)
     assert np.allclose(np.diff(mine[(mine >= 0.399) & (mine <= 0.8)]), 0.16)
@@ -514,13 +541,15 @@ NBYTES = LAYOUT.nbytes
 
 
 def test_a_saturated_server_takes_one_service_per_update() -> None:
-    trace = run("async_sgd", 16, Cluster.even(16, 1e-3, jitter=RANDOM_TIMES, update_seconds=0.02), max_updates=60)
+    trace = run(
+        "async_sgd", 16, Cluster.even(16, 1e-3, jitter=RANDOM_TIMES, update_seconds=0.02), limits=Limits(updates=60)
+    )
     assert trace.seconds_per_update == pytest.approx(0.02, rel=0.02)
 
 
 def test_the_two_directions_of_a_card_are_busy_in_turns() -> None:
     cluster = Cluster.even(16, 1e-3, jitter=RANDOM_TIMES, server=Link(bandwidth=NBYTES / 0.02))
-    trace = run("async_sgd", 16, cluster, max_updates=260, data=many(2000))
+    trace = run("async_sgd", 16, cluster, limits=Limits(updates=260), data=many(2000))
     # At random, n groups at two links that take them equally long keep each busy for n / (n + 1) of the time; these
     # started together, and still wait a little longer for each other.
     assert 17 / 16 < np.diff(trace.rows["time"][60:]).mean() / 0.02 < 1.25
@@ -530,14 +559,14 @@ def test_one_group_alone_takes_compute_and_both_ways_per_update() -> None:
     link, server = Link(bandwidth=NBYTES / 0.01, latency=0.001), Link(bandwidth=NBYTES / 0.005, latency=0.002)
     # The second group computes for ever.
     cluster = Cluster((Device(0.01), Device(1e9)), link=link, server=server, update_seconds=0.003)
-    trace = run("async_sgd", 2, cluster, max_updates=10)
+    trace = run("async_sgd", 2, cluster, limits=Limits(updates=10))
     # What it sends crosses both at once, at the pace of the slower one.
     assert trace.seconds_per_update == pytest.approx(0.04 + 2 * (0.010 + 0.001 + 0.002) + 0.003)
 
 
 def test_a_group_takes_the_slowest_members_time_and_a_ring_all_reduce() -> None:
     cluster = Cluster.of_speeds([1, 2, 1, 2], 0.01, group_link=Link(bandwidth=NBYTES / 0.1, latency=0.001))
-    trace = run("async_sgd", 1, cluster, max_updates=5, data=many(1000))
+    trace = run("async_sgd", 1, cluster, limits=Limits(updates=5), data=many(1000))
     assert trace.seconds / 5 == pytest.approx(0.04 + 2 * 3 / 4 * 0.1 + 2 * 3 * 0.001)
 
 
@@ -552,7 +581,7 @@ class Loose(BF16, frozen=True, kw_only=True, tag="loose"):
 TREE = Link(bandwidth=NBYTES / 0.1, latency=0.001)
 """A link inside groups. Among three members a message is passed on twice."""
 EMPTY, WEIGHTS = 0.002, 0.202
-CODED: Any = {"wire": {"push": "int8", "pull": "bf16"}}
+CODED: Any = {"compression": Compression(push="int8", pull="bf16")}
 IN_BF16 = 2 * TREE.seconds(BF16().sizes(LAYOUT)[1])
 HALVES = {2 * TREE.seconds(LAYOUT.fragment(number, of=2).nbytes) for number in range(2)}
 
@@ -562,14 +591,14 @@ HALVES = {2 * TREE.seconds(LAYOUT.fragment(number, of=2).nbytes) for number in r
     [
         ("async_sgd", {}, {WEIGHTS}),
         ("async_sgd", CODED, {IN_BF16}),
-        ("async_sgd", {"wire": {"push": "fp32", "pull": Loose()}}, {WEIGHTS}),
+        ("async_sgd", {"compression": Compression(push="fp32", pull=Loose())}, {WEIGHTS}),
         ("async_sgd", {"overlap": True}, {0.0, WEIGHTS}),
         ("downpour:n_push=1,n_fetch=2", {}, {EMPTY, WEIGHTS}),
         ("downpour:n_push=4,n_fetch=2", CODED, {0.0, IN_BF16, WEIGHTS}),
-        ("elastic_averaging:period=2", {"wire": "int8"}, {0.0, WEIGHTS}),
+        ("elastic_averaging:period=2", {"compression": "int8"}, {0.0, WEIGHTS}),
         ("diloco:period=2,fragments=2", {}, HALVES),
         ("diloco:period=4,fragments=2,delay=1", {}, {0.0, *HALVES}),
-        (Gossip(), {"wire": "bf16"}, {0.0, EMPTY + WEIGHTS}),
+        (Gossip(), {"compression": "bf16"}, {0.0, EMPTY + WEIGHTS}),
         (Gossip(kind="push"), {}, {EMPTY, EMPTY + WEIGHTS}),
     ],
     ids=[
@@ -590,7 +619,7 @@ def test_a_group_waits_until_its_leader_has_passed_on_what_it_heard(
     method: str | Method, options: dict[str, Any], waits: set[float]
 ) -> None:
     cluster = Cluster.even(6, 0.01, group_link=TREE)
-    trace = run(method, Topology.even(6, 2), cluster, max_updates=8, data=many(1000), **options)
+    trace = run(method, Topology.even(6, 2), cluster, limits=Limits(updates=8), data=many(1000), **options)
     steps = trace.steps
     assert set(steps["exchange"].round(9)) == {round(seconds, 9) for seconds in waits}
     assert steps["seconds"] - steps["exchange"] == pytest.approx(0.04 + 2 * 2 / 3 * 0.1 + 2 * 2 * 0.001)
@@ -601,7 +630,7 @@ def test_each_time_that_a_message_is_passed_on_twice_as_many_members_have_it() -
 
 
 def test_weights_are_the_groups_own_when_all_members_have_them() -> None:
-    trace = run("async_sgd", Topology.even(6, 2), Cluster.even(6, 0.01, group_link=TREE), max_updates=6)
+    trace = run("async_sgd", Topology.even(6, 2), Cluster.even(6, 0.01, group_link=TREE), limits=Limits(updates=6))
     pushed = trace.rows["time"][trace.rows["group"] == 0]
     assert np.diff(pushed) == pytest.approx(0.04 + 2 * 2 / 3 * 0.1 + 2 * 2 * 0.001 + WEIGHTS)
 
@@ -610,18 +639,18 @@ def test_where_no_member_waits_for_a_leader_the_links_of_groups_change_nothing()
     cluster = Cluster.even(4, jitter=RANDOM_TIMES, link=Link(1e6, 1e-4))
     plain, slow = (run("async_sgd", 4, replace(cluster, group_link=link)) for link in (Link(), TREE))
     assert all(np.array_equal(plain.rows[name], slow.rows[name]) for name in plain.rows)
-    one = run("async_sgd", 1, replace(cluster, group_link=TREE), max_updates=5)
+    one = run("async_sgd", 1, replace(cluster, group_link=TREE), limits=Limits(updates=5))
     assert not one.steps["exchange"].any(), "nobody was asked anything"
 
 
 def test_with_one_group_no_server_is_in_the_path() -> None:
     network: dict[str, Any] = {"link": Link(1.0), "server": Link(1.0), "update_seconds": 100.0}
-    assert run("async_sgd", 1, Cluster.even(1, 0.01, **network), max_updates=5).seconds == pytest.approx(0.2)
+    assert run("async_sgd", 1, Cluster.even(1, 0.01, **network), limits=Limits(updates=5)).seconds == pytest.approx(0.2)
 
 
 def test_a_peers_weights_take_their_time() -> None:
-    alone = run(Gossip(), 2, Cluster.even(2, 0.01), max_updates=8)
-    apart = run(Gossip(), 2, Cluster.even(2, 0.01, link=Link(latency=0.5)), max_updates=8)
+    alone = run(Gossip(), 2, Cluster.even(2, 0.01), limits=Limits(updates=8))
+    apart = run(Gossip(), 2, Cluster.even(2, 0.01, link=Link(latency=0.5)), limits=Limits(updates=8))
     assert alone.seconds == pytest.approx(0.16)
     assert apart.seconds > 1.0
 
@@ -654,7 +683,7 @@ def plain_training(make: Any, updates: int) -> list[Tensor]:
     covering(product(("async_sgd", "hardsync", LocalSGD(period=1), Downpour(n_push=1, send="updates")), (sgd, adamw))),
 )
 def test_one_group_is_plain_sequential_training_bit_for_bit(method: str | Method, make: Any) -> None:
-    trace = run(method, 1, max_updates=66, optimizer=make)  # into the second epoch
+    trace = run(method, 1, limits=Limits(updates=66), optimizer=make)  # into the second epoch
     expected = plain_training(make, 66)
     if isinstance(method, Downpour):  # it pushes x' - x, and x + (x' - x) is rounded
         assert all(np.allclose(w, e, atol=1e-5) for w, e in zip(trace.weights.values(), expected, strict=True))
@@ -674,11 +703,13 @@ def convolutions() -> nn.Module:
 def test_batched_gradients_are_those_computed_one_by_one(method: str, kind: str) -> None:
     options: dict[str, Any] = {
         "model": new_model() if kind == "linear" else convolutions(),
-        "max_updates": 30,
-        "max_epochs": 5,
+        "limits": Limits(updates=30, epochs=5),
         "optimizer": lambda p: torch.optim.SGD(p, lr=0.02),
     }
-    together, alone = run(method, 12, batched=True, **options), run(method, 12, batched=False, **options)
+    together, alone = (
+        run(method, 12, computation=Computation(batched=True), **options),
+        run(method, 12, computation=Computation(batched=False), **options),
+    )
     assert np.allclose(together.rows["loss"], alone.rows["loss"], atol=1e-5)
     assert not np.array_equal(together.rows["loss"], alone.rows["loss"]), "nothing was batched"
     assert all(np.allclose(together.weights[name], alone.weights[name], atol=1e-5) for name in alone.weights)
@@ -686,7 +717,10 @@ def test_batched_gradients_are_those_computed_one_by_one(method: str, kind: str)
 
 def test_what_cannot_be_batched_is_computed_one_by_one() -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-    together, alone = run(groups=12, model=model, batched=True), run(groups=12, model=model, batched=False)
+    together, alone = (
+        run(groups=12, model=model, computation=Computation(batched=True)),
+        run(groups=12, model=model, computation=Computation(batched=False)),
+    )
     assert_same_arrays(together, alone)
 
 
@@ -700,7 +734,12 @@ def test_a_parameter_that_takes_no_part_stays_even_where_weights_decay() -> None
             return self.used(x)  # type: ignore[no-any-return]
 
     model = Partial()
-    trace = run(groups=12, model=model, optimizer=lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1), batched=True)
+    trace = run(
+        groups=12,
+        model=model,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1),
+        computation=Computation(batched=True),
+    )
     assert np.array_equal(trace.weights["unused.weight"], model.unused.weight.detach())
     assert not np.array_equal(trace.weights["used.0.weight"], model.get_parameter("used.0.weight").detach())
 
@@ -718,14 +757,14 @@ def test_any_map_style_dataset_trains_like_its_tensors() -> None:
 
 @pytest.mark.parametrize("method", ["async_sgd", "hardsync", "softsync"])
 def test_groups_share_the_snapshots_of_the_weights_that_they_read(method: str) -> None:
-    trace = run(method, 16, max_updates=20 if method == "async_sgd" else 4, data=many(2000))
+    trace = run(method, 16, limits=Limits(updates=20 if method == "async_sgd" else 4), data=many(2000))
     assert trace.meta["most_snapshots"] <= (2 if method == "hardsync" else 18)
 
 
 def test_the_callers_model_and_optimizer_are_left_alone() -> None:
     model = new_model().eval()
     before = copy.deepcopy(model.state_dict())
-    run(model=model, evaluate=accuracy, evaluate_every=10)
+    run(model=model, evaluate=accuracy, evaluation=Evaluation(every=10))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not model.training
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -746,7 +785,7 @@ def test_the_evaluated_model_is_the_exact_mean_of_all_groups(method: Method, mon
         return start(self, *rest, **more)
 
     monkeypatch.setattr(room.Simulation, "run", noted)
-    trace = run(method, 3, max_epochs=1)
+    trace = run(method, 3, limits=Limits(epochs=1))
     own = [group.replica.weights() for group in seen[0].groups.values()]
     assert not torch.equal(own[0][0], own[1][0])
     for name, column in zip(trace.weights, zip(*own, strict=True), strict=True):
@@ -755,14 +794,18 @@ def test_the_evaluated_model_is_the_exact_mean_of_all_groups(method: Method, mon
 
 
 def test_evaluations_come_when_they_are_due_and_at_the_end() -> None:
-    trace = run(evaluate=accuracy, evaluate_every=12)
+    trace = run(evaluate=accuracy, evaluation=Evaluation(every=12))
     assert trace.evaluations()["update"].tolist() == [12, 24, 30]
-    timed = run(evaluate=accuracy, evaluate_every_seconds=0.02, max_updates=None, max_seconds=0.05)
+    timed = run(
+        evaluate=accuracy, evaluation=Evaluation(every_seconds=0.02), limits=Limits(updates=math.inf, seconds=0.05)
+    )
     assert timed.evaluations()["time"].tolist() == [0.02, 0.04, 0.05]
 
 
 def test_a_run_ends_with_the_evaluation_that_reaches_the_target() -> None:
-    trace = run(evaluate=accuracy, evaluate_every=10, max_updates=2000, target=("accuracy", 0.8))
+    trace = run(
+        evaluate=accuracy, evaluation=Evaluation(every=10, target=("accuracy", 0.8)), limits=Limits(updates=2000)
+    )
     numbers = trace.evaluations()
     assert trace.ended == "target"
     assert numbers["accuracy"][-1] >= 0.8 > numbers["accuracy"][:-1].max(initial=0)
@@ -773,7 +816,7 @@ def test_a_run_ends_with_the_evaluation_that_reaches_the_target() -> None:
 
 
 def test_a_run_that_diverges_ends_and_says_so() -> None:
-    trace = run(optimizer=lambda p: torch.optim.SGD(p, lr=1e30), max_updates=1000)
+    trace = run(optimizer=lambda p: torch.optim.SGD(p, lr=1e30), limits=Limits(updates=1000))
     assert trace.ended.startswith("diverged: 10 pushes of group")
     assert trace.meta["refused"] >= 10
 
@@ -781,7 +824,7 @@ def test_a_run_that_diverges_ends_and_says_so() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_learns(method: str) -> None:
     chosen = DiLoCo(period=5) if method == "diloco" else METHODS[method]()
-    trace = run(chosen, 4, max_epochs=4, evaluate=accuracy)
+    trace = run(chosen, 4, limits=Limits(epochs=4), evaluate=accuracy)
     assert trace.ended == "max_epochs"
     assert trace.evaluations()["accuracy"][-1] > 0.6
     assert np.all(np.diff(trace.rows["time"]) >= 0)
@@ -820,7 +863,7 @@ def test_a_recorded_run_replays_bit_for_bit(method: Method, tmp_path: Path, monk
     record = RecordFile(tmp_path / "record")
     topology = Topology(((0, 1), (2,), (3, 4)))
     cluster = Cluster.even(5, jitter=RANDOM_TIMES, link=Link(latency=0.001), events=(Failure(4, 0.1),))
-    run(method, topology, cluster, max_epochs=2, members_apart=True, record=record)
+    run(method, topology, cluster, limits=Limits(epochs=2), computation=Computation(members_apart=True), record=record)
     record.close()
     result = replayed(read_record(tmp_path / "record"))
     expected = seen[0].server.served.master
@@ -836,7 +879,7 @@ def test_a_recorded_run_replays_bit_for_bit(method: Method, tmp_path: Path, monk
 
 def test_a_record_gives_the_trace_that_was_simulated_but_for_losses() -> None:
     events: list[Event] = []
-    trace = run("softsync", 4, max_epochs=2, record=events.append)
+    trace = run("softsync", 4, limits=Limits(epochs=2), record=events.append)
     again = trace_of(events)
     for name in ("group", "read", "write", "staleness", "samples", "epoch", "steps", "time"):
         assert np.array_equal(again.rows[name], trace.rows[name]), name
@@ -845,7 +888,7 @@ def test_a_record_gives_the_trace_that_was_simulated_but_for_losses() -> None:
 
 def test_a_record_that_contradicts_the_method_is_refused() -> None:
     events: list[Event] = []
-    run("async_sgd", 4, max_updates=20, record=events.append)
+    run("async_sgd", 4, limits=Limits(updates=20), record=events.append)
     pushes = [index for index, event in enumerate(events) if event.kind == "push"]
     with pytest.raises(ProtocolError, match="the record says"):
         replayed(events[: pushes[5]] + events[pushes[6] :])
@@ -865,22 +908,32 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"groups": "2", "cluster": Cluster.even(4)}, "topology='2'"),
     ({"cluster": 4}, "cluster=4"),
     ({"batch_size": 0}, "batch_size=0"),
-    ({"max_updates": 0}, "max_updates=0"),
-    ({"max_updates": None}, "when is the run to end"),
-    ({"max_seconds": math.nan}, "max_seconds=nan"),
-    ({"evaluate_every": 5}, "evaluate=None"),
-    ({"evaluate": accuracy, "target": ("accuracy", 0.5)}, "pass evaluate_every="),
-    ({"evaluate": accuracy, "evaluate_every": 1, "target": ("recall", 0.5)}, "target='recall'"),
-    ({"batched": "yes"}, "batched='yes'"),
+    ({"limits": 5}, "limits=5: pass Limits"),
+    ({"limits": lambda: Limits(updates=0)}, "Limits(updates=0): pass a whole number"),
+    ({"limits": Limits}, "Limits(): when is the run to end"),
+    ({"limits": lambda: Limits(seconds=math.nan)}, "Limits(seconds=nan)"),
+    ({"evaluation": Evaluation(every=5)}, "evaluate=None"),
+    ({"evaluation": lambda: Evaluation(target=("accuracy", 0.5))}, "pass every="),
+    ({"evaluate": accuracy, "evaluation": Evaluation(every=1, target=("recall", 0.5))}, "target='recall'"),
+    ({"computation": lambda: Computation(batched="yes")}, "Computation(batched='yes')"),  # type: ignore[arg-type]
     ({"progress": 3}, "progress=3"),
     ({"data": []}, "data: pass a map-style dataset"),
     ({"method": None}, "method=None: pass a name"),
     ({"seed": -1}, "seed=-1: pass a whole number"),
-    ({"max_epochs": 1.5}, "max_epochs=1.5: pass a whole number"),
-    ({"evaluate": accuracy, "evaluate_every": 0.5}, "evaluate_every=0.5: pass a whole number"),
-    ({"evaluate": accuracy, "evaluate_every": 1, "target": "accuracy=0.5"}, "target='accuracy=0.5': pass a metric"),
-    ({"evaluate": accuracy, "evaluate_every": 1, "target": ("accuracy", math.nan)}, "target=nan: pass a metric"),
-    ({"evaluate": lambda model: 0.5, "evaluate_every": 1}, "evaluate: it returns 0.5; let it return a number for each"),
+    ({"limits": lambda: Limits(epochs=1.5)}, "Limits(epochs=1.5): pass a whole number"),
+    ({"evaluation": lambda: Evaluation(every=0.5)}, "Evaluation(every=0.5): pass a whole number"),  # type: ignore[arg-type]
+    (
+        {"evaluation": lambda: Evaluation(every=1, target="accuracy=0.5")},  # type: ignore[arg-type]
+        "Evaluation(target='accuracy=0.5'): pass a metric",
+    ),
+    (
+        {"evaluation": lambda: Evaluation(every=1, target=("accuracy", math.nan))},
+        "Evaluation(target=nan): pass a metric",
+    ),
+    (
+        {"evaluate": lambda model: 0.5, "evaluation": Evaluation(every=1)},
+        "evaluate: it returns 0.5; let it return a number for each",
+    ),
     ({"model": new_model().requires_grad_(False)}, "model: none of its parameters has requires_grad=True"),
     ({"loss": lambda model, batch: 0.5}, "loss: it returns 0.5; let it return the mean loss"),
     ({"loss": lambda model, batch: model(batch[0])}, "loss: it returns a tensor of shape"),
@@ -892,8 +945,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("options", "says"), WRONG, ids=[says for _, says in WRONG])
 def test_a_wrong_argument_is_named(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigurationError, match=says.replace("(", r"\(")):
-        run(**options)
+    values = ("limits", "evaluation", "computation")
+    with pytest.raises(ConfigurationError) as caught:
+        run(**{name: value() if name in values and callable(value) else value for name, value in options.items()})
+    assert says in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -948,17 +1003,17 @@ def test_an_interrupted_run_with_a_progress_bar_returns_what_it_has() -> None:
         return loss(model, batch)
 
     interrupting.left = 10  # type: ignore[attr-defined]
-    trace = run(loss=interrupting, progress=True, batched=False)
+    trace = run(loss=interrupting, progress=True, computation=Computation(batched=False))
     assert (trace.ended, trace.updates) == ("interrupted", 10)
     interrupting.left = 10  # type: ignore[attr-defined]
     with pytest.raises(KeyboardInterrupt):
-        run(loss=interrupting, batched=False)
+        run(loss=interrupting, computation=Computation(batched=False))
 
 
 @pytest.mark.exhaustive  # the same as test_cli_simulate does with simulate, of which it is the picture
 def test_a_trace_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    run(evaluate=accuracy, evaluate_every=20).plot(tmp_path / "trace.png")
+    run(evaluate=accuracy, evaluation=Evaluation(every=20)).plot(tmp_path / "trace.png")
     assert (tmp_path / "trace.png").stat().st_size > 10_000
 
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lightning_omni import Server
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.runtime.model.meshes import ModelParallel, columns_of, mesh_of, rows_of, sizes_in
 from lightning_omni.runtime.model.sharded import check_clipping, check_sharded
@@ -34,8 +35,8 @@ TWO_BY_TWO = [
 ]
 INSIDES = ["ddp", "1 x 2"]
 ACROSS = [{"method": "async_sgd", "optimizer": "AdamW", "kind": "Ways", "insides": INSIDES}]
-FILES = {"method": "diloco:period=2", "wire": "int8"}
-FOLDERS = {**FILES, "save_distributed_checkpoint": True}
+FILES = {"method": "diloco:period=2", "compression": "int8"}
+FOLDERS = {**FILES, "folder": True}
 RESUMES: list[dict[str, Any]] = [
     {"name": "two groups", "with": "1 x 2", "groups": 2, "options": FOLDERS, "saves": "parts"},
     {"name": "again", "with": "1 x 2", "groups": 2, "options": FILES, "from": "parts", "saves": "file", "epoch": 1},
@@ -203,7 +204,7 @@ def test_parameters_that_the_members_of_a_group_do_not_hold_together_are_refused
         parameter = nn.Parameter(make(mesh))
         with pytest.raises(UnsupportedError) as caught:
             check_sharded({"weight": parameter}, mesh, ModelParallel(2, 2))
-    for word in ["inside=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2)", *words]:
+    for word in ["model_parallel=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2)", *words]:
         assert word in str(caught.value)
 
 
@@ -256,7 +257,7 @@ def test_groups_with_other_meshes_than_others_are_refused() -> None:
 
 @pytest.mark.parametrize("kind", [ModelParallelStrategy, of_lightning.ModelParallelStrategy])
 def test_a_mesh_that_does_not_fit_the_groups_is_refused_before_any_process_starts(kind: Any) -> None:
-    strategy = OmniStrategy(groups=2, inside=kind(data_parallel_size=2, tensor_parallel_size=2))
+    strategy = OmniStrategy(groups=2, model_parallel=kind(data_parallel_size=2, tensor_parallel_size=2))
     with pytest.raises(ConfigurationError, match="a mesh of 2 x 2 ranks does not fit a group of 2"):
         Trainer(accelerator="cpu", devices=4, strategy=strategy, logger=False)
 
@@ -268,26 +269,26 @@ class Own(ModelParallelStrategy):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"inside": Own()}, ["pass", "ModelParallelStrategy(data_parallel_size"]),
-        ({"inside": ModelParallelStrategy(0, 2)}, ["data_parallel_size=0"]),
+        ({"model_parallel": Own()}, ["pass", "ModelParallelStrategy(data_parallel_size"]),
+        ({"model_parallel": ModelParallelStrategy(0, 2)}, ["data_parallel_size=0"]),
         ({"rebalance": "auto"}, ['rebalance="auto"', "different parts"]),
-        ({"method": "diloco:period=4,fragments=2"}, ["fragments=2", "inside=ModelParallelStrategy("]),
-        ({"record": "run.jsonl"}, ["record='run.jsonl'", "inside=ModelParallelStrategy("]),
-        ({"merged": "head"}, ["merged='head'", "inside=ModelParallelStrategy("]),
+        ({"method": "diloco:period=4,fragments=2"}, ["fragments=2", "model_parallel=ModelParallelStrategy("]),
+        ({"server": Server(record="run.jsonl")}, ["record='run.jsonl'", "model_parallel=ModelParallelStrategy("]),
+        ({"merged": "head"}, ["merged='head'", "model_parallel=ModelParallelStrategy("]),
         ({"process_group": "some"}, ["process_group='some'", "leave it out"]),
     ],
     ids=["a subclass", "no rank", "rebalance", "fragments", "record", "merged head", "process group"],
 )
 def test_what_does_not_go_with_a_mesh_is_refused_at_construction(options: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        OmniStrategy(**{"groups": 2, "inside": ModelParallelStrategy(1, 2), **options})
+        OmniStrategy(**{"groups": 2, "model_parallel": ModelParallelStrategy(1, 2), **options})
     for word in words:
         assert word in str(caught.value)
 
 
 def test_what_the_object_says_of_checkpoints_and_process_groups_counts() -> None:
     theirs = ModelParallelStrategy(1, 2, process_group_backend="gloo", timeout=timedelta(minutes=3))
-    strategy = OmniStrategy(groups=2, inside=theirs)
+    strategy = OmniStrategy(groups=2, model_parallel=theirs)
     assert strategy.saves_folders
     assert (strategy.process_group_backend, strategy._timeout) == ("gloo", timedelta(minutes=3))
-    assert not OmniStrategy(inside=ModelParallelStrategy(1, 2, save_distributed_checkpoint=False)).saves_folders
+    assert not OmniStrategy(model_parallel=ModelParallelStrategy(1, 2, save_distributed_checkpoint=False)).saves_folders

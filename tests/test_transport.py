@@ -17,6 +17,7 @@ from stream import Stream
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_omni import Server
 from lightning_omni.errors import ConfigurationError, ConnectionLost, OmniError, RankLost, Refused
 from lightning_omni.group.core import Action, GroupCore, LastAnswer, ServerRequest
 from lightning_omni.methods import AsyncSGD, DiLoCo, Method, method_named
@@ -364,18 +365,18 @@ def test_the_same_training_ends_in_the_same_bits_over_every_transport() -> None:
 
 
 def test_a_transport_is_a_value_that_a_run_is_given() -> None:
-    assert WorldOptions().resolved_transport() == ZeroMQ()
-    assert WorldOptions(encryption="off").resolved_transport() == ZeroMQ(encryption="off")
-    assert WorldOptions(transport=Stream()).resolved_transport() == Stream()
+    assert WorldOptions().server.resolved_transport() == ZeroMQ()
+    assert WorldOptions(server=Server(encryption="off")).server.resolved_transport() == ZeroMQ(encryption="off")
+    assert WorldOptions(server=Server(transport=Stream())).server.resolved_transport() == Stream()
     assert transport.from_wire(transport.to_wire(ZeroMQ(encryption="off"))) == ZeroMQ(encryption="off")
     assert transport.load("stream:Stream") is Stream
     with pytest.raises(ConfigurationError, match="encryption= is ZeroMQ's"):
-        WorldOptions(transport=Stream(), encryption="off")
+        WorldOptions(server=Server(transport=Stream(), encryption="off"))
     with pytest.raises(ConfigurationError, match=r"transport=InMemory\(\): the server, a process of its own"):
-        WorldOptions(transport=InMemory())
+        WorldOptions(server=Server(transport=InMemory()))
     with pytest.raises(ConfigurationError, match="stream://host:port"):
-        WorldOptions(transport=Stream(), server="tcp://10.0.0.1:5555")
-    assert WorldOptions(transport=Stream(), server="stream://10.0.0.1:5555").server
+        WorldOptions(server=Server(transport=Stream(), address="tcp://10.0.0.1:5555"))
+    assert WorldOptions(server=Server(transport=Stream(), address="stream://10.0.0.1:5555")).server.address
 
 
 def test_real_processes_train_over_a_transport_that_the_package_does_not_know() -> None:

@@ -46,7 +46,7 @@ def test_nodes_whose_links_hold_groups_up_train_in_groups_with_a_server_each() -
             "space": {**SPACE, "method": DEFAULT_METHODS[-1], "period": [4, 8]},
         },
     }
-    fits = [slow, {**slow, "strategy": {"servers": "per-node"}}]
+    fits = [slow, {**slow, "strategy": {"server": "per-node"}}]
     ended = run_nodes("omni_tuner.py", {"fits": fits}, nodes=4)
     first, *others = (each.results[0][1] for each in ended)
     assert first["chosen"] == 4

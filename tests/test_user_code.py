@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from lightning_omni import OmniStrategy
+from lightning_omni import FSDP, Compression, Elastic, Server
 from lightning_omni.errors import ConfigurationError, OmniError, UnsupportedError
 from lightning_omni.methods import LocalSGD
 from lightning_omni.methods.model.master import Master, check_servable, describe, hyperparameters_of, rebuild
@@ -988,8 +988,8 @@ def test_a_collective_that_is_not_offered_among_all_groups_says_which_are() -> N
 def test_the_options_of_a_world_say_the_groups_that_it_was_given() -> None:
     assert World(1, options=WorldOptions(groups=2)).options.groups == 1
     assert World(options=WorldOptions(groups=1)).options.groups == 1
-    with pytest.raises(ConfigurationError, match=r"^groups=2 and join=True: .* leave groups= out"):
-        World(2, options=WorldOptions(server="tcp://192.0.2.1:5555", join=True))
+    with pytest.raises(ConfigurationError, match=r"^groups=2 and elastic=True: .* leave groups= out"):
+        World(2, options=WorldOptions(server="tcp://192.0.2.1:5555", elastic=True))
 
 
 @pytest.mark.parametrize(("backend", "device"), [("nccl", "cuda:3"), ("gloo", "cpu"), ("cpu:gloo,cuda:nccl", "cpu")])
@@ -1058,6 +1058,11 @@ def test_a_module_wrapped_over_ranks_of_other_groups_is_refused_by_name(keeps: s
         check_wrapped(trainer, members=(1,))
 
 
+def instantiated(parser: ArgumentParser, parsed: Any) -> Any:
+    make = getattr(parser, "instantiate", None) or parser.instantiate_classes  # as older releases call it
+    return make(parsed)
+
+
 def test_a_configuration_file_has_a_method_and_its_settings_in_one_text() -> None:
     page = (Path(__file__).parent.parent / "docs" / "reference" / "compatibility.md").read_text()
     block = page.split("## LightningCLI")[1].split("```yaml")[1].split("```")[0]
@@ -1066,10 +1071,38 @@ def test_a_configuration_file_has_a_method_and_its_settings_in_one_text() -> Non
     parsed = parser.parse_string(block)
     again = parser.parse_string(parser.dump(parsed))
     assert again.trainer.strategy.init_args.method == "diloco:period=50"
-    assert OmniStrategy(**again.trainer.strategy.init_args.as_dict())._world_options.groups == 2
+    made = instantiated(parser, again).trainer.strategy._world_options
+    assert (made.groups, made.compression) == (2, Compression("int8", "bf16"))
+    assert made.server == Server(count=2, save=10.0)
     as_class = "{class_path: lightning_omni.methods.DiLoCo, init_args: {period: 50}}"
     with pytest.raises(ArgumentError, match="'period' is not accepted"):
         parser.parse_string(block.replace("diloco:period=50", as_class))
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "value"),
+    [
+        (["compression=int8"], "compression", Compression("int8")),
+        (["compression.push=int8", "compression.pull=bf16"], "compression", Compression("int8", "bf16")),
+        (["compression={all_reduce: powersgd:4}"], "compression", Compression(all_reduce="powersgd:4")),
+        (["server=per-node"], "server", Server(count="per-node")),
+        (["server=tcp://10.0.0.9:5555"], "server", Server("tcp://10.0.0.9:5555")),
+        (["server.count=2", "server.save=10"], "server", Server(count=2, save=10.0)),
+        (["server={save: null}"], "server", Server(save=None)),
+        (["elastic=true", "server=tcp://10.0.0.9:5555"], "elastic", Elastic(join=True)),
+        (["elastic.heartbeat=9"], "elastic", Elastic(heartbeat=9.0)),
+        (["model_parallel=fsdp"], "model_parallel", FSDP()),
+        (["model_parallel.shards=2"], "model_parallel", FSDP(shards=2)),
+    ],
+    ids=str,
+)
+def test_a_command_line_has_a_value_as_one_text_or_by_its_arguments(given: list[str], name: str, value: Any) -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--trainer.strategy", type=pl.strategies.Strategy)
+    options = [f"--trainer.strategy.init_args.{option}" for option in given]
+    parsed = parser.parse_args(["--trainer.strategy=lightning_omni.OmniStrategy", *options])
+    made = instantiated(parser, parser.parse_string(parser.dump(parsed))).trainer.strategy
+    assert getattr(made._world_options, name) == value
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])

@@ -23,7 +23,7 @@ from lightning_omni.group.core import GroupCore, ServerRequest
 from lightning_omni.methods import AsyncSGD, Gradient, NextGradient, Pulled, Replica
 from lightning_omni.methods.model.master import hyperparameters_of
 from lightning_omni.server.event_log import Event
-from lightning_omni.simulator import Cluster, Jitter, simulate
+from lightning_omni.simulator import Cluster, Computation, Jitter, Limits, Workload, simulate
 from lightning_omni.simulator.cluster import Link as NetworkLink
 from lightning_omni.simulator.replay import replay
 from lightning_omni.simulator.workbench import Samples
@@ -253,7 +253,15 @@ def squares(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def simulated(wire: Any, method: str = "async_sgd", lr: float = 0.03, **options: Any) -> Trace:
     model, data, make = problem(lr)
     cluster = Cluster.even(3, jitter=Jitter("exponential"), link=NetworkLink(bandwidth=100.0))
-    return simulate(method, 3, cluster, model, data, optimizer=make, loss=squares, batch_size=4, wire=wire, **options)
+    return simulate(
+        method,
+        3,
+        cluster,
+        Workload(model, data, loss=squares, optimizer=make),
+        batch_size=4,
+        compression=wire,
+        **options,
+    )
 
 
 def problem(lr: float = 0.03) -> tuple[nn.Module, TensorDataset, Callable[[Any], torch.optim.Optimizer]]:
@@ -265,7 +273,7 @@ def problem(lr: float = 0.03) -> tuple[nn.Module, TensorDataset, Callable[[Any],
 
 @pytest.mark.parametrize("method", ["async_sgd", "hardsync", "diloco:period=2"])
 def test_a_format_trains_when_simulated_and_its_smaller_pushes_take_less_time(method: str) -> None:
-    sparse, raw = (simulated(wire, method, max_epochs=15) for wire in (TOPK, RAW))
+    sparse, raw = (simulated(wire, method, limits=Limits(epochs=15)) for wire in (TOPK, RAW))
     losses = sparse.columns()["loss"]
     assert losses[-6:].mean() < losses[:6].mean() / 4
     assert sparse.seconds < raw.seconds
@@ -274,7 +282,7 @@ def test_a_format_trains_when_simulated_and_its_smaller_pushes_take_less_time(me
 
 def test_a_simulated_run_in_any_format_is_replayed_bit_for_bit() -> None:
     events: list[Event] = []
-    trace = simulated(TOPK, max_updates=30, batched=False, record=events.append)
+    trace = simulated(TOPK, limits=Limits(updates=30), computation=Computation(batched=False), record=events.append)
     assert events[0].wire_format == {"name": "largest", "fraction": 0.25}
     model, data, make = problem()
     samples = Samples(data, seed=0)

@@ -332,7 +332,7 @@ class GroupCore:
                 f"what group {self.identity.name} pushed was NaN or infinite {in_row} times in a row, and none of"
                 " it was applied: lower the learning rate, clip gradients (gradient_clip_val), or use"
                 " precision='16-mixed' with its loss scaling; more groups need less momentum;"
-                " max_nonfinite_pushes= sets how many are tolerated"
+                " Server(max_nonfinite_pushes=...) sets how many are tolerated"
             )
 
     def step_took(self, optimizer: int, seconds: float) -> None:

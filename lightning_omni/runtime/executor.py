@@ -142,7 +142,7 @@ class Exchanging(Executor):
         if self._place.enlistment is None and len(ranks_elsewhere(optimizer, ())) == self._place.size > 1:
             _check_collectives(optimizer, ())  # with all ranks, whatever groups will be formed
         if self._place.is_sharded:
-            check_by_parts(self._place.method, optimizer, shown(self._place.options.inside))
+            check_by_parts(self._place.method, optimizer, shown(self._place.options.model_parallel))
         if not self._place.steps_at_worker or isinstance(optimizer, torch.optim.SparseAdam):
             check_servable(optimizer)
         elif isinstance(optimizer, torch.optim.LBFGS):

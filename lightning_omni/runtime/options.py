@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -14,253 +13,118 @@ from lightning_omni.checks import check_kind, check_number, check_whole, keep_pl
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method, checked, method_named
 from lightning_omni.methods.overlap import check_overlap
-from lightning_omni.runtime.model.meshes import Inside, ModelParallel, shown
+from lightning_omni.runtime.model.meshes import FSDP, ModelParallel, Sharding, shown
 from lightning_omni.topology import check_groups
 from lightning_omni.transport.base import TRANSPORTS, Transport, name_of
 from lightning_omni.transport.zeromq import ZeroMQ
 from lightning_omni.transport.zeromq.keys import key_of_environment
-from lightning_omni.wire.all_reduce import EXACT, AllReduce, all_reduce_of
-from lightning_omni.wire.formats import Wire, wire_of
+from lightning_omni.wire.all_reduce import EXACT
+from lightning_omni.wire.compression import Compression
 from lightning_omni.wire.formats.base import WireFormat
 from lightning_omni.wire.partition import check_by_member
 
 
 @dataclass(frozen=True)
-class WorldOptions:
-    """All settings of a run except its size, for `World`. All ranks must pass the same.
+class Server:
+    """The parameter server of a run, with its files. A text in its place is an address, or ``"per-node"`` a count.
 
-    `OmniStrategy` describes each of them at length, as its argument of the same name.
-
-    Attributes:
-        groups: number of compute groups, or None for one group per node.
-        method: how groups exchange, by name or as a `lightning_omni.methods.Method`.
-        wire: encoding of pushes: ``"fp32"`` (uncompressed), ``"bf16"``, ``"fp16"``, ``"int8"`` or ``"topk:0.01"``, or a
-            `lightning_omni.wire.formats.base.WireFormat`; for pushes and answers ``{"push": "int8", "pull":
-            "bf16"}``.
-        overlap: whether a group computes its next gradient during an exchange, which makes it one step staler; for
-            methods whose optimizer steps at the server.
-        all_reduce: how gradients are averaged inside a group: ``"fp32"`` (uncompressed), ``"bf16"``, ``"fp16"``, or
-            ``"powersgd:4"`` (products of matrices with 4 columns); or a `lightning_omni.wire.all_reduce.AllReduce`.
-        server: ``"tcp://host:port"`` of a running server; None starts one beside rank 0, the *embedded* server.
-        servers: number of servers, each of which holds a partition of the parameters, so that no single link carries
-            everything: a number, which rank 0 starts on its node, or ``"per-node"``, one on each node. A server that is
-            already running reports its number of servers to the ranks.
+    Args:
+        address: ``"tcp://host:port"`` of a running server (``lightning-omni serve``). None starts the *embedded*
+            server, a process beside rank 0.
+        count: number of embedded servers, each of which holds a partition of the parameters, so that no single link
+            carries all pushes: a number, all on rank 0's node; or ``"per-node"``, one on each node. Then an exchange of
+            all groups sends no more bytes over any link than a ring all-reduce. See docs/how-to/servers.md.
         host: address that the embedded server binds. None uses no port at all on one node (sockets in a directory that
-            only this user may enter), and on several the address at which the other nodes reach rank 0 (MASTER_ADDR).
-        encryption: encryption of connections over the network: ``"curve"``, or ``"off"`` on a network whose every user
-            you trust; a server that is already running must use the same.
-        transport: the connection between ranks and server; None is ZeroMQ, with that ``encryption``.
-        save_every: seconds between two saves of the embedded server's state, from which rank 0 restarts it if it dies;
-            with None nothing is saved, and the run ends if the server dies.
-        record: file for a record of everything that changes the weights, written by the embedded server; see
-            `lightning_omni.simulator.replay`.
-        server_threads: number of threads for the embedded server's arithmetic.
-        join: whether the ranks of this launcher are a group that joins the run of ``server`` on its own, at any time;
-            see docs/joining.md.
-        heartbeat_timeout: seconds of silence after which a rank counts as dead, at least 2.
-        progress_timeout: seconds, at least 2, after which the embedded server evicts a group that has trained, is alive
-            and makes no progress; None for never.
-        timeout: time after which a collective that does not complete is an error.
+            only this user may enter), and MASTER_ADDR on several.
+        encryption: encryption of network connections: ``"curve"``, or ``"off"`` on a network whose every user you
+            trust. A server that runs already must use the same.
+        save: seconds between two saves of the embedded server's state. If the server dies, rank 0 starts another one,
+            which continues from the last save: see docs/explanation/resilience.md. With None nothing is saved, and the
+            run ends if the server dies.
+        record: file for a record of everything that changes the weights, written by the embedded server; the simulator
+            can replay it, see `lightning_omni.simulator.replay`. None records nothing.
         max_nonfinite_pushes: number of pushes in a row with NaN or infinite gradients that a group may make before the
             run ends.
-        inside: how the members of a group hold the model: ``"ddp"``, each the whole model; or sharded, each with a part
-            of every parameter, which it exchanges with its own server: ``"fsdp"``, in rows; or a `ModelParallel`, for a
-            module that is parallelized on the group's mesh.
-        shards: with ``inside="fsdp"``, ranks that hold one replica of the model together; each group consists of one or
-            more replicas. None is the size of the smallest group.
+        threads: number of threads for the embedded server's arithmetic.
+        transport: the connection between ranks and server; None is ZeroMQ, with that ``encryption``.
+
+    Raises:
+        ConfigurationError: an argument is wrong, or two exclude each other; the message names them.
+
+    Example:
+        >>> Server(count=2, save=5.0).count
+        2
+        >>> Server(count=0)
+        Traceback (most recent call last):
+        lightning_omni.errors.ConfigurationError: Server(count=0): pass a number of servers, 1 or more, or "per-node"
     """
 
-    groups: int | None = None
-    method: str | Method = "async_sgd"
-    wire: Wire = "fp32"
-    overlap: bool = False
-    all_reduce: str | AllReduce = "fp32"
-    server: str | None = None
-    servers: int | Literal["per-node"] = 1
+    address: str | None = None
+    count: int | Literal["per-node"] = 1
     host: str | None = None
-    encryption: str = "curve"
-    transport: Transport | None = None
-    save_every: float | None = 30.0
-    record: str | None = None
-    server_threads: int = 1
-    join: bool = False
-    heartbeat_timeout: float = 30.0
-    progress_timeout: float | None = 600.0
-    timeout: timedelta = timedelta(minutes=30)
+    encryption: Literal["curve", "off"] = "curve"
+    save: float | None = 30.0
+    record: str | os.PathLike[str] | None = None
     max_nonfinite_pushes: int = 50
-    inside: Inside = "ddp"
-    shards: int | None = None
+    threads: int = 1
+    transport: Transport | None = None
 
     def __post_init__(self) -> None:
         keep_plain(self)
-        if self.groups is not None:
-            check_groups(self.groups, sys.maxsize)
-        self._check_values()
-        key_of_environment()  # raises its errors now, before the ranks are started
+        text = (str, type(None))
+        address = 'the address of a server, such as "tcp://host:5555", or None'
+        check_kind("Server(address", self.address, text, address)
+        if self.count != "per-node":
+            check_whole("Server(count", self.count, 'a number of servers, 1 or more, or "per-node"', low=1)
+        check_kind("Server(host", self.host, text, "an address, or None")
+        if self.save is not None:
+            seconds = "the seconds between two saves, such as 30, or None to save nothing"
+            check_number("Server(save", self.save, seconds, above=0, below=math.inf)
+        check_kind("Server(record", self.record, (*text, os.PathLike), "a file, or None")
+        pushes = "a number of pushes, 1 or more"
+        check_whole("Server(max_nonfinite_pushes", self.max_nonfinite_pushes, pushes, low=1)
+        check_whole("Server(threads", self.threads, "a number of threads, 1 or more", low=1)
         transport = self.resolved_transport()
-        if self.server is not None:
-            transport.check_address(self.server)
-        if self.record is not None and self.server is not None:
+        if self.address is not None:
+            self._check_address(self.address, transport)
+        if self.count != 1 and type(transport).follow is Transport.follow:
             raise ConfigurationError(
-                f"record={self.record!r}: the server at {self.server} runs already; start it with"
+                f"Server(count={self.count!r}, transport={name_of(transport)!r}): with this transport one server holds"
+                " all weights; leave count= out"
+            )
+
+    def _check_address(self, address: str, transport: Transport) -> None:
+        transport.check_address(address)
+        if self.record is not None:
+            raise ConfigurationError(
+                f"Server(record={self.record!r}): the server at {address} runs already; start it with"
                 " lightning-omni serve --record FILE"
             )
-        self._check_servers(transport)
-        self._check_join(transport)
-        self._check_inside(transport)
-        self._check_all_reduce()
-        method = self.resolved_method()
-        self.resolved_wire().check(method)
-        if self.overlap:
-            check_overlap(method)
-        if self.groups is not None:
-            method.check(self.groups)
-
-    def _check_values(self) -> None:
-        """Check each value by itself: its type and range."""
-        text = (str, type(None))
-        check_kind(
-            "method", self.method, (str, Method), 'a name such as "hardsync", or a value such as DiLoCo(period=50)'
-        )
-        check_kind("server", self.server, text, 'the address of a server, such as "tcp://host:5555", or None')
-        check_kind("host", self.host, text, "an address, or None")
-        late = (
-            "a finite number of seconds, at least 2: ranks give two signs of life a second, and a busy one may be late"
-        )
-        check_number("heartbeat_timeout", self.heartbeat_timeout, late, low=2, below=math.inf)
-        check_whole("max_nonfinite_pushes", self.max_nonfinite_pushes, "a number of pushes, 1 or more", low=1)
-        if not (isinstance(self.timeout, timedelta) and self.timeout > timedelta(0)):
-            raise ConfigurationError(f"timeout={self.timeout!r}: pass a timedelta such as timedelta(minutes=30)")
-        check_whole("server_threads", self.server_threads, "a number of threads, 1 or more", low=1)
-        check_kind("record", self.record, (*text, os.PathLike), "a file, or None")
-        given = 'a name such as "int8", a value such as wire_formats.TopK(fraction=0.001), or both ways'
-        check_kind("wire", self.wire, (str, WireFormat, Mapping), given)
-        check_kind("overlap", self.overlap, bool, "True or False")
-        if self.servers != "per-node":
-            check_whole("servers", self.servers, 'a number of servers, 1 or more, or "per-node"', low=1)
-        check_kind("join", self.join, bool, "True or False")
-        if self.save_every is not None:
-            seconds = "the seconds between two saves, such as 30, or None to save nothing"
-            check_number("save_every", self.save_every, seconds, above=0, below=math.inf)
-        if self.inside not in ("ddp", "fsdp") and not isinstance(self.inside, ModelParallel):
-            raise ConfigurationError(f'inside={self.inside!r}: pass "ddp", "fsdp" or a ModelParallel(...)')
-        if self.shards is not None:
-            ranks = "the number of ranks that hold one replica of the model, 2 or more, or None"
-            check_whole("shards", self.shards, ranks, low=2)
-        if self.progress_timeout is not None:
-            longest = "seconds, at least 2 and more than any batch or epoch's end takes, or None"
-            check_number("progress_timeout", self.progress_timeout, longest, low=2, below=math.inf)
-        check_kind(
-            "all_reduce",
-            self.all_reduce,
-            (str, AllReduce),
-            'a name such as "powersgd:4", or a value such as PowerSGD(rank=4)',
-        )
-
-    def _check_servers(self, transport: Transport) -> None:
-        if self.servers == 1:
-            return
-        if self.server is not None:
+        if self.count != 1:
             raise ConfigurationError(
-                f"servers={self.servers!r} and server={self.server!r}: the number of servers is set where they are"
-                " started, with lightning-omni serve --servers N; leave servers= out"
-            )
-        if type(transport).follow is Transport.follow:
-            raise ConfigurationError(
-                f"servers={self.servers!r} and transport={name_of(transport)!r}: with this transport one server holds"
-                " all weights; leave servers= out"
+                f"Server(address={address!r}, count={self.count!r}): the number of servers is set where they are"
+                " started, with lightning-omni serve --servers N; leave count= out"
             )
 
-    def _check_join(self, transport: Transport) -> None:
-        if not self.join:
-            return
-        if self.server is None:
-            raise ConfigurationError(
-                "join=True without server=: pass the address at which lightning-omni serve runs,"
-                ' such as "tcp://host:5555"'
-            )
-        if self.groups not in (None, 1):
-            raise ConfigurationError(
-                f"groups={self.groups} and join=True: what one launcher starts is one group of the run; leave groups="
-                " out, and start each group by itself"
-            )
-        method = self.resolved_method()
-        if method.talks_to_peers:
-            raise ConfigurationError(
-                f"method={type(method).__name__}() and join=True: its groups exchange with those that were formed with"
-                " them, and never with one that joins later; pass another method"
-            )
-        if not isinstance(transport, ZeroMQ):
-            raise ConfigurationError(
-                f"transport={name_of(transport)!r} and join=True: groups join over ZeroMQ; leave transport= out"
-            )
+    @classmethod
+    def of(cls, given: str | Server | None) -> Server:
+        """Return the server for a user's argument: an address, ``"per-node"``, a server, or None.
 
-    def _check_inside(self, transport: Transport) -> None:
-        given = shown(self.inside)
-        if self.shards is not None and self.inside != "fsdp":
-            instead = (
-                "data_parallel_size= times tensor_parallel_size= is their number; leave shards= out"
-                if self.is_sharded
-                else 'each rank holds the whole model; leave shards= out, or pass inside="fsdp"'
-            )
-            raise ConfigurationError(f"shards={self.shards} and {given}: {instead}")
-        if not self.is_sharded:
-            return
-        check_by_member(self.resolved_method(), given)
-        if self.servers != 1:
-            raise ConfigurationError(
-                f"servers={self.servers!r} and {given}: each member of a group has a server for its share, so"
-                " their number is that of the shards; leave servers= out"
-            )
-        if self.record is not None:
-            raise ConfigurationError(
-                f"record={self.record!r} and {given}: a record is replayed with groups that hold the model whole;"
-                ' leave record= out, or pass inside="ddp"'
-            )
-        if type(transport).follow is Transport.follow:
-            raise ConfigurationError(
-                f"{given} and transport={name_of(transport)!r}: with this transport there is one server, and each"
-                ' member of a group needs one; leave transport= out, or pass inside="ddp"'
-            )
-
-    def _check_all_reduce(self) -> None:
-        if self.resolved_all_reduce() == EXACT:
-            return
-        if self.is_sharded:
-            raise ConfigurationError(
-                f"all_reduce={self.all_reduce!r} and {shown(self.inside)}: FSDP2 averages what it shards; leave"
-                ' all_reduce= out, or pass inside="ddp"'
-            )
-        if self.record is not None:
-            raise ConfigurationError(
-                f"all_reduce={self.all_reduce!r} and record={self.record!r}: a record is replayed with gradients that"
-                " the members of a group average as they are; leave one of them out"
-            )
-
-    @property
-    def is_sharded(self) -> bool:
-        """Return whether the members of a group hold the model together."""
-        return self.inside != "ddp"
-
-    def resolved_method(self) -> Method:
-        """Return the method as a value."""
-        return method_named(self.method) if isinstance(self.method, str) else checked(self.method)
-
-    def resolved_wire(self) -> WireFormat:
-        """Return the wire format as a value."""
-        return wire_of(self.wire)
-
-    def resolved_all_reduce(self) -> AllReduce:
-        """Return the all-reduce format as a value."""
-        return all_reduce_of(self.all_reduce)
+        Raises:
+            ConfigurationError: the argument is none of these.
+        """
+        wanted = 'an address such as "tcp://host:5555", "per-node", a Server(...), or None'
+        check_kind("server", given, (str, Server, type(None)), wanted)
+        if isinstance(given, Server):
+            return given
+        return cls(count="per-node") if given == "per-node" else cls(address=given)
 
     def resolved_transport(self) -> Transport:
         """Return the transport as a value."""
         if self.transport is None:
             return ZeroMQ(encryption=self.encryption)
-        check_kind(
-            "transport", self.transport, Transport, "a value, as lightning_omni.transport.zeromq.ZeroMQ(), or None"
-        )
+        wanted = "a value, as lightning_omni.transport.zeromq.ZeroMQ(), or None"
+        check_kind("Server(transport", self.transport, Transport, wanted)
         if TRANSPORTS.get(name_of(self.transport)) is not type(self.transport):
             raise ConfigurationError(
                 f"transport={type(self.transport).__name__}(): the server, a process of its own, cannot be told of it;"
@@ -268,7 +132,229 @@ class WorldOptions:
             )
         if self.encryption != "curve":
             raise ConfigurationError(
-                f"encryption={self.encryption!r} and transport={name_of(self.transport)!r}: encryption= is ZeroMQ's;"
-                " tell the transport itself how to encrypt"
+                f"Server(encryption={self.encryption!r}, transport={name_of(self.transport)!r}): encryption= is"
+                " ZeroMQ's; tell the transport itself how to encrypt"
             )
         return self.transport
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """The rules by which groups join, leave and are evicted. True in its place is ``Elastic(join=True)``.
+
+    Args:
+        join: whether the ranks of this launcher are one group of a run in which groups join and leave, each with its
+            own launcher. The group joins the run at the server's address, or begins it if it is the first, and may
+            leave at any time: see docs/how-to/joining.md. None means True if LIGHTNING_OMNI_SERVER is set and no server
+            is passed to OmniStrategy, and otherwise False.
+        max_rejoins: with ``join``, how often in a row a group that was evicted by mistake (because its machine was
+            suspended or its link failed) rejoins as a new group: if the script ends with that error, its process runs
+            its command again, after 1, 2, 4, ... seconds. 0 disables this. Only OmniStrategy uses it.
+        timeout: seconds, at least 2, after which a group that answers heartbeats but makes no progress (no batch and
+            no validation batch) is evicted, because others would wait for it. The embedded server counts from the first
+            trained batch on; ``lightning-omni serve`` has its own option. None disables this.
+        heartbeat: seconds of silence after which a rank counts as dead, at least 2.
+
+    Raises:
+        ConfigurationError: an argument is wrong; the message names it.
+
+    Example:
+        >>> Elastic(join=True, max_rejoins=3)
+        Elastic(join=True, max_rejoins=3, timeout=600.0, heartbeat=30.0)
+        >>> Elastic(join="yes")
+        Traceback (most recent call last):
+        lightning_omni.errors.ConfigurationError: Elastic(join='yes'): pass True, False or None
+    """
+
+    join: bool | None = None
+    max_rejoins: int = 10
+    timeout: float | None = 600.0
+    heartbeat: float = 30.0
+
+    def __post_init__(self) -> None:
+        keep_plain(self)
+        check_kind("Elastic(join", self.join, (bool, type(None)), "True, False or None")
+        often = "how often in a row an evicted group may join again, or 0"
+        check_whole("Elastic(max_rejoins", self.max_rejoins, often)
+        if self.timeout is not None:
+            longest = "seconds, at least 2 and more than any batch or epoch's end takes, or None"
+            check_number("Elastic(timeout", self.timeout, longest, low=2, below=math.inf)
+        late = (
+            "a finite number of seconds, at least 2: ranks give two signs of life a second, and a busy one may be late"
+        )
+        check_number("Elastic(heartbeat", self.heartbeat, late, low=2, below=math.inf)
+
+    @classmethod
+    def of(cls, given: bool | Elastic | None) -> Elastic:
+        """Return the rules for a user's argument: whether to join, the rules, or None for the defaults.
+
+        Raises:
+            ConfigurationError: the argument is none of these.
+        """
+        wanted = "True, or rules such as Elastic(join=True, max_rejoins=3), or None"
+        check_kind("elastic", given, (bool, Elastic, type(None)), wanted)
+        return given if isinstance(given, Elastic) else cls(join=given)
+
+
+def sharding_of(given: object) -> Sharding:
+    """Return how the members of a group hold the model, for an argument of `WorldOptions`.
+
+    Raises:
+        ConfigurationError: the argument is no valid ``model_parallel=``.
+    """
+    if given == "fsdp":
+        return FSDP()
+    if given is None or isinstance(given, (FSDP, ModelParallel)):
+        return given
+    raise ConfigurationError(f'model_parallel={given!r}: pass "fsdp", FSDP(...), ModelParallel(...), or None')
+
+
+@dataclass(frozen=True, init=False)
+class WorldOptions:
+    """All settings of a run except its size, for `World`. All ranks must pass the same.
+
+    `OmniStrategy` takes the same values.
+
+    Args:
+        groups: number of compute groups, or None for one group per node.
+        method: how groups exchange, by name or as a `lightning_omni.methods.Method`.
+        compression: the formats in which tensors are sent: that of pushes, such as ``"int8"``, or a `Compression`.
+        overlap: whether a group computes its next gradient during an exchange, which makes it one step staler; for
+            methods whose optimizer steps at the server.
+        server: address of a running server; or ``"per-node"``, or a `Server`. None starts one beside rank 0.
+        elastic: how groups join, leave and are evicted: True lets the ranks of this launcher join the run at
+            ``server`` as a group of its own; or an `Elastic`.
+        model_parallel: how the members of a group hold the model: None, each the whole model; or sharded, each with a
+            part of every parameter, which it exchanges with its own server: ``"fsdp"`` or an `FSDP`, in rows; or a
+            `ModelParallel`, for a module that is parallelized on the group's mesh.
+        timeout: time after which a collective that does not complete is an error.
+
+    Raises:
+        ConfigurationError: an argument is wrong, or two exclude each other; the message names them.
+
+    Example:
+        >>> WorldOptions(groups=2, compression="int8").compression.push
+        'int8'
+    """
+
+    groups: int | None
+    method: str | Method
+    compression: Compression
+    overlap: bool
+    server: Server
+    elastic: Elastic
+    model_parallel: Sharding
+    timeout: timedelta
+
+    def __init__(
+        self,
+        groups: int | None = None,
+        method: str | Method = "async_sgd",
+        compression: str | WireFormat | Compression = "fp32",
+        overlap: bool = False,
+        server: str | Server | None = None,
+        elastic: bool | Elastic | None = None,
+        model_parallel: Literal["fsdp"] | Sharding = None,
+        timeout: timedelta = timedelta(minutes=30),
+    ) -> None:
+        vars(self).update(
+            groups=groups,
+            method=method,
+            compression=Compression.of(compression),
+            overlap=overlap,
+            server=Server.of(server),
+            elastic=Elastic.of(elastic),
+            model_parallel=sharding_of(model_parallel),
+            timeout=timeout,
+        )
+        keep_plain(self)
+        self._check()
+
+    def _check(self) -> None:
+        if self.groups is not None:
+            check_groups(self.groups, sys.maxsize)
+        check_kind(
+            "method", self.method, (str, Method), 'a name such as "hardsync", or a value such as DiLoCo(period=50)'
+        )
+        check_kind("overlap", self.overlap, bool, "True or False")
+        if not (isinstance(self.timeout, timedelta) and self.timeout > timedelta(0)):
+            raise ConfigurationError(f"timeout={self.timeout!r}: pass a timedelta such as timedelta(minutes=30)")
+        key_of_environment()  # raises its errors now, before the ranks are started
+        if self.elastic.join:
+            self._check_join()
+        if self.is_sharded:
+            self._check_sharded()
+        if self.compression.all_reduce_format != EXACT:
+            self._check_all_reduce()
+        method = self.resolved_method()
+        self.compression.check(method)
+        if self.overlap:
+            check_overlap(method)
+        if self.groups is not None:
+            method.check(self.groups)
+
+    def _check_join(self) -> None:
+        if self.server.address is None:
+            raise ConfigurationError(
+                "elastic=True without server=: pass the address at which lightning-omni serve runs,"
+                ' such as "tcp://host:5555"'
+            )
+        if self.groups not in (None, 1):
+            raise ConfigurationError(
+                f"groups={self.groups} and elastic=True: what one launcher starts is one group of the run; leave"
+                " groups= out, and start each group by itself"
+            )
+        method = self.resolved_method()
+        if method.talks_to_peers:
+            raise ConfigurationError(
+                f"method={type(method).__name__}() and elastic=True: its groups exchange with those that were formed"
+                " with them, and never with one that joins later; pass another method"
+            )
+        transport = self.server.resolved_transport()
+        if not isinstance(transport, ZeroMQ):
+            raise ConfigurationError(
+                f"Server(transport={name_of(transport)!r}) and elastic=True: groups join over ZeroMQ; leave transport="
+                " out"
+            )
+
+    def _check_sharded(self) -> None:
+        given, server = shown(self.model_parallel), self.server
+        check_by_member(self.resolved_method(), given)
+        if server.count != 1:
+            raise ConfigurationError(
+                f"Server(count={server.count!r}) and {given}: each member of a group has a server for its share, so"
+                " their number is that of the shards; leave count= out"
+            )
+        if server.record is not None:
+            raise ConfigurationError(
+                f"Server(record={server.record!r}) and {given}: a record is replayed with groups that hold the model"
+                " whole; leave record= or model_parallel= out"
+            )
+        transport = server.resolved_transport()
+        if type(transport).follow is Transport.follow:
+            raise ConfigurationError(
+                f"{given} and Server(transport={name_of(transport)!r}): with this transport there is one server, and"
+                " each member of a group needs one; leave transport= or model_parallel= out"
+            )
+
+    def _check_all_reduce(self) -> None:
+        given = f"Compression(all_reduce={self.compression.all_reduce!r})"
+        if self.is_sharded:
+            raise ConfigurationError(
+                f"{given} and {shown(self.model_parallel)}: FSDP2 averages what it shards; leave all_reduce= or"
+                " model_parallel= out"
+            )
+        if self.server.record is not None:
+            raise ConfigurationError(
+                f"{given} and Server(record={self.server.record!r}): a record is replayed with gradients that the"
+                " members of a group average as they are; leave one of them out"
+            )
+
+    @property
+    def is_sharded(self) -> bool:
+        """Return whether the members of a group hold the model together."""
+        return self.model_parallel is not None
+
+    def resolved_method(self) -> Method:
+        """Return the method as a value."""
+        return method_named(self.method) if isinstance(self.method, str) else checked(self.method)

@@ -109,23 +109,24 @@ class Place:
         options = options or WorldOptions()
         options = self.options = options if groups is None else replace(options, groups=groups)
         self.core = GroupCore(
-            options.resolved_method(), options.resolved_wire(), options.max_nonfinite_pushes, options.overlap
+            options.resolved_method(),
+            options.compression.wire_format,
+            options.server.max_nonfinite_pushes,
+            options.overlap,
         )
         self.where: Callable[[], str] = str
         self.device = default_device(dist.get_backend()) if device is None else torch.device(device)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.torch_rank = self.rank
         ranks_per_node = list(map(int, ranks_per_node or _count_ranks_per_node(self.size)))
-        joins, inside, shards = options.join, options.inside, options.shards
+        joins, sharding = bool(options.elastic.join), options.model_parallel
         self.process_groups = ProcessGroups(self.rank, self.size, options.timeout, self.device, is_group=joins)
         wanted = 1 if joins else options.groups
-        self.topology = (
-            Topology.by_node(ranks_per_node) if wanted is None else evenly(self.size, wanted, inside, shards)
-        )
+        self.topology = Topology.by_node(ranks_per_node) if wanted is None else evenly(self.size, wanted, sharding)
         self.method.check(len(self.topology.alive))
         self.shards = self.tensor_parallel = 1
-        if options.is_sharded:
-            samples, self.tensor_parallel = sizes_in(self.topology, inside, ranks_per_node, joins, shards)
+        if sharding is not None:
+            samples, self.tensor_parallel = sizes_in(self.topology, sharding, ranks_per_node, joins)
             self.shards = samples * self.tensor_parallel
         self.holders = rows_of(self.topology, self.shards)
         self.enlistment: Enlistment | None = None
@@ -146,7 +147,7 @@ class Place:
         self.ever_lost: set[int] = set()
         self.failures: tuple[str, ...] = ()
         self._mesh: DeviceMesh | None = None
-        self.reduction = Reduction(options.resolved_all_reduce())
+        self.reduction = Reduction(options.compression.all_reduce_format)
 
     # --- Which rank is where ------------------------------------------------------------------------------------------
 
@@ -274,7 +275,7 @@ class Place:
     @property
     def _parted(self) -> list[Topology]:
         """Return the ranks that hold a replica of the model, and their tensor-parallel columns and rows, if any."""
-        if not isinstance(self.options.inside, ModelParallel):
+        if not isinstance(self.options.model_parallel, ModelParallel):
             return [self.holders]
         return [self.holders, *(part(self.holders, self.tensor_parallel) for part in (columns_of, rows_of))]
 

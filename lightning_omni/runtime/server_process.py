@@ -96,7 +96,7 @@ class RunServer:
     ) -> None:
         self._rank, self._options, self._ranks_per_node, self._needed = rank, options, ranks_per_node, shares
         self._key = b""
-        self.transport = options.resolved_transport()
+        self.transport = options.server.resolved_transport()
         self.process: ServerProcess | None = None
         self._shares: dict[int, ServerProcess] = {}  # further servers that this rank starts, by number
         self._states: PrivateDirectory | None = None
@@ -110,7 +110,8 @@ class RunServer:
         """Return the number of servers, each of which holds a partition of the parameters, if the run starts them."""
         if self._needed is not None:
             return self._needed
-        return self.nodes if self._options.servers == "per-node" else self._options.servers
+        count = self._options.server.count
+        return self.nodes if count == "per-node" else count
 
     @property
     def nodes(self) -> int:
@@ -119,7 +120,7 @@ class RunServer:
     @property
     def node(self) -> int | None:
         """Return the node that all servers are on; None if it is unknown, or if each node has a server."""
-        return 0 if self._options.server is None and not self.per_node else None
+        return 0 if self._options.server.address is None and not self.per_node else None
 
     def nodes_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """Return the node of each rank; empty if all are on one, or if some belong to another launcher."""
@@ -129,12 +130,12 @@ class RunServer:
 
     @property
     def per_node(self) -> bool:
-        return self._options.servers == "per-node" and self.count > 1
+        return self._options.server.count == "per-node" and self.count > 1
 
     @property
     def _own_shares(self) -> Sequence[int]:
         """Return the numbers of the servers that this rank starts, without the coordinating one."""
-        if self._options.servers != "per-node":
+        if self._options.server.count != "per-node":
             return range(1, self.count) if self._rank == 0 else ()
         firsts = itertools.accumulate(self._ranks_per_node[:-1])
         return [number for number, first in enumerate(firsts, 1) if first == self._rank]
@@ -148,21 +149,21 @@ class RunServer:
         """Raise `ConfigurationError` if ``servers``, the number of servers at an address, is not the required one."""
         if self._needed is None or servers == self._needed:
             return
-        if self._options.join:
+        if self._options.elastic.join:
             raise ConfigurationError(
-                f"{shown(self._options.inside)} and {self._needed} ranks, each of which exchanges a share:"
+                f"{shown(self._options.model_parallel)} and {self._needed} ranks, each of which exchanges a share:"
                 f" the server at {address} is one of {servers}; all groups of the run need as many shards as there are"
-                " servers (lightning-omni serve --servers N), and shards= if they have more ranks"
+                " servers (lightning-omni serve --servers N), and FSDP(shards=...) if they have more ranks"
             )
         raise ConfigurationError(
-            f"{shown(self._options.inside)} and {self._needed} ranks, each of which exchanges a share:"
+            f"{shown(self._options.model_parallel)} and {self._needed} ranks, each of which exchanges a share:"
             f" the server at {address} is one of {servers}; start it and the others with lightning-omni serve"
             f" --servers {self._needed}, or leave server= out"
         )
 
     def start(self, method: Method, parts: Iterable[Part]) -> None:
         """Start this rank's servers without waiting, so that they start up meanwhile."""
-        if self._options.server is not None:
+        if self._options.server.address is not None:
             return
         self._taught = method, list(parts)
         for number in self._own_shares:
@@ -170,8 +171,8 @@ class RunServer:
                 self._shares[number] = ServerProcess()
         if self._rank != 0:
             return
-        if self._options.servers == "per-node" and self.count == 1:
-            _log.info('servers="per-node" on one node is one server')
+        if self._options.server.count == "per-node" and self.count == 1:
+            _log.info('server="per-node" on one node is one server')
         self._failure = None
         try:
             if self.process is None:
@@ -245,7 +246,7 @@ class RunServer:
             try:
                 if self._failure is not None:
                     raise self._failure
-                if self._options.server is None:
+                if self._options.server.address is None:
                     assert self.process is not None
                     # A key that all ranks were given is not sent, because these connections are not encrypted.
                     key = ENVIRONMENT if key_of_environment() else self._key.hex()
@@ -255,7 +256,7 @@ class RunServer:
                         self._keeper = Keeper(self.process, again)
                     found = {"address": self.published(address), "key": key}
                 else:
-                    found = {"address": self._options.server, "key": ""}
+                    found = {"address": self._options.server.address, "key": ""}
             except Exception as error:
                 failure, found = error, {"error": str(error)}
             found["run"] = secrets.token_hex(8)
@@ -284,34 +285,34 @@ class RunServer:
 
     def _settings(self, method: Method, parts: Sequence[Part]) -> ServerSettings:
         options = self._options
-        wire = options.resolved_wire()
+        wire, server = options.compression.wire_format, options.server
         return ServerSettings(
             key=self._key.hex(),
             host=self._host(),
             port=0,
-            heartbeat_timeout=options.heartbeat_timeout,
+            heartbeat_timeout=options.elastic.heartbeat,
             join_timeout=options.timeout.total_seconds(),
-            threads=options.server_threads,
+            threads=server.threads,
             allow_optimizers=tuple({class_path(type(part.optimizer)) for part in parts}),
             methods=_foreign(method),
             allow_modules=tuple(
                 path for part in parts if part.head for path in class_paths(describe_module(part.head[1]))
             ),
-            record=os.path.abspath(options.record) if options.record else "",
+            record=os.path.abspath(server.record) if server.record else "",
             wire_formats=tuple({*_foreign(wire.pushes), *_foreign(wire.answers)}),
             transport=to_wire(self.transport),
             transports=_foreign(self.transport),
             servers=self.count,
             state=str(self._states.path / "state") if self._states is not None else "",
-            save_every=options.save_every or 0.0,
-            progress_timeout=options.progress_timeout,
+            save_every=server.save or 0.0,
+            progress_timeout=options.elastic.timeout,
         )
 
     def _place_for_states(self, parts: Sequence[Part]) -> PrivateDirectory | None:
         """Create the directory for the server's saved state; return None if the run ends with its server."""
-        options = self._options
+        server = self._options.server
         goes_on = type(self.transport).serve_again is not Transport.serve_again
-        if options.save_every is None or options.record or not goes_on or any(part.head for part in parts):
+        if server.save is None or server.record or not goes_on or any(part.head for part in parts):
             return None
         if self.count > 1:
             return None
@@ -322,8 +323,8 @@ class RunServer:
             return None
 
     def _host(self) -> str:
-        if self._options.host is not None:
-            return self._options.host
+        if self._options.server.host is not None:
+            return self._options.server.host
         if self.is_on_this_node_only:
             return ""
         address = _resolve(_main_host())

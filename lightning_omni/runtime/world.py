@@ -166,7 +166,7 @@ class World(Place):
             exchanged = {
                 name: each for name, each in parameters.items() if self.share is not None or each.requires_grad
             }
-            check_sharded(exchanged, self.mesh, self.options.inside, self.replicas > 1)
+            check_sharded(exchanged, self.mesh, self.options.model_parallel, self.replicas > 1)
         replica = ModelReplica(parameters, optimizer, is_shared=self.is_sharded)
         number = self._add_group(Part(optimizer, replica, names=names, outside=outside))
         self.executor.check_parts()
@@ -266,7 +266,7 @@ class World(Place):
 
         Raises:
             UnsupportedError: a wrapped optimizer steps by itself while groups exchange; DDP over ranks of several
-                groups is called; or ``join=True`` was passed, which works with Lightning only.
+                groups is called; or ``elastic=True`` was passed, which works with Lightning only.
             ConfigurationError: the members of a group have not averaged their gradients; weights have moved without an
                 OmniOptimizer of this world, so that groups exchange nothing; or this is inside another loop.
             RankLost: ranks have died in an earlier loop; or in this one, and it cannot continue without them; or the
@@ -274,8 +274,8 @@ class World(Place):
         """
         if self.enlistment is not None:
             raise UnsupportedError(
-                "World.training() with join=True: a group that joins late must find its place in the epoch, which is"
-                " done for Lightning's loops; use OmniStrategy(join=True), or start all ranks together"
+                "World.training() with elastic=True: a group that joins late must find its place in the epoch, which is"
+                " done for Lightning's loops; use OmniStrategy(elastic=True), or start all ranks together"
             )
         is_part = dist.get_world_size() < self.size
         if (self.is_begun and self.executor.exchanges) or (is_part and not self.ever_lost):
@@ -499,7 +499,7 @@ class World(Place):
         """Raise an error if these ranks cannot form this number of groups now: see `regroup`."""
         if self.enlistment is not None:
             raise UnsupportedError(
-                "join=True: groups that have joined on their own cannot form other groups, for ranks of different"
+                "elastic=True: groups that have joined on their own cannot form other groups, for ranks of different"
                 " launchers have no process group in common; start other groups instead"
             )
         if not self.is_begun:
@@ -513,7 +513,7 @@ class World(Place):
         if self.is_sharded:
             has_replicas = len(self.live_ranks) > groups * self.shards
             for part in self.parts:
-                check_sharded(part.replica.parameters, self.mesh, self.options.inside, has_replicas)
+                check_sharded(part.replica.parameters, self.mesh, self.options.model_parallel, has_replicas)
 
     def regroup(
         self, groups: int, module: Module | None = None, speeds: Mapping[int, float] | None = None

@@ -263,7 +263,7 @@ class Training(Service):
             raise Refused(
                 "structure",
                 "parameters and parameter groups cannot change in mid-run where several servers hold a partition each;"
-                " use one server (servers=1)",
+                " use one server (Server(count=1))",
             )
         check_specs(message.packed.specs, message.nbytes)
         self._store.optimizer(message.optimizer).check_room(message.nbytes)

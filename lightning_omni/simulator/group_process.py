@@ -251,7 +251,7 @@ class SimulatedGroup:
         seconds = max(own for _, _, own in work) + self.members.reduce_seconds(context.server.served.layout)
         self.core.step_took(0, seconds)
         context.monitor.begin(self.number, work)
-        apart = context.batches.members_apart
+        apart = context.batches.computation.members_apart
         assignment = Assignment(
             group=self.number,
             leader=self.leader,

@@ -11,7 +11,7 @@ import numpy as np
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.simulator.engine import Engine, Timeline
-from lightning_omni.simulator.settings import EvaluationSchedule, RunLimits
+from lightning_omni.simulator.settings import Evaluation, Limits
 from lightning_omni.trace import reaches
 
 Columns = dict[str, np.ndarray[Any, Any]]
@@ -74,15 +74,15 @@ class Monitor:
     def __init__(
         self,
         engine: Engine,
-        limits: RunLimits,
-        schedule: EvaluationSchedule,
+        limits: Limits,
+        evaluation: Evaluation,
         metrics: Callable[[], dict[str, float]] | None,
         clock: Callable[[], int] | None,
         epoch_size: int,
     ) -> None:
-        self._engine, self._schedule, self._metrics, self._clock = engine, schedule, metrics, clock
+        self._engine, self._evaluation, self._metrics, self._clock = engine, evaluation, metrics, clock
         self.limits, self.epoch_size = limits, epoch_size
-        self._period = math.inf if schedule.every_updates is None else schedule.every_updates
+        self._period = math.inf if evaluation.every is None else evaluation.every
         self._next_evaluation = self._period
         self.rows: list[Row] = []
         self.evaluations: list[tuple[float, int, int, dict[str, float]]] = []
@@ -182,9 +182,9 @@ class Monitor:
         assert self._metrics is not None
         metrics, self._is_back = self._metrics(), False
         self.evaluations.append((self._engine.now, self.updates, self.samples, metrics))
-        if self._schedule.target is None:
+        if self._evaluation.target is None:
             return
-        name, value = self._schedule.target
+        name, value = self._evaluation.target
         if name not in metrics:
             raise ConfigurationError(f"target={name!r}: evaluate returns {', '.join(map(repr, metrics)) or 'nothing'}")
         if reaches(name, metrics[name], value):

@@ -84,8 +84,8 @@ class PartitionedFormat(WireFormat, frozen=True, kw_only=True, dict=True, tag="b
         encoded = [self._each.encode(part, share, before, Memory()) for part, share, before in parts]
         if [part.present for part in encoded] != [tuple(present[place] for place in places) for places in split.places]:
             raise ConfigurationError(
-                f"wire={name_of(self._each)!r} pushes other tensors than it is given, which is simulated and replayed"
-                " with one server only; pass servers=1"
+                f"compression={name_of(self._each)!r} pushes other tensors than it is given, which is simulated and"
+                " replayed with one server only; pass servers=1"
             )
         lengths = torch.tensor([part.payload.numel() for part in encoded]).view(torch.uint8)
         payload = torch.cat([lengths, *(part.payload for part in encoded)])

@@ -87,15 +87,15 @@ def replay(
         ProtocolError: the record contradicts the method.
 
     Example:
-        >>> from lightning_omni.simulator import Cluster, simulate
+        >>> from lightning_omni.simulator import Cluster, Computation, Limits, Workload, simulate
         >>> data = torch.utils.data.TensorDataset(torch.ones(64, 2), torch.ones(64, 1))
         >>> run = dict(
         ...     loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
         ...     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
         ... )
         >>> model, events = nn.Linear(2, 1), []
-        >>> trace = simulate("async_sgd", 2, Cluster.even(2), model, data, max_updates=5, batch_size=4,
-        ...     batched=False, record=events.append, **run)
+        >>> trace = simulate("async_sgd", 2, Cluster.even(2), Workload(model, data, **run), batch_size=4,
+        ...     limits=Limits(updates=5), computation=Computation(batched=False), record=events.append)
         >>> samples = Samples(data, seed=0)
         >>> again = replay(events, model, batches=lambda *where: samples.batch(samples.at(*where)), **run)
         >>> bool((again.weights["weight"].numpy() == trace.weights["weight"]).all())

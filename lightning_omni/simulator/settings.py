@@ -1,19 +1,18 @@
-"""Settings of a simulated run, as values: groups, batches, evaluations, limits, and progress reports."""
+"""Settings of a simulated run, as values: groups, computation, evaluations, limits, and progress reports."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lightning_omni.checks import check_number, check_whole, keep_plain
+from lightning_omni.checks import check_choice, check_kind, check_number, check_whole, keep_plain
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method
 from lightning_omni.topology import Topology
-from lightning_omni.wire.all_reduce import EXACT, AllReduce
-from lightning_omni.wire.formats.base import RAW, WireFormat
+from lightning_omni.wire.compression import Compression
 
 Progress = Callable[[float, str], None]
 """A function of the fraction done, 0 to 1, and a text."""
@@ -27,17 +26,53 @@ class Formation:
         method: the method.
         topology: the ranks of each group.
         merged: name of the submodule that stays at the server.
-        wire_format: encoding of pushes as bytes.
+        compression: the formats in which tensors are sent.
         overlap: whether exchanges travel while groups compute.
-        all_reduce: how gradients are averaged inside a group.
     """
 
     method: Method
     topology: Topology
     merged: str | None = None
-    wire_format: WireFormat = RAW
+    compression: Compression = field(default_factory=Compression)
     overlap: bool = False
-    all_reduce: AllReduce = EXACT
+
+
+@dataclass(frozen=True)
+class Computation:
+    """The ways in which the devices of a simulated group compute the gradients of a batch.
+
+    Args:
+        rebalance: ``"auto"`` divides a group's batch over its members in proportion to their mean speeds, which are
+            known from the start and follow slowdowns at once; ``"off"`` gives all equal parts.
+        batched: whether gradients of several groups are computed at a time with ``torch.func.vmap``; ``"auto"`` where
+            that is faster and cannot change the outcome beyond rounding (no buffers, no dropout, few weights and
+            samples).
+        members_apart: whether each member's gradient is computed separately, and their mean is taken as in DDP; for
+            bit-equality with a real run of groups of several ranks.
+
+    Raises:
+        ConfigurationError: an argument is wrong, or two exclude each other.
+
+    Example:
+        >>> Computation(rebalance="on")
+        Traceback (most recent call last):
+        lightning_omni.errors.ConfigurationError: Computation(rebalance='on'): pass "off" or "auto"
+    """
+
+    rebalance: Literal["off", "auto"] = "off"
+    batched: bool | Literal["auto"] = "auto"
+    members_apart: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("Computation(rebalance", self.rebalance, ("off", "auto"))
+        if self.batched != "auto":
+            check_kind("Computation(batched", self.batched, bool, 'True, False or "auto"')
+        check_kind("Computation(members_apart", self.members_apart, bool, "True or False")
+        if self.members_apart and self.rebalance == "auto":
+            raise ConfigurationError(
+                "Computation(rebalance='auto', members_apart=True): the mean of the members' gradients is that of equal"
+                ' parts; pass rebalance="off"'
+            )
 
 
 @dataclass(frozen=True)
@@ -46,55 +81,54 @@ class Batches:
 
     Args:
         size: samples in one device's batch.
-        is_balanced: whether a group's devices get parts in proportion to their speeds.
-        batched: whether gradients of several groups are computed at a time.
-        members_apart: whether each member's gradient is computed separately.
         seed: seed of all random numbers.
+        computation: how gradients are computed.
 
     Raises:
         ConfigurationError: the size is not above 0, or the seed is no whole number.
     """
 
     size: int
-    is_balanced: bool
-    batched: bool | Literal["auto"]
-    members_apart: bool
     seed: int
+    computation: Computation
 
     def __post_init__(self) -> None:
         keep_plain(self)
         check_whole("batch_size", self.size, "the samples in one device's batch, 1 or more", 1)
         check_whole("seed", self.seed, "a whole number from 0 up")
+        check_kind("computation", self.computation, Computation, "a Computation(...), or None")
 
 
 @dataclass(frozen=True)
-class RunLimits:
-    """The limits of a run, which ends at the first that it reaches.
+class Limits:
+    """The limits of a simulated run, which ends at the first that it reaches.
 
     Args:
-        updates: the most updates.
+        updates: the most updates. An update is a tick of the server's clock or, where groups exchange only with one
+            another (gossip), one local step of one group.
         epochs: the most passes over the data.
-        seconds: the latest virtual time.
+        seconds: the latest virtual time, in seconds.
+
+    Raises:
+        ConfigurationError: there is no limit, one is not above 0, or updates or epochs are not whole.
+
+    Example:
+        >>> Limits(updates=100, seconds=60.0).epochs
+        inf
     """
 
     updates: float = math.inf
     epochs: float = math.inf
     seconds: float = math.inf
 
-    @classmethod
-    def of(cls, max_updates: int | None, max_epochs: int | None, max_seconds: float | None) -> RunLimits:
-        """Return limits from arguments, of which some are None.
-
-        Raises:
-            ConfigurationError: all are None, one is not above 0, or updates or epochs are not whole.
-        """
-        given = {"max_updates": max_updates, "max_epochs": max_epochs, "max_seconds": max_seconds}
-        if all(value is None for value in given.values()):
-            raise ConfigurationError("when is the run to end? pass max_updates=, max_epochs= or max_seconds=")
-        _check_above_zero("max_seconds", max_seconds)
-        _check_counted("max_updates", max_updates)
-        _check_counted("max_epochs", max_epochs)
-        return cls(*(math.inf if value is None else value for value in given.values()))
+    def __post_init__(self) -> None:
+        keep_plain(self)
+        if self.updates == self.epochs == self.seconds == math.inf:
+            raise ConfigurationError("Limits(): when is the run to end? pass updates=, epochs= or seconds=")
+        check_number("Limits(seconds", self.seconds, "a number above 0", above=0)
+        for name in ("updates", "epochs"):
+            if (count := getattr(self, name)) != math.inf:
+                check_whole(f"Limits({name}", count, "a whole number above 0", 1)
 
     def fraction(self, updates: int, epochs: float, seconds: float) -> float:
         """Return the fraction of the run that is done, 0 to 1."""
@@ -102,50 +136,46 @@ class RunLimits:
 
 
 @dataclass(frozen=True)
-class EvaluationSchedule:
-    """The times of a run's evaluations, besides the one at its end, and the metric that ends it.
+class Evaluation:
+    """The times of a simulated run's evaluations, besides the one at its end, and the metric that ends the run.
 
     Args:
-        every_updates: updates between two evaluations.
+        every: updates between two evaluations.
         every_seconds: seconds of virtual time between two evaluations.
-        target: name and value of a metric; the run ends with the evaluation that reaches it.
+        target: name and value of a metric; the run ends with the evaluation that reaches it (from above if the name
+            contains "loss" or "error").
 
     Raises:
         ConfigurationError: a period is not above 0, the target is no pair of a name and a number, or a target is set
             without a period.
+
+    Example:
+        >>> Evaluation(every=50, target=("accuracy", 0.9)).target
+        ('accuracy', 0.9)
     """
 
-    every_updates: int | None = None
+    every: int | None = None
     every_seconds: float | None = None
     target: tuple[str, float] | None = None
 
     def __post_init__(self) -> None:
         keep_plain(self)
-        _check_counted("evaluate_every", self.every_updates)
-        _check_above_zero("evaluate_every_seconds", self.every_seconds)
+        if self.every is not None:
+            check_whole("Evaluation(every", self.every, "a whole number above 0, or None", 1)
+        if self.every_seconds is not None:
+            check_number("Evaluation(every_seconds", self.every_seconds, "a number above 0, or None", above=0)
         if self.target is not None:
             self._check_target(self.target)
 
     def _check_target(self, target: Any) -> None:
         what = 'a metric and its value, as ("accuracy", 0.9), or None'
         if not isinstance(target, (tuple, list)) or len(target) != 2 or not isinstance(target[0], str):
-            raise ConfigurationError(f"target={target!r}: pass {what}")
-        check_number("target", target[1], what, above=-math.inf, below=math.inf)
-        if self.every_updates is None and self.every_seconds is None:
+            raise ConfigurationError(f"Evaluation(target={target!r}): pass {what}")
+        check_number("Evaluation(target", target[1], what, above=-math.inf, below=math.inf)
+        if self.every is None and self.every_seconds is None:
             raise ConfigurationError(
-                "target= is looked for at evaluations; pass evaluate_every= or evaluate_every_seconds="
+                f"Evaluation(target={target!r}): evaluations look for it; pass every= or every_seconds=, too"
             )
-
-
-def _check_above_zero(name: str, value: float | None) -> None:
-    if value is not None:
-        check_number(name, value, "a number above 0, or None", above=0)
-
-
-def _check_counted(name: str, value: float | None) -> None:
-    """Check a number of updates or epochs; infinity is equivalent to None."""
-    if value is not None and value != math.inf:
-        check_whole(name, value, "a whole number above 0, or None", 1)
 
 
 class StopSimulation(Exception):

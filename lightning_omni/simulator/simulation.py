@@ -23,14 +23,7 @@ from lightning_omni.simulator.network import Exchanges
 from lightning_omni.simulator.partitioned_format import partitioned_format
 from lightning_omni.simulator.replicas import SharingReplica, named_parameters, own_replica
 from lightning_omni.simulator.server import HEAD, SimulatedNetwork, SimulatedServer, part_of
-from lightning_omni.simulator.settings import (
-    Batches,
-    EvaluationSchedule,
-    Formation,
-    Progress,
-    RunLimits,
-    StopSimulation,
-)
+from lightning_omni.simulator.settings import Batches, Evaluation, Formation, Limits, Progress, StopSimulation
 from lightning_omni.simulator.workbench import Samples, Workbench
 from lightning_omni.simulator.workload import Workload
 from lightning_omni.topology import GroupId
@@ -50,7 +43,7 @@ class Simulation:
         formation: the groups, and how they exchange.
         batches: the settings of batches and gradients.
         limits: the limits of the run.
-        schedule: the times of evaluations.
+        evaluation: the times of evaluations.
         record: receives every event at the server.
 
     Attributes:
@@ -64,11 +57,11 @@ class Simulation:
         cluster: Cluster,
         formation: Formation,
         batches: Batches,
-        limits: RunLimits,
-        schedule: EvaluationSchedule,
+        limits: Limits,
+        evaluation: Evaluation,
         record: Recorder | None = None,
     ) -> None:
-        self._cluster, self._formation, self._batches, self._schedule = cluster, formation, batches, schedule
+        self._cluster, self._formation, self._batches, self._evaluation = cluster, formation, batches, evaluation
         self._evaluate, self._engine = workload.evaluate, Engine()
         self._model = copy.deepcopy(workload.model).train()
         self._evaluated = copy.deepcopy(workload.model).eval()
@@ -87,14 +80,14 @@ class Simulation:
         between = Cluster(cluster.devices) if topology.is_synchronous else cluster
         split = self._split(layout, between.server_count)
         self._servers = len(split.shares)
-        self._wire_format = partitioned_format(formation.wire_format, formation.method, split)
+        self._wire_format = partitioned_format(formation.compression.wire_format, formation.method, split)
         self._costs = Exchanges(self._engine, between, split.fractions)
         self._network = SimulatedNetwork(self._engine, between.link, self.server, self._costs)
         self._gradients = self._new_gradients(workload)
         self._form()
         metrics = self._metrics if self._evaluate is not None else None
         clock = None if formation.method.talks_to_peers else lambda: self.server.core.clock
-        self._monitor = Monitor(self._engine, limits, schedule, metrics, clock, len(self._samples))
+        self._monitor = Monitor(self._engine, limits, evaluation, metrics, clock, len(self._samples))
         self._network.expired = self._monitor.check
         self.groups: dict[int, SimulatedGroup] = {}
         self._homes: dict[int, SimulatedGroup] = {}
@@ -113,7 +106,8 @@ class Simulation:
 
     def _new_gradients(self, workload: Workload) -> Gradients:
         batches, topology, head = self._batches, self._formation.topology, self._head
-        batched = False if batches.members_apart or head is not None else batches.batched
+        computation = batches.computation
+        batched = False if computation.members_apart or head is not None else computation.batched
         group_batch = batches.size * (len(topology.ranks) // len(topology.alive))
         bench = Workbench(self._model, self._parameters, workload.loss, self._samples, batched, group_batch)
         if head is None:
@@ -145,12 +139,11 @@ class Simulation:
             groups=self.groups,
             barrier=self._barrier,
         )
-        topology = self._formation.topology
+        topology, all_reduce = self._formation.topology, self._formation.compression.all_reduce_format
+        is_balanced = self._batches.computation.rebalance == "auto"
         for number in topology.alive:
             ranks = topology.members(number)
-            members = Members(
-                self._cluster, ranks, self._batches.seed, self._batches.is_balanced, self._formation.all_reduce
-            )
+            members = Members(self._cluster, ranks, self._batches.seed, is_balanced, all_reduce)
             self._homes[number] = self._add_group(number, GroupId(str(number), self.server.incarnation), ranks, members)
 
     def _add_group(
@@ -193,8 +186,8 @@ class Simulation:
                 self._engine.start(self._failure(event), Priority.FAILURE)
             elif isinstance(event, ServerRestart) and not self._formation.topology.is_synchronous:
                 self._engine.start(self._restart(event), Priority.FAILURE)
-        if self._schedule.every_seconds:
-            self._engine.start(self._monitor.evaluate_by_time(self._schedule.every_seconds))
+        if self._evaluation.every_seconds:
+            self._engine.start(self._monitor.evaluate_by_time(self._evaluation.every_seconds))
         for group in self.groups.values():
             group.open_epoch(0)
         for group in list(self.groups.values()):

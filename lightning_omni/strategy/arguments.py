@@ -12,17 +12,17 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_omni.checks import check_choice, check_kind, check_whole, keep_plain
+from lightning_omni.checks import check_choice, check_kind, keep_plain
 from lightning_omni.errors import ConfigurationError, UnknownArgument
 from lightning_omni.methods import Method
-from lightning_omni.runtime.model.meshes import Inside, ModelParallel, shown
-from lightning_omni.runtime.options import WorldOptions
+from lightning_omni.runtime.model.meshes import FSDP, ModelParallel, Sharding, shown
+from lightning_omni.runtime.options import Elastic, Server, WorldOptions
 from lightning_omni.strategy import _private
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
@@ -100,21 +100,24 @@ def refuse_unknown_of_ddp(strategy: Any, own: type, given: Mapping[str, Any]) ->
     refuse_unknown(type(strategy).__name__, given, _parameters(own), passed_on)
 
 
-def inside_of(given: object) -> tuple[Inside, dict[str, Any]]:
+def sharding_of(given: object) -> tuple[Sharding, dict[str, Any]]:
     """Return how the members of a group hold the model, and the other arguments of a ModelParallelStrategy, by name.
 
     Raises:
-        ConfigurationError: ``given`` is no valid value of ``inside=``.
+        ConfigurationError: ``given`` is no valid value of ``model_parallel=``.
     """
     theirs = _private.told_model_parallel(given)
     if theirs is not None:
-        return ModelParallel(theirs.pop("data_parallel_size"), theirs.pop("tensor_parallel_size")), theirs
-    if given not in ("ddp", "fsdp"):
+        names = ("data_parallel_size", "tensor_parallel_size", "save_distributed_checkpoint")
+        return ModelParallel(*(theirs.pop(name) for name in names)), theirs
+    if given == "fsdp":
+        return FSDP(), {}
+    if given is not None and not isinstance(given, FSDP):
         raise ConfigurationError(
-            f'inside={given!r}: pass "ddp", "fsdp" or ModelParallelStrategy(data_parallel_size=..., '
-            "tensor_parallel_size=...) of lightning.pytorch.strategies or pytorch_lightning.strategies itself"
+            f'model_parallel={given!r}: pass "fsdp", FSDP(...), None, or ModelParallelStrategy(data_parallel_size=...,'
+            " tensor_parallel_size=...) of lightning.pytorch.strategies or pytorch_lightning.strategies itself"
         )
-    return cast(Inside, given), {}
+    return given, {}
 
 
 @dataclass(frozen=True)
@@ -129,15 +132,11 @@ class FitOptions:
     data: Literal["dynamic", "static"] = "dynamic"
     rebalance: Literal["off", "auto"] = "off"
     validation: Literal["wait", "published"] = "wait"
-    max_rejoins: int = 10
-    save_distributed_checkpoint: bool = False
 
     def __post_init__(self) -> None:
         keep_plain(self)
         check_kind("merged", self.merged, (str, type(None)), "the name of a submodule, or None")
         check_choice("validation", self.validation, ("wait", "published"))
-        check_whole("max_rejoins", self.max_rejoins, "how often in a row an evicted group may join again, or 0")
-        check_kind("save_distributed_checkpoint", self.save_distributed_checkpoint, bool, "True or False")
         if self.data == "static" and self.rebalance == "auto":
             raise ConfigurationError(
                 'rebalance="auto" with data="static": samples that are dealt out beforehand cannot be split by'
@@ -155,50 +154,46 @@ class FitOptions:
         Raises:
             ConfigurationError: two arguments exclude each other; the message names both.
         """
-        if world.all_reduce != "fp32" and ddp.get("ddp_comm_hook") is not None:
+        all_reduce = world.compression.all_reduce
+        if all_reduce != "fp32" and ddp.get("ddp_comm_hook") is not None:
             raise ConfigurationError(
-                f"all_reduce={world.all_reduce!r} and ddp_comm_hook={ddp['ddp_comm_hook']!r}: both say how gradients"
-                " are averaged; leave one of them out"
+                f"Compression(all_reduce={all_reduce!r}) and ddp_comm_hook={ddp['ddp_comm_hook']!r}: both say how"
+                " gradients are averaged; leave one of them out"
             )
-        if self.save_distributed_checkpoint and not world.is_sharded:
-            raise ConfigurationError(
-                'save_distributed_checkpoint=True and inside="ddp": each rank has the whole model, and rank 0 saves it'
-                ' as one file; leave it out, or pass inside="fsdp"'
-            )
-        if world.join:
+        if world.elastic.join:
             self._check_join()
         if world.is_sharded:
-            self._check_inside(world.inside, ddp)
+            self._check_sharded(world.model_parallel, ddp)
 
     def _check_join(self) -> None:
         """Reject options that do not work with groups that join on their own."""
         if self.data == "static":
             raise ConfigurationError(
-                'data="static" and join=True: samples that are dealt out beforehand leave none for a group that joins;'
-                ' pass data="dynamic"'
+                'data="static" and elastic=True: samples that are dealt out beforehand leave none for a group that'
+                ' joins; pass data="dynamic"'
             )
         if self.merged is not None:
             raise ConfigurationError(
-                f"merged={self.merged!r} and join=True: a merged head's access is dealt out to the groups that were"
+                f"merged={self.merged!r} and elastic=True: a merged head's access is dealt out to the groups that were"
                 " formed; leave merged= out"
             )
 
-    def _check_inside(self, inside: Inside, ddp: Mapping[str, Any]) -> None:
+    def _check_sharded(self, sharding: Sharding, ddp: Mapping[str, Any]) -> None:
         """Reject options that do not work where the members of a group hold the model together."""
         if self.merged is not None:
             raise ConfigurationError(
-                f"merged={self.merged!r} and {shown(inside)}: a merged head is handed to one server whole, and each"
-                ' member of a group has a part of it; leave merged= out, or pass inside="ddp"'
+                f"merged={self.merged!r} and {shown(sharding)}: a merged head is handed to one server whole, and each"
+                " member of a group has a part of it; leave merged= or model_parallel= out"
             )
         if self.validation == "published":
             raise ConfigurationError(
-                f'validation="published" and {shown(inside)}: the weights of a validation are fetched whole by one'
-                ' group; pass validation="wait", or inside="ddp"'
+                f'validation="published" and {shown(sharding)}: the weights of a validation are fetched whole by one'
+                ' group; pass validation="wait", or leave model_parallel= out'
             )
-        if self.rebalance == "auto" and isinstance(inside, ModelParallel):
+        if self.rebalance == "auto" and isinstance(sharding, ModelParallel):
             raise ConfigurationError(
-                f'rebalance="auto" and {shown(inside)}: ranks that compute one batch together cannot get different'
-                ' parts of it; pass rebalance="off", or inside="fsdp"'
+                f'rebalance="auto" and {shown(sharding)}: ranks that compute one batch together cannot get different'
+                ' parts of it; pass rebalance="off", or model_parallel="fsdp"'
             )
         own = {"timeout", "process_group_backend", "start_method", "accelerator", "parallel_devices"}
         own |= {"cluster_environment", "checkpoint_io", "precision_plugin"}
@@ -207,8 +202,8 @@ class FitOptions:
             is_default = value is None or (name in defaults and value == defaults[name].default)
             if name not in own and not is_default:
                 raise ConfigurationError(
-                    f"{name}={value!r} and {shown(inside)}: it is an argument of DistributedDataParallel, which is not"
-                    ' used then; leave it out, or pass inside="ddp"'
+                    f"{name}={value!r} and {shown(sharding)}: it is an argument of DistributedDataParallel, which is"
+                    " not used then; leave it or model_parallel= out"
                 )
 
 
@@ -235,18 +230,18 @@ class Asked:
         groups: as passed to OmniStrategy.
         method: as passed.
         data: as passed.
-        server: as passed.
-        join: as passed; None joins the run of a server that the environment names.
+        server: as passed. The environment names a server if this one has no address.
+        elastic: as passed; ``join=None`` joins the run of a server that the environment names.
 
     Attributes:
         groups: number of groups, or None.
         method: a method or its name.
         data: ``"dynamic"`` or ``"static"``.
-        server: address of a server, or None.
-        join: whether to join that server's run as a group of its own.
+        server: the server.
+        elastic: how groups join, with ``join`` as it is used.
 
     Raises:
-        ConfigurationError: LIGHTNING_OMNI_GROUPS is no number, or ``data`` has another value.
+        ConfigurationError: LIGHTNING_OMNI_GROUPS is no number, or an argument is wrong.
     """
 
     data: Literal["dynamic", "static"]
@@ -256,15 +251,19 @@ class Asked:
         groups: int | None,
         method: str | Method | None,
         data: str | None,
-        server: str | None = None,
-        join: bool | None = None,
+        server: str | Server | None = None,
+        elastic: bool | Elastic | None = None,
     ) -> None:
         self._variables: list[str] = []
         self.groups = self._number_of_groups() if groups is None else groups
         self.method = self._said(METHOD, "async_sgd") if method is None else method
         self.data = self._checked(self._said(DATA, "dynamic") if data is None else data)
-        self.server = (self._said(SERVER, "") or None) if server is None else server
-        self.join = (server is None and self.server is not None) if join is None else join
+        self.server, self.elastic = Server.of(server), Elastic.of(elastic)
+        if self.server.address is None and (address := self._said(SERVER, "")):
+            with self.naming_variables():
+                self.server = replace(self.server, address=address)
+            if self.elastic.join is None:
+                self.elastic = replace(self.elastic, join=True)
 
     def _number_of_groups(self) -> int | None:
         text = self._said(GROUPS, "")

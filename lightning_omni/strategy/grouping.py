@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +36,7 @@ from lightning_omni.strategy.loops.driver import EpochDriver
 from lightning_omni.strategy.optimizers.proxies import Merged, Proxies
 from lightning_omni.strategy.optimizers.trainable import Trainable
 from lightning_omni.strategy.optimizers.wrapped import check_wrapped
+from lightning_omni.wire.compression import Compression
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -99,7 +101,7 @@ class GroupedStrategy(_Base):
 
     @property
     def joins(self) -> bool:
-        return self._world_options.join
+        return bool(self._world_options.elastic.join)
 
     @property
     def pl_module(self) -> LightningModule:
@@ -123,8 +125,8 @@ class GroupedStrategy(_Base):
         """Raise `UnsupportedError` for a feature, named by ``what``, if each rank holds only a part of the model."""
         if self.is_sharded:
             raise UnsupportedError(
-                f"{what}, and with {shown(self._world_options.inside)} each rank has a part of the model that belongs"
-                ' to its place in its group: leave it out, or use inside="ddp"'
+                f"{what}, and with {shown(self._world_options.model_parallel)} each rank has a part of the model that"
+                " belongs to its place in its group: leave it out, or leave model_parallel= out"
             )
 
     def check_several(self, trainer: Trainer) -> None:
@@ -334,7 +336,8 @@ class Grouping:
     def sentence(self) -> str:
         """Return the message for the user after the groups were formed."""
         options = self._strategy.world.options
-        given = [f"wire={options.wire!r}"] if options.wire != "fp32" else []
+        formats = replace(options.compression, all_reduce="fp32")  # which have no effect with one group
+        given = [formats.given] if formats != Compression() else []
         given += ["overlap=True"] if options.overlap else []
         verb = "has" if len(given) == 1 else "have"
         without_effect = f"; nothing is pushed, so {' and '.join(given)} {verb} no effect" if given else ""

@@ -21,14 +21,14 @@ from typing_extensions import override
 from lightning_omni.checks import counted
 from lightning_omni.errors import ConfigurationError, ConnectionLost, Evicted, OmniError, RankLost, UnsupportedError
 from lightning_omni.methods import Method
-from lightning_omni.runtime import World, WorldOptions
+from lightning_omni.runtime import Elastic, Server, World, WorldOptions
 from lightning_omni.runtime.checks.failing import forget
-from lightning_omni.runtime.model.meshes import evenly, shown, sizes_in
+from lightning_omni.runtime.model.meshes import FSDP, evenly, shown, sizes_in
 from lightning_omni.runtime.model.sharded import check_clipping, reshard
 from lightning_omni.runtime.process_groups import check_none_lost
 from lightning_omni.runtime.timing import clock_of
 from lightning_omni.strategy import _private
-from lightning_omni.strategy.arguments import Asked, FitOptions, inside_of, refuse_unknown_of_ddp
+from lightning_omni.strategy.arguments import Asked, FitOptions, refuse_unknown_of_ddp, sharding_of
 from lightning_omni.strategy.arrangement import Arrangement
 from lightning_omni.strategy.checkpoints.contents import Checkpoints
 from lightning_omni.strategy.declared import callbacks_of
@@ -46,8 +46,7 @@ from lightning_omni.strategy.signals import Signals, end_in_one_line
 from lightning_omni.topology import check_groups
 from lightning_omni.transport.serving import ServerProcess
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.all_reduce import AllReduce
-from lightning_omni.wire.formats import Wire
+from lightning_omni.wire.compression import Compression
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
@@ -62,10 +61,7 @@ class OmniStrategyHooks(SavingStrategy):
     """A strategy that trains synchronously inside compute groups and asynchronously across them.
 
     Use it where synchronization is the bottleneck: step times that vary, a slow network, or workers that may die. See
-    docs/quickstart.md. Only ``groups`` and ``method`` matter at first; the defaults of the others suit most runs. They
-    configure how data is divided and validated (``data`` to ``merged``), the encoding of messages (``wire`` to
-    ``all_reduce``), the server and its files (``server`` to ``record``), how groups join, leave and fail (``join`` to
-    ``max_nonfinite_pushes``), and how a large model is divided (``inside`` and the last two).
+    docs/start/quickstart.md. Only ``groups`` and ``method`` matter at first; the defaults of the others suit most runs.
 
     Args:
         groups: number of compute groups, from 1 (plain DDP, bit for bit, with no server in the path) to the number of
@@ -79,61 +75,27 @@ class OmniStrategyHooks(SavingStrategy):
         rebalance: for ranks of different speed: ``"auto"`` measures their speeds and splits each group's batch in
             proportion, where that makes the group more than 5 % faster; ``"off"`` gives all ranks equal parts. The loss
             must be a mean over the batch.
-        validation: ``"wait"``: all groups synchronize and validate together. ``"published"``: one group does a
-            validation inside an epoch, with the weights of that time, while the others train on; see
-            docs/validation.md.
-        merged: name of a submodule that stays at the server, such as the last layers of a classifier. Each group's
-            batch passes through it there, one group at a time: its weights are never stale and never sent, only
-            activations and their gradients are. See docs/merged-head.md. With one group this has no effect.
-        wire: encoding of pushes, for slow networks: ``"fp32"``, uncompressed; ``"bf16"`` or ``"fp16"``, half the bytes;
-            ``"int8"``, about a quarter; ``"topk:0.01"``, the largest hundredth of the elements with their positions; or
-            a value, see docs/wire-formats.md. The residual of a lossy format is added to the group's next push.
-            ``{"push": "int8", "pull": "bf16"}`` sets the encoding of answers, too. With one group this has no effect.
+        compression: the formats in which tensors are sent, for slow networks: ``"int8"`` or the like for pushes, or a
+            `Compression` for pushes, pulls and the averages inside a group: see docs/reference/wire-formats.md.
         overlap: whether a group computes its next gradient during an exchange, which makes that gradient one step
             staler; for methods whose optimizer steps at the server. Use it where exchanges take long: see
-            docs/performance.md. With one group this has no effect.
-        all_reduce: how gradients are averaged inside a group, for slow networks between its members: ``"fp32"``, as
-            DistributedDataParallel does; ``"bf16"`` or ``"fp16"``, half the bytes; ``"powersgd:4"``, each matrix of
-            gradients as the product of two with 4 columns (a fiftieth of the bytes, for example), with error feedback:
-            see docs/wire-formats.md.
-        server: ``"tcp://host:port"`` of a running parameter server (``lightning-omni serve``). None uses
-            LIGHTNING_OMNI_SERVER, and joins the run there (see ``join``); if that is not set either, rank 0 starts a
-            server for this run in a separate process.
-        servers: number of parameter servers, each of which holds a part of the weights, so that no single link carries
-            all pushes: a number, all on rank 0's node; or ``"per-node"``, one on each node. Then an exchange of all
-            groups sends no more bytes over any link than a ring all-reduce. See docs/servers.md.
-        host: address that the embedded server binds, which is the one that rank 0 starts. None uses no port at all on
-            one node, and MASTER_ADDR on several.
-        encryption: of network connections: ``"curve"``, or ``"off"`` on a network whose every user you trust.
-        save_every: seconds between two saves of the embedded server's state. If the server dies, rank 0 starts another
-            one, which continues from the last save: see docs/resilience.md. With None nothing is saved, and the run
-            ends if the server dies.
-        record: file for a record of everything that changes the weights, written by the embedded server; the simulator
-            can replay it, see `lightning_omni.simulator.replay`. None records nothing.
-        join: whether the ranks of this launcher are one group of a run in which groups join and leave, each with its
-            own launcher. The group joins the run at ``server``, or begins it if it is the first, and may leave at any
-            time; see docs/joining.md. None means True if LIGHTNING_OMNI_SERVER is set and no ``server`` is passed.
-        max_rejoins: with ``join``, how often in a row a group that was evicted by mistake (because its machine was
-            suspended or its link failed) rejoins as a new group: if the script ends with that error, its process runs
-            its command again, after 1, 2, 4, ... seconds. See docs/joining.md. 0 disables this.
-        heartbeat_timeout: seconds of silence after which a rank counts as dead, at least 2.
-        progress_timeout: seconds, at least 2, after which a group that answers heartbeats but makes no progress (no
-            batch and no validation batch) is evicted, because others would wait for it. The embedded server counts from
-            the first trained batch on; ``lightning-omni serve`` has its own option. None disables this.
-        max_nonfinite_pushes: number of pushes in a row with NaN or infinite gradients that a group may make before the
-            run ends.
-        inside: how the members of a group hold the model: ``"ddp"``, each the whole model; ``"fsdp"``, each a shard
-            with rows of every parameter (torch's ``fully_shard``), for models that no single device can hold; or
-            ``ModelParallelStrategy(data_parallel_size=..., tensor_parallel_size=...)``, with which the module's
-            ``configure_model`` parallelizes and shards it on the group's ``self.device_mesh``. With the last two every
-            member exchanges its own shard, and no rank ever has the whole model: see docs/large-models.md.
-        shards: with ``inside="fsdp"``, the number of ranks that hold one replica of the model together. A group has one
-            or more replicas, whose gradients are averaged; so groups may have different sizes: see
-            docs/large-models.md. None is the size of the smallest group.
-        save_distributed_checkpoint: with ``inside="fsdp"``, whether a checkpoint is a folder to which each member
-            writes its shard (torch.distributed.checkpoint, as ModelParallelStrategy saves it), instead of one file that
-            rank 0 writes. If ``inside`` is a ModelParallelStrategy, its own argument is used. Both kinds can be loaded
-            in any case.
+            docs/explanation/performance.md. With one group this has no effect.
+        server: ``"tcp://host:port"`` of a running parameter server (``lightning-omni serve``); ``"per-node"``, which
+            starts one server on each node; or a `Server`. Without an address LIGHTNING_OMNI_SERVER is used, and the
+            ranks join the run there (see `Elastic`); if that is not set either, rank 0 starts a server for this run in
+            a separate process.
+        elastic: how groups join, leave and fail: True lets the ranks of this launcher join the run at ``server`` as one
+            group, at any time; or an `Elastic`. See docs/how-to/joining.md.
+        model_parallel: how the members of a group hold the model. None: each holds the whole model. ``"fsdp"`` or an
+            `FSDP`: each holds a shard. ``ModelParallelStrategy(data_parallel_size=..., tensor_parallel_size=...)`` of
+            Lightning: the module's ``configure_model`` parallelizes and shards it on the group's
+            ``self.device_mesh``. See docs/how-to/large-models.md.
+        validation: ``"wait"``: all groups synchronize and validate together. ``"published"``: one group does a
+            validation inside an epoch, with the weights of that time, while the others train on; see
+            docs/how-to/validation.md.
+        merged: name of a submodule that stays at the server, such as the last layers of a classifier. Each group's
+            batch passes through it there, one group at a time: its weights are never stale and never sent, only
+            activations and their gradients are. See docs/how-to/merged-head.md. With one group this has no effect.
         **ddp: arguments of DDPStrategy (``find_unused_parameters``, ``timeout``, ``start_method``, ...).
 
     Raises:
@@ -142,6 +104,7 @@ class OmniStrategyHooks(SavingStrategy):
     Example:
         >>> from lightning_omni import OmniStrategy
         >>> strategy = OmniStrategy(groups=2)  # Trainer(strategy=strategy, devices=4)
+        >>> strategy = OmniStrategy(groups=2, method="diloco:period=50", compression="int8")
     """
 
     launcher_class: type
@@ -152,58 +115,34 @@ class OmniStrategyHooks(SavingStrategy):
         self,
         groups: int | None = None,
         method: str | Method | None = None,
+        *,
         data: Literal["dynamic", "static"] | None = None,
         rebalance: Literal["off", "auto"] = "off",
+        compression: str | Compression = "fp32",
+        overlap: bool = False,
+        server: str | Server | None = None,
+        elastic: bool | Elastic | None = None,
+        model_parallel: Literal["fsdp"] | FSDP | ModelParallelStrategy | OfLightning | None = None,
         validation: Literal["wait", "published"] = "wait",
         merged: str | None = None,
-        wire: Wire = "fp32",
-        overlap: bool = False,
-        all_reduce: str | AllReduce = "fp32",
-        server: str | None = None,
-        servers: int | Literal["per-node"] = 1,
-        host: str | None = None,
-        encryption: Literal["curve", "off"] = "curve",
-        save_every: float | None = 30.0,
-        record: str | None = None,
-        join: bool | None = None,
-        max_rejoins: int = 10,
-        heartbeat_timeout: float = 30.0,
-        progress_timeout: float | None = 600.0,
-        max_nonfinite_pushes: int = 50,
-        inside: Literal["ddp", "fsdp"] | ModelParallelStrategy | OfLightning = "ddp",
-        shards: int | None = None,
-        save_distributed_checkpoint: bool = False,
         **ddp: Any,
     ) -> None:
         need_namespace(type(self))
         refuse_unknown_of_ddp(self, OmniStrategyHooks, ddp)
-        within, theirs = inside_of(inside)
-        save_distributed_checkpoint = theirs.pop("save_distributed_checkpoint", False) or save_distributed_checkpoint
+        sharding, theirs = sharding_of(model_parallel)
         ddp = {**theirs, **ddp}
-        asked = self._asked = Asked(groups, method, data, server, join)
+        asked = self._asked = Asked(groups, method, data, server, elastic)
         with asked.naming_variables():
             self._world_options = WorldOptions(
                 groups=asked.groups,
                 method=asked.method,
-                server=asked.server,
-                host=host,
-                encryption=encryption,
-                heartbeat_timeout=heartbeat_timeout,
-                max_nonfinite_pushes=max_nonfinite_pushes,
-                record=record,
-                wire=wire,
+                compression=compression,
                 overlap=overlap,
-                servers=servers,
-                join=asked.join,
-                save_every=save_every,
-                inside=within,
-                progress_timeout=progress_timeout,
-                all_reduce=all_reduce,
-                shards=shards,
+                server=asked.server,
+                elastic=asked.elastic,
+                model_parallel=sharding,
             )
-            self._fit_options = FitOptions(
-                merged, asked.data, rebalance, validation, max_rejoins, save_distributed_checkpoint
-            )
+            self._fit_options = FitOptions(merged, asked.data, rebalance, validation)
             self._fit_options.check(self._world_options, ddp)
         super().__init__(**ddp)
         self.ddp_options = dict(vars(self).get("_ddp_kwargs", {}))
@@ -278,7 +217,7 @@ class OmniStrategyHooks(SavingStrategy):
         super()._configure_launcher()
         if self.saves_folders and type(self.checkpoint_io) is not self.plain_checkpoint_io:
             raise UnsupportedError(
-                f"save_distributed_checkpoint=True and {type(self.checkpoint_io).__name__}: each rank writes its share"
+                f"FSDP(distributed_checkpoint=True) and {type(self.checkpoint_io).__name__}: each rank writes its share"
                 " by itself, and there is no whole checkpoint to hand to a CheckpointIO; leave one of them out"
             )
         ranks = asked = self.num_nodes * self.num_processes
@@ -295,10 +234,9 @@ class OmniStrategyHooks(SavingStrategy):
                         " of a SLURM job, set SLURM_JOB_NAME=interactive"
                     )
                 check_groups(groups, ranks)
-                if self.is_sharded:
+                if (sharding := self._world_options.model_parallel) is not None:
                     nodes = [ranks // self.num_nodes] * self.num_nodes
-                    inside, shards = self._world_options.inside, self._world_options.shards
-                    sizes_in(evenly(ranks, groups, inside, shards), inside, nodes, shards=shards)
+                    sizes_in(evenly(ranks, groups, sharding), sharding, nodes)
         if _private.start_method(self) != "popen":
             _private.set_launcher(self, self.processes_class(self, _private.start_method(self)))
         else:
@@ -332,7 +270,7 @@ class OmniStrategyHooks(SavingStrategy):
 
     def prepare_server(self) -> None:
         """Start the embedded server's process on rank 0, without waiting for it; the process gets its options later."""
-        if self._world_options.server is None and self._world is None and self._server_process is None:
+        if self._world_options.server.address is None and self._world is None and self._server_process is None:
             self._server_process = ServerProcess()
 
     def _on_child_death(self, local_rank: int, code: int) -> bool:
@@ -372,10 +310,12 @@ class OmniStrategyHooks(SavingStrategy):
             self._check_averages()
         super().setup_environment()
         options = self._world_options
-        if options.join:
+        if options.elastic.join:
             fits = self._is_fitting(self._trainer)
             self._world = None if fits else self._world  # each fit joins a run of its own
-            options = options if fits else replace(options, join=False, server=None, groups=1)
+            if not fits:
+                elastic, server = replace(options.elastic, join=False), replace(options.server, address=None)
+                options = replace(options, elastic=elastic, server=server, groups=1)
         if self._is_fitting(self._trainer):
             check_none_lost()
         if self._world is None:
@@ -433,16 +373,16 @@ class OmniStrategyHooks(SavingStrategy):
         """Raise `UnsupportedError` for callbacks that average weights, before they copy a module that is sharded."""
         if _private.averages_weights(self._trainer):
             raise UnsupportedError(
-                f"{shown(self._world_options.inside)} and WeightAveraging or StochasticWeightAveraging: what they keep"
-                ' is whole, and each rank has a part of the model; leave the callback out, or use inside="ddp"'
+                f"{shown(self._world_options.model_parallel)} and WeightAveraging or StochasticWeightAveraging: what"
+                " they keep is whole, and each rank has a part of the model; leave the callback or model_parallel= out"
             )
 
     def _check_precision(self) -> None:
         """Raise `UnsupportedError` for a precision that ModelParallelStrategy refuses, too."""
         if self.loss_scaler is not None:
             raise UnsupportedError(
-                f"{shown(self._world_options.inside)} and precision='16-mixed': the loss scaler of one rank would not"
-                " know what is infinite in the part of another; use precision='bf16-mixed' or 'bf16-true'"
+                f"{shown(self._world_options.model_parallel)} and precision='16-mixed': the loss scaler of one rank"
+                " would not know what is infinite in the part of another; use precision='bf16-mixed' or 'bf16-true'"
             )
 
     @override
@@ -476,7 +416,7 @@ class OmniStrategyHooks(SavingStrategy):
         for optimizer in self.optimizers:
             self.world.executor.check_optimizer(optimizer)
         if self.is_sharded and trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value":
-            check_clipping(self.optimizers, self._world_options.inside)
+            check_clipping(self.optimizers, self._world_options.model_parallel)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -611,7 +551,7 @@ class OmniStrategyHooks(SavingStrategy):
                 self._rejoin_if_cut_off(exception)
             self.explain_take_over(exception)
             self.world.fail(exception)
-        elif self._world_options.join:
+        elif self._world_options.elastic.join:
             self._rejoin(exception, exception)
         elif self._server_process is not None:
             self._server_process.stop()
@@ -628,7 +568,7 @@ class OmniStrategyHooks(SavingStrategy):
         by_mistake = isinstance(reason, (Evicted, ConnectionLost)) and isinstance(error, Exception)
         if not by_mistake or self.signals.is_told_to_end or self.local_rank:
             return False
-        return self.rejoining.arm(error, reason, self._fit_options.max_rejoins, self.world_size)
+        return self.rejoining.arm(error, reason, self._world_options.elastic.max_rejoins, self.world_size)
 
     def _start_again(self, error: OmniError) -> None:
         """Restart this process, which is out of the run, and whose fit is blocked and raises no error."""

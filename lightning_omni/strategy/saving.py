@@ -51,7 +51,8 @@ class SavingStrategy(GroupedStrategy):
     @property
     def saves_folders(self) -> bool:
         """Return whether each member of a group writes its shards of a checkpoint to a folder."""
-        return self._fit_options.save_distributed_checkpoint
+        sharding = self._world_options.model_parallel
+        return sharding is not None and sharding.distributed_checkpoint
 
     def _take_time(self) -> None:
         self.signals.pause()
@@ -187,8 +188,8 @@ class SavingStrategy(GroupedStrategy):
     def _save_folder(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
         if storage_options is not None or "://" in str(filepath):
             raise UnsupportedError(
-                f"save_distributed_checkpoint=True and a checkpoint at {filepath}: each rank writes its share to files"
-                " of its own; save it in a folder that all of them see, or pass save_distributed_checkpoint=False"
+                f"FSDP(distributed_checkpoint=True) and a checkpoint at {filepath}: each rank writes its share to files"
+                " of its own; save it in a folder that all of them see, or pass distributed_checkpoint=False"
             )
         path = Path(self.broadcast(str(filepath))).expanduser()
         if self.world.is_with_recorder:

@@ -643,7 +643,9 @@ class Transport(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
             ConnectionLost: the coordinating server cannot be reached.
             Refused: the coordinating server refuses this one.
         """
-        raise ConfigurationError(f"transport={name_of(self)}: with it one server holds all weights; pass servers=1")
+        raise ConfigurationError(
+            f"transport={name_of(self)}: with it one server holds all weights; pass Server(count=1)"
+        )
 
     def join(
         self,

@@ -26,10 +26,10 @@ class ActivationFormats(NamedTuple):
         down: format of tensors sent by the server: outputs, and the gradients of activations.
 
     Example:
-        >>> from lightning_omni.wire.formats import wire_of
-        >>> ActivationFormats.of(wire_of({"push": "int8", "pull": "bf16"}))
+            >>> from lightning_omni.wire.compression import Compression
+        >>> ActivationFormats.of(Compression("int8", "bf16").wire_format)
         ActivationFormats(up=Int8(block=128), down=BF16())
-        >>> ActivationFormats.of(wire_of("topk:0.01"))
+        >>> ActivationFormats.of(Compression("topk:0.01").wire_format)
         ActivationFormats(up=Raw(), down=Raw())
     """
 

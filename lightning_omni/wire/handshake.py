@@ -240,8 +240,10 @@ def fingerprint_problem(hello: Hello, first: Hello) -> str:
     if mine == theirs:
         held = (f"sharded ({each})" if each else "whole in each member" for each in (division, divided))
         return (
-            "rank {} has the model of rank {}, and its group holds it {}, not {}: all groups need the same inside=, the"
-            " same number of ranks and the same configure_model".format(hello.rank, first.rank, *held)
+            "rank {} has the model of rank {}, and its group holds it {}, not {}: all groups need the same"
+            " model_parallel=, the same number of ranks and the same configure_model".format(
+                hello.rank, first.rank, *held
+            )
         )
     otherwise = ""
     if not hello.world_size:  # a group that joins on its own, perhaps the only one of a saved run

@@ -396,7 +396,7 @@ def check_by_member(method: Method, inside: str) -> None:
     if not method.elementwise:
         raise ConfigurationError(
             f"{given}: it does not treat each number of the weights by itself, and no server has all of them; use"
-            ' inside="ddp"'
+            " another method, or leave model_parallel= out"
         )
 
 
@@ -409,7 +409,7 @@ def check_by_parts(method: Method, optimizer: Optimizer, inside: str) -> None:
         raise UnsupportedError(
             f"{type(optimizer).__name__} is not known to treat each number by itself, and with {inside} each"
             " server holds a part of the parameters: use SGD, Adam, AdamW or another of torch's element-wise"
-            ' optimizers, a method whose optimizer steps on the ranks (method="local_sgd"), or inside="ddp"'
+            ' optimizers, a method whose optimizer steps on the ranks (method="local_sgd"), or no model_parallel='
         )
 
 

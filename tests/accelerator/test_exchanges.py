@@ -34,7 +34,7 @@ def costs() -> dict[str, dict[int, Any]]:
         "ddp": {"strategy": "ddp"},
         "one group": groups(1),
         "groups of one": groups(2),
-        "groups of one, int8": groups(2, wire={"push": "int8"}),
+        "groups of one, int8": groups(2, compression="int8"),
         "gossip": groups(2, method="gossip"),
     }
     two = run("device_costs.py", {"devices": 2, "fits": fits}, timeout=200).results

@@ -50,7 +50,7 @@ def simulated_updates() -> Callable[[], float]:
     from torch import nn
     from torch.utils.data import TensorDataset
 
-    from lightning_omni.simulator import Cluster, Jitter, Link, simulate
+    from lightning_omni.simulator import Cluster, Computation, Jitter, Limits, Link, Workload, simulate
 
     data = TensorDataset(fractions(1, 512, 16).float(), fractions(2, 512, 4).float())
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
@@ -60,9 +60,14 @@ def simulated_updates() -> Callable[[], float]:
     def once() -> float:
         began = time.process_time()
         simulate(
-            "async_sgd", 16, cluster, model, data, optimizer=sgd, loss=loss, batch_size=4, max_updates=updates,
-            batched=False,
-        )  # fmt: skip
+            "async_sgd",
+            16,
+            cluster,
+            Workload(model, data, loss=loss, optimizer=sgd),
+            batch_size=4,
+            limits=Limits(updates=updates),
+            computation=Computation(batched=False),
+        )
         return (time.process_time() - began) / updates
 
     return once

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lightning_omni.simulator import Cluster, Failure, Jitter, Link, Slowdown, simulate
+from lightning_omni.simulator import Cluster, Failure, Jitter, Limits, Link, Slowdown, Workload, simulate
 from lightning_omni.simulator.workload import classification_loss, classification_metrics
 from lightning_omni.trace import Trace
 
@@ -89,13 +89,15 @@ def train(method: str, groups: int, steps: int, seed: int, fails: bool) -> Trace
         method,
         groups,
         cluster,
-        model,
-        task.data,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        loss=classification_loss,
+        Workload(
+            model,
+            task.data,
+            loss=classification_loss,
+            evaluate=lambda net: classification_metrics(net, points, labels),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        ),
         batch_size=BATCH,
-        evaluate=lambda net: classification_metrics(net, points, labels),
-        max_epochs=1,
+        limits=Limits(epochs=1),
         seed=seed,
     )
 

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lightning_omni.simulator import Cluster, Failure, Link, ServerRestart, Slowdown, simulate
+from lightning_omni.simulator import Cluster, Failure, Limits, Link, ServerRestart, Slowdown, Workload, simulate
 from lightning_omni.trace import Trace
 
 KINDS = ("kill", "leave", "freeze", "server", "cut")
@@ -134,12 +134,14 @@ def train(
         args.method,
         groups,
         cluster,
-        nn.Linear(1, 1),
-        TensorDataset(torch.ones(round(epoch * groups), 1)),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
-        loss=loss,
+        Workload(
+            nn.Linear(1, 1),
+            TensorDataset(torch.ones(round(epoch * groups), 1)),
+            loss=loss,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
+        ),
         batch_size=1,
-        max_seconds=seconds,
+        limits=Limits(seconds=seconds),
     )
 
 

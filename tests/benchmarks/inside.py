@@ -135,6 +135,14 @@ def exchanged_with(ports: set[int]) -> int:
     return total
 
 
+def sharding(inside: str) -> Any:
+    """What a strategy is told."""
+    if "x" in inside:
+        rows, columns = map(int, inside.split("x"))
+        return pl.strategies.ModelParallelStrategy(rows, columns)
+    return None if inside == "ddp" else inside
+
+
 def train(inside: str, options: argparse.Namespace) -> None:
     """One rank's training, and what it took."""
     folder, devices = Path(os.environ["OMNI_FOLDER"]), options.groups * options.shards
@@ -145,10 +153,10 @@ def train(inside: str, options: argparse.Namespace) -> None:
         samples = torch.randn(4 * options.steps * devices, options.width)
         strategy = OmniStrategy(
             groups=options.groups,
-            inside=pl.strategies.ModelParallelStrategy(*map(int, inside.split("x"))) if rows > 1 else inside,  # type: ignore[arg-type]
+            model_parallel=sharding(inside),
             method=options.method,
             data="static",
-            **({} if sockets is None else {"server": os.environ["OMNI_ADDRESS"]}),  # type: ignore[arg-type]
+            server=None if sockets is None else os.environ["OMNI_ADDRESS"],
         )
         trainer = pl.Trainer(
             accelerator="cpu",

@@ -21,7 +21,7 @@ import torch
 from tasks import EVERY, JUDGING, TASKS, Run, Task, at_evaluation, crossing
 
 from lightning_omni.methods import AsyncSGD
-from lightning_omni.simulator import Cluster, Jitter, simulate
+from lightning_omni.simulator import Cluster, Computation, Evaluation, Jitter, Limits, Workload, simulate
 from lightning_omni.topology import Topology
 from lightning_omni.tuning.callback.tuned_fit import follow_groups
 from lightning_omni.tuning.model.forecast import Scaling, Setting
@@ -55,16 +55,11 @@ class Fleet:
             AsyncSGD(),
             Topology.even(self.groups, self.groups),
             Cluster.even(self.groups, 1 / task.batch, jitter=STEP_TIMES[self.step_times]),
-            run.model,
-            task.subject.data,
-            optimizer=run.optimizer,
-            loss=run.loss,
+            Workload(run.model, task.subject.data, loss=run.loss, evaluate=run.evaluate, optimizer=run.optimizer),
             batch_size=task.batch,
-            evaluate=run.evaluate,
-            evaluate_every=EVERY,
-            target=("smooth_loss", task.target),
-            max_updates=max(1, round(most)),
-            batched=run.batched,
+            evaluation=Evaluation(every=EVERY, target=("smooth_loss", task.target)),
+            limits=Limits(updates=max(1, round(most))),
+            computation=Computation(batched=run.batched),
             seed=self.seed,
         )
         at = crossing(trace.evaluated["smooth_loss"], task.target, run.smoothed)

@@ -48,8 +48,7 @@ from lightning_omni.tuning.search import Observation, Search, SearchSpec, Space
 from lightning_omni.tuning.search.choice import verdict
 from lightning_omni.tuning.search.evidence import Evidence
 from lightning_omni.tuning.search.prior import PriorTheory
-from lightning_omni.tuning.search.space import DEFAULT_ALL_REDUCES, DEFAULT_METHODS, DEFAULT_WIRES, wire_argument
-from lightning_omni.wire.formats import wire_of
+from lightning_omni.tuning.search.space import DEFAULT_ALL_REDUCES, DEFAULT_METHODS, DEFAULT_WIRES, compression_named
 
 LONGEST = 6.0
 """Samples that a run may take, in those of the user's own."""
@@ -112,11 +111,10 @@ class Judged:
             lr=setting.lr,
             most=most,
             seed=self.seed,
-            wire=wire_argument(setting.wire),
+            compression=replace(compression_named(setting.wire), all_reduce=setting.all_reduce),
             overlap=setting.overlap,
-            all_reduce=setting.all_reduce,
             rebalance="auto" if setting.rebalance else "off",
-            max_seconds=seconds,
+            seconds=math.inf if seconds is None else seconds,
         )
 
     @property
@@ -217,7 +215,7 @@ def fastest_wire(evidence: Evidence, setting: Setting) -> str:
 
 def _can_travel(method: str, wire: str) -> bool:
     try:
-        wire_of(wire_argument(wire)).check(method_named(method))
+        compression_named(wire).check(method_named(method))
     except ConfigurationError:
         return False
     return True

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from emulated_network import Hosts, Network
 from runs import free_port
 
-from lightning_omni import OmniOptimizer, World
+from lightning_omni import OmniOptimizer, Server, World
 from lightning_omni.runtime import WorldOptions
 from lightning_omni.transport.zeromq import ZeroMQ
 
@@ -54,7 +54,9 @@ class Group:
 
     def step(self, exchanges: bool = True, overlap: bool = False, seconds: float = 0.0) -> float:
         """Median time of a step that sleeps for so many seconds; that of the slowest group, on all of them."""
-        options = WorldOptions(groups=GROUPS, overlap=overlap, transport=self.transport, server=self.server)
+        options = WorldOptions(
+            groups=GROUPS, overlap=overlap, server=Server(transport=self.transport, address=self.server)
+        )
         world = World(options=options)
         weight = nn.Parameter(torch.zeros(self.numbers))
         world.broadcast_initial(nn.ParameterList([weight]))

@@ -44,7 +44,7 @@ from lightning_omni.methods import method_named, with_period
 from lightning_omni.tuning.model.forecast import Setting
 from lightning_omni.tuning.model.profile import Prediction
 from lightning_omni.tuning.search import Search
-from lightning_omni.tuning.search.space import DEFAULT_METHODS, wire_argument
+from lightning_omni.tuning.search.space import DEFAULT_METHODS, compression_named
 
 RANKS = 4
 FIRST = 56
@@ -127,11 +127,14 @@ def train(told: dict[str, Any]) -> dict[str, Any]:
             return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
     setting: dict[str, Any] | None = told["setting"]
-    options: dict[str, Any] = {"encryption": "off", "heartbeat_timeout": 30, "servers": told["servers"]}
+    options: dict[str, Any] = {
+        "server": omni.Server(encryption="off", count=told["servers"]),
+        "elastic": omni.Elastic(heartbeat=30),
+    }
     if setting is not None:
         method = with_period(method_named(setting["method"]), setting.get("period", 1))
-        wires = {"wire": wire_argument(setting["wire"]), "all_reduce": setting["all_reduce"]}
-        options |= wires | {"groups": setting["groups"], "method": method}
+        compression = replace(compression_named(setting["wire"]), all_reduce=setting["all_reduce"])
+        options |= {"compression": compression, "groups": setting["groups"], "method": method}
     tuner = omni.OmniTuner(monitor="none") if setting is None else None
     trainer = pl.Trainer(
         accelerator="cpu",

@@ -60,6 +60,7 @@ from stacked import PATIENCE, StackedRun
 from tasks import DEVELOPING, PRIOR_CLUSTERS, RANKS, Outcome, Subject, Task
 from torch import nn
 
+from lightning_omni import Compression
 from lightning_omni.methods import Method, method_named, with_period
 from lightning_omni.simulator import Cluster
 from lightning_omni.tuning.model.forecast import Scaling, Setting, Theory
@@ -140,7 +141,7 @@ class Cell:
     def options(self) -> dict[str, Any]:
         """Of the simulation."""
         if self.variant == "wire":
-            return {"wire": "int8" if self.made.pushes_weights else {"push": "int8", "pull": "bf16"}}
+            return {"compression": "int8" if self.made.pushes_weights else Compression(push="int8", pull="bf16")}
         return {"overlap": True} if self.variant == "overlap" else {}
 
     @property
@@ -601,7 +602,9 @@ def all_reduce_costs_of(format_: str, seeds: int, name: str) -> list[float]:
         return []
     for seed in range(seeds):
         exact, other = (
-            task.train(cluster, groups=1, seed=seed, most=LONGEST * task.updates, all_reduce=each)
+            task.train(
+                cluster, groups=1, seed=seed, most=LONGEST * task.updates, compression=Compression(all_reduce=each)
+            )
             for each in ("fp32", format_)
         )
         found.append(math.log(samples_at_least(task, other) / exact.samples))
@@ -663,7 +666,7 @@ def show_widths() -> None:
         target = float(whole.evaluated["smooth_loss"][-1])
         exact, cells = train(until=target).samples, []
         for rank in THIN:
-            run = train(until=target, all_reduce=f"powersgd:{rank}")
+            run = train(until=target, compression=Compression(all_reduce=f"powersgd:{rank}"))
             ratio = samples_at_least(task, run) / exact
             cells.append(f"{ratio:.2f} ({100 * PowerSGD(rank=rank).share(shapes):.1f} %)")
         print("|", " | ".join([name, str(width), *cells]), "|", flush=True)

@@ -43,7 +43,7 @@ def train(folder: Path) -> None:
     from torch import Tensor, nn
     from torch.utils.data import DataLoader, TensorDataset
 
-    from lightning_omni import OmniStrategy
+    from lightning_omni import OmniStrategy, Server
 
     torch.set_num_threads(1)
     server = os.environ.get("OMNI_SERVER")
@@ -73,7 +73,7 @@ def train(folder: Path) -> None:
         max_epochs=1,
         accelerator="cpu",
         devices=2,
-        strategy=OmniStrategy(groups=2, save_every=1.0, server=server),
+        strategy=OmniStrategy(groups=2, server=Server(save=1.0, address=server)),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

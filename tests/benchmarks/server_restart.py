@@ -59,12 +59,12 @@ class Death:
     problem: str = ""
 
 
-def fit(method: str, save_every: float, **strategy: Any) -> dict[str, Any]:
+def fit(method: str, save_every: float, **server: Any) -> dict[str, Any]:
     """The options of a run, of whose batches each takes 30 ms."""
     return {
         "data": {"samples": SAMPLES},
         "sleep": {str(rank): 0.03 for rank in range(RANKS)},
-        "strategy": {"groups": 2, "method": method, "save_every": save_every, **strategy},
+        "strategy": {"groups": 2, "method": method, "server": {"save": save_every, **server}},
         "trainer": {"max_epochs": EPOCHS, "val_check_interval": 0.5},
     }
 
@@ -154,7 +154,7 @@ def run_with(
         environment, strategy, server = {}, {}, None
         if stands:
             server = Standing(stack, save_every)
-            strategy["server"], environment["LIGHTNING_OMNI_KEY"] = server.address(), server.key
+            strategy["address"], environment["LIGHTNING_OMNI_KEY"] = server.address(), server.key
         options = {"fits": [fit(method, save_every, **strategy)], "servers": 2}  # the second goes on for the first
         running = stack.enter_context(Running("groups.py", options, environment))
         if server is not None:

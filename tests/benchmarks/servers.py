@@ -36,7 +36,7 @@ def worker(way: str, address: str, encryption: str, rank: int, period: int, exch
     import torch.distributed as dist
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
-    from lightning_omni import OmniOptimizer, World
+    from lightning_omni import OmniOptimizer, Server, World
     from lightning_omni.runtime.options import WorldOptions
 
     torch.set_num_threads(1)
@@ -80,8 +80,7 @@ def worker(way: str, address: str, encryption: str, rank: int, period: int, exch
         options = WorldOptions(
             groups=HOSTS,
             method=f"local_sgd:period={period}",
-            servers=1 if way == "one" else "per-node",
-            encryption=encryption,
+            server=Server(count=1 if way == "one" else "per-node", encryption=encryption),  # type: ignore[arg-type]
         )
         world = World(HOSTS, options=options, ranks_per_node=[1] * HOSTS)
         world.broadcast_initial(model)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_omni.simulator import Cluster, Jitter, Link, simulate
+from lightning_omni.simulator import Cluster, Computation, Jitter, Limits, Link, Workload, simulate
 from lightning_omni.simulator.workbench import Samples, Workbench
 from lightning_omni.trace import Trace
 
@@ -46,9 +46,14 @@ def run(data: Any, devices: int, updates: int, batch_size: int, batched: Any) ->
     )
     began = time.process_time()
     trace = simulate(
-        "async_sgd", devices, cluster, network(), data,
-        optimizer=sgd, loss=loss, batch_size=batch_size, max_updates=updates, batched=batched,
-    )  # fmt: skip
+        "async_sgd",
+        devices,
+        cluster,
+        Workload(network(), data, loss=loss, optimizer=sgd),
+        batch_size=batch_size,
+        limits=Limits(updates=updates),
+        computation=Computation(batched=batched),
+    )
     return trace, time.process_time() - began
 
 

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lightning_omni.methods import method_named
-from lightning_omni.simulator import Cluster, simulate
+from lightning_omni.simulator import Cluster, Limits, Workload, simulate
 from lightning_omni.wire.layout import Layout
 
 GROUPS, PERIOD = 4, 16
@@ -83,14 +83,16 @@ def final_loss(method: str, lr: float, seed: int, epochs: int) -> float:
         method,
         GROUPS,
         Cluster.even(GROUPS),
-        model,
-        data,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=lr),
-        loss=loss,
+        Workload(
+            model,
+            data,
+            loss=loss,
+            evaluate=lambda trained: {"loss": float(loss(trained, data.tensors))},
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=lr),
+        ),
         batch_size=8,
-        max_epochs=epochs,
+        limits=Limits(epochs=epochs),
         seed=seed,
-        evaluate=lambda trained: {"loss": float(loss(trained, data.tensors))},
     )
     return float(trace.evaluated["loss"][-1])
 

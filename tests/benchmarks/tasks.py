@@ -42,7 +42,7 @@ from torch.nn.functional import avg_pool2d, cross_entropy, mse_loss
 from torch.utils.data import TensorDataset
 
 from lightning_omni.methods import Barrier, Method, method_named
-from lightning_omni.simulator import Cluster, Jitter, Link, simulate
+from lightning_omni.simulator import Cluster, Computation, Evaluation, Jitter, Limits, Link, Workload, simulate
 from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace
 
@@ -190,7 +190,7 @@ class Task:
             lr: of the optimizer; None for the user's own.
             most: batches of all ranks after which the run ends in any case.
             until: held-out loss at which the run ends; None for the target.
-            options: further ones of `lightning_omni.simulator.simulate`: ``seed`` and the like.
+            options: further ones of `Task.simulate` and `lightning_omni.simulator.simulate`: ``seed`` and the like.
         """
         run = Run(self, self.momentum if momentum is None else momentum, self.own_lr if lr is None else lr)
         target = self.target if until is None else until
@@ -211,6 +211,8 @@ class Task:
         target: tuple[str, float] | None,
         most: float = math.inf,
         every: int = EVERY,
+        seconds: float = math.inf,
+        rebalance: Literal["off", "auto"] = "off",
         **options: Any,
     ) -> Trace:
         """A run with its own model, loss and optimizers, evaluated ``every`` batches; `train` says the rest."""
@@ -223,17 +225,15 @@ class Task:
             chosen,
             topology,
             cluster,
-            run.model,
-            self.subject.data,
-            optimizer=run.optimizer,
-            loss=run.loss,
+            Workload(run.model, self.subject.data, loss=run.loss, evaluate=run.evaluate, optimizer=run.optimizer),
             batch_size=self.batch_size,
-            evaluate=run.evaluate,
-            evaluate_every=period,
-            target=target,
-            max_updates=None if math.isinf(most) else max(1, round(most * ticks)),
-            max_epochs=MOST_EPOCHS if math.isinf(most) else None,
-            batched=run.batched,
+            evaluation=Evaluation(every=period, target=target),
+            limits=Limits(
+                updates=math.inf if math.isinf(most) else max(1, round(most * ticks)),
+                epochs=MOST_EPOCHS if math.isinf(most) else math.inf,
+                seconds=seconds,
+            ),
+            computation=Computation(rebalance, run.batched),
             **options,
         )
 

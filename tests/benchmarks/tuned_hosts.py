@@ -194,7 +194,9 @@ def train(told: dict[str, Any]) -> dict[str, Any]:
         num_nodes=RANKS // told["per_host"],
         strategy=HookedDDP(**hook.options)
         if tuner is None
-        else omni.OmniStrategy(encryption="off", heartbeat_timeout=30, servers=told["servers"]),
+        else omni.OmniStrategy(
+            server=omni.Server(encryption="off", count=told["servers"]), elastic=omni.Elastic(heartbeat=30)
+        ),
         max_epochs=problem.epochs,
         limit_val_batches=0,
         logger=False,

@@ -63,7 +63,7 @@ from lightning_omni.tuning.search import Observation, Search, TrainedSegment
 from lightning_omni.tuning.search.choice import best_by_forecast, verdict
 from lightning_omni.tuning.search.evidence import mean_error
 from lightning_omni.tuning.search.prior import Prior
-from lightning_omni.tuning.search.space import wire_argument
+from lightning_omni.tuning.search.space import compression_named
 
 DEVIATIONS = statistics.NormalDist().inv_cdf(0.9)
 """Between the mean and either end of an interval of 80 %."""
@@ -213,11 +213,10 @@ class TunedRun:
             target=("smooth_loss", task.target) if to_target else None,
             most=most,
             seed=judged.seed + 1009 * since.changes,
-            wire=wire_argument(setting.wire),
+            compression=replace(compression_named(setting.wire), all_reduce=setting.all_reduce),
             overlap=setting.overlap,
-            all_reduce=setting.all_reduce,
             rebalance="auto" if setting.rebalance else "off",
-            max_seconds=seconds,
+            seconds=math.inf if seconds is None else seconds,
         )
         at = crossing(trace.evaluated["smooth_loss"], task.target, run.smoothed)
         reached = since.seconds + at_evaluation(trace.evaluated["time"], at)

@@ -20,7 +20,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lightning_omni.simulator import Cluster, Jitter, simulate
+from lightning_omni.simulator import Cluster, Jitter, Limits, Workload, simulate
 from lightning_omni.wire.formats import wire_named
 from lightning_omni.wire.layout import Layout
 
@@ -55,10 +55,20 @@ def accuracy(method: str, wire: str, seed: int, epochs: int) -> float:
     data, (x, y) = digits(seed)
     at_server = method.partition(":")[0] in ("async_sgd", "hardsync", "softsync")
     trace = simulate(
-        method, GROUPS, Cluster.even(GROUPS, jitter=Jitter("lognormal", 0.3)), network(seed), data,
-        optimizer=lambda own: torch.optim.SGD(own, lr=0.05 if at_server else 0.1, momentum=0.5),
-        loss=loss, batch_size=16, max_epochs=epochs, seed=seed, wire=wire,
-    )  # fmt: skip
+        method,
+        GROUPS,
+        Cluster.even(GROUPS, jitter=Jitter("lognormal", 0.3)),
+        Workload(
+            network(seed),
+            data,
+            loss=loss,
+            optimizer=lambda own: torch.optim.SGD(own, lr=0.05 if at_server else 0.1, momentum=0.5),
+        ),
+        batch_size=16,
+        limits=Limits(epochs=epochs),
+        seed=seed,
+        compression=wire,
+    )
     model = network(seed)
     model.load_state_dict({name: torch.tensor(weight) for name, weight in trace.weights.items()})
     with torch.no_grad():

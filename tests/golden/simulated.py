@@ -7,7 +7,7 @@ begin with the same ones. Layers are written out element by element where that i
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,19 @@ from torch.utils.data import TensorDataset
 from golden.digests import Outcome, digest, named, order_of, size_of
 from lightning_omni.methods import Method, SoftSync, method_named
 from lightning_omni.server.event_log import Event
-from lightning_omni.simulator import Cluster, Failure, Jitter, Link, Slowdown, replay, simulate
+from lightning_omni.simulator import (
+    Cluster,
+    Computation,
+    Evaluation,
+    Failure,
+    Jitter,
+    Limits,
+    Link,
+    Slowdown,
+    Workload,
+    replay,
+    simulate,
+)
 from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace
 from lightning_omni.wire import messages as m
@@ -202,13 +214,14 @@ def simulated(
     model: Callable[[], nn.Module] = Network,
     samples: Callable[[], TensorDataset] = data,
     optimizer: Callable[[Any], Optimizer] = sgd,
+    evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None,
     **more: Any,
 ) -> Outcome:
     """One run in virtual time."""
     events: list[Event] = []
-    limits = {"max_updates": updates_of(method)} if not {"max_epochs", "max_seconds"} & more.keys() else {}
-    settings: dict[str, Any] = {"batch_size": 4, "seed": SEED, "record": events.append, **limits, **more}
-    trace = simulate(method, topology, cluster, model(), samples(), optimizer=optimizer, loss=loss, **settings)
+    settings = {"batch_size": 4, "seed": SEED, "limits": Limits(updates=updates_of(method)), **more}
+    workload = Workload(model(), samples(), loss, evaluate, optimizer)
+    trace = simulate(method, topology, cluster, workload, record=events.append, **settings)
     return outcome_of(trace, events)
 
 
@@ -216,11 +229,21 @@ def replayed(method: str, topology: int | Topology, cluster: Cluster, merged: st
     """A run in virtual time, and what a replay of its record comes to."""
     events: list[Event] = []
     model = Headed() if merged else Network()
-    settings: dict[str, Any] = {"batch_size": 4, "seed": SEED, "merged": merged, "batched": False}
+    settings: dict[str, Any] = {
+        "batch_size": 4,
+        "seed": SEED,
+        "merged": merged,
+        "computation": Computation(batched=False),
+    }
     trace = simulate(
-        method, topology, cluster, model, data(), optimizer=sgd, loss=loss, record=events.append,
-        max_updates=updates_of(method), **settings,
-    )  # fmt: skip
+        method,
+        topology,
+        cluster,
+        Workload(model, data(), loss=loss, optimizer=sgd),
+        record=events.append,
+        limits=Limits(updates=updates_of(method)),
+        **settings,
+    )
     return replay_of(events, model, merged, outcome_of(trace, events))
 
 
@@ -308,13 +331,15 @@ def cases() -> dict[str, Case]:
         found[f"simulated {method}, single precision"] = _case(method, 4, uneven(), **single)
         for groups in (2, 4):
             found[f"simulated {method}, {groups} groups at the same moments"] = _case(method, groups, equal())
-        found[f"simulated {method}, two epochs"] = _case(method, 4, uneven(), max_epochs=2)
+        found[f"simulated {method}, two epochs"] = _case(method, 4, uneven(), limits=Limits(epochs=2))
     found |= {f"simulated {method}": _case(method, 4, uneven()) for method in VARIANTS}
     for method in ("async_sgd", "hardsync", "softsync", "local_sgd:period=3", "diloco:period=3", "gossip:period=2"):
         died = uneven(events=[Failure(3, 0.04)])
-        found[f"simulated {method}, a group dies"] = _case(method, 4, died, max_epochs=2)
+        found[f"simulated {method}, a group dies"] = _case(method, 4, died, limits=Limits(epochs=2))
         tied = equal(events=[Failure(3, 2.0**-7)])  # at the very moment when its second gradient is there
-        found[f"simulated {method}, a group dies at the moment of a push"] = _case(method, 4, tied, max_epochs=1)
+        found[f"simulated {method}, a group dies at the moment of a push"] = _case(
+            method, 4, tied, limits=Limits(epochs=1)
+        )
     found |= _happenings()
     found |= _replays()
     return found
@@ -335,10 +360,12 @@ def _happenings() -> dict[str, Case]:
                 "async_sgd", groups, uneven(), Headed, optimizer=make, merged="head"
             )
             found[f"simulated proportional batches, {name}, {groups // 2} groups"] = _case(
-                "async_sgd", groups // 2, uneven(events=slow), optimizer=make, rebalance="auto"
+                "async_sgd", groups // 2, uneven(events=slow), optimizer=make, computation=Computation(rebalance="auto")
             )
     dies = uneven(events=[Failure(2, 0.04)])
-    found["simulated merged head, a group dies"] = _case("async_sgd", 4, dies, Headed, merged="head", max_epochs=2)
+    found["simulated merged head, a group dies"] = _case(
+        "async_sgd", 4, dies, Headed, merged="head", limits=Limits(epochs=2)
+    )
     found["simulated merged head, elastic averaging"] = _case(
         "elastic_averaging:period=2", 4, uneven(), Headed, merged="head"
     )
@@ -346,14 +373,20 @@ def _happenings() -> dict[str, Case]:
     return found | {
         "simulated softsync with plain rates": _case(SoftSync(n=2, modulation="none"), 4, uneven()),
         "simulated uneven groups": _case("async_sgd", Topology(((0,), (1, 2, 3))), uneven()),
-        "simulated members apart": _case("softsync", 2, uneven(), members_apart=True),
-        "simulated gradients of several groups at a time": _case("async_sgd", 8, equal(8), batched=True),
-        "simulated slow for a while": _case("async_sgd", 4, uneven(events=slow)),
-        "simulated group of rank 0 dies": _case("async_sgd", 4, uneven(events=[Failure(0, 0.03)]), max_epochs=2),
-        "simulated a rank of a larger group dies": _case(
-            "hardsync", 2, uneven(events=[Failure(3, 0.03)]), max_epochs=2
+        "simulated members apart": _case("softsync", 2, uneven(), computation=Computation(members_apart=True)),
+        "simulated gradients of several groups at a time": _case(
+            "async_sgd", 8, equal(8), computation=Computation(batched=True)
         ),
-        "simulated pushes that are not finite": _case("async_sgd", 4, uneven(), samples=spoiled, max_epochs=2),
+        "simulated slow for a while": _case("async_sgd", 4, uneven(events=slow)),
+        "simulated group of rank 0 dies": _case(
+            "async_sgd", 4, uneven(events=[Failure(0, 0.03)]), limits=Limits(epochs=2)
+        ),
+        "simulated a rank of a larger group dies": _case(
+            "hardsync", 2, uneven(events=[Failure(3, 0.03)]), limits=Limits(epochs=2)
+        ),
+        "simulated pushes that are not finite": _case(
+            "async_sgd", 4, uneven(), samples=spoiled, limits=Limits(epochs=2)
+        ),
         "simulated divergence": _case("async_sgd", 4, uneven(), samples=partial(spoiled, slice(0, 96))),
         "simulated local steps that are not finite": _case("local_sgd:period=2", 4, uneven(), samples=spoiled),
         "simulated gradients that are missing": _case("async_sgd", 4, uneven(), Sparing),
@@ -362,12 +395,17 @@ def _happenings() -> dict[str, Case]:
         "simulated dropout": _case("async_sgd", 4, uneven(), partial(Network, nn.Dropout(0.25))),
         "simulated batch normalisation": _case("async_sgd", 2, uneven(), partial(Network, _norm())),
         "simulated evaluations until a target": _case(
-            "diloco:period=3", 4, uneven(), evaluate=evaluate, evaluate_every=2, target=("loss", 0.75)
+            "diloco:period=3", 4, uneven(), evaluate=evaluate, evaluation=Evaluation(every=2, target=("loss", 0.75))
         ),
         "simulated evaluations by time": _case(
-            "gossip", 4, uneven(), evaluate=evaluate, evaluate_every_seconds=0.01, max_seconds=0.05
+            "gossip",
+            4,
+            uneven(),
+            evaluate=evaluate,
+            evaluation=Evaluation(every_seconds=0.01),
+            limits=Limits(seconds=0.05),
         ),
-        "simulated an end in time": _case("softsync", 4, uneven(), max_seconds=0.04),
+        "simulated an end in time": _case("softsync", 4, uneven(), limits=Limits(seconds=0.04)),
     }
 
 

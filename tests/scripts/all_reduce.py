@@ -10,6 +10,7 @@ import torch.distributed as dist
 from common import Net, digest, loaders, omni, pl, report, trainer
 from torch import Tensor
 
+from lightning_omni import Compression
 from lightning_omni.wire.all_reduce import Memory, all_reduce_of, resumed
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))
@@ -89,7 +90,9 @@ class Table(pl.LightningModule):
 def fit_table(format_: str) -> dict[str, Any]:
     pl.seed_everything(7, verbose=False)
     module = Table()
-    trainer(omni.OmniStrategy(groups=1, all_reduce=format_), 2, max_epochs=1).fit(module, loaders()[0])
+    trainer(omni.OmniStrategy(groups=1, compression=Compression(all_reduce=format_)), 2, max_epochs=1).fit(
+        module, loaders()[0]
+    )
     return {"weights": digest(module), "is_sparse": module.table.weight.grad.is_sparse}
 
 
@@ -97,7 +100,11 @@ def fit(format_: str, switched: bool = False, **options: Any) -> dict[str, Any]:
     pl.seed_everything(7, verbose=False)
     module = Compared(format_)
     strategy = omni.OmniStrategy(
-        groups=1, all_reduce=format_, find_unused_parameters=True, bucket_cap_mb=0.001, rebalance="off"
+        groups=1,
+        compression=Compression(all_reduce=format_),
+        find_unused_parameters=True,
+        bucket_cap_mb=0.001,
+        rebalance="off",
     )
     callbacks = [Switched()] if switched else []
     trainer(strategy, 2, max_epochs=1, callbacks=callbacks, **options).fit(module, loaders()[0])

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from common import OPTIONS, InTime, Net, dataset, digest, omni, pl, report, trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, WeightedRandomSampler
+from values import values_in
 
 from lightning_omni.runtime.data.balance import Balance
 from lightning_omni.runtime.timing import HostClock
@@ -166,7 +167,7 @@ class Loader(pl.LightningDataModule):
 
 def fit(options: dict[str, Any]) -> dict[str, Any]:
     pl.seed_everything(5, verbose=False)
-    strategy = omni.OmniStrategy(**{"groups": 1, **options.get("strategy", {})})
+    strategy = omni.OmniStrategy(**values_in({"groups": 1, **options.get("strategy", {})}))
     notes, clock = Notes(options), Emulated() if options.get("emulated") else None
     if clock and strategy.balance.is_on:
         strategy.balance = Balance("auto", strategy.rank_zero_info, clock=clock)

@@ -10,6 +10,8 @@ import torch
 from common import FOLDER, InTime, Net, digest, loaders, omni, pl, report, trainer
 from torch.utils._pytree import tree_map
 
+from lightning_omni import Server
+
 MANY = 768
 """Samples of which a group leases so many at once that the server hears of them late."""
 RANK = int(os.environ.get("LOCAL_RANK", 0))
@@ -175,7 +177,7 @@ def from_inside(strategy: Any, name: str = "groups-step=6", samples: int = 256) 
 def in_fragments(servers: int) -> Any:
     """Groups that exchange fragments with so many servers, equally often: each trains the same part of an epoch."""
     method = "diloco:period=4,fragments=2,delay=1,outer_momentum=0.5"
-    return omni.OmniStrategy(groups=2, servers=servers, method=method, wire="int8", data="static")
+    return omni.OmniStrategy(groups=2, server=Server(count=servers), method=method, compression="int8", data="static")
 
 
 def main() -> None:

@@ -45,7 +45,8 @@ def servers() -> int:
     """How many the fits start here: one each, or several; "servers" counts those that are not options of a fit."""
     fits = OPTIONS.get("fits", ())
     given = [fit.get("strategy", {}) if isinstance(fit, dict) else {} for fit in fits]
-    several = [each.get("servers", 1) if isinstance(each, dict) else 1 for each in given]
+    embedded = [each.get("server") if isinstance(each, dict) else None for each in given]
+    several = [each.get("count", 1) if isinstance(each, dict) else 1 for each in embedded]
     return OPTIONS.get("servers", 0 if fits else 1) + sum(count if isinstance(count, int) else 1 for count in several)
 
 

@@ -14,6 +14,7 @@ from devices import own_device
 from emulated_cuda import device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from values import values_in
 
 from lightning_omni.group.core import GroupCore
 
@@ -126,7 +127,7 @@ def fit(strategy: Any, model: dict[str, Any] | None = None, **options: Any) -> d
     net, measures = Net(**(model or {})), Measures()
     width = net.layers[0].in_features
     loader = DataLoader(TensorDataset(torch.randn(4 * (LAST + 2) * OPTIONS["devices"], width)), batch_size=4)
-    chosen = strategy if isinstance(strategy, str) else omni.OmniStrategy(**strategy, data="static")
+    chosen = strategy if isinstance(strategy, str) else omni.OmniStrategy(**values_in(strategy), data="static")
     callbacks = [measures, *([] if isinstance(strategy, str) else [InTime()])]
     run = trainer(chosen, OPTIONS["devices"], callbacks=callbacks, **options)
     run.fit(net, loader)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from devices import BACKEND, own_device
 from torch import Tensor, nn
+from values import values_in
 
 from lightning_omni import OmniOptimizer, World
 from lightning_omni.runtime import names_of
@@ -32,7 +33,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 def train(method: str, freeze_at: int, regroups: bool = False, **options: Any) -> dict[str, Any]:
     """The steps, counted over all epochs, with which the frozen layer changed; of the evaluated model the epochs."""
     device = own_device(dist.get_rank())
-    world = World(RANKS, device, WorldOptions(groups=RANKS, method=method, **options))
+    world = World(RANKS, device, WorldOptions(groups=RANKS, method=method, **values_in(options)))
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 20), nn.Linear(20, 20), nn.Linear(20, 1)).to(device)
     body, model = net[1], world.wrap(net)

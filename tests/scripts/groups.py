@@ -19,6 +19,7 @@ from common import FOLDER, OPTIONS, InTime, Net, dataset, digest, loaders, omni,
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, WeightedRandomSampler
 from torchmetrics.classification import MulticlassAccuracy
+from values import values_in
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))
 warnings.filterwarnings("always", message="OmniStrategy: each group makes")
@@ -332,7 +333,7 @@ def odd_buffers(module: Any) -> dict[str, Any]:
 
 def fit(options: dict[str, Any]) -> dict[str, Any]:
     pl.seed_everything(options.pop("seed", 3), verbose=False)
-    strategy = omni.OmniStrategy(**options.pop("strategy", {"groups": 2}))
+    strategy = omni.OmniStrategy(**values_in(options.pop("strategy", {"groups": 2})))
     notes = Notes(options)
     kind = NETS[options.pop("net", "")]
     module = kind(options.pop("sleep", {}), options.pop("schedule", ""), options.pop("sync", False))

@@ -14,6 +14,7 @@ import forked
 import torch
 import torch.distributed as dist
 from devices import BACKEND, own_device
+from values import values_in
 
 from lightning_omni import OmniOptimizer, World
 from lightning_omni.runtime.options import WorldOptions
@@ -27,7 +28,11 @@ def train(rank: int) -> dict[str, object]:
     torch.manual_seed(0)
     device = own_device(rank)
     model = torch.nn.Sequential(torch.nn.Linear(31, 33), torch.nn.Linear(33, 3)).to(device)  # parts of odd sizes
-    options = WorldOptions(groups=2, wire=TOLD["wire"], method=TOLD["method"], servers=TOLD["servers"])
+    options = WorldOptions(
+        groups=2,
+        method=TOLD["method"],
+        **values_in({"compression": TOLD["wire"], "server": {"count": TOLD["servers"]}}),
+    )
     world = World(2, device, options)
     world.broadcast_initial(model)
     optimizer = OmniOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), world)

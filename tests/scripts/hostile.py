@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from common import FOLDER, Net, digest, loaders, omni, pl, report, trainer
 
+from lightning_omni import Server
+
 PACE = 0.03
 """Seconds that a step of the second fit takes longer, so that there is something to attack."""
 
@@ -40,7 +42,7 @@ class Ports(pl.Callback):
 def fit(callbacks: list[Any]) -> dict[str, Any]:
     torch.manual_seed(1)
     model = Net()
-    strategy = omni.OmniStrategy(groups=2, method="hardsync", data="static", host="127.0.0.1")
+    strategy = omni.OmniStrategy(groups=2, method="hardsync", data="static", server=Server(host="127.0.0.1"))
     fitting = trainer(strategy, devices=2, callbacks=callbacks, max_epochs=2)
     fitting.fit(model, *loaders(shuffle=False))
     return {"weights": digest(model), "steps": fitting.global_step, "lost": strategy.report().ranks_lost}

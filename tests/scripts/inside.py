@@ -301,12 +301,16 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def inside_of(inside: str) -> Any:
+def inside_of(inside: str, folder: bool = False, shards: int | None = None) -> Any:
     """What `OmniStrategy` is told: "2 x 2" is a mesh."""
-    if "x" not in inside:
-        return inside
-    sizes = map(int, inside.split("x"))
-    return pl.strategies.ModelParallelStrategy(*sizes, save_distributed_checkpoint=False)
+    if "x" in inside:
+        sizes = map(int, inside.split("x"))
+        return pl.strategies.ModelParallelStrategy(*sizes, save_distributed_checkpoint=folder)
+    return omni.FSDP(shards, folder) if inside == "fsdp" else None
+
+
+def strategy_of(inside: str, folder: bool = False, shards: int | None = None, **given: Any) -> omni.OmniStrategy:
+    return omni.OmniStrategy(model_parallel=inside_of(inside, folder, shards), data="static", **given)
 
 
 def tensor_parity() -> Any:
@@ -315,7 +319,7 @@ def tensor_parity() -> Any:
     for row in OPTIONS["meshes"]:
         optimizer, options = ROWS[row["row"]]
         found = []
-        for strategy in (inside_of, lambda inside: omni.OmniStrategy(groups=1, inside=inside_of(inside))):
+        for strategy in (inside_of, lambda inside: omni.OmniStrategy(groups=1, model_parallel=inside_of(inside))):
             pl.seed_everything(7, verbose=False)
             module = {"Parallel": Parallel, "Mixed": Mixed}[row["kind"]](optimizer)
             saves = Saves(row["saves"]) if "saves" in row and found else None
@@ -347,15 +351,15 @@ def parity() -> Any:
         row = {}
         runs = [
             ("theirs", partial(pl.strategies.ModelParallelStrategy, 2, 1), Wrapped),
-            ("ours", partial(omni.OmniStrategy, groups=1, inside="fsdp"), Wrapped),
-            ("by itself", partial(omni.OmniStrategy, groups=1, inside="fsdp"), Blocks),
+            ("ours", partial(omni.OmniStrategy, groups=1), Wrapped),
+            ("by itself", partial(omni.OmniStrategy, groups=1), Blocks),
         ]
         for whose, strategy, kind in runs if name in BY_ITSELF else runs[:2]:
             pl.seed_everything(7, verbose=False)
             module = RECOMPUTED[kind](optimizer) if name == "activation checkpointing" else kind(optimizer)
             saves = Saves(f"two-{whose}") if "gradient_clip_val" in options else None
-            folders = {"save_distributed_checkpoint": True} if saves and whose == "ours" else {}
-            run = trainer(strategy(**folders), 2, callbacks=saves, **options)
+            ours: dict[str, Any] = {"model_parallel": inside_of("fsdp", folder=saves is not None and whose == "ours")}
+            run = trainer(strategy(**ours if whose != "theirs" else {}), 2, callbacks=saves, **options)
             run.fit(module, data(), data())
             row[whose] = [here(module), run.global_step, float(run.callback_metrics["val_loss"])]
             if isinstance(module, Recomputed):
@@ -369,18 +373,17 @@ def parity() -> Any:
 def fit(inside: str, kind: type[Blocks], optimizer: str = "SGD", groups: int = 2, **options: Any) -> Any:
     pl.seed_everything(7, verbose=False)
     ckpt = options.pop("ckpt", None)
-    ours = ("method", "wire", "overlap", "server", "shards")
+    ours = ("method", "compression", "overlap", "server")
     given = {name: options.pop(name) for name in list(options) if name in ours}
-    together = given.get("shards", 1)
-    if inside != "fsdp":  # groups of the same ranks
-        given.pop("shards", None)
+    together, folder = options.pop("shards", None), options.pop("folder", False)
+    shards = together if inside == "fsdp" else None  # otherwise groups of the same ranks
     module = kind(optimizer)
     module.run = f"{OPTIONS}{inside}{given}{fit.__dict__.setdefault('count', 0)}"
     fit.__dict__["count"] += 1
-    strategy = omni.OmniStrategy(groups=groups, inside=inside_of(inside), data="static", **given)
+    strategy = strategy_of(inside, folder, shards, groups=groups, **given)
     run = trainer(strategy, OPTIONS.get("devices", 4), **options)
     samples = alike("x" in inside) if issubclass(kind, Even) else data()
-    with patch.object(places, "evenly", lambda ranks, groups, *_: Topology.even(ranks, groups, together)):
+    with patch.object(places, "evenly", lambda ranks, groups, *_: Topology.even(ranks, groups, together or 1)):
         run.fit(module, samples, data(), ckpt_path=ckpt)
     return module, run, strategy.report()
 
@@ -455,13 +458,13 @@ def resumes() -> Any:
     """Checkpoints go on in other groups, in other numbers of shards, and with Lightning's own strategies."""
     results = {}
     for row in OPTIONS["resumes"]:
-        ours = partial(omni.OmniStrategy, row.get("groups", 1), data="static")
+        ours = partial(strategy_of, groups=row.get("groups", 1))
         strategies = {
             "ddp": pl.strategies.DDPStrategy,
             "parallel": partial(pl.strategies.ModelParallelStrategy, OPTIONS.get("devices", 4), 1),
-            "inside ddp": partial(ours, inside="ddp"),
-            "inside fsdp": partial(ours, inside="fsdp"),
-            **{mesh: partial(ours, inside=inside_of(mesh)) for mesh in ("2 x 2", "1 x 2", "2 x 1")},
+            "inside ddp": partial(ours, "ddp"),
+            "inside fsdp": partial(ours, "fsdp"),
+            **{mesh: partial(ours, mesh) for mesh in ("2 x 2", "1 x 2", "2 x 1")},
             "parallel 2 x 2": partial(pl.strategies.ModelParallelStrategy, 2, 2),
         }
         pl.seed_everything(7, verbose=False)
@@ -577,7 +580,7 @@ def dies() -> Any:
     """A member of the second group is killed; the first goes on, and is tested. It is sharded by configure_model."""
     pl.seed_everything(7, verbose=False)
     module = Wrapped("AdamW")
-    run = trainer(omni.OmniStrategy(groups=2, inside="fsdp"), 4, max_epochs=2, callbacks=[Dies()])
+    run = trainer(omni.OmniStrategy(groups=2, model_parallel="fsdp"), 4, max_epochs=2, callbacks=[Dies()])
     run.fit(module, data(128), data())
     lost = run.strategy.report().ranks_lost
     return {"lost": lost, "val_loss": float(run.callback_metrics["val_loss"])}
@@ -589,7 +592,7 @@ def dies_in_row() -> Any:
     module, compares = Parallel("AdamW"), Compares()
     callbacks = [Saves("before"), Saves("after", 1), Dies(1), compares]
     method = "decoupled_diloco:period=2,fragments=1"
-    strategy = omni.OmniStrategy(groups=2, inside=inside_of("1 x 2"), method=method, save_distributed_checkpoint=True)
+    strategy = omni.OmniStrategy(groups=2, model_parallel=inside_of("1 x 2", folder=True), method=method)
     run = trainer(strategy, 4, max_epochs=2, callbacks=callbacks)
     run.fit(module, data(128), data())
     return {
@@ -606,7 +609,7 @@ def dies_in_replicas() -> Any:
     module, saves = Wrapped("AdamW"), Saves("before-death")
     with patch.object(places, "evenly", lambda *_: Topology(((0, 1), (2, 3, 4, 5)))):
         strategy = omni.OmniStrategy(
-            2, inside="fsdp", shards=2, method="diloco:period=2", save_distributed_checkpoint=True
+            2, model_parallel=omni.FSDP(shards=2, distributed_checkpoint=True), method="diloco:period=2"
         )
         run = trainer(strategy, 6, max_epochs=2, callbacks=[saves, Dies(1, rank=5)])
         run.fit(module, data(192), data())

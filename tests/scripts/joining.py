@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils.data import DataLoader, random_split
+from values import values_in
 
 NAME = os.environ["OMNI_TEST_NAME"]
 GATE = OPTIONS.get("gate", "go")
@@ -180,9 +181,15 @@ def main() -> None:
         "steps", 0
     )
     last = [pl.callbacks.OnExceptionCheckpoint(FOLDER / NAME, "last")] * OPTIONS.get("last", 0)
-    inside = pl.strategies.ModelParallelStrategy(*map(int, INSIDE.split("x"))) if "x" in INSIDE else INSIDE
-    given = {"method": OPTIONS.get("method"), "timeout": None, "inside": inside, **OPTIONS.get("strategy", {})}
-    strategy = omni.OmniStrategy(**given)
+    inside = (
+        pl.strategies.ModelParallelStrategy(*map(int, INSIDE.split("x")))
+        if "x" in INSIDE
+        else None
+        if INSIDE == "ddp"
+        else INSIDE
+    )
+    given = {"method": OPTIONS.get("method"), "timeout": None, "model_parallel": inside, **OPTIONS.get("strategy", {})}
+    strategy = omni.OmniStrategy(**values_in(given))
     net.lr = 0.05  # which a finder sets
     finder = [pl.callbacks.LearningRateFinder(num_training_steps=4)] if "finder" in OPTIONS else []
     half = []

@@ -13,6 +13,7 @@ import torch
 from common import FOLDER, OPTIONS, dataset, digest, loaders, omni, pl, report, trainer
 from layers import Counter
 from torch import Tensor, nn
+from values import values_in
 
 from lightning_omni.errors import ConfigurationError
 
@@ -149,9 +150,13 @@ def fit(number: int, options: dict[str, Any]) -> dict[str, Any]:
     untrained = validation_loss(copy.deepcopy(model))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     record = f"{FOLDER}/record{number}" if options.get("record") else None
-    strategy = omni.OmniStrategy(
-        merged=options.get("merged", "classifier"), record=record, **options.get("strategy", {})
-    )
+    given = options.get("strategy", {})
+    given = {
+        "merged": options.get("merged", "classifier"),
+        **given,
+        "server": {"record": record, **given.get("server", {})},
+    }
+    strategy = omni.OmniStrategy(**values_in(given))
     checkpoint = pl.callbacks.ModelCheckpoint(dirpath=FOLDER / f"fit{number}", monitor="val_loss", save_last=True)
     callbacks = [checkpoint, Regroup(options.get("regroup", {}))]
     run = trainer(

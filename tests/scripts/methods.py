@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from common import FOLDER, OPTIONS, Net, digest, loaders, omni, pl, report, trainer
 from torch import Tensor
+from values import values_in
 
 from lightning_omni.wire import messages as m
 
@@ -59,9 +60,9 @@ def fit(options: dict[str, Any]) -> dict[str, Any]:
     pl.seed_everything(3, verbose=False)
     method = m.method_from_wire(options["method"])
     record = str(FOLDER / options["record"]) if "record" in options else None
-    strategy = omni.OmniStrategy(
-        groups=options.get("groups", 2), method=method, record=record, **options.get("strategy", {})
-    )
+    given = {"groups": options.get("groups", 2), "method": method, **options.get("strategy", {})}
+    given["server"] = {"record": record, **given.get("server", {})}
+    strategy = omni.OmniStrategy(**values_in(given))
     net = MethodNet(options.get("optimizer", {}), options.get("sleep", {}).get(str(RANK), 0.0))
     start, initial = digest(net), plain_weights(net)
     callbacks: list[Any] = [AfterBatches(options)]

@@ -18,6 +18,7 @@ from topk import TopK
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
+from values import values_in
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.transport.zeromq.keys import ENVIRONMENT
@@ -283,9 +284,9 @@ def main() -> None:
     tuner = None
     for fit in OPTIONS["fits"]:
         pl.seed_everything(1)
-        wire = TopK(fraction=fit["sends"]) if "sends" in fit else "fp32"
+        sends: dict[str, Any] = {"compression": TopK(fraction=fit["sends"])} if "sends" in fit else {}
         hook = {"ddp_comm_hook": fp16_compress_hook} if "hook" in fit else {}
-        strategy = omni.OmniStrategy(**fit.get("strategy", {}), **hook, wire=wire)
+        strategy = omni.OmniStrategy(**values_in(fit.get("strategy", {})), **hook, **sends)
         if "keyless" in fit and RANK == 0:  # no other rank has its key
             os.environ[ENVIRONMENT] = "0a" * 32
         if "sent" in fit:

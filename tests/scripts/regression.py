@@ -25,6 +25,7 @@ from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_omni import Elastic
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
 
 gc.freeze()
@@ -94,8 +95,8 @@ def main() -> None:
     strategy = OmniStrategy(
         groups=options.groups,
         server=options.server,
-        heartbeat_timeout=options.heartbeat_timeout,
-        wire=options.wire,
+        elastic=Elastic(heartbeat=options.heartbeat_timeout),
+        compression=options.wire,
     )
     witness = Witness(options.pace)
     trainer = pl.Trainer(

@@ -15,6 +15,7 @@ import spares
 import torch
 import torch.distributed as dist
 from devices import BACKEND, own_device
+from values import values_in
 
 from lightning_omni import OmniOptimizer, World
 from lightning_omni.errors import OmniError
@@ -31,8 +32,8 @@ OPTIMIZERS = {
 
 def train(
     method: str = "hardsync",
-    servers: int | str = 1,
-    wire: Any = "fp32",
+    servers: Any = 1,
+    compression: Any = "fp32",
     optimizer: str = "sgd",
     steps: int = 6,
     regroups: bool = False,
@@ -43,7 +44,9 @@ def train(
     torch.manual_seed(0)
     device = own_device(dist.get_rank())
     model = torch.nn.Sequential(torch.nn.Linear(40, 70), torch.nn.Tanh(), torch.nn.Linear(70, 3)).to(device)
-    options = WorldOptions(groups=RANKS, method=method, servers=servers, wire=wire)  # type: ignore[arg-type]
+    options = WorldOptions(
+        groups=RANKS, method=method, **values_in({"server": {"count": servers}, "compression": compression})
+    )
     nodes = [1] * RANKS if servers == "per-node" else [RANKS]
     world = World(RANKS, device, options, ranks_per_node=nodes)
     world.broadcast_initial(model)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from common import FOLDER, OPTIONS, Net, loaders, omni, pl, report, trainer
 from torch import Tensor
+from values import values_in
 
 import lightning_omni.strategy.launcher as launcher
 import lightning_omni.strategy.saving as saving
@@ -129,7 +130,7 @@ def main() -> None:
         signals.LONG_WAIT = OPTIONS["long_wait"]
         callbacks.append(Waiting())
         logging.getLogger(signals.__name__).addHandler(callbacks[-1])
-    strategy = omni.OmniStrategy(**OPTIONS.get("strategy", {}))
+    strategy = omni.OmniStrategy(**values_in(OPTIONS.get("strategy", {})))
     options = {"max_epochs": 500, "enable_checkpointing": True, **OPTIONS.get("trainer", {})}
     if OPTIONS.get("interrupt_at_end"):
         options["plugins"] = InterruptedAtEnd()

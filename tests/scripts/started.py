@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from common import FOLDER, OPTIONS, Net, loaders, omni, pl, report, trainer
+from values import values_in
 
 from lightning_omni.tuning.device import DeviceSetting
 
@@ -61,7 +62,7 @@ def fit(
     pl.seed_everything(3, verbose=False)
     if is_interactive:
         pretend_that_this_is_a_shell()
-    strategy = strategy if isinstance(strategy, str) else omni.OmniStrategy(**strategy)
+    strategy = strategy if isinstance(strategy, str) else omni.OmniStrategy(**values_in(strategy))
     callbacks: list[Any] = [
         *([Dying()] if dies else ()),
         *([omni.OmniTuner(budget=0.3)] if is_tuned else ()),

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from devices import BACKEND, own_device
 from stream import Stream
 
-from lightning_omni import OmniOptimizer, World
+from lightning_omni import OmniOptimizer, Server, World
 from lightning_omni.runtime.options import WorldOptions
 
 RANKS, STEPS = 2, 12
@@ -26,7 +26,7 @@ def train(method: str) -> dict[str, object]:
     torch.manual_seed(0)
     device = own_device(dist.get_rank())
     model = torch.nn.Linear(4, 1).to(device)
-    world = World(2, device, WorldOptions(groups=2, method=method, transport=Stream()))
+    world = World(2, device, WorldOptions(groups=2, method=method, server=Server(transport=Stream())))
     world.broadcast_initial(model)
     optimizer = OmniOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), world)
     target = torch.linspace(-1, 1, 4).to(device)

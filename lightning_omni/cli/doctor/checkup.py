@@ -294,7 +294,7 @@ def _expect(checkup: Checkup, server: m.ServerDescription, latency: float, to: f
     seconds = {name: latency + wire_named(name).sizes(layout)[1] / to + whole / back for name in WIRES}
     text = ", ".join(f"{name} {taken:.2g} s" for name, taken in seconds.items())
     checkup.expect(
-        f"A model of {mb:g} MB: an exchange (push and answer) takes {text}, by wire=. With local steps"
+        f"A model of {mb:g} MB: an exchange (push and answer) takes {text}, by compression=. With local steps"
         ' (method="local_sgd:period=16") there is one in so many steps; overlap=True hides it if a step takes longer.'
     )
     checkup.expect(

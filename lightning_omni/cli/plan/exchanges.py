@@ -15,9 +15,8 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import method_named, text_of
 from lightning_omni.tuning.report.plan import Plan, PlanSource, Ways, title
 from lightning_omni.tuning.report.plan import rows as rows_of
-from lightning_omni.tuning.search.space import DEFAULT_ALL_REDUCES, DEFAULT_METHODS, DEFAULT_WIRES, wire_argument
+from lightning_omni.tuning.search.space import DEFAULT_ALL_REDUCES, DEFAULT_METHODS, DEFAULT_WIRES, compression_named
 from lightning_omni.wire.all_reduce import EXACT, all_reduce_of
-from lightning_omni.wire.formats import wire_of
 
 _Read = TypeVar("_Read")
 
@@ -31,14 +30,16 @@ def exchanges_of(
         ConfigurationError: a name does not exist, or the options do not work together.
     """
     if period is not None:
-        _as_option(lambda: check_whole("period", period, "local steps between two exchanges, 1 or more", low=1))
+        _as_option(
+            "period", lambda: check_whole("period", period, "local steps between two exchanges, 1 or more", low=1)
+        )
     spec = known.search.spec if known.search is not None else None
     methods: tuple[str, ...] = DEFAULT_METHODS
     wires: tuple[str, ...] = DEFAULT_WIRES
     if spec is not None:
         methods, wires = spec.space.method or (spec.start.method,), spec.space.wire or (spec.start.wire,)
     if method is not None:
-        value = _as_option(lambda: method_named(method))
+        value = _as_option("method", lambda: method_named(method))
         methods = (text_of(value, without=("period",)),)
         if period is None and "period=" in method:
             period = getattr(value, "period", None)
@@ -53,14 +54,14 @@ def exchanges_of(
 
 def _check_wire(wire: str, methods: Sequence[str]) -> None:
     """Raise a `ConfigurationError` if the wire format does not exist, or not for one of these methods."""
-    wire_format = _as_option(lambda: wire_of(wire_argument(wire)))
+    wire_format = _as_option("wire", lambda: compression_named(wire).wire_format)
     for method in methods:
-        _as_option(partial(wire_format.check, method_named(method)))
+        _as_option("wire", partial(wire_format.check, method_named(method)))
 
 
 def _asked_all_reduce(all_reduce: str, known: PlanSource) -> tuple[str, ...]:
     """Return the all-reduce formats beside the exact one, if the user requests this one."""
-    if _as_option(lambda: all_reduce_of(all_reduce)) == EXACT:
+    if _as_option("all-reduce", lambda: all_reduce_of(all_reduce)) == EXACT:
         return ()
     if not known.profile.shapes:
         raise ConfigurationError(
@@ -70,13 +71,13 @@ def _asked_all_reduce(all_reduce: str, known: PlanSource) -> tuple[str, ...]:
     return (all_reduce,)
 
 
-def _as_option(read: Callable[[], _Read]) -> _Read:
+def _as_option(option: str, read: Callable[[], _Read]) -> _Read:
     """Call ``read``, and name the option in its error."""
     try:
         return read()
     except ConfigurationError as error:
-        name, equals, rest = str(error).partition("=")
-        raise ConfigurationError(f"--{name.replace('_', '-')}{equals}{rest}") from error
+        _, equals, rest = str(error).partition("=")
+        raise ConfigurationError(f"--{option}{equals}{rest}") from error
 
 
 def tables(planned: Plan, samples: float | None) -> tuple[Table, Group]:

@@ -200,11 +200,7 @@ def _simulated(entrant: Entrant, rate: float | None, task: Task, progress: OnPro
         entrant.method,
         entrant.topology,
         task.cluster,
-        task.workload.model,
-        task.workload.data,
-        optimizer=task.optimizer(rate),
-        loss=task.workload.loss,
-        target=task.target,
+        replace(task.workload, optimizer=task.optimizer(rate)),
         progress=progress,
         **{**task.options, "overlap": task.options["overlap"] and entrant.method.steps_at == "server"},
     )

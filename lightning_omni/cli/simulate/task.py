@@ -25,15 +25,19 @@ from lightning_omni.cli.units import check_above_zero, flag, rate_of, seconds_of
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.simulator import (
     Cluster,
+    Computation,
     Device,
+    Evaluation,
     Failure,
     Jitter,
+    Limits,
     Link,
     ServerRestart,
     Slowdown,
     Workload,
     workload_named,
 )
+from lightning_omni.wire.compression import Compression
 
 _EVALUATIONS = 50
 """Approximate number of evaluations in a run by default."""
@@ -92,22 +96,19 @@ class Task:
         settings = replace(settings, **times)
         cluster = cluster_of(settings)
         workload = workload_named(settings.workload, settings.seed)
+        rates, target = rates_of(settings), target_of(settings.target, workload)
         options = {
             "batch_size": settings.batch_size,
-            "rebalance": settings.rebalance,
+            "computation": Computation(rebalance=settings.rebalance),
             "merged": settings.merged,
-            "wire": settings.wire,
+            "compression": compression_of(settings),
             "overlap": settings.overlap,
-            "all_reduce": settings.all_reduce,
-            "evaluate": workload.evaluate,
-            "max_updates": settings.updates,
-            "max_epochs": epochs_of(settings),
-            "max_seconds": settings.seconds,
+            "limits": limits_of(settings),
             "seed": settings.seed,
-            **(periods_of(settings, cluster, workload) if workload.evaluate is not None else {}),
+            "evaluation": (
+                Evaluation(**periods_of(settings, cluster, workload), target=target) if workload.evaluate else None
+            ),
         }
-        rates = rates_of(settings)
-        target = target_of(settings.target, workload)
         task = cls(cluster, workload, target, rates, settings.momentum, options)
         task.optimizer(rates[0] if rates else None)(copy.deepcopy(workload.model).parameters())  # may raise an error
         return task
@@ -238,21 +239,36 @@ def epochs_of(settings: SimulationSettings) -> int | None:
     return settings.epochs
 
 
+def limits_of(settings: SimulationSettings) -> Limits:
+    """Return the limits of a run."""
+    given = {"updates": settings.updates, "epochs": epochs_of(settings), "seconds": settings.seconds}
+    return Limits(**{name: float(value) for name, value in given.items() if value is not None})
+
+
+def compression_of(settings: SimulationSettings) -> Compression:
+    """Return the formats in which tensors are sent.
+
+    Raises:
+        ConfigurationError: a format is unknown, or is set for another direction than push and pull.
+    """
+    wire = {"push": settings.wire} if isinstance(settings.wire, str) else settings.wire
+    if set(wire) - {"push", "pull"}:
+        raise ConfigurationError(f'--wire {wire}: pass int8 or the like, or {{"push": "int8", "pull": "bf16"}}')
+    return Compression(**wire, all_reduce=settings.all_reduce)
+
+
 def periods_of(settings: SimulationSettings, cluster: Cluster, workload: Workload) -> dict[str, Any]:
     """Return the time or the updates between evaluations: the user's, or those of about 50 evaluations."""
     if settings.evaluate_every is not None or settings.evaluate_every_seconds is not None:
-        return {
-            "evaluate_every": settings.evaluate_every,
-            "evaluate_every_seconds": settings.evaluate_every_seconds,
-        }
+        return {"every": settings.evaluate_every, "every_seconds": settings.evaluate_every_seconds}
     if settings.seconds is not None:
-        return {"evaluate_every_seconds": float(settings.seconds) / _EVALUATIONS}
+        return {"every_seconds": float(settings.seconds) / _EVALUATIONS}
     if settings.updates is not None:
-        return {"evaluate_every": max(1, settings.updates // _EVALUATIONS)}
+        return {"every": max(1, settings.updates // _EVALUATIONS)}
     size = max(1, settings.batch_size)
     there_and_back = 2 * cluster.link.seconds(workload.nbytes)
     rate = sum(size / (device.seconds(size) + there_and_back) for device in cluster.devices)
-    return {"evaluate_every_seconds": len(workload.data) * (epochs_of(settings) or 1) / rate / _EVALUATIONS}
+    return {"every_seconds": len(workload.data) * (epochs_of(settings) or 1) / rate / _EVALUATIONS}
 
 
 def rates_of(settings: SimulationSettings) -> tuple[float, ...]:

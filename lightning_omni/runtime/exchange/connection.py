@@ -131,8 +131,8 @@ class Connection:
     def _enlisted_at(self) -> tuple[str, bytes, str]:
         place = self._place
         assert place.enlistment is not None
-        assert place.options.server is not None
-        return place.options.server, load_key(), place.enlistment.run
+        assert place.options.server.address is not None
+        return place.options.server.address, load_key(), place.enlistment.run
 
     # --- To leave ----------------------------------------------------------------------------------------------------
 

@@ -82,7 +82,7 @@ class OtherGroups:
         if not isinstance(peers, PeersOfShares):
             peers.close()
             raise UnsupportedError(
-                f"{shown(self._place.options.inside)} and method={type(self._place.method).__name__}: with this"
+                f"{shown(self._place.options.model_parallel)} and method={type(self._place.method).__name__}: with this"
                 " transport= only leaders speak to other groups, and each member has a share of the model; leave"
                 ' transport= out, or use a method that exchanges with the server, such as "local_sgd"'
             )

@@ -83,12 +83,14 @@ class Enlistment:
             while (answer := self._enlist(options, size)).first < 0:
                 if time.monotonic() > deadline:
                     raise ConnectionLost(
-                        f"another group was about to begin the run at {options.server}, and has not done so within"
-                        f" {options.timeout.total_seconds():.0f} s; raise timeout= if its model takes that long"
+                        f"another group was about to begin the run at {options.server.address}, and has not done so"
+                        f" within {options.timeout.total_seconds():.0f} s; raise timeout= if its model takes that long"
                     )
                 if not is_said:
                     is_said = True
-                    _log.info("another group is about to begin the run at %s; this one joins it next", options.server)
+                    _log.info(
+                        "another group is about to begin the run at %s; this one joins it next", options.server.address
+                    )
                 time.sleep(_ASK_AGAIN)
             _check_same(answer.run, options)
         except BaseException:
@@ -97,22 +99,23 @@ class Enlistment:
         return answer.run, answer.first, answer.announced, answer.silence
 
     def _connect(self, options: WorldOptions) -> None:
-        assert options.server is not None
+        assert options.server.address is not None
         self.close()
         try:
-            self._observer = Observer(options.server, load_key(), options.encryption)
+            self._observer = Observer(options.server.address, load_key(), options.server.encryption)
         except ConnectionLost as error:
             name, _ = comes_back_to()
             if not name:
                 raise
-            if not run_is_saved() and _rejects_connections(options.server):
+            if not run_is_saved() and _rejects_connections(options.server.address):
                 raise RankLost(
                     f"the run {name}, which this group was evicted from, is over: no process listens at"
-                    f" {options.server} any more, and its server has saved no state for another one (serve --state)"
+                    f" {options.server.address} any more, and its server has saved no state for another one (serve"
+                    " --state)"
                 ) from error
             raise ConnectionLost(
-                f"no parameter server answers at {options.server}, where this group was in the run {name}: either that"
-                " is over (with --once its server ends with it), or its server is not back yet"
+                f"no parameter server answers at {options.server.address}, where this group was in the run {name}:"
+                " either that is over (with --once its server ends with it), or its server is not back yet"
             ) from error
 
     def _enlist(self, options: WorldOptions, size: int) -> GroupRegistered:
@@ -166,8 +169,8 @@ def _check_same(run: str, options: WorldOptions) -> None:
     if name and origin(run) != origin(name):
         raise Refused(
             "gone",
-            f"this group was evicted from the run {name}, which is over: the server at {options.server} knows nothing"
-            " of it; start the group again by hand if it is to train in another one",
+            f"this group was evicted from the run {name}, which is over: the server at {options.server.address} knows"
+            " nothing of it; start the group again by hand if it is to train in another one",
         )
 
 

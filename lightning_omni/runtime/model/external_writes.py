@@ -193,8 +193,9 @@ class Edits:
         place = self._place
         if place.share is not None:
             raise UnsupportedError(
-                f"strategy.optimizers was changed, and with {shown(place.options.inside)} each member of a group has"
-                ' its share of their state: make all optimizers in configure_optimizers, or use inside="ddp"'
+                f"strategy.optimizers was changed, and with {shown(place.options.model_parallel)} each member of a"
+                " group has its share of their state: make all optimizers in configure_optimizers, or leave"
+                " model_parallel= out"
             )
         clock = max((part.replica.clock for part in place.parts), default=0)
         if place.is_recorder:
@@ -254,5 +255,5 @@ def _check_whole(written: Iterable[Untrained]) -> None:
     if any(isinstance(each.tensor, DTensor) for each in written):
         raise UnsupportedError(
             "a parameter that no optimizer moves was written in mid-run, and each rank of a group has a part of it;"
-            ' keep such values in buffers, which are not sharded, or use inside="ddp"'
+            " keep such values in buffers, which are not sharded, or leave model_parallel= out"
         )

@@ -11,12 +11,46 @@ from typing import Any, Literal
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_omni.checks import check_whole, keep_plain
+from lightning_omni.checks import check_kind, check_whole, keep_plain
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.topology import Topology
 
 DATA, TENSOR = "data_parallel", "tensor_parallel"
 """The names of a mesh's dimensions in ``self.device_mesh[...]``, as in Lightning's ModelParallelStrategy."""
+
+
+@dataclass(frozen=True)
+class FSDP:
+    """The settings of fully sharded data parallelism inside each compute group (torch's ``fully_shard``).
+
+    Every rank of a group holds a shard, with rows of every parameter, for models that no single device can hold. Each
+    exchanges its own shard, and no rank ever has the whole model: see docs/how-to/large-models.md.
+
+    Args:
+        shards: number of ranks that hold one replica of the model together, 2 or more. A group has one or more
+            replicas, whose gradients are averaged, so that groups may have different sizes. None is the size of the
+            smallest group.
+        distributed_checkpoint: whether a checkpoint is a folder to which each rank writes its shard
+            (torch.distributed.checkpoint, as ModelParallelStrategy saves it), instead of one file that rank 0 writes.
+            Both kinds can be loaded in any case.
+
+    Raises:
+        ConfigurationError: an argument is wrong; the message names it.
+
+    Example:
+        >>> FSDP(shards=4)
+        FSDP(shards=4, distributed_checkpoint=False)
+    """
+
+    shards: int | None = None
+    distributed_checkpoint: bool = False
+
+    def __post_init__(self) -> None:
+        keep_plain(self)
+        if self.shards is not None:
+            ranks = "the number of ranks that hold one replica of the model, 2 or more, or None"
+            check_whole("FSDP(shards", self.shards, ranks, low=2)
+        check_kind("FSDP(distributed_checkpoint", self.distributed_checkpoint, bool, "True or False")
 
 
 @dataclass(frozen=True)
@@ -28,6 +62,7 @@ class ModelParallel:
             group is on.
         tensor_parallel_size: ranks that compute one batch together; ``"auto"`` is the number of the group's ranks on
             each node.
+        distributed_checkpoint: whether each rank writes its shard of a checkpoint, as with `FSDP`.
 
     Raises:
         ConfigurationError: a size is neither a positive number nor ``"auto"``.
@@ -41,15 +76,20 @@ class ModelParallel:
 
     data_parallel_size: int | Literal["auto"] = "auto"
     tensor_parallel_size: int | Literal["auto"] = "auto"
+    distributed_checkpoint: bool = False
 
     def __post_init__(self) -> None:
         keep_plain(self)
-        for name, size in vars(self).items():
+        for name, size in self._sizes.items():
             if size != "auto":
                 check_whole(name, size, 'a number of ranks, 1 or more, or "auto"', 1)
 
+    @property
+    def _sizes(self) -> dict[str, int | str]:
+        return {name: getattr(self, name) for name in ("data_parallel_size", "tensor_parallel_size")}
+
     def __str__(self) -> str:
-        sizes = ", ".join(f"{name}={size!r}" for name, size in vars(self).items())
+        sizes = ", ".join(f"{name}={size!r}" for name, size in self._sizes.items())
         return f"ModelParallelStrategy({sizes})"
 
     @property
@@ -73,98 +113,94 @@ class ModelParallel:
         tensor = max(ranks) if self.tensor_parallel_size == "auto" else self.tensor_parallel_size
         if sum(ranks) % (data * tensor) or (self.product is None and sum(ranks) != data * tensor):
             raise ConfigurationError(
-                f"inside={self}: a mesh of {data} x {tensor} ranks does not fit a group of {sum(ranks)}; pass sizes"
-                " whose product is the number of ranks in a group, or divides it, or another groups="
+                f"model_parallel={self}: a mesh of {data} x {tensor} ranks does not fit a group of {sum(ranks)}; pass"
+                " sizes whose product is the number of ranks in a group, or divides it, or another groups="
             )
         return data, tensor
 
 
-Inside = Literal["ddp", "fsdp"] | ModelParallel
-"""The way in which the members of a group hold the model."""
+Sharding = FSDP | ModelParallel | None
+"""The way in which the members of a group hold the model: None if each has all of it."""
 
 
-def shown(inside: Inside) -> str:
-    """Return the argument as the user has written it, for messages."""
-    return f'inside="{inside}"' if isinstance(inside, str) else f"inside={inside}"
+def shown(sharding: Sharding) -> str:
+    """Return the argument as a user writes it, for messages."""
+    return 'model_parallel="fsdp"' if isinstance(sharding, FSDP) else f"model_parallel={sharding}"
 
 
-def evenly(ranks: int, groups: int, inside: Inside, shards: int | None) -> Topology:
+def evenly(ranks: int, groups: int, sharding: Sharding) -> Topology:
     """Return groups whose sizes differ as little as possible, in units of neighbours that hold a model together.
 
     Args:
         ranks: number of ranks.
         groups: number of compute groups.
-        inside: how their members hold the model.
-        shards: ranks that hold one model together, as the user has passed it.
+        sharding: how their members hold the model.
 
     Raises:
         ConfigurationError: that number of groups is impossible.
 
     Example:
-        >>> evenly(6, 2, "fsdp", shards=2)
+        >>> evenly(6, 2, FSDP(shards=2))
         Topology(groups=((0, 1, 2, 3), (4, 5)))
     """
-    together = shards or 1
-    if isinstance(inside, ModelParallel) and (product := inside.product) is not None:
+    together = (sharding.shards if isinstance(sharding, FSDP) else None) or 1
+    if isinstance(sharding, ModelParallel) and (product := sharding.product) is not None:
         together = product if ranks % product == 0 and groups * product <= ranks else 1  # or `sizes_in` raises an error
     return Topology.even(ranks, groups, together)
 
 
 def sizes_in(
-    topology: Topology,
-    inside: Inside,
-    ranks_per_node: Sequence[int],
-    joins: bool = False,
-    shards: int | None = None,
+    topology: Topology, sharding: FSDP | ModelParallel, ranks_per_node: Sequence[int], joins: bool = False
 ) -> tuple[int, int]:
     """Return data-parallel and tensor-parallel size of a replica of the model; groups hold one or more replicas.
 
     Args:
         topology: the compute groups.
-        inside: how their members hold the model; not ``"ddp"``.
+        sharding: how their members hold the model.
         ranks_per_node: number of ranks on each node, in rank order.
         joins: whether this is one group of a run that others join.
-        shards: ranks that hold one model together, as the user has passed it; None for the size of the smallest group.
 
     Raises:
         ConfigurationError: members of these groups cannot hold a model together, in the same shares.
 
     Example:
-        >>> sizes_in(Topology.even(8, 2), "fsdp", [8])
+        >>> sizes_in(Topology.even(8, 2), FSDP(), [8])
         (4, 1)
-        >>> sizes_in(Topology.even(8, 2), "fsdp", [8], shards=2)
+        >>> sizes_in(Topology.even(8, 2), FSDP(shards=2), [8])
         (2, 1)
         >>> sizes_in(Topology.even(8, 2), ModelParallel(2, 2), [8])
         (2, 2)
     """
     sizes = sorted({len(topology.members(group)) for group in topology.alive})
+    shards = sharding.shards if isinstance(sharding, FSDP) else None
     each = shards or sizes[0]
-    if inside == "fsdp" and any(size % each or each < min(size, 2) for size in sizes):
-        given = f" and shards={shards}" if shards is not None else ""
+    if isinstance(sharding, FSDP) and any(size % each or each < min(size, 2) for size in sizes):
+        given = shown(sharding) if shards is None else f"FSDP(shards={shards})"
         raise ConfigurationError(
-            f"{shown(inside)}{given} and groups of {' or '.join(map(str, sizes))} ranks: a group holds the model once"
+            f"{given} and groups of {' or '.join(map(str, sizes))} ranks: a group holds the model once"
             " or several times, in as many shards as any other group, so that its size is a multiple of their number,"
-            " 2 or more; pass shards= that divides the size of every group, or another groups="
+            " 2 or more; pass FSDP(shards=...) that divides the size of every group, or another groups="
         )
     if sizes == [1] and not topology.is_synchronous:
         raise ConfigurationError(
-            f"{shown(inside)} and {len(topology.alive)} groups of one rank each: there is no other member to share the"
-            ' model with; pass a smaller groups=, or inside="ddp"'
+            f"{shown(sharding)} and {len(topology.alive)} groups of one rank each: there is no other member to share"
+            " the model with; pass a smaller groups=, or leave model_parallel= out"
         )
     if sizes == [1] and joins:
         raise ConfigurationError(
-            f"{shown(inside)}, join=True and a group of one rank: there is no other member to share the model with;"
-            ' start the group with as many ranks as the run has servers, or with a multiple, or pass inside="ddp"'
+            f"{shown(sharding)}, elastic=True and a group of one rank: there is no other member to share the model"
+            " with; start the group with as many ranks as the run has servers, or with a multiple, or leave"
+            " model_parallel= out"
         )
-    if not isinstance(inside, ModelParallel):
+    if not isinstance(sharding, ModelParallel):
         return each, 1
     node_of = [node for node, ranks in enumerate(ranks_per_node) for _ in range(ranks)]
     on_nodes = [Counter(node_of[rank] for rank in topology.members(group)) for group in topology.alive]
-    found = {inside.sizes(list(ranks.values())) for ranks in on_nodes}
+    found = {sharding.sizes(list(ranks.values())) for ranks in on_nodes}
     if len(found) > 1:
         raise ConfigurationError(
-            f"inside={inside}: some groups are on more nodes than others, and would have other meshes; pass both sizes"
-            " as numbers, or another groups="
+            f"{shown(sharding)}: some groups are on more nodes than others, and would have other meshes; pass both"
+            " sizes as numbers, or another groups="
         )
     return found.pop()
 

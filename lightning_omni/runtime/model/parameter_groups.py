@@ -133,7 +133,7 @@ class ParameterGroups:
         self._channel.finish_exchanges()  # they have the earlier layout
         assert self._place.control is not None
         if self._place.control.servers > 1:
-            instead = "servers=1" if self._place.share is None else 'inside="ddp"'
+            instead = "Server(count=1)" if self._place.share is None else "model_parallel=None"
             raise UnsupportedError(
                 "parameter groups cannot change in mid-run where several servers hold a partition each: pass"
                 f" {instead}, or build the optimizer whole before training begins"

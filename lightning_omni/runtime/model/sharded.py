@@ -27,7 +27,7 @@ from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods.model.master import held_by
 from lightning_omni.methods.model.replica import load_optimizer_state
 from lightning_omni.runtime._private import all_reduce_hook_of, root_mesh
-from lightning_omni.runtime.model.meshes import DATA, TENSOR, Inside, shown
+from lightning_omni.runtime.model.meshes import DATA, TENSOR, Sharding, shown
 from lightning_omni.runtime.model.values import contiguous
 from lightning_omni.topology import RECORDER, Topology
 
@@ -57,9 +57,9 @@ def shard(module: Module, mesh: DeviceMesh) -> None:
     for name, parameter in module.named_parameters():
         if owners[parameter] > 1:
             raise UnsupportedError(
-                f'inside="fsdp": the parameter {name} is shared by two submodules, which are gathered each by itself:'
-                " put both into one submodule with a forward of its own, or apply fully_shard in configure_model, on"
-                f' self.device_mesh["{DATA}"]'
+                f'model_parallel="fsdp": the parameter {name} is shared by two submodules, which are gathered each by'
+                " itself: put both into one submodule with a forward of its own, or apply fully_shard in"
+                f' configure_model, on self.device_mesh["{DATA}"]'
             )
     for child in children:
         for block in _blocks(child):
@@ -90,43 +90,43 @@ def _listed(module: Module) -> Iterator[Module]:
 
 
 def check_sharded(
-    parameters: Mapping[str, Parameter], mesh: DeviceMesh, inside: Inside, is_replicated: bool = False
+    parameters: Mapping[str, Parameter], mesh: DeviceMesh, sharding: Sharding, is_replicated: bool = False
 ) -> None:
     """Raise `UnsupportedError` unless ranks hold every exchanged parameter together.
 
     Args:
         parameters: parameters by name.
         mesh: the mesh of these ranks.
-        inside: as the user has passed it.
+        sharding: as the user has passed it.
         is_replicated: whether a group has several replicas of the model, whose gradients FSDP2 is to average.
     """
     for name, parameter in parameters.items():
         if not isinstance(parameter, DTensor):
             raise UnsupportedError(
-                f"{shown(inside)}: the parameter {name} is not sharded, and its gradient would be each rank's own: put"
-                " it into a submodule with a forward of its own, apply fully_shard to the module that holds it, on"
+                f"{shown(sharding)}: the parameter {name} is not sharded, and its gradient would be each rank's own:"
+                " put it into a submodule with a forward of its own, apply fully_shard to the module that holds it, on"
                 f' self.device_mesh["{DATA}"], or freeze it and leave it out of the optimizer'
             )
         # Dimensions of size 1 do not count: torch may have replaced the mesh by an equal one of an earlier run.
         if not torch.equal(root_mesh(parameter.device_mesh).mesh.squeeze(), mesh.mesh.squeeze()):
             raise UnsupportedError(
-                f"{shown(inside)}: the parameter {name} lies on {parameter.device_mesh}, and its group's mesh is"
+                f"{shown(sharding)}: the parameter {name} lies on {parameter.device_mesh}, and its group's mesh is"
                 f' {mesh}: shard it on self.device_mesh, or on self.device_mesh["{DATA}"]'
             )
         if any(placement.is_partial() for placement in parameter.placements):
             raise UnsupportedError(
-                f"{shown(inside)}: the parameter {name} lies as {parameter.placements}, and is the sum of what its"
+                f"{shown(sharding)}: the parameter {name} lies as {parameter.placements}, and is the sum of what its"
                 " ranks have; parallelize it with Shard or Replicate"
             )
         if (mesh.size(0) > 1 or is_replicated) and _is_replicated(parameter, DATA):
             raise UnsupportedError(
-                f"{shown(inside)}: the parameter {name} lies as {parameter.placements}, alike on the data-parallel"
+                f"{shown(sharding)}: the parameter {name} lies as {parameter.placements}, alike on the data-parallel"
                 " ranks, or those of several replicas, and nothing would average its gradient over them: apply"
                 f' fully_shard to the module that holds it, on self.device_mesh["{DATA}"]'
             )
         if not parameter.to_local().is_contiguous():
             raise UnsupportedError(
-                f"{shown(inside)}: what this rank has of the parameter {name} is not contiguous in memory; make it so"
+                f"{shown(sharding)}: what this rank has of the parameter {name} is not contiguous in memory; make it so"
                 " before it is sharded, with .contiguous()"
             )
 
@@ -140,13 +140,13 @@ def division_of(parameters: Iterable[Tensor], mesh: DeviceMesh) -> str:
     return f"{' x '.join(map(str, mesh.shape))} ranks, {hashlib.sha256(repr(lies).encode()).hexdigest()[:8]}"
 
 
-def check_clipping(optimizers: Iterable[Optimizer], inside: Inside) -> None:
+def check_clipping(optimizers: Iterable[Optimizer], sharding: Sharding) -> None:
     """Raise `UnsupportedError` if gradients cannot be clipped by the norm of all parameters of an optimizer."""
     for optimizer in optimizers:
         meshes = {each.device_mesh for each in held_by(optimizer) if isinstance(each, DTensor) and each.requires_grad}
         if len(meshes) > 1:
             raise UnsupportedError(
-                f"{shown(inside)} and gradient_clip_val: the optimizer holds parameters on {len(meshes)} meshes, and"
+                f"{shown(sharding)} and gradient_clip_val: the optimizer holds parameters on {len(meshes)} meshes, and"
                 " torch takes the norm of those of one; parallelize all modules that have parameters on"
                 f' self.device_mesh["{TENSOR}"] (with SequenceParallel, say, which copies them), or leave'
                 " gradient_clip_val= out"
@@ -196,7 +196,7 @@ def average_over_replicas(module: Module, mean: Callable[[Tensor], None] | None)
             )
         if not hasattr(each, "set_all_reduce_hook"):
             raise UnsupportedError(
-                f"shards= of several replicas in a group, and torch {torch.__version__}: its FSDP2 has no"
+                f"FSDP(shards=...) of several replicas in a group, and torch {torch.__version__}: its FSDP2 has no"
                 " set_all_reduce_hook(), by which they average gradients; use a later release, or as many groups as"
                 " there are replicas"
             )

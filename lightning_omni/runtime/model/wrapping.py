@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_omni.runtime._private import ignored_by_ddp
 from lightning_omni.runtime.checks.same_tensors import check_all_shared, make_alike
 from lightning_omni.runtime.model.buffer_sync import check_dense
+from lightning_omni.runtime.model.meshes import FSDP
 from lightning_omni.runtime.model.sharded import average_over_replicas, is_sharded, shard, share_initial
 from lightning_omni.runtime.model.values import contiguous
 from lightning_omni.runtime.parallel_state import Place
@@ -93,7 +94,7 @@ class HeldModel:
             ConfigurationError: the module has other tensors on another rank.
         """
         self._make_alike(module)
-        if self._place.options.inside == "fsdp":
+        if isinstance(self._place.options.model_parallel, FSDP):
             shard(module, self._place.mesh)
         self.sharded = module
         self.average_over_replicas()

@@ -77,7 +77,9 @@ class Rejoining:
             self._count = 0
         if self._count >= most:
             _log.warning(
-                "this group has joined again %d times in a row (max_rejoins=) and does so no more: %s", most, reason
+                "this group has joined again %d times in a row (Elastic(max_rejoins=...)) and does so no more: %s",
+                most,
+                reason,
             )
         elif obstacle := _obstacle(ranks):
             _log.warning("this group does not rejoin automatically: %s", obstacle)

@@ -65,19 +65,19 @@ class RunStates:
             return
         if _private.finds_rate(trainer):
             raise UnsupportedError(
-                "join=True with LearningRateFinder or Tuner.lr_find: it measures all ranks as one group, which ranks of"
-                " different launchers cannot form; find the rate before, without server= and LIGHTNING_OMNI_SERVER, and"
-                " pass it to all groups"
+                "elastic=True with LearningRateFinder or Tuner.lr_find: it measures all ranks as one group, which ranks"
+                " of different launchers cannot form; find the rate before, without server= and LIGHTNING_OMNI_SERVER,"
+                " and pass it to all groups"
             )
         if _private.replaces_scheduler(trainer):
             raise UnsupportedError(
-                "join=True with StochasticWeightAveraging: it replaces a learning-rate scheduler in mid-run, and a"
+                "elastic=True with StochasticWeightAveraging: it replaces a learning-rate scheduler in mid-run, and a"
                 " group that joins has none to replace it with; use WeightAveraging, or start all ranks together"
             )
         if len(_private.averaged_models(trainer)) > 1:
             raise UnsupportedError(
-                "join=True with several WeightAveraging callbacks: a checkpoint has room for the average of one, and so"
-                " has what a group that joins is given; keep one of them"
+                "elastic=True with several WeightAveraging callbacks: a checkpoint has room for the average of one, and"
+                " so has what a group that joins is given; keep one of them"
             )
         self._limits = {name: getattr(trainer, name) for name in _ALIKE}
 

@@ -164,7 +164,7 @@ class LeasedData:
         """Raise `UnsupportedError` if groups may join: data that cannot be leased has no samples for them."""
         if self._world is not None and self._world.enlistment is not None:
             raise UnsupportedError(
-                "join=True deals the samples of an epoch out to the groups that there are, and this training data is"
+                "elastic=True deals the samples of an epoch out to the groups that there are, and this training data is"
                 " several loaders, has a sampler of its own, is iterable, is no plain DataLoader, or is drawn by"
                 " training_step (dataloader_iter): pass one DataLoader over a dataset with a length, with shuffle= in"
                 " the place of a sampler, leave use_distributed_sampler=True, and have training_step take the batch"

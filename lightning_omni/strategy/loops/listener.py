@@ -219,7 +219,9 @@ class Listener:
                 if name in ("mean", "max"):
                     pl_module.log(f"omni/staleness_{name}", value.float(), sync_dist=True, batch_size=1)
             self._staleness.to("cpu")
-        is_parallel = isinstance(self._strategy.world.options.inside, ModelParallel)  # its ranks share each batch
+        is_parallel = isinstance(
+            self._strategy.world.options.model_parallel, ModelParallel
+        )  # its ranks share each batch
         can_rebalance = self._strategy.epochs.leases is not None and not (self._strategy.balance.is_on or is_parallel)
         if control.status is not None and (sentence := straggler_sentence(control.status, can_rebalance)):
             self._strategy.rank_zero_info(f"OmniStrategy: {sentence}")

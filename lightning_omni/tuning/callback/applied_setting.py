@@ -22,9 +22,8 @@ from lightning_omni.tuning.callback.hyperparameters import Hyperparameters
 from lightning_omni.tuning.callback.tuned_run import Command, TunedRun
 from lightning_omni.tuning.model.forecast import Setting
 from lightning_omni.tuning.search import constants as c
-from lightning_omni.tuning.search.space import apply_further, wire_argument
+from lightning_omni.tuning.search.space import apply_further, compression_named
 from lightning_omni.wire.all_reduce import all_reduce_of
-from lightning_omni.wire.formats import wire_of
 
 
 def communication_of(setting: Setting, current: Communication) -> Communication:
@@ -33,7 +32,7 @@ def communication_of(setting: Setting, current: Communication) -> Communication:
     if setting.method:
         method, overlap = method_named(setting.method), setting.overlap
     if setting.wire:
-        wire = wire_of(wire_argument(setting.wire))
+        wire = compression_named(setting.wire).wire_format
     if setting.all_reduce:
         all_reduce = all_reduce_of(setting.all_reduce)
     return Communication(with_period(method, setting.period), wire, overlap, all_reduce)

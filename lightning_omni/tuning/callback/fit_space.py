@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -17,11 +17,12 @@ from lightning_omni.tuning.model.forecast import Setting
 from lightning_omni.tuning.search import SearchSpec, Space
 from lightning_omni.tuning.search.space import DEFAULT_ALL_REDUCES, DEFAULT_METHODS, DEFAULT_WIRES, is_plain
 from lightning_omni.wire.all_reduce import text_of as text_of_all_reduce
+from lightning_omni.wire.compression import Compression
 
 _log = logging.getLogger(__name__)
 
-_USUAL = ("async_sgd", "fp32", False, "fp32")
-"""Method, wire format, overlap and all-reduce format of a strategy whose user has chosen none."""
+_USUAL = ("async_sgd", Compression(), False)
+"""Method, compression and overlap of a strategy whose user has chosen none."""
 
 
 class FitSpace:
@@ -120,7 +121,7 @@ class FitSpace:
         return replace(
             start,
             method=text_of(world.method, without=("period",)),
-            wire=_text_of_wire(world.options.wire),
+            wire=_text_of_wire(world.options.compression),
             overlap=world.core.overlaps,
             all_reduce=text_of_all_reduce(world.reduction.format),
         )
@@ -140,7 +141,7 @@ class FitSpace:
         if not space.method and not hasattr(world.method, "period"):
             space = replace(space, period=())
         options = world.options
-        if (options.method, options.wire, options.overlap, options.all_reduce) == _USUAL:
+        if (options.method, options.compression, options.overlap) == _USUAL:
             space = replace(
                 space,
                 method=space.method or self._methods(),
@@ -183,11 +184,11 @@ def _plain(name: str, value: Any) -> Any:
     return value
 
 
-def _text_of_wire(given: Any) -> str:
-    """Return a wire format as a setting has it; empty if the format has no name."""
-    if isinstance(given, Mapping):
-        given = "/".join(str(given.get(way, "fp32")) for way in ("push", "pull"))
-    return given if isinstance(given, str) else ""
+def _text_of_wire(given: Compression) -> str:
+    """Return the formats of pushes and pulls as a setting has them; empty if one has no name."""
+    if not isinstance(given.push, str) or not isinstance(given.pull, str):
+        return ""
+    return given.push if given.pull == "fp32" else f"{given.push}/{given.pull}"
 
 
 __all__ = ["FitSpace"]

@@ -68,7 +68,7 @@ class OmniTunerHooks(_CallbackBase):
 
     With ``data="static"``, and with a sampler of your own, groups change at the end of the epoch.
 
-    In a run that groups join on their own (``OmniStrategy(join=True)``) their number is given, and momentum and
+    In a run that groups join on their own (``OmniStrategy(elastic=True)``) their number is given, and momentum and
     learning rate follow it whenever a group joins, leaves or dies.
 
     The callback needs `OmniStrategy`, one optimizer, automatic optimization, and one DataLoader over a map-style
@@ -82,7 +82,7 @@ class OmniTunerHooks(_CallbackBase):
             largest value: ``{"groups": [1, 2, 4], "momentum": 0.9}``. By default groups are powers of two and the
             number of ranks, momentum is 0 to 0.95 (or up to yours, if that is larger), the learning rate follows them,
             and batches may be split by speed; how groups exchange, and how their members average gradients, is searched
-            unless you have chosen it (``method=``, ``wire=``, ``overlap=`` or ``all_reduce=`` of the strategy).
+            unless you have chosen it (``method=``, ``compression=`` or ``overlap=`` of the strategy).
         budget: part of the run's time that choosing and forming groups may take, from 0 to below 1. 0 changes nothing.
         retune_every: epochs between two checks whether the setting is still the best; None to make no checks.
         mode: ``"min"`` or ``"max"``: whether a smaller or a larger ``monitor`` is better; None decides by its name

@@ -125,7 +125,7 @@ class TunedFit(Fit):
         if "all_reduce" in options.space and strategy.world.reduction.format != EXACT:
             raise ConfigurationError(
                 f'space={{"all_reduce": {options.space["all_reduce"]!r}}}: it is forecast from the first batches, whose'
-                " gradients are averaged as they are; leave all_reduce= of the strategy out"
+                " gradients are averaged as they are; leave Compression(all_reduce=...) of the strategy out"
             )
         if "all_reduce" in options.space and has_hook_for_gradients(strategy):
             raise ConfigurationError(
@@ -483,8 +483,8 @@ def check_joined(options: TunerOptions) -> None:
     for name in options.space:
         if name not in _CHOSEN:
             raise UnsupportedError(
-                f"space={{{name!r}: ...}} with join=True: the first group decides how all exchange, and you decide how"
-                f" many groups there are; pass some of {', '.join(map(repr, _CHOSEN))}"
+                f"space={{{name!r}: ...}} with elastic=True: the first group decides how all exchange, and you decide"
+                f" how many groups there are; pass some of {', '.join(map(repr, _CHOSEN))}"
             )
 
 

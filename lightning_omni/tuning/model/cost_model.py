@@ -21,7 +21,7 @@ from lightning_omni.methods import Method, method_named
 from lightning_omni.methods.overlap import check_overlap
 from lightning_omni.serialization import Serializable
 from lightning_omni.tuning.model.measurements import Measured
-from lightning_omni.wire.formats import Wire, wire_of
+from lightning_omni.wire.compression import Compression
 from lightning_omni.wire.formats.base import WireFormat
 from lightning_omni.wire.layout import Layout, TensorSpec
 
@@ -179,13 +179,17 @@ class ExchangePattern(Serializable):
 
     @classmethod
     def of(
-        cls, method: str | Method, wire: Wire = "fp32", overlap: bool = False, nbytes: int | Layout = 0
+        cls,
+        method: str | Method,
+        compression: str | WireFormat | Compression = "fp32",
+        overlap: bool = False,
+        nbytes: int | Layout = 0,
     ) -> ExchangePattern:
         """Return the pattern of a method.
 
         Args:
             method: the method or its name.
-            wire: encoding of tensors as bytes, as in ``OmniStrategy(wire=...)``.
+            compression: the formats in which tensors are sent, as in ``OmniStrategy(compression=...)``.
             overlap: whether an exchange travels while the group computes the next gradient.
             nbytes: bytes of the weights as float32, or their layout. With 0, bytes are as measured, in any format.
 
@@ -193,13 +197,13 @@ class ExchangePattern(Serializable):
             ConfigurationError: the method or the wire format does not exist, or they do not work together.
 
         Example:
-            >>> ExchangePattern.of("elastic_averaging:period=8", wire="bf16", nbytes=4_000_000)
+            >>> ExchangePattern.of("elastic_averaging:period=8", compression="bf16", nbytes=4_000_000)
             ExchangePattern(period=8, push=2000000, pull=4000000, barrier=False, delay=0, peers=False, dynamic=False)
-            >>> ExchangePattern.of("hardsync", wire={"push": "int8", "pull": "bf16"}, overlap=True, nbytes=4_096)
+            >>> ExchangePattern.of("hardsync", compression=Compression("int8", "bf16"), overlap=True, nbytes=4_096)
             ExchangePattern(period=1, push=1056, pull=2048, barrier=True, delay=1, peers=False, dynamic=False)
         """
         method = method_named(method) if isinstance(method, str) else method
-        wire = wire_of(wire)
+        wire = Compression.of(compression).wire_format
         wire.check(method)
         if overlap:
             check_overlap(method)

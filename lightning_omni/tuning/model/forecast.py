@@ -44,7 +44,7 @@ class Setting(Serializable):
         wire: wire format of pushes and answers, such as ``"int8"``, or ``"int8/bf16"`` for one each way; empty for the
             run's own.
         overlap: whether exchanges overlap computation.
-        all_reduce: format in which the members of a group average gradients, as in ``OmniStrategy(all_reduce=...)``;
+        all_reduce: format in which the members of a group average gradients, as in ``Compression(all_reduce=...)``;
             empty for the run's own.
         merged: name of the submodule that stays at the server if there are several groups; empty if there is none.
 

@@ -263,7 +263,7 @@ class Profile(Serializable):
             exchanging: pattern of exchanges, in place of ``period`` and ``nbytes``; None for groups that wait for their
                 own answers only, with equal bytes each way. With a pattern, the bottleneck is the part that would help
                 most if it were twice as fast.
-            all_reduce: format of gradients in a group, as in ``OmniStrategy(all_reduce=...)``; ``"fp32"`` as measured.
+            all_reduce: format of gradients in a group, as in ``Compression(all_reduce=...)``; ``"fp32"`` as measured.
             level: probability of the intervals, which cover noise in the measurements, not errors of the model.
 
         Raises:

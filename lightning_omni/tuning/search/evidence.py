@@ -26,7 +26,7 @@ from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.model.profile import Prediction, Profile
 from lightning_omni.tuning.search import constants as c
 from lightning_omni.tuning.search.prior import Prior, PriorTheory
-from lightning_omni.tuning.search.space import SearchSpec, checked_axis, wire_argument
+from lightning_omni.tuning.search.space import SearchSpec, checked_axis, compression_named
 
 Array = np.ndarray[Any, Any]
 
@@ -314,7 +314,7 @@ class Evidence:
         key = setting.method, setting.period, setting.wire, setting.overlap
         if key not in self._patterns:
             method = with_period(method_named(setting.method), setting.period)
-            wire = wire_argument(setting.wire) if setting.wire else "fp32"
+            wire = compression_named(setting.wire) if setting.wire else "fp32"
             self._patterns[key] = ExchangePattern.of(method, wire, setting.overlap, self.profile.nbytes)
         return self._patterns[key]
 

@@ -22,7 +22,7 @@ from lightning_omni.methods.overlap import check_overlap
 from lightning_omni.tuning.model.forecast import Scaling, Setting
 from lightning_omni.tuning.search import constants as c
 from lightning_omni.wire.all_reduce import all_reduce_of
-from lightning_omni.wire.formats import wire_of
+from lightning_omni.wire.compression import Compression
 
 _AVERAGED = "diloco:outer_lr=1.0,outer_momentum=0"
 _STREAMED = f"{_AVERAGED},fragments=4,delay=1,keep_steps=true,dynamic_steps=true"
@@ -76,18 +76,18 @@ class Dimension(ABC):
         return setting.with_further(self.name, value)
 
 
-def wire_argument(text: Any) -> Any:
-    """Return the wire format of a setting as ``OmniStrategy(wire=...)`` takes it.
+def compression_named(text: Any) -> Compression:
+    """Return the formats that a setting names, such as ``"int8"``, or ``"int8/bf16"`` for pushes and pulls.
 
     Raises:
-        ConfigurationError: it is not a text.
+        ConfigurationError: it is not a text, or names no format.
     """
     if not isinstance(text, str) or not text:
         raise ConfigurationError(
             f'space={{"wire": {text!r}}}: pass formats, such as "int8", or "int8/bf16" for each way'
         )
     push, _, pull = text.partition("/")
-    return {"push": push, "pull": pull} if pull else push
+    return Compression(push, pull or "fp32")
 
 
 def _inside(value: float, bounds: tuple[float, float]) -> float:
@@ -137,7 +137,7 @@ class Space:
         _check_texts("method", self.method, 'names of methods, such as "local_sgd"', method_named)
         _check_texts("all_reduce", self.all_reduce, 'formats, such as "powersgd:4"', all_reduce_of)
         for each in self.wire:
-            wire_of(wire_argument(each))
+            compression_named(each)
         if not all(isinstance(each, bool) for each in self.overlap):
             raise ConfigurationError(f'space={{"overlap": {list(self.overlap)}}}: pass True, False or both')
 
@@ -259,7 +259,7 @@ def _can_be(method: Method, groups: int, wire: str, overlap: bool) -> bool:
     try:
         method.check(groups)
         if wire:
-            wire_of(wire_argument(wire)).check(method)
+            compression_named(wire).check(method)
         if overlap:
             check_overlap(method)
     except ConfigurationError:

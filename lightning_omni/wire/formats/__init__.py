@@ -1,18 +1,13 @@
 """The wire formats of pushes and answers: the contract and registry (``base``), and the lossy ones, one file each."""
 
-from collections.abc import Mapping
-
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.wire.formats.base import WireFormat, checked, register, registered, to_wire
+from lightning_omni.wire.formats.base import WireFormat, checked, register, registered
 from lightning_omni.wire.formats.int8 import Int8
 from lightning_omni.wire.formats.per_direction import PerDirection
 from lightning_omni.wire.formats.rounded import BF16, FP16
 from lightning_omni.wire.formats.top_k import TopK
 
-__all__ = ["BF16", "FP16", "Int8", "PerDirection", "TopK", "Wire", "WireFormat", "register", "wire_named", "wire_of"]
-
-Wire = str | WireFormat | Mapping[str, str | WireFormat]
-"""The type of ``wire=``: see `wire_of`."""
+__all__ = ["BF16", "FP16", "Int8", "PerDirection", "TopK", "WireFormat", "register", "wire_named", "wire_of"]
 
 
 def wire_named(text: str) -> WireFormat:
@@ -30,8 +25,8 @@ def wire_named(text: str) -> WireFormat:
     return registered(text)
 
 
-def wire_of(given: Wire) -> WireFormat:
-    """Return the wire format for a user's argument: a name, a format, or ``{"push": ..., "pull": ...}`` with these.
+def wire_of(given: str | WireFormat) -> WireFormat:
+    """Return the wire format for a user's argument, a name or a format.
 
     Raises:
         ConfigurationError: the argument is none of these.
@@ -40,10 +35,6 @@ def wire_of(given: Wire) -> WireFormat:
         return wire_named(given)
     if isinstance(given, WireFormat):
         return checked(given)
-    if not isinstance(given, Mapping) or not given or set(given) - {"push", "pull"}:
-        raise ConfigurationError(
-            f'wire={given!r}: pass a name such as "int8", a value such as TopK(fraction=0.001), or one for each'
-            ' direction, as in {"push": "int8", "pull": "bf16"}'
-        )
-    push, pull = (wire_of(given.get(way, "fp32")) for way in ("push", "pull"))
-    return PerDirection(push=to_wire(push), pull=to_wire(pull))
+    raise ConfigurationError(
+        f'compression={given!r}: pass a name such as "int8", or a value such as TopK(fraction=0.001)'
+    )

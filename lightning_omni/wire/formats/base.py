@@ -194,7 +194,7 @@ FORMATS: dict[str, type[WireFormat]] = {"raw": Raw}
 _registry = Registry(
     FORMATS,
     WireFormat,
-    "wire",
+    "compression",
     "wire format",
     "lightning_omni.wire.formats.WireFormat",
     "--wire-format",

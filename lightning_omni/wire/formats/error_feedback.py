@@ -39,7 +39,7 @@ class Lossy(WireFormat, frozen=True, kw_only=True):
     def check_answers(self, method: Method) -> None:
         if method.pushes_weights and not method.answers_changes and not method.talks_to_peers:
             raise ConfigurationError(
-                f'wire={{"pull": ...}} with {type(method).__name__}: what it is answered is pushed again with what was'
+                f"Compression(pull=...) with {type(method).__name__}: what it is answered is pushed again with what was"
                 ' learned since, and rounding would swallow that; leave "pull" at "fp32", or take'
                 ' method="diloco:outer_lr=1.0,outer_momentum=0"'
             )

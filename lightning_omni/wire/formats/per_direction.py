@@ -12,7 +12,7 @@ from lightning_omni.wire.formats.base import WireFormat, from_wire, register
 
 @register
 class PerDirection(WireFormat, frozen=True, kw_only=True, dict=True, tag="both_ways"):
-    """The format of ``wire={"push": ..., "pull": ...}``. It encodes nothing itself.
+    """The format of ``Compression(push=..., pull=...)``. It encodes nothing itself.
 
     Args:
         push: the format of pushes, as plain data.
@@ -33,7 +33,7 @@ class PerDirection(WireFormat, frozen=True, kw_only=True, dict=True, tag="both_w
 
     def __post_init__(self) -> None:
         if isinstance(self.pushes, PerDirection) or isinstance(self.answers, PerDirection):
-            raise ConfigurationError('wire={"push": ..., "pull": ...}: pass a format of one direction for each')
+            raise ConfigurationError("Compression(push=..., pull=...): pass a format of one direction for each")
 
     @cached_property
     def pushes(self) -> WireFormat:

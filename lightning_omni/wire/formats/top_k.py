@@ -39,13 +39,13 @@ class TopK(Lossy, frozen=True, kw_only=True, tag="topk"):
     def check(self, method: Method) -> None:
         if method.pushes_weights:
             raise ConfigurationError(
-                f'wire="topk:{self.fraction:g}" with {type(method).__name__}: it pushes weights, of which a part'
+                f'compression="topk:{self.fraction:g}" with {type(method).__name__}: it pushes weights, of which a part'
                 ' is none; pass "bf16" or "int8", or a method that pushes changes, such as "diloco"'
             )
 
     def check_answers(self, method: Method) -> None:
         raise ConfigurationError(
-            f'wire={{"pull": "topk:{self.fraction:g}"}}: answers are not added up, and what one leaves out the next'
+            f'Compression(pull="topk:{self.fraction:g}"): answers are not added up, and what one leaves out the next'
             ' does not bring; pass "bf16", "fp16" or "int8"'
         )
 
@@ -69,5 +69,7 @@ class TopK(Lossy, frozen=True, kw_only=True, tag="topk"):
 
     def _most(self, count: int) -> int:
         if count >= 1 << 31:
-            raise ConfigurationError(f'wire="topk": {count:,} numbers of one optimizer; it can tell 2**31 places apart')
+            raise ConfigurationError(
+                f'compression="topk": {count:,} numbers of one optimizer; it can tell 2**31 places apart'
+            )
         return min(count, max(1, round(self.fraction * count)))
