@@ -21,14 +21,13 @@ default_role = "literal"  # docstrings write `name` as the pages do
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 4
 myst_fence_as_directive = ["math"]
-suppress_warnings = ["toc.empty_glob"]  # a folder whose pages are all listed
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_use_type_comments = False
 python_maximum_signature_line_length = 88
 
-smartquotes = False
+smartquotes_action = "D"  # dashes, and quotes as they are
 
 html_theme = "furo"
 html_static_path = ["_static"]

@@ -61,7 +61,7 @@ class OmniStrategyHooks(SavingStrategy):
     """A strategy that trains synchronously inside compute groups and asynchronously across them.
 
     Use it where synchronization is the bottleneck: step times that vary, a slow network, or workers that may die. See
-    docs/start/quickstart.md. Only ``groups`` and ``method`` matter at first; the defaults of the others suit most runs.
+    docs/how-to/groups.md. Only ``groups`` and ``method`` matter at first; the defaults of the others suit most runs.
 
     Args:
         groups: number of compute groups, from 1 (plain DDP, bit for bit, with no server in the path) to the number of
@@ -79,7 +79,7 @@ class OmniStrategyHooks(SavingStrategy):
             `Compression` for pushes, pulls and the averages inside a group: see docs/reference/wire-formats.md.
         overlap: whether a group computes its next gradient during an exchange, which makes that gradient one step
             staler; for methods whose optimizer steps at the server. Use it where exchanges take long: see
-            docs/explanation/performance.md. With one group this has no effect.
+            docs/explanation/staleness.md. With one group this has no effect.
         server: ``"tcp://host:port"`` of a running parameter server (``lightning-omni serve``); ``"per-node"``, which
             starts one server on each node; or a `Server`. Without an address LIGHTNING_OMNI_SERVER is used, and the
             ranks join the run there (see `Elastic`); if that is not set either, rank 0 starts a server for this run in

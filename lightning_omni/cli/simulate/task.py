@@ -241,8 +241,8 @@ def epochs_of(settings: SimulationSettings) -> int | None:
 
 def limits_of(settings: SimulationSettings) -> Limits:
     """Return the limits of a run."""
-    given = {"updates": settings.updates, "epochs": epochs_of(settings), "seconds": settings.seconds}
-    return Limits(**{name: float(value) for name, value in given.items() if value is not None})
+    given: dict[str, Any] = {"updates": settings.updates, "epochs": epochs_of(settings), "seconds": settings.seconds}
+    return Limits(**{name: value for name, value in given.items() if value is not None})
 
 
 def compression_of(settings: SimulationSettings) -> Compression:
