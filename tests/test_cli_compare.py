@@ -110,8 +110,8 @@ def test_the_table_has_the_numbers_of_the_json(
             'groups=4, method="local_sgd:period=8", compression=Compression(all_reduce="bf16")',
         ),
         (
-            Setting(2, 0.9, 0.1, method="local_sgd", period=16, wire="int8/bf16"),
-            'groups=2, method="local_sgd:period=16", compression=Compression(push="int8", pull="bf16")',
+            Setting(2, 0.9, 0.1, method="diloco:outer_lr=1.0", period=16, wire="int8/bf16"),
+            'groups=2, method="diloco:period=16,outer_lr=1.0", compression=Compression(push="int8", pull="bf16")',
         ),
     ],
 )

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from searches import BATCH, found, observed, search, space_of
 
+from lightning_omni import Compression
 from lightning_omni.cli import main
 from lightning_omni.methods import method_named, with_period
 from lightning_omni.tuning.model.cost_model import Costs, ExchangePattern
@@ -140,7 +141,7 @@ def test_without_probes_groups_exchange_as_suits_them_by_the_profile_and_the_pri
         )
         assert float(rows[groups][-2]) == pytest.approx(momentum, abs=0.01)
         if "--method" in options:
-            assert (method, wire) == ("local_sgd", "bf16")
+            assert (method, wire) == ("local_sgd", Compression("bf16"))
         if "--period" in options and method != "async_sgd":
             assert period == 4
 
