@@ -1,15 +1,19 @@
-"""The site: its charts and the ratios of the README follow the tables of measurements."""
+"""The site: charts and the ratios of the README follow the tables of measurements, and its strategies can be made."""
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightning_omni import FSDP, Compression, Elastic, OmniStrategy, Server, methods
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+NAMES = {each.__name__: each for each in (Compression, Elastic, FSDP, OmniStrategy, Server)} | {"methods": methods}
 
 
 @pytest.fixture(scope="module")
@@ -40,3 +44,24 @@ def test_the_readme_has_the_speed_ups_that_were_measured(
     theirs = rows[hosts][column].partition("PowerSGD:")[2] if peer == "PowerSGD" else rows[hosts][column]
     ratios = [a / b for a, b in zip(draw["numbers"](theirs), draw["numbers"](rows[hosts][3]), strict=True)]
     assert f"| {min(ratios):.1f} to {max(ratios):.1f} times faster than {peer}" in README
+
+
+def strategies() -> list[tuple[str, str]]:
+    """Return each call of OmniStrategy on a page that is whole, with the page; one page has those that are refused."""
+    found = []
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        if page.name == "errors.md":
+            continue
+        text = page.read_text()
+        for start in re.finditer(r"OmniStrategy\(", text):
+            depth = 1
+            end = next(
+                at for at in range(start.end(), len(text)) if (depth := depth + {"(": 1, ")": -1}.get(text[at], 0)) == 0
+            )
+            found.append((page.name, " ".join(text[start.start() : end + 1].split())))
+    return [(page, call) for page, call in found if "..." not in call and "`" not in call and "=mesh" not in call]
+
+
+@pytest.mark.parametrize(("page", "call"), strategies())
+def test_a_strategy_that_a_page_shows_can_be_made(page: str, call: str) -> None:
+    assert isinstance(eval(call, dict(NAMES)), OmniStrategy), page
