@@ -22,7 +22,7 @@ from lightning_omni.tuning.callback.microbenchmarks import seconds_per_byte
 from lightning_omni.tuning.callback.tuned_run import TunerState
 from lightning_omni.tuning.model.forecast import Scaling, Setting, TrainedBatches
 from lightning_omni.tuning.model.measurements import Measured
-from lightning_omni.tuning.report.digest import Digest
+from lightning_omni.tuning.report.summary import SearchSummary
 from lightning_omni.tuning.search import Dimension, Observation, Search, SearchSpec, Space, TrainedSegment
 from lightning_omni.tuning.search import constants as c
 from lightning_omni.tuning.search.choice import best_enumerated, log_seconds, risk_adjusted, verdict
@@ -113,8 +113,8 @@ def test_where_ranks_compute_nothing_but_their_loading_that_is_said_to_be_the_bo
         loading = tuple(share * means)
         found = search(replace(known, measured=replace(known.measured, loading=loading)))
         assert named in found.choice().why
-        digest = Digest(found)
-        in_report = digest.bottleneck(found.prediction(found.choice().setting))
+        summary = SearchSummary(found)
+        in_report = summary.bottleneck(found.prediction(found.choice().setting))
         assert named.startswith(f"{in_report} is"), "as the report says"
 
 

@@ -107,7 +107,7 @@ def test_all_commands_and_yaml_know_the_same_units(tmp_path: Path, capsys: pytes
     wrong = "5 parsecs: pass seconds, as in 0.005, or with a unit"
     for arguments in (
         ["simulate", "--latency", "5 parsecs"],
-        ["compare", "--seconds", "5 parsecs"],
+        ["compare", "--speeds=1,1", "--link=1Gbit", "--model-size=1MB", "--step", "5 parsecs"],
         ["simulate", "--config", str(cluster)],
         ["plan", "absent.json", "--latency", "5 parsecs"],
         ["device", "absent.py:Model", "--budget", "5 parsecs"],
@@ -120,7 +120,7 @@ def test_all_commands_and_yaml_know_the_same_units(tmp_path: Path, capsys: pytes
 def test_all_commands_refuse_a_time_of_0_in_the_same_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for option, arguments in (
         ("--seconds", ["simulate"]),
-        ("--evaluate-every-seconds", ["compare"]),
+        ("--evaluate-every-seconds", ["simulate"]),
         ("--every", ["top", "tcp://192.0.2.1:5555"]),
         ("--budget", ["device", "absent.py:Model"]),
         ("--save-every", ["serve", "--key-file", str(tmp_path / "key")]),

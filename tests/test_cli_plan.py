@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from searches import BATCH, found, observed, search, space_of
 
+from lightning_omni import Compression
 from lightning_omni.cli import main
 from lightning_omni.methods import method_named, with_period
 from lightning_omni.tuning.model.cost_model import Costs, ExchangePattern
@@ -139,7 +141,7 @@ def test_without_probes_groups_exchange_as_suits_them_by_the_profile_and_the_pri
         )
         assert float(rows[groups][-2]) == pytest.approx(momentum, abs=0.01)
         if "--method" in options:
-            assert (method, wire) == ("local_sgd", "bf16")
+            assert (method, wire) == ("local_sgd", Compression("bf16"))
         if "--period" in options and method != "async_sgd":
             assert period == 4
 
@@ -240,8 +242,28 @@ def test_where_the_server_is_always_busy_more_of_them_are_advised(
     assert "servers twice as fast would be at most 2.00 times" in nodes
 
 
-def test_a_picture_is_drawn_into_a_folder(file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_no_simulation_has_had_is_marked_and_not_recommended(
+    file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = said(capsys, file, "--ranks", "32", "--bandwidth", "1e10", "--latency", "0", *SAME)
+    assert "extrapolated: 32 ranks, of which 8 were measured" in output
+    for groups, row in cells(output).items():
+        assert row[6].endswith("*") == row[7].endswith("*") == (groups > 8)
+    recommended = re.findall(r"^use (\d+) group|with (\d+) group", output, re.MULTILINE)
+    assert recommended
+    assert all(int(use or other) <= 8 for use, other in recommended)
+
+
+def test_a_page_and_a_picture_are_written_into_a_folder(
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = said(capsys, file, *SAME, "--out", str(tmp_path / "new" / "folder"))
+    page = html.unescape((tmp_path / "new" / "folder" / "plan.html").read_text())
+    assert f"page: {tmp_path / 'new' / 'folder' / 'plan.html'}" in output
+    for row in cells(output).values():
+        assert all(f">{cell.removeprefix('★ ')}</td>" in page for cell in row)
+    for line in output.splitlines():
+        assert line[:1] in "┏┃┡│└ " or line.startswith(("page:", "picture:")) or line in page
     picture = tmp_path / "new" / "folder" / "plan.png"
     assert f"picture: {picture}" in output
     assert picture.stat().st_size > 20_000

@@ -130,7 +130,7 @@ def test_the_built_in_workload_is_learned_and_a_target_ends_the_run(
 def test_of_several_learning_rates_each_method_is_shown_with_its_best(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    both = ["compare", "--methods", "hardsync async_sgd", *SHORT, "--no-picture", "--out", str(tmp_path)]
+    both = ["simulate", "--method", "hardsync async_sgd", *SHORT, "--no-picture", "--out", str(tmp_path)]
     assert main([*both, "--lr", "[0.0001, 0.1]"]) == 0
     best = rows(capsys.readouterr().out)
     assert [row["lr"] for row in best] == ["0.1", "0.1"]
@@ -144,7 +144,7 @@ def test_each_method_is_given_a_rate_of_its_own_and_the_output_says_how(
 ) -> None:
     """Of a quadratic whose best rate is known: one step of rate 1/3 solves it, eight stale ones of it diverge."""
     own = ["--workload", f"{workload}:bowl", "--devices", "8", "--batch-size", "8", "--epochs", "6"]
-    command = ["compare", "--methods", "async_sgd@1 async_sgd", *own, "--jitter", "none", "--out", str(tmp_path)]
+    command = ["simulate", "--method", "async_sgd@1 async_sgd", *own, "--jitter", "none", "--out", str(tmp_path)]
     assert main([*command, "--no-picture"]) == 0
     output = capsys.readouterr().out
     alone, eight = (float(row["lr"]) for row in rows(output))
@@ -215,7 +215,7 @@ def test_compare_overlaps_what_it_can_and_says_which_methods_ran_without(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     methods = "async_sgd, hardsync@1, local_sgd:period=2, elastic_averaging"
-    command = ["compare", "--methods", methods, *SHARED, "--updates", "6", "--no-picture", "--out", str(tmp_path)]
+    command = ["simulate", "--method", methods, *SHARED, "--updates", "6", "--no-picture", "--out", str(tmp_path)]
     assert main(command) == 0
     waited = capsys.readouterr().out
     assert main([*command, "--overlap"]) == 0
@@ -224,7 +224,7 @@ def test_compare_overlaps_what_it_can_and_says_which_methods_ran_without(
     assert same == [False, True, True, True]
     assert "local_sgd:period=2, elastic_averaging ran without" in overlapped
     assert "ran without" not in waited
-    assert "overlap=True with LocalSGD" in refusal(capsys, "compare", "--methods", "local_sgd", "--overlap")
+    assert "overlap=True with LocalSGD" in refusal(capsys, "simulate", "--method", "local_sgd", "--overlap")
 
 
 def test_one_seed_gives_one_file(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_compare_has_one_row_a_method_and_one_picture(
     methods: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     is_drawn = "; " in methods  # once is enough
-    command = ["compare", "--methods", methods, *SHARED, "--updates", "6", "--out", str(tmp_path)]
+    command = ["simulate", "--method", methods, *SHARED, "--updates", "6", "--out", str(tmp_path)]
     assert main([*command, *([] if is_drawn else ["--no-picture"])]) == 0
     found = rows(capsys.readouterr().out)
     assert [row["method"] for row in found] == ["async_sgd@1", "hardsync", "diloco:period=2,outer_lr=0.7"]
@@ -263,8 +263,8 @@ def test_compare_has_one_row_a_method_and_one_picture(
 def test_yaml_describes_all_and_flags_win(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = ROOT / "examples" / "simulate.yaml"
     out = tmp_path / "two.png"
-    arguments = ["compare", "--config", str(config), "--epochs", "1", "--lr", "0.1", "--out", str(out)]
-    assert main([*arguments, "--methods", "async_sgd,softsync:n=2"]) == 0
+    arguments = ["simulate", "--config", str(config), "--epochs", "1", "--lr", "0.1", "--out", str(out)]
+    assert main([*arguments, "--method", "async_sgd,softsync:n=2"]) == 0
     assert [row["method"] for row in rows(capsys.readouterr().out)] == ["async_sgd", "softsync:n=2"]
     assert_is_picture(out)
     cluster = Trace.load(tmp_path / "two-async_sgd.npz").meta["cluster"]
@@ -300,7 +300,7 @@ def test_a_workload_of_ones_own(workload: str, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_workload_without_metrics_is_drawn_by_its_training_loss(workload: str, tmp_path: Path) -> None:
-    command = ["compare", "--workload", f"{workload}:blind", "--methods", "async_sgd,hardsync", *SHARED]
+    command = ["simulate", "--workload", f"{workload}:blind", "--method", "async_sgd,hardsync", *SHARED]
     assert main([*command, "--out", str(tmp_path)]) == 0
     assert_is_picture(tmp_path / "comparison.png")
     assert not len(Trace.load(tmp_path / "hardsync.npz").evaluated["time"])
@@ -366,8 +366,8 @@ def test_wrong_settings_are_one_line_with_the_remedy(
 
 
 def test_compare_refuses_before_it_simulates_anything(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "softsync:n=9: n=9" in refusal(capsys, "compare", "--methods", "async_sgd,softsync:n=9")
-    assert "--methods: pass at least one" in refusal(capsys, "compare", "--methods", " ")
+    assert "softsync:n=9: n=9" in refusal(capsys, "simulate", "--method", "async_sgd,softsync:n=9")
+    assert "--method: pass at least one" in refusal(capsys, "simulate", "--method", " ")
 
 
 @pytest.mark.parametrize("taken", ["comparison.png", "hardsync.npz"])
@@ -375,7 +375,7 @@ def test_a_folder_in_a_files_place_is_noticed_before_anything_is_simulated(
     taken: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / taken).mkdir()
-    said = refusal(capsys, "compare", "--methods", "async_sgd,hardsync", "--out", str(tmp_path))
+    said = refusal(capsys, "simulate", "--method", "async_sgd,hardsync", "--out", str(tmp_path))
     assert f"--out '{tmp_path}/{taken}': Is a directory; pass a file that can be written" in said
 
 
@@ -403,7 +403,7 @@ def test_ctrl_c_reports_what_was_simulated(
         return real(method, *arguments, progress=show, **options)
 
     monkeypatch.setattr(simulator, "simulate", interrupted)
-    assert main(["compare", "--methods", "async_sgd,hardsync,gossip", *SHARED, "--out", str(tmp_path)]) == 130
+    assert main(["simulate", "--method", "async_sgd,hardsync,gossip", *SHARED, "--out", str(tmp_path)]) == 130
     whole, half = rows(capsys.readouterr().out)
     assert (whole["method"], whole["ended"], whole["updates"]) == ("async_sgd", "updates", "24")
     assert (half["method"], half["ended"]) == ("hardsync", "interrupted")
@@ -416,7 +416,7 @@ def test_a_narrow_table_stands_upright(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    command = ["compare", "--methods", "async_sgd,hardsync", *SHARED, "--no-picture", "--out", str(tmp_path)]
+    command = ["simulate", "--method", "async_sgd,hardsync", *SHARED, "--no-picture", "--out", str(tmp_path)]
     assert main(command) == 0
     output = capsys.readouterr().out
     upright = {row.pop("method"): row for row in rows(output)}

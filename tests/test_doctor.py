@@ -23,7 +23,7 @@ from test_observation import say, watch
 from test_server_core import Link, expect_refusal
 
 from lightning_omni.cli import main
-from lightning_omni.cli.console import telling
+from lightning_omni.cli.console import command_output
 from lightning_omni.cli.top import live_table
 from lightning_omni.server import ServerCore
 from lightning_omni.transport.serving.build_info import about, versions
@@ -194,7 +194,7 @@ def test_at_a_terminal_a_line_that_disappears_has_what_is_waited_for(monkeypatch
     monkeypatch.setenv("TERM", "xterm")
     with os.fdopen(terminal, "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
-        with telling() as tell:
+        with command_output() as tell:
             tell.wait_for("an answer")
             tell.show(Text("✓ it came"))
             tell.wait_for("another one")

@@ -25,7 +25,7 @@ from test_transport import KEY
 
 from lightning_omni import OmniStrategy
 from lightning_omni.cli.serve.run_log import RunLog
-from lightning_omni.cli.serve.standing_server import Options, StandingServer, StopSignals
+from lightning_omni.cli.serve.standalone_server import Options, StandaloneServer, StopSignals
 from lightning_omni.methods import method_named
 from lightning_omni.server.core import ServerCore
 from lightning_omni.server.event_log import Event, RecordFile, read_record
@@ -359,7 +359,7 @@ def test_a_standing_server_whose_log_cannot_be_written_serves_on(
     assert run.core.run_events
     before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
     try:
-        server = StandingServer(settings, options, console, signals, lifeline=None)
+        server = StandaloneServer(settings, options, console, signals, lifeline=None)
         os.kill(os.getpid(), signal.SIGTERM)
         assert server.run() == 0
     finally:

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_omni.errors import ConfigurationError, ProtocolError
 from lightning_omni.group.member_samples import apportion, positions, weight
-from lightning_omni.runtime.data.loader import LeasedBatchSampler, RankLeases, can_lease, permutation
+from lightning_omni.runtime.data.loader import LeasedBatchSampler, RankLeases, permutation, why_not_leased
 from lightning_omni.server.epochs.lease_book import MOST_AHEAD, LeaseBook
 from lightning_omni.wire.messages import Batch, EpochPlan
 
@@ -652,4 +652,4 @@ def test_a_loader_that_decides_which_batches_it_gives_out_and_when_is_not_leased
 ) -> None:
     data = range(12)
     loader = kind(data, batch_size=2, sampler=DistributedSampler(data, num_replicas=2, rank=0))  # type: ignore[arg-type]
-    assert can_lease(loader) is expected
+    assert (why_not_leased(loader) == "") is expected

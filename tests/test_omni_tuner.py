@@ -16,7 +16,7 @@ from processes import Process
 from runs import Run, Running, run, run_nodes
 
 from lightning_omni.tuning.report import TuningReport
-from lightning_omni.tuning.report.digest import duration, number
+from lightning_omni.tuning.report.texts import duration, number
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
@@ -110,7 +110,7 @@ def test_a_run_whose_server_does_not_start_trains_on_in_one_group_and_says_why(
         assert len(rank["last_epoch"]) == 256  # half of the samples
     assert fits[name][0]["weights"] == fits[name][1]["weights"]
     assert printed.count("the run stays in one group, because several need a parameter server") == len(SERVERLESS)
-    assert printed.count("or an address of this machine (host= or --host)") == len(SERVERLESS) - 1
+    assert printed.count("pass an address of this machine (host=)") == len(SERVERLESS) - 1
     assert "and this rank has none: set it to the same key for all ranks" in printed
 
 
@@ -143,7 +143,7 @@ def test_what_is_chosen_was_compared_with_what_scikit_optimize_proposed(
         assert rank["setting"] in rank["considered"]
         assert len(rank["considered"]) >= 2
     report = TuningReport.from_dict(json.loads(fits["cut short"][0]["files"]["omni-tuning.json"]))
-    assert "scikit-optimize" in [row.by for row in report.digests[0].considered]
+    assert "scikit-optimize" in [row.by for row in report.summaries[0].considered]
 
 
 def test_groups_that_take_too_long_to_form_are_left_alone_and_it_says_why(
@@ -222,7 +222,7 @@ def test_each_figure_of_a_run_is_the_same_wherever_it_is_told(fits: dict[str, li
     assert times.sentence in fits["printed"][0]["text"]
     assert f"<td>{times.sentence.removeprefix('the target was ')}</td>" in page
     assert f"<td>{duration(times.tuning)}</td>" in page
-    assert report.digests[0].expense in page
+    assert report.summaries[0].expense in page
     ((groups, rate),) = fits["cut short"][0]["in_training"][-1]
     assert report.rounds[-1].measured_after == {groups: rate}
     assert f'<td class="number">{number(rate)}</td>' in page

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import io
+import itertools
 import json
 import math
 import re
@@ -14,17 +15,23 @@ from html.parser import HTMLParser
 from importlib import resources
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jinja2 import UndefinedError
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from rich.console import Console
 from searches import START, found, later, observed, search, space_of
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.tuning.callback.guards.speed import RunThroughput
-from lightning_omni.tuning.report import Round, RunTimes, TuningReport
-from lightning_omni.tuning.report.digest import Digest, duration, interval, span, times
+from lightning_omni.tuning.report import Round, RunTimes, TuningReport, Written
 from lightning_omni.tuning.report.page import templates
-from lightning_omni.tuning.search import Space
+from lightning_omni.tuning.report.summary import NAMES, SearchSummary
+from lightning_omni.tuning.report.texts import interval, number, span, times
+from lightning_omni.tuning.search import Dimension, Search, Space, TrainedSegment
+from lightning_omni.tuning.search.space import Axis
 
 UNSAFE = "\"><script>alert('x')</script><b>loss"
 """What a metric may be called."""
@@ -130,7 +137,7 @@ def test_the_page_has_the_choice_its_reason_and_all_that_was_compared(
     (segment,) = later().segments
     assert f"<td>{segment.setting}</td>" in text
     assert f'<td class="number">{times(math.exp(segment.log_ratio))}</td>' in text
-    for name in whole.digests[0].systems:
+    for name in whole.summaries[0].systems:
         assert name in text
     assert "SpeedRecord 1, epoch 7" in text
     assert "all-reduce" in text
@@ -160,12 +167,12 @@ def test_whatever_was_found_can_be_shown(made: object) -> None:
     assert TuningReport.from_dict(again).statement == shown.statement
 
 
-def test_a_ratio_to_the_choice_is_as_sure_as_their_difference() -> None:
-    digest = report().digests[0]
-    own = digest.time(digest.choice.setting)
-    assert own.low == own.value == own.high == pytest.approx(1.0)
-    other = digest.time(replace(digest.curve[8], momentum=0.0))
-    assert other.low < other.high
+def test_a_speed_up_is_as_sure_as_the_difference_of_two_settings() -> None:
+    summary = report().summaries[0]
+    own = summary.speed_up_of(summary.start)
+    assert own.low == own.value == own.high == 1.0
+    other = summary.speed_up_of(replace(summary.curve[8], momentum=0.0))
+    assert other.low < other.value < other.high
 
 
 def test_without_matplotlib_there_is_a_page_that_says_how_to_get_it(
@@ -182,35 +189,31 @@ def test_without_matplotlib_there_is_a_page_that_says_how_to_get_it(
         report().figure()
 
 
-def test_times_are_relative_to_the_choice_and_product_of_both_efficiencies() -> None:
-    digest = report().digests[0]
-    assert digest.time(digest.choice.setting).value == pytest.approx(1.0)
-    for setting in digest.curve.values():
-        gain = digest.search.throughput(digest.choice.setting) / digest.search.throughput(setting)
-        more = digest.samples(setting).value / digest.samples(digest.choice.setting).value
-        assert digest.time(setting).value == pytest.approx(gain * more)
-    assert digest.considered[0].samples == 1.0, "the run's own"
+def test_a_speed_up_is_over_the_users_own_setting_and_the_product_of_both_efficiencies() -> None:
+    summary = report().summaries[0]
+    for setting in (*summary.curve.values(), summary.choice.setting):
+        gain = summary.search.throughput(setting) / summary.search.throughput(summary.start)
+        assert summary.ratio(setting) == pytest.approx(gain / summary.samples(setting).value)
+        assert summary.speed_up_of(setting).value == pytest.approx(summary.ratio(setting))
+    assert summary.considered[0].samples == 1.0, "the run's own"
 
 
 def test_seconds_are_told_only_for_a_target_of_a_loss() -> None:
-    assert report(target=0.9).digests[0].seconds is not None
-    assert report(target=0.9, monitor="accuracy").digests[0].seconds is None
-    assert report().digests[0].seconds is None
+    assert report(target=0.9).summaries[0].seconds is not None
+    assert report(target=0.9, monitor="accuracy").summaries[0].seconds is None
+    assert report().summaries[0].seconds is None
     assert "time to the target" in page_of(0.9)
 
 
 def test_what_is_told_twice_is_told_alike() -> None:
     whole = replace(report(target=0.9), times=RunTimes(120.0, 6.0, (80.0, 5.0)))
-    digest, page = whole.digests[0], html.unescape(words_of(whole))
-    assert digest.seconds is not None
-    for figure in (span(digest.speed_up), interval(digest.seconds)):
+    summary, page = whole.summaries[0], html.unescape(words_of(whole))
+    assert summary.seconds is not None
+    for figure in (span(summary.speed_up), interval(summary.seconds)):
         assert figure in whole.statement
         assert f"<td>{figure}</td>" in page
-    own = digest.systems["your own setting"].setting
-    assert own == START
-    assert times(digest.time(own).value) == times(digest.speed_up.value)
-    assert f">{times(digest.speed_up.low)} to {times(digest.speed_up.high)}</td>" in page  # among the systems
-    assert f">{duration(digest.seconds.value)}</td>" in page
+    assert summary.systems["your own setting"].setting == START
+    assert f">{times(summary.speed_up.low)} to {times(summary.speed_up.high)}</td>" in page  # among the systems
     assert "<td>reached after 80 s, 5 s of them for tuning</td>" in page
     assert whole.times is not None
     assert whole.times.metrics == {"omni/tuner/seconds": 6.0, "omni/tuner/target_seconds": 80.0}
@@ -218,10 +221,132 @@ def test_what_is_told_twice_is_told_alike() -> None:
     assert (read.times, read.statement) == (whole.times, whole.statement)
 
 
-def test_headlines_have_their_intervals() -> None:
+def test_headlines_have_their_intervals_and_what_was_measured() -> None:
     said = report(target=0.9).statement
-    assert re.search(r"speed-up [\d.]+× \(80 % interval [\d.]+× to [\d.]+×\) over your own setting", said)
-    assert re.search(r"target expected after .* \(.* to .*\) of training", said)
+    assert re.search(r"speed-up over your own setting: [\d.]+× \(80 % interval [\d.]+× to [\d.]+×\)", said)
+    assert re.search(r"time to the target, forecast: .* \(.* to .*\)", said)
+    groups = found().choice().setting.groups
+    summary = report().summaries[0]
+    for measured, is_outside in (
+        (summary.rate.value, False),
+        (2 * summary.rate.high, True),
+        (0.5 * summary.rate.low, True),
+    ):
+        shown = report(Round(found(), 0, 0.0, {groups: measured}))
+        assert f"samples/s, measured: {number(measured)}" in shown.statement
+        assert ("outside the forecast's interval" in shown.statement) == is_outside
+        assert ('class="outside"' in words_of(shown)) == is_outside
+
+
+def shown_numbers(shown: TuningReport) -> dict[str, dict[str, str]]:
+    """The numbers of a headline, as text by their names, wherever they are."""
+    page, plain = html.unescape(words_of(shown)), json.loads(json.dumps(shown.to_dict()))
+    picture = " ".join(shown.figure()._suptitle.get_text().split())
+    texts = shown.summaries[-1].headline
+    found = {}
+    for name, value in shown.numbers.items():
+        text = texts[NAMES[name]]
+        assert f"<th>{NAMES[name]}</th><td>{text}</td>" in re.sub(r"\s*\n\s*", "", page)
+        assert f"{NAMES[name]}: {text}" in picture
+        assert f"{NAMES[name]}: {text}" in shown.statement
+        assert f"{NAMES[name]}: {text}" in html.unescape(page)
+        assert plain["numbers"][name] == value
+        assert shown.metrics[f"omni/tuner/{name}"] == value
+        found[name] = {"text": text, "value": repr(value)}
+    assert plain["statement"] == shown.statement
+    return found
+
+
+@settings(max_examples=5, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    allreduce=st.sampled_from([0.0, 0.1, 1.0]),
+    rate=st.none() | st.floats(10, 1000),
+    target=st.none() | st.floats(0.5, 1.0),
+    log_ratio=st.none() | st.floats(-0.5, 1.0),
+    further=st.booleans(),
+)
+def test_a_number_is_the_same_under_its_name_everywhere_before_and_after_loading(
+    seed: int,
+    allreduce: float,
+    rate: float | None,
+    target: float | None,
+    log_ratio: float | None,
+    further: bool,
+) -> None:
+    start = replace(START, further=(("workers", 0.1),)) if further else START
+    space = space_of(workers=Workers()) if further else space_of()
+    seen = observed(start, allreduce, seed)
+    chosen = search(seen, space, start).choice().setting
+    segments = []
+    if log_ratio is not None:
+        other = replace(chosen, further=(("workers", 0.8),)) if further else chosen
+        segments = [TrainedSegment(other, log_ratio, 0.01**2)]
+    made = search(seen, space, start, segments=segments)
+    groups = made.choice().setting.groups
+    last = Round(made, 3, 60.0, {} if rate is None else {groups: rate})
+    shown = TuningReport((last,), target, "train_loss", RunTimes(120.0, 6.0), ((1.0, 2.0), (9.0, 1.0)), Written.now())
+    read = TuningReport.from_dict(json.loads(json.dumps(shown.to_dict())))
+    assert shown_numbers(read) == shown_numbers(shown)
+    assert [(row.rate, row.speed_up) for row in read.summaries[0].considered] == [
+        (row.rate, row.speed_up) for row in shown.summaries[0].considered
+    ]
+    assert json.dumps(read.to_dict()) == json.dumps(shown.to_dict())
+
+
+class Workers(Dimension):
+    """A dimension of a user's, which is a range."""
+
+    name = "workers"
+
+    def axis(self, known: object) -> Axis:
+        return (0.0, 1.0)
+
+    def current(self, world: object) -> float:
+        return 0.1
+
+    def apply(self, world: object, value: object) -> None:
+        raise AssertionError("nothing is run")
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        found(),
+        search(space=Space((1,))),
+        search(space=space_of(groups=list(range(1, 9))), observation=observed(steps=3)),
+    ],
+    ids=["groups", "one group", "all numbers of groups"],
+)
+def test_nothing_is_drawn_outside_of_its_axes(made: Search) -> None:
+    rate = {made.choice().setting.groups: 2000.0}  # far outside of the forecast
+    whole = TuningReport((Round(made, 0, 0.0, rate),), 0.9, "val_loss", None, ((1.0, 2.0), (9.0, 1.0)), Written.now())
+    figure = whole.figure()
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()  # type: ignore[no-untyped-call]
+    renderer, bounds = canvas.get_renderer(), figure.bbox  # type: ignore[no-untyped-call]
+    for axes in figure.axes:
+        titles = [text for text in (axes.title, axes._left_title, axes._right_title) if text.get_text()]
+        box = axes.get_window_extent(renderer)
+        for text in (*axes.texts, *titles):
+            extent = text.get_window_extent(renderer)
+            assert bounds.x0 - 1 <= extent.x0 <= extent.x1 <= bounds.x1 + 1, text.get_text()
+        for text in axes.texts:
+            extent = text.get_window_extent(renderer)
+            assert box.y0 - 2 <= extent.y0 <= extent.y1 <= box.y1 + 2, text.get_text()
+        for points in axes.collections:
+            low, high = sorted(axes.get_ylim())
+            heights = [y for _, y in np.atleast_2d(points.get_offsets()).tolist()] if len(points.get_offsets()) else []
+            assert all(low <= y <= high for y in heights if y), heights
+    rows: dict[float, list[tuple[float, float]]] = {}
+    for axes in figure.axes:
+        title = axes._left_title
+        if title.get_text():
+            extent = title.get_window_extent(renderer)
+            rows.setdefault(round(extent.y0), []).append((extent.x0, extent.x1))
+    for spans in rows.values():  # titles side by side do not touch
+        spans.sort()
+        assert all(left[1] < right[0] for left, right in itertools.pairwise(spans)), spans
 
 
 def test_a_rate_is_told_beside_the_batches_that_it_was_measured_with() -> None:
@@ -274,8 +399,8 @@ def test_errors_name_the_argument(tmp_path: Path) -> None:
 
 def test_templates_of_the_page_are_part_of_the_package() -> None:
     folder = resources.files("lightning_omni.tuning.report") / "templates"
-    assert {each.name for each in folder.iterdir()} == {"tuning.html", "table.html"}
-    source = (folder / "tuning.html").read_text(encoding="utf-8")
+    assert {each.name for each in folder.iterdir()} == {"tuning.html", "table.html", "plan.html", "style.html"}
+    source = (folder / "style.html").read_text(encoding="utf-8")
     style = source[source.index("<style>") : source.index("</style>")]
     assert style in page_of()
 
@@ -299,13 +424,13 @@ def test_first_batches_whose_loss_rises_are_drawn_as_they_are() -> None:
 def test_what_each_part_of_the_choice_gives_multiplies_to_what_all_of_it_gives() -> None:
     space = space_of(method=["local_sgd"], wire=["fp32", "int8"], period=[32])
     made = search(observed(allreduce=1.0), space)
-    digest, choice = Digest(made), made.choice().setting
-    parts = digest.contributions
+    summary, choice = SearchSummary(made), made.choice().setting
+    parts = summary.contributions
     assert choice.groups > 1
     assert "local_sgd, period 32" in [each.part for each in parts]
-    own, chosen = (digest.forecast.log_seconds(each) for each in (digest.start, choice))
+    own, chosen = (summary.forecast.log_seconds(each) for each in (summary.start, choice))
     assert math.prod(each.speed_up for each in parts) == pytest.approx(math.exp(own - chosen))
-    rates = [made.throughput(each) for each in (digest.start, choice)]
+    rates = [made.throughput(each) for each in (summary.start, choice)]
     assert math.prod(each.rate for each in parts) == pytest.approx(rates[1] / rates[0])
     text = words_of(report(Round(made, 0, 0.0)))
     assert "What each part of it gives" in text

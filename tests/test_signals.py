@@ -23,7 +23,8 @@ from runs import Run, Running, free_port, search_path
 from torch._C._distributed_c10d import HashStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_omni.strategy.signals import Signals, training_position
+from lightning_omni.errors import Evicted
+from lightning_omni.strategy.signals import Signals, end_in_one_line, training_position
 
 TERMINATED = 128 + signal.SIGTERM
 
@@ -357,3 +358,24 @@ def test_slurm_requeues_a_job_with_groups_and_then_ends_it(tmp_path: Path) -> No
             assert each.process.wait(180) == TERMINATED
             until(partial(has_ended, each), lambda: "processes are left behind", 60)
     assert not (tmp_path / "hpc_ckpt_2.ckpt").exists()
+
+
+def test_an_eviction_that_ends_the_process_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(error: Exception) -> Exception:
+        try:
+            try:
+                raise RuntimeError("gloo")
+            except RuntimeError as cause:
+                raise error from cause
+        except Exception as raised:
+            return raised
+
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    evicted, other = fail(Evicted("group 1 was evicted by hand")), fail(ValueError("of the user's"))
+    end_in_one_line(evicted)
+    sys.excepthook(type(evicted), evicted, evicted.__traceback__)
+    assert capsys.readouterr().err == "lightning_omni.errors.Evicted: group 1 was evicted by hand\n"
+    sys.excepthook(type(other), other, other.__traceback__)
+    assert capsys.readouterr().err.count("Traceback") == 2

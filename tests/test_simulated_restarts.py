@@ -298,4 +298,4 @@ def test_a_restart_is_written_in_a_yaml_file(tmp_path: Path) -> None:
         {"kind": "Failure", "rank": 3, "time": 1.0},
     ]
     assert (np.diff(trace.rows["write"]) < 0).sum() == 1
-    assert main(["compare", "--config", str(config), "--methods", "async_sgd,pull_gossip", *flags]) == 2
+    assert main(["simulate", "--config", str(config), "--method", "async_sgd,pull_gossip", *flags]) == 2

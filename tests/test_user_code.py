@@ -781,7 +781,7 @@ def made(data: LeasedData, *kinds: str) -> list[Any]:
         else DataLoader(Streamed(), batch_size=2)
         for kind in kinds
     ]
-    return [data.process(loader, 0, lambda _: True) for loader in loaders]
+    return [data.process(loader, 0, lambda _: "") for loader in loaders]
 
 
 def leased_data(

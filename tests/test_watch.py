@@ -279,7 +279,7 @@ def test_the_table_has_the_parts_of_a_step_and_rates_between_looks() -> None:
         assert cell in row
     assert "80 updates (10/s), 40 samples/s, server busy 50 %, 2 pushes refused, 3 strangers refused" in text
     assert "epoch 2" in text
-    assert "300 of 1000 samples, 30 %" in text
+    assert "300 of 1000 samples, 30 %, 17s left in the epoch" in text
     assert "1m10s ago  ranks 4 to 5 lost: \\x1b[2Jkilled" in text  # escaped
 
 
@@ -543,7 +543,7 @@ def test_several_servers_show_the_run_as_one_would_and_the_others_what_they_do_t
     monkeypatch.delenv("COLUMNS", raising=False)
     assert main(["top", address, "--once", "--every", "0.3s"]) == 0
     shown = capsys.readouterr().out
-    assert "async_sgd, wire format raw, 2 ranks, for " in shown
+    assert "async_sgd, compression fp32, 2 ranks, for " in shown
     assert f"{updates} updates (0.0/s), 0.0 samples/s, server busy 0 %" in shown
     assert f"0 of {SAMPLES} samples, 0 %" in shown
     assert len([line for line in shown.splitlines() if "127.0.0.1" in line and "ms" in line]) >= 1

@@ -5,23 +5,25 @@ from __future__ import annotations
 import argparse
 import inspect
 import io
+import re
 import sys
 import textwrap
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 from jsonargparse import ActionYesNo, ArgumentParser, DefaultHelpFormatter, auto_cli
 from rich.console import Console
 from rich.text import Text
 
 from lightning_omni import __version__
+from lightning_omni.cli.compare.command import compare
 from lightning_omni.cli.console import INTERRUPTED
 from lightning_omni.cli.device.command import device
 from lightning_omni.cli.doctor.command import doctor
 from lightning_omni.cli.plan.command import plan
 from lightning_omni.cli.serve.command import serve
-from lightning_omni.cli.simulate.command import compare, simulate
+from lightning_omni.cli.simulate.command import simulate
 from lightning_omni.cli.top.command import top
 from lightning_omni.errors import OmniError
 
@@ -31,7 +33,12 @@ class _HelpFormatter(DefaultHelpFormatter):
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         paragraphs = text.strip().split("\n\n")
-        filled = [textwrap.wrap(each, width, initial_indent=indent, subsequent_indent=indent) for each in paragraphs]
+        filled = [
+            each.splitlines()  # examples
+            if each.startswith("  ")
+            else textwrap.wrap(each, width, initial_indent=indent, subsequent_indent=indent)
+            for each in paragraphs
+        ]
         return "\n\n".join("\n".join(lines) for lines in filled)
 
     def _get_help_string(self, action: argparse.Action) -> str:
@@ -60,27 +67,78 @@ class _Parser(ArgumentParser):
         names = tuple(name.replace("_", "-") if name.startswith("--") else name for name in names)
         return super().add_argument(*names, **options)
 
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print a wrong option in one line, and end the process."""
+        if not self.exit_on_error:  # one of several types that a value may have is tried
+            super().error(message, ex)
+        command = f"{self.prog.partition(' [')[0]} {self.prog.rpartition('] ')[2]}" if "[" in self.prog else self.prog
+        _print_error(f"{in_words(message)}; see {command} --help")
+        self.exit(2)
+
+
+_TYPES = {"int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false"}
+_TYPES |= {"PathLike": "a path", "Path": "a path", "dict": "a mapping", "list": "a list"}
+
+
+def in_words(message: str) -> str:
+    r"""Return an error of the parser as a sentence, with types in words.
+
+    Example:
+        >>> in_words('Parser key "port":\n  Expected a <class \'int\'>. Got value: x')
+        "--port must be a whole number, not 'x'"
+        >>> in_words('the following arguments are required: top.address')
+        'ADDRESS is missing'
+    """
+    if missing := re.fullmatch(r"the following arguments are required: (.*)", message):
+        names = [each.rpartition(".")[2].upper().replace("_", "-") for each in missing[1].split(", ")]
+        return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} missing"
+    key = re.match(r'Parser key "([^"]+)":', message)
+    value = re.search(r"(?:Got value|Given value): (.*)", message)
+    kinds = re.findall(r"(?<!type: )<class '(?:\w+\.)*(\w+)'>", message)
+    wanted = [_TYPES.get(each, each) for each in kinds if each != "NoneType"]
+    for choices in re.findall(r"Literal\[([^\]]*)\]", message):
+        wanted += [each.strip("' ") for each in choices.split(",")]
+    if key is None or value is None or not wanted:
+        return " ".join(message.split())
+    option = key[1] if "." in key[1] else "--" + key[1].replace("_", "-")
+    return f"{option} must be {' or '.join(dict.fromkeys(wanted))}, not {value[1].strip()!r}"
+
+
+def _print_error(text: str) -> None:
+    Console(stderr=True).print("[red]lightning-omni:[/red]", Text(text), highlight=False, soft_wrap=True)
+
 
 _DESCRIPTION = "Servers, measurements and simulations for training with OmniStrategy and OmniOptimizer."
+_EXAMPLES = """Examples:
+
+  lightning-omni compare --speeds 1,1,1,0.25 --link 100Mbit --model-size 50MB --step 0.2s
+  lightning-omni plan omni-tuning.json --ranks 32 --bandwidth 10Gbit
+  lightning-omni simulate --method "async_sgd@1, hardsync, async_sgd" --devices 8 --straggler 4
+  lightning-omni device model.py:Model
+  lightning-omni serve --host 10.0.0.9
+  lightning-omni doctor tcp://10.0.0.9:5555
+  lightning-omni top tcp://10.0.0.9:5555
+
+"""
 _EXIT_STATUS = (
     "Exit status: 0; 1 if doctor has found something that fails; 2 if a setting is wrong; 3 if a server died too often"
     " to be started again; 130 after Ctrl-C."
 )
 
 _COMMANDS: dict[str, Callable[..., Any]] = {
-    "serve": serve,
-    "top": top,
-    "doctor": doctor,
-    "simulate": simulate,
     "compare": compare,
-    "device": device,
     "plan": plan,
+    "simulate": simulate,
+    "device": device,
+    "serve": serve,
+    "doctor": doctor,
+    "top": top,
 }
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line, by default the process's own, and return the exit code."""
-    given = sys.argv[1:] if arguments is None else arguments
+    """Run the command line, by default the process's own, and return the exit code. Without arguments, print help."""
+    given = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if isinstance(sys.stdout, io.TextIOWrapper):  # as standard error does
         with suppress(OSError):  # "Illegal seek", if a pipe replaced a file; the setting is made all the same
             sys.stdout.reconfigure(errors="backslashreplace")
@@ -93,7 +151,7 @@ def main(arguments: list[str] | None = None) -> int:
             as_positional=True,
             prog="lightning-omni",
             description=_DESCRIPTION,
-            epilog=_EXIT_STATUS,
+            epilog=_EXAMPLES + _EXIT_STATUS,
             parser_class=_Parser,
             version=__version__,
         )
@@ -101,7 +159,7 @@ def main(arguments: list[str] | None = None) -> int:
         own = _own(error)
         if own is None:
             raise
-        Console(stderr=True).print("[red]lightning-omni:[/red]", Text(str(own)), highlight=False, soft_wrap=True)
+        _print_error(str(own))
         return 2
     except KeyboardInterrupt:
         return INTERRUPTED

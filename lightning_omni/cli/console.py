@@ -109,7 +109,7 @@ _SOON = 1.0
 """Seconds of waiting that a log omits."""
 
 
-class Telling(NamedTuple):
+class CommandOutput(NamedTuple):
     """The output of a command that takes a while.
 
     Attributes:
@@ -122,7 +122,7 @@ class Telling(NamedTuple):
 
 
 @contextmanager
-def telling() -> Iterator[Telling]:
+def command_output() -> Iterator[CommandOutput]:
     """Show results when they are found, and announce each wait in between.
 
     On a terminal, the announcement is a line that disappears. Otherwise it is a line on standard error for each wait of
@@ -143,10 +143,10 @@ def telling() -> Iterator[Telling]:
 
     if console.is_terminal:
         with console.status("") as status:
-            yield Telling(console.print, lambda what: status.update(Text(f"waiting for {what}")))
+            yield CommandOutput(console.print, lambda what: status.update(Text(f"waiting for {what}")))
         return
     try:
-        yield Telling(show, wait_for)
+        yield CommandOutput(show, wait_for)
     finally:
         is_over()
 

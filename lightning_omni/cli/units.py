@@ -50,6 +50,28 @@ def rate_of(name: str, given: Quantity) -> float:
     return value
 
 
+def bytes_of(name: str, given: Quantity) -> int:
+    """Return a number of bytes.
+
+    Args:
+        name: name of the option, as the user wrote it; errors begin with it.
+        given: bytes, or a number with ``B`` and k, M, G or T before it, as in `rate_of`.
+
+    Raises:
+        ConfigurationError: the value is no number of bytes, or not above 0.
+
+    Example:
+        >>> bytes_of("--model-size", "50MB"), bytes_of("--model-size", 4e6)
+        (50000000, 4000000)
+    """
+    found = _RATE.fullmatch(str(given).strip())
+    is_size = found is None or (found[3] == "B" and not found[4])
+    value = rate_of(name, given) if found and is_size else _plain(str(given))
+    if not 1 <= value < math.inf:
+        raise ConfigurationError(f"{name} {given}: pass bytes, as in 50MB or 2.5e8; above 0")
+    return round(value)
+
+
 def seconds_of(name: str, given: Quantity) -> float:
     """Return seconds.
 

@@ -87,8 +87,9 @@ def simulate(
         ConfigurationError: an argument is wrong.
 
     Example:
+        >>> import torch
         >>> workload = Workload(
-        ...     nn.Linear(2, 1),
+        ...     torch.nn.Linear(2, 1),
         ...     torch.utils.data.TensorDataset(torch.ones(64, 2), torch.ones(64, 1)),
         ...     loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
         ...     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),

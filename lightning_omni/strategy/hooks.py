@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_omni.checks import counted
-from lightning_omni.errors import ConfigurationError, ConnectionLost, Evicted, OmniError, UnsupportedError
+from lightning_omni.errors import ConfigurationError, ConnectionLost, Evicted, OmniError, RankLost, UnsupportedError
 from lightning_omni.methods import Method
 from lightning_omni.runtime import Elastic, Server, World, WorldOptions
 from lightning_omni.runtime.checks.exits import forget
@@ -53,7 +53,7 @@ from lightning_omni.strategy.loops.listener import Listener, NestedRuns
 from lightning_omni.strategy.loops.live_metrics import gathering_sentence
 from lightning_omni.strategy.namespaces import namespace_of, need_namespace, new_in, strategy_class_in
 from lightning_omni.strategy.optimizers import Merged, Proxies, explain_unused
-from lightning_omni.strategy.signals import Signals
+from lightning_omni.strategy.signals import Signals, end_in_one_line
 from lightning_omni.topology import check_groups
 from lightning_omni.transport.serving import ServerProcess
 from lightning_omni.wire import messages as m
@@ -549,6 +549,8 @@ class OmniStrategyHooks(SavingStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Report to the other ranks why this rank has failed."""
         explain_unused(exception)
+        if isinstance(exception, RankLost):
+            end_in_one_line(exception)
         super().on_exception(exception)
         if self._ends_with_all(exception):
             self.reporting.ask(self.world)
@@ -689,10 +691,13 @@ class OmniStrategyHooks(SavingStrategy):
         if self._world is not None and self.world.registration is not None:
             seed_workers(self._trainer, loader, self.world.rank)
         is_trained = self._trainer.training or loops_iterate(self._trainer)  # in a hook of a validation, too
-        return self.epochs.data.process(loader, self.global_rank, self._is_ours) if is_trained else loader
+        return self.epochs.data.process(loader, self.global_rank, self._objection) if is_trained else loader
 
-    def _is_ours(self, loader: DataLoader[Any]) -> bool:
-        return has_lightning_sampler(loader) and not draws_batches(self.pl_module.training_step)
+    def _objection(self, loader: DataLoader[Any]) -> str:
+        """Return why the samples of a plain DataLoader cannot be leased; empty if they can."""
+        if draws_batches(self.pl_module.training_step):
+            return "training_step draws from it (dataloader_iter)"
+        return "" if has_lightning_sampler(loader) else "it has a DistributedSampler of its own"
 
     # --- Collectives -------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -284,10 +284,24 @@ def training_position(trainer: Trainer) -> str:
 
 
 def waiting_sentence(rank: int, seconds: float, where: str) -> str:
-    """Return a warning about a rank without progress for some seconds; ``where`` is a result of `waits_in`."""
+    """Return a warning about a rank without progress for some seconds; ``where`` names the call."""
     return (
         f"rank {rank} has waited for {seconds:.0f} s in {where}: not all ranks have called it. If a hook calls it every"
         " n batches, let it count by batch_idx or trainer.global_step, in which the ranks of a group agree. Counts of"
         " its own differ after OmniTuner or regroup() has put ranks of different groups together."
         " A process group with ranks of several groups is for outside of the training epoch"
     )
+
+
+def end_in_one_line(error: BaseException) -> None:
+    """Replace the traceback by one line where this error ends the process: an eviction has no place in the script."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], raised: BaseException, traceback: TracebackType | None) -> None:
+        if raised is error:
+            raised.__cause__ = None  # hides the context, too
+            before(kind, raised.with_traceback(None), None)
+        else:
+            before(kind, raised, traceback)
+
+    sys.excepthook = hook

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_omni.cli.console import print_line, progress_bar, show
-from lightning_omni.cli.outputs import check_file
+from lightning_omni.cli.output_files import check_file
 from lightning_omni.cli.units import Quantity, check_above_zero, time_of
 from lightning_omni.errors import ConfigurationError
 

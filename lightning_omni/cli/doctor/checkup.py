@@ -20,7 +20,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from lightning_omni.checks import counted
-from lightning_omni.cli.console import Telling
+from lightning_omni.cli.console import CommandOutput
 from lightning_omni.errors import ConfigurationError, OmniError, Refused
 from lightning_omni.transport.serving.build_info import versions
 from lightning_omni.transport.zeromq.addresses import EVERYWHERE, check_address, directory_of, is_private
@@ -62,7 +62,7 @@ class Checkup:
         has_failed: whether a step has failed.
     """
 
-    def __init__(self, tell: Telling) -> None:
+    def __init__(self, tell: CommandOutput) -> None:
         self._tell = tell
         self._remedies: list[str] = []
         self._expected: list[str] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning_omni.cli.console import show, telling
+from lightning_omni.cli.console import command_output, show
 from lightning_omni.cli.units import check_above_zero
 
 
@@ -22,7 +22,7 @@ def doctor(address: str, key_file: Path | None = None, mb: float = 100.0, encryp
         encryption: "curve" or "off", the same as the server's.
     """
     check_above_zero({"mb": mb})
-    with telling() as tell:
+    with command_output() as tell:
         tell.wait_for("this program to load")
         from lightning_omni.cli.doctor.checkup import Checkup, examine  # here, so that --help does not wait for torch
 

@@ -6,10 +6,9 @@ import math
 from pathlib import Path
 
 from lightning_omni.cli.console import print_line, print_sentence, show
-from lightning_omni.cli.outputs import check_file, make_folder
+from lightning_omni.cli.output_files import check_file, make_folder
 from lightning_omni.cli.units import Quantity, check_above_zero, rate_of, seconds_of
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.palette import check_can_draw
 
 
 def plan(
@@ -48,35 +47,37 @@ def plan(
         samples: Number of samples that training takes with one group, to predict the time of the whole training.
         momentum: Momentum that suits a single group. By default the file's; 0.9 if it has none.
         lr: Learning rate that suits a single group. By default the file's; if it has none, rates are multiples of it.
-        out: Folder for a picture.
+        out: Folder for the page, plan.html, and the picture.
     """
     check_above_zero({"samples": samples, "lr": lr})
     if batch_size is not None and not 1 <= batch_size < math.inf:
         raise ConfigurationError(f"--batch-size {batch_size}: pass a number of samples, 1 or more")
     if momentum is not None and not 0 <= momentum < 1:
         raise ConfigurationError(f"--momentum {momentum}: pass a number from 0 up to 1, but not 1")
-    if out is not None:
-        check_can_draw("--out: ")
     _check_servers(servers, nodes)
     rate = None if bandwidth is None else rate_of("--bandwidth", bandwidth)
     delay = None if latency is None else seconds_of("--latency", latency)
-    from lightning_omni.cli.plan import planning as of  # here, so that --help does not wait for torch
+    # Imported here, so that --help does not wait for torch.
+    from lightning_omni.cli.plan.exchanges import exchanges_of, tables
+    from lightning_omni.tuning.report import plan as of
 
     known = of.PlanSource.of(file)
     per_node = servers == "per-node"
     count = nodes or ranks or known.profile.ranks if per_node else servers
     cluster = of.PlannedCluster(known.profile, ranks, rate, delay, count, per_node, batch_size)  # type: ignore[arg-type]
     has_lr = known.search is not None or lr is not None
-    ways = of.ways_of(known, method, wire, period, all_reduce)
+    ways = exchanges_of(known, method, wire, period, all_reduce)
     if out is not None:
         make_folder("--out", out)
-        check_file("--out", out / of.PICTURE)
+        for each in of.files(out):
+            check_file("--out", each)
     planned = of.Plan(cluster, known, known.theory(momentum, lr), ways, has_lr)
-    show(of.table(planned, samples), of.tall_table(planned, samples))
+    show(*tables(planned, samples))
     for line in of.sentences(planned, samples):
         print_sentence(line)
     if out is not None:
-        print_line(f"picture: {of.draw(planned, out)}")
+        for each in of.save(planned, samples, out):
+            print_line(f"{'page' if each.suffix == '.html' else 'picture'}: {each}")
     return 0
 
 

@@ -83,7 +83,7 @@ def serve(
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's threads, which compute nothing here
     # Imported here, so that --help does not wait for torch.
-    from lightning_omni.cli.serve.standing_server import Options, stand
+    from lightning_omni.cli.serve.standalone_server import Options, stand
     from lightning_omni.transport.serving.process import ServerSettings
     from lightning_omni.transport.zeromq.keys import load_or_create
 

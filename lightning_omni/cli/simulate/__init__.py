@@ -1,1 +1,1 @@
-"""``lightning-omni simulate`` and ``compare``: runs in virtual time."""
+"""``lightning-omni simulate``: runs in virtual time."""

@@ -1,4 +1,4 @@
-"""The runs of ``simulate`` and ``compare``: their methods, learning rates, and output."""
+"""The runs of ``simulate``: their methods, learning rates, and output."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rich.text import Text
 
 from lightning_omni import simulator
 from lightning_omni.cli.console import INTERRUPTED, print_line, print_sentence, progress_bar, show, table_of
-from lightning_omni.cli.outputs import check_file, make_folder
-from lightning_omni.cli.simulate.rates import FIRST, SECOND, best_rate, merit
+from lightning_omni.cli.output_files import check_file, make_folder
+from lightning_omni.cli.simulate.learning_rates import FIRST, SECOND, best_rate, merit
 from lightning_omni.cli.simulate.settings import SimulationSettings
 from lightning_omni.cli.simulate.task import Task
 from lightning_omni.errors import ConfigurationError

@@ -1,4 +1,4 @@
-"""The settings of ``simulate`` and ``compare``, as users write them. This module imports nothing heavy."""
+"""The settings of ``simulate``, as users write them. This module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -162,10 +162,10 @@ class SimulationSettings:
             "pull": "bf16"}.
         all_reduce: Format in which the devices of a group average gradients: fp32, bf16, fp16 or powersgd:8.
         overlap: Groups compute their next gradient during an exchange, for methods whose optimizer steps at the server.
-            The compare command runs other methods without it, and names them.
+            Of several methods, others run without it, and are named.
         lr: Learning rate, or several as in [0.03, 0.1]: then each method is shown with its best one, which reaches the
-            target first or else has the lowest last loss. By default simulate uses the workload's, and compare searches
-            each method's best around it.
+            target first or else has the lowest last loss. By default one method uses the workload's; of several, each
+            gets its best around it.
         momentum: Momentum. By default the workload's.
         epochs: Passes over the data after which a run ends; 10 if nothing else ends it.
         updates: Updates after which a run ends.

@@ -1,4 +1,4 @@
-"""The settings of ``simulate`` and ``compare`` as objects: a cluster, a workload, and the end of a run."""
+"""The settings of ``simulate`` as objects: a cluster, a workload, and the end of a run."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ A dash stands for an unknown value.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
@@ -153,14 +153,14 @@ def _head(overview: Overview, rates: Rates) -> list[RenderableType]:
     status, plan = overview.status, overview.plan
     updates, samples = rates.of(lambda seen: seen.status.clock), rates.of(_samples)
     busy = rates.of(lambda seen: seen.serve_time)
-    method, wire = (str((each or {}).get("name", UNKNOWN)) for each in (overview.method, overview.wire_format))
+    method, wire = str((overview.method or {}).get("name", UNKNOWN)), wire_words(overview.wire_format)
     saved = f", state saved {duration(overview.saved)} ago" if overview.saved >= 0 else ""
     here = len(overview.live) - len(overview.missing)
     ranks = (
         f"{here} of {overview.announced} ranks" if here <= overview.announced else f"{here} ranks"
     )  # more have joined than were announced
     lines: list[RenderableType] = [
-        Text(quoted(f"{overview.run}: {method}, wire format {wire}, {ranks}, for {duration(overview.age)}"), "bold"),
+        Text(quoted(f"{overview.run}: {method}, compression {wire}, {ranks}, for {duration(overview.age)}"), "bold"),
         Text(
             f"{status.clock} updates ({_per_second(updates)}), {_per_second(samples, 'samples')},"
             f" server busy {UNKNOWN if busy is None else f'{100 * busy:.0f} %'}, {status.refused} pushes refused,"
@@ -169,10 +169,31 @@ def _head(overview: Overview, rates: Rates) -> list[RenderableType]:
     ]
     if plan is not None and plan.budget:
         bar = Table.grid(padding=(0, 1))
-        done = Text(f"{overview.trained} of {plan.budget} samples, {100 * overview.trained / plan.budget:.0f} %")
+        done = Text(
+            f"{overview.trained} of {plan.budget} samples, {100 * overview.trained / plan.budget:.0f} %"
+            f"{_time_left(plan.budget - overview.trained, samples)}"
+        )
         bar.add_row(Text(f"epoch {plan.epoch}"), ProgressBar(plan.budget, overview.trained, width=30), done)
         lines.append(bar)
     return lines
+
+
+def _time_left(samples: int, rate: float | None) -> str:
+    """Return the time until the end of the epoch, at the rate of the last seconds."""
+    return f", {duration(samples / rate)} left in the epoch" if rate else ""
+
+
+def wire_words(plain: Mapping[str, Any] | None) -> str:
+    """Return a wire format as users write it.
+
+    Example:
+        >>> wire_words({"name": "raw"}), wire_words({"name": "both_ways", "push": {"name": "int8"}, "pull": {}})
+        ('fp32', 'int8/-')
+    """
+    plain = plain or {}
+    if "push" in plain and "pull" in plain:
+        return f"{wire_words(plain['push'])}/{wire_words(plain['pull'])}"
+    return {"raw": "fp32"}.get(name := str(plain.get("name", UNKNOWN)), name)
 
 
 def _sentences(overview: Overview) -> list[Text]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.group.lease_client import LeaseClient
@@ -300,17 +300,26 @@ def lease(
     return leased
 
 
-def can_lease(loader: object) -> bool:
-    """Return whether a DataLoader is of the plain kind whose samples can be dealt out as leases."""
-    return (
-        isinstance(loader, DataLoader)
-        and type(loader.sampler) is DistributedSampler
-        and type(loader.batch_sampler) is BatchSampler
-        and loader.batch_size is not None
-        and getattr(loader, "in_order", True)
-        and not hasattr(loader, "load_state_dict")  # it would restore its position, and so do leases
-        and type(loader).__iter__ is DataLoader.__iter__  # another may yield other batches than drawn, or ahead
-    )
+def why_not_leased(loader: object) -> str:
+    """Return why the samples of a loader cannot be dealt out as leases; empty if they can.
+
+    Example:
+        >>> why_not_leased([1, 2])
+        'it is a list, no DataLoader'
+    """
+    if not isinstance(loader, DataLoader):
+        return f"it is a {type(loader).__name__}, no DataLoader"
+    if type(loader).__iter__ is not DataLoader.__iter__:  # it may yield other batches than drawn, or ahead
+        return f"{type(loader).__name__} has an __iter__ of its own"
+    if hasattr(loader, "load_state_dict"):  # it would restore its position, and so do leases
+        return f"{type(loader).__name__} restores its position itself (load_state_dict)"
+    if isinstance(loader.dataset, IterableDataset):
+        return "its dataset is iterable"
+    if type(loader.sampler) is not DistributedSampler:
+        return f"it has a sampler of its own ({type(loader.sampler).__name__})"
+    if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
+        return "it has a batch sampler of its own, or none"
+    return "" if getattr(loader, "in_order", True) else "it has in_order=False"
 
 
 def permutation(sampler: DistributedSampler[Any]) -> Tensor:

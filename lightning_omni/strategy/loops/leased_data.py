@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.runtime import World
-from lightning_omni.runtime.data.loader import RankLeases, can_lease, lease
+from lightning_omni.runtime.data.loader import RankLeases, lease, why_not_leased
 from lightning_omni.server.event_log import Spans
 from lightning_omni.strategy.lightning_internals.loops import validates_this_epoch
 from lightning_omni.strategy.lightning_internals.progress import (
@@ -59,7 +59,7 @@ class LeasedData:
         self.leases: RankLeases | None = None
         self.split = 0
         self._new: list[RankLeases | None] = []  # one per new loader; None if its samples cannot be leased
-        self._may_be_made_again = False
+        self._may_be_made_again = self._has_said_why = False
         self._sampler: DistributedSampler[Any] | None = None
         self._order: int | None = None
 
@@ -114,21 +114,24 @@ class LeasedData:
         if self.is_dealt_out and world is not None and world.is_computing:
             world.process_groups.use(world.compute_group)
 
-    def process(self, loader: object, rank: int, is_ours: Callable[[DataLoader[Any]], bool]) -> object:
+    def process(self, loader: object, rank: int, objection: Callable[[DataLoader[Any]], str]) -> object:
         """Return a training DataLoader with leased batches, if its samples may be leased; otherwise the loader itself.
 
-        ``is_ours`` returns whether a loader has a sampler of Lightning's.
+        ``objection`` returns why the Trainer's use of a loader forbids leases; empty if it does not.
         """
         world = self._world
         if self.kind == "static" or world is None:
             return loader
-        if not isinstance(loader, DataLoader) or not can_lease(loader) or not is_ours(loader):
+        why = why_not_leased(loader)
+        if isinstance(loader, DataLoader) and not why:
+            why = objection(loader)
+        if not isinstance(loader, DataLoader) or why:
             self._refuse_to_join()
-            if world.executor.exchanges:
+            if world.executor.exchanges and not self._has_said_why:
+                self._has_said_why = True
                 self._info(
-                    'OmniStrategy: the training data is dealt out beforehand (as with data="static"), because it has a'
-                    " sampler of its own, is iterable, is no plain DataLoader (has an __iter__ of its own, say), or is"
-                    " drawn by training_step (dataloader_iter); so a slow group delays the end of an epoch"
+                    'OmniStrategy: the training data is dealt out beforehand (as with data="static"), because'
+                    f" {why}; so a slow group delays the end of an epoch"
                 )
             self._add_group(None)
             return loader

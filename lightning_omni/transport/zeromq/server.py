@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
 from collections.abc import Callable
@@ -113,9 +114,10 @@ class ZeroMQServer:
         except zmq.ZMQError as error:
             self.close()
             where = f"{host}:{number}" if directory is None else endpoint
+            is_taken = error.errno in (zmq.EADDRINUSE, errno.EACCES)
+            remedy = "another port (--port; 0 takes a free one)" if is_taken else "an address of this machine (host=)"
             raise ConfigurationError(
-                f"cannot listen on {where}: {zmq.strerror(error.errno or 0)}; pass another port (port= or"
-                " --port; 0 takes a free one), or an address of this machine (host= or --host)"
+                f"cannot listen on {where}: {zmq.strerror(error.errno or 0)}; pass {remedy}"
             ) from error
         self.address = self._sockets[m.CONTROL].getsockopt_string(zmq.LAST_ENDPOINT)
         # Makes sending to a lost peer fail.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
+from typing import Any
 
 from lightning_omni.tuning.callback.tuned_run import Command, TunedRun
-from lightning_omni.tuning.report import TuningReport
+from lightning_omni.tuning.report import TuningReport, Written
 from lightning_omni.tuning.trainer import log
 
 _log = logging.getLogger(__name__)
@@ -49,10 +49,7 @@ class TunerReports:
         """Write the report, and inform the user if the target was not reached."""
         run, options = self._run, self._run.options
         if run.rounds:
-            for logger in run.trainer.loggers:
-                logger.log_metrics(run.times.metrics, step=run.trainer.global_step)
-        if run.folder is not None:
-            self._report(run.folder)
+            self._report(TuningReport(*self._contents))
         values = [value for _, value in run.state.reached]
         if options.target is None or any(map(options.is_reached, values)):
             return
@@ -60,26 +57,32 @@ class TunerReports:
         best_value = f"the best was {best:.4g}" if best is not None else "it was never logged in a validation"
         run.info(f"OmniTuner: {options.monitor} has not reached {options.target:.4g}: {best_value}")
 
-    def _report(self, folder: Path) -> None:
-        """Write files and pictures; an error in them does not end the run."""
+    @property
+    def _contents(self) -> tuple[Any, ...]:
+        run, options = self._run, self._run.options
+        validated = tuple(run.state.reached)
+        return tuple(run.rounds), options.target, options.monitor, run.times, validated, Written.now()
+
+    def _report(self, report: TuningReport) -> None:
+        """Log the numbers, and write files and pictures; an error in them does not end the run."""
+        run = self._run
         try:
-            self._write(folder)
+            for logger in run.trainer.loggers:
+                logger.log_metrics(report.metrics, step=run.trainer.global_step)
+            run.info(f"OmniTuner: {report.statement}")
+            if run.folder is None:
+                run.info("OmniTuner: no report was written, because no logger has a folder on this machine")
+                return
+            files = report.save(run.folder)
+            run.info(f"OmniTuner: the report is {next(each for each in files if each.suffix == '.html')}")
+            for logger in run.trainer.loggers:
+                add_figure = getattr(getattr(logger, "experiment", None), "add_figure", None)
+                if callable(add_figure):
+                    add_figure("omni/tuning", report.figure(-1), global_step=run.trainer.global_step)
         except Exception as error:
             _log.warning(
-                "OmniTuner: the report could not be written to %s: %s: %s", folder, type(error).__name__, error
+                "OmniTuner: the report could not be written to %s: %s: %s", run.folder, type(error).__name__, error
             )
-
-    def _write(self, folder: Path) -> None:
-        run, options = self._run, self._run.options
-        rounds = tuple(run.rounds)
-        if not rounds:
-            return
-        report = TuningReport(rounds, options.target, options.monitor, run.times)
-        report.save(folder)
-        for logger in run.trainer.loggers:
-            add_figure = getattr(getattr(logger, "experiment", None), "add_figure", None)
-            if callable(add_figure):
-                add_figure("omni/tuning", report.figure(-1), global_step=run.trainer.global_step)
 
 
 __all__ = ["TunerReports"]

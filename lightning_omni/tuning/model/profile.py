@@ -41,6 +41,17 @@ from lightning_omni.wire.all_reduce import EXACT, all_reduce_of
 Array = np.ndarray[Any, Any]
 
 
+BOTTLENECKS = {
+    "compute": "compute",
+    "allreduce": "all-reduce",
+    "exchange": "way to the server",
+    "server": "server",
+    "link": "server's link",
+    "head": "merged head",
+}
+"""The possible bottlenecks of a `Prediction`, in words."""
+
+
 @dataclass(frozen=True)
 class Prediction:
     """The predicted speed of a grouping.

@@ -16,9 +16,9 @@ from operator import mul
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from lightning_omni.tuning.report.digest import Digest, duration, interval, number, span, times
-from lightning_omni.tuning.report.round import Round
-from lightning_omni.tuning.report.times import RunTimes
+from lightning_omni.tuning.report.run import Round, RunTimes, Written
+from lightning_omni.tuning.report.summary import SearchSummary
+from lightning_omni.tuning.report.texts import duration, number, times
 
 _WORD = re.compile(r"[A-Za-z]{5,}")
 """A word that is longer than any unit."""
@@ -64,13 +64,13 @@ class Section:
     Args:
         place: index of the search, from 0.
         round: the search and its outcome.
-        digest: its derived numbers.
+        summary: its derived numbers.
         png: its picture; None if matplotlib is missing.
     """
 
     place: int
     round: Round
-    digest: Digest
+    summary: SearchSummary
     png: bytes | None
 
     @property
@@ -86,97 +86,98 @@ class Section:
     @property
     def overview(self) -> list[str]:
         """Return the row in the table of all searches."""
-        chosen = str(self.digest.choice.setting)
-        return [str(self.round.epoch), duration(self.round.seconds_run), chosen, self.digest.expense]
+        chosen = str(self.summary.choice.setting)
+        return [str(self.round.epoch), duration(self.round.seconds_run), chosen, self.summary.expense]
 
     @property
     def choice(self) -> TextTable:
-        digest, search = self.digest, self.digest.search
-        setting = digest.choice.setting
+        summary, search = self.summary, self.summary.search
+        setting = summary.choice.setting
         rows = [
             ["choice", str(setting)],
-            ["why", digest.choice.why],
-            ["your own setting", str(digest.start)],
-            ["search", f"{digest.ranks} ranks, batches of {search.spec.batch} in all; {digest.expense}"],
+            ["why", summary.choice.why],
+            ["your own setting", str(summary.start)],
+            ["search", f"{summary.ranks} ranks, batches of {search.spec.batch} in all; {summary.expense}"],
         ]
-        if (setting.groups, False) in digest.predictions:
-            rows.insert(2, ["bottleneck", digest.bottleneck(digest.prediction(setting.groups))])
-        if digest.seconds is not None:
-            rows.append(["time to the target", interval(digest.seconds)])
-        rows.append(["speed-up over your own setting", span(digest.speed_up)])
-        return TextTable([], rows)
+        if (setting.groups, False) in summary.predictions:
+            rows.insert(2, ["bottleneck", summary.bottleneck(summary.prediction(setting.groups))])
+        return TextTable([], rows + [[name, text] for name, text in summary.headline.items()])
 
     @property
     def contributions(self) -> TextTable:
-        parts = self.digest.contributions
-        heads = ["", "samples/s", "samples to the target", "speed-up"]
-        rows = [["your own setting", "1×", "1×", "1×"]]
-        rows += [[each.part, times(each.rate), times(each.samples), times(each.speed_up)] for each in parts]
+        parts = self.summary.contributions
+        heads = ["", "samples/s", "samples to the target", "factor", "speed-up"]
         so_far = list(accumulate((each.speed_up for each in parts), mul, initial=1.0))
-        rate, samples = math.prod(each.rate for each in parts), math.prod(each.samples for each in parts)
-        rows.append(["all of it", *map(times, (rate, samples, so_far[-1]))])
-        full = [*so_far, so_far[-1]]
-        return TextTable(heads, rows, len(rows) - 1, {3: [value / max(full) for value in full]})
+        rows = [["your own setting", "", "", "", times(1.0)]]
+        rows += [
+            [each.part, times(each.rate), times(each.samples), times(each.speed_up), times(total)]
+            for each, total in zip(parts, so_far[1:], strict=True)
+        ]
+        return TextTable(heads, rows, len(rows) - 1, {4: [value / max(so_far) for value in so_far]})
 
     @property
     def considered(self) -> TextTable:
         rows = [
-            [str(row.setting), row.by, number(row.rate), times(row.samples), times(row.time), times(row.gain)]
-            for row in self.digest.considered
+            [str(row.setting), row.by, number(row.rate), times(row.samples), times(row.speed_up)]
+            for row in self.summary.considered
         ]
-        chosen = [row.setting for row in self.digest.considered].index(self.digest.choice.setting) if rows else None
-        heads = ["setting", "proposed by", "samples/s", "samples", "time", "expected gain"]
+        chosen = [row.setting for row in self.summary.considered].index(self.summary.choice.setting) if rows else None
+        heads = ["setting", "proposed by", "samples/s", "samples", "speed-up"]
         return TextTable(heads, rows, chosen)
 
     @property
     def segments(self) -> TextTable:
         rows = [
             [str(each.setting), times(math.exp(each.log_ratio)), f"{100 * math.sqrt(each.variance):.2g} %"]
-            for each in self.digest.search.segments
+            for each in self.summary.search.segments
         ]
         return TextTable(["trained with", "seconds, measured over predicted", "standard error"], rows)
 
     @property
     def systems(self) -> TextTable:
-        digest = self.digest
-        heads = ["system", "setting", "time", "80 % interval", *(["to the target"] if digest.seconds else [])]
-        rows = [["the choice", str(digest.choice.setting), times(1.0), "", *self._seconds(1.0)]]
-        values = [1.0]
-        for name, estimate in digest.systems.items():
-            time = digest.time(estimate.setting)
-            between = f"{times(time.low)} to {times(time.high)}"
-            rows.append([name, str(estimate.setting), times(time.value), between, *self._seconds(time.value)])
-            values.append(time.value)
-        return TextTable(heads, rows, 0, {2: [value / max(values) for value in values]})
-
-    def _seconds(self, relative: float) -> list[str]:
-        seconds = self.digest.seconds
-        return [] if seconds is None else [duration(relative * seconds.value)]
+        summary = self.summary
+        heads = ["system", "setting", "speed-up", "80 % interval"]
+        settings = {"the choice": summary.choice.setting}
+        settings |= {name: each.setting for name, each in summary.systems.items()}
+        gains = {name: summary.speed_up_of(each) for name, each in settings.items()}
+        rows = [
+            [name, str(settings[name]), times(gain.value), f"{times(gain.low)} to {times(gain.high)}"]
+            for name, gain in gains.items()
+        ]
+        most = max(gain.value for gain in gains.values())
+        return TextTable(heads, rows, 0, {2: [gain.value / most for gain in gains.values()]})
 
     @property
     def hardware(self) -> TextTable:
-        digest, setting = self.digest, self.digest.choice.setting
+        summary, setting = self.summary, self.summary.choice.setting
         rows = []
-        for (groups, rebalance), prediction in digest.predictions.items():
+        for (groups, rebalance), prediction in summary.predictions.items():
             has_trained = groups != setting.groups or rebalance == setting.rebalance
             measured = self.round.measured_after.get(groups, math.nan) if has_trained else math.nan
             batches = "proportional" if rebalance else "equal"
             seconds = prediction.seconds_per_update.value
             rate = [str(prediction.samples_per_second), number(measured), number(1000 * seconds)]
             costs = [number(1000 * prediction.parts[name]) for name in _COSTS]
-            rows.append([str(groups), batches, *rate, *costs, digest.bottleneck(prediction)])
+            rows.append([str(groups), batches, *rate, *costs, summary.bottleneck(prediction)])
         key = setting.groups, setting.rebalance
         heads = ["groups", "batches", "samples/s", "in training", "ms per update", *_COSTS.values(), "bottleneck"]
-        return TextTable(heads, rows, list(digest.predictions).index(key) if key in digest.predictions else None)
+        return TextTable(heads, rows, list(summary.predictions).index(key) if key in summary.predictions else None)
 
     @property
     def ranks(self) -> TextTable:
-        speeds = self.digest.profile.speeds
+        speeds = self.summary.profile.speeds
         rows = [[str(rank), number(speed)] for rank, speed in enumerate(speeds)]
         return TextTable(["rank", "samples/s"], rows, bars={1: [speed / max(speeds) for speed in speeds]})
 
 
-def page(target: float | None, monitor: str, statement: str, run: RunTimes | None, sections: Sequence[Section]) -> str:
+def page(
+    target: float | None,
+    monitor: str,
+    statement: str,
+    run: RunTimes | None,
+    sections: Sequence[Section],
+    written: Written | None = None,
+) -> str:
     """Return the whole page.
 
     Args:
@@ -185,6 +186,7 @@ def page(target: float | None, monitor: str, statement: str, run: RunTimes | Non
         statement: a sentence about the last search.
         run: how the run spent its time; None before it has trained.
         sections: one for each search, in their order.
+        written: when and where the report was written; None if unknown.
     """
     overview = [each.overview for each in sections]
     heads = ["epoch", "training before", "choice", "spent"]
@@ -194,6 +196,8 @@ def page(target: float | None, monitor: str, statement: str, run: RunTimes | Non
         .render(
             until="" if target is None else f" until {monitor} is {number(target)}",
             statement=statement,
+            is_outside=sections[-1].summary.is_outside,
+            written=written.sentence if written is not None else "",
             run=None if run is None else _run(run, target is not None),
             searches=TextTable(heads, overview, len(overview) - 1) if len(overview) > 1 else None,
             sections=list(reversed(sections)),  # the latest search is at the top

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import json
 from collections.abc import Mapping
@@ -15,10 +16,10 @@ from rich.text import Text
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.palette import can_draw
-from lightning_omni.tuning.report.digest import Digest, duration, number, times
 from lightning_omni.tuning.report.page import Section, page
-from lightning_omni.tuning.report.round import Round
-from lightning_omni.tuning.report.times import RunTimes
+from lightning_omni.tuning.report.run import Round, RunTimes, Written
+from lightning_omni.tuning.report.summary import NAMES, SearchSummary
+from lightning_omni.tuning.report.texts import duration, number, times
 
 _STEM = "omni-tuning"
 
@@ -32,6 +33,8 @@ class TuningReport:
         target: value of ``monitor`` at which the run is over; None if none was named.
         monitor: name of a metric. Seconds to the target are predicted for losses only.
         times: the time spent so far; None before the run has trained.
+        validated: seconds of training, and value of ``monitor``, at the end of each validation.
+        written: when and where it was written; None if unknown.
 
     Raises:
         ConfigurationError: there is no round.
@@ -47,21 +50,34 @@ class TuningReport:
     target: float | None
     monitor: str
     times: RunTimes | None = None
+    validated: tuple[tuple[float, float], ...] = ()
+    written: Written | None = None
 
     def __post_init__(self) -> None:
         if not self.rounds:
             raise ConfigurationError("rounds=(): pass at least one search")
 
     @cached_property
-    def digests(self) -> tuple[Digest, ...]:
+    def summaries(self) -> tuple[SearchSummary, ...]:
         """Return the derived numbers of each round."""
         target = self.target if "loss" in self.monitor else None
-        return tuple(Digest(each.search, target) for each in self.rounds)
+        return tuple(SearchSummary(each.search, target, each.measured_after) for each in self.rounds)
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Return the numbers of the last search's headline, by the names that they have in files and loggers."""
+        return self.summaries[-1].numbers
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics for loggers."""
+        found = {f"omni/tuner/{name}": value for name, value in self.numbers.items()}
+        return found if self.times is None else {**found, **self.times.metrics}
 
     @property
     def statement(self) -> str:
         """Return a sentence about the last search."""
-        text = self.digests[-1].statement
+        text = self.summaries[-1].statement
         return text if len(self.rounds) == 1 else f"since epoch {self.rounds[-1].epoch} {text}"
 
     # --- Files -------------------------------------------------------------------------------------------------------
@@ -70,14 +86,30 @@ class TuningReport:
         """Return the report as plain values."""
         rounds = [each.to_dict() for each in self.rounds]
         times = self.times.to_dict() if self.times is not None else None
-        return {"target": self.target, "monitor": self.monitor, "rounds": rounds, "times": times}
+        return {
+            "target": self.target,
+            "monitor": self.monitor,
+            "numbers": self.numbers,
+            "statement": self.statement,
+            "rounds": rounds,
+            "times": times,
+            "validated": [list(each) for each in self.validated],
+            "written": self.written.to_dict() if self.written is not None else None,
+        }
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> TuningReport:
         """Rebuild a report from `to_dict`."""
-        times = plain.get("times")
         rounds = tuple(map(Round.from_dict, plain["rounds"]))
-        return cls(rounds, plain["target"], plain["monitor"], RunTimes.from_dict(times) if times else None)
+        times, written = plain["times"], plain["written"]
+        return cls(
+            rounds,
+            plain["target"],
+            plain["monitor"],
+            RunTimes.from_dict(times) if times else None,
+            tuple((float(seconds), float(value)) for seconds, value in plain["validated"]),
+            Written.from_dict(written) if written else None,
+        )
 
     def save(self, folder: str | Path) -> list[Path]:
         """Write ``omni-tuning.json``, ``omni-tuning.html`` and, if matplotlib is installed, ``omni-tuning.png``.
@@ -137,7 +169,9 @@ class TuningReport:
 
         chosen = self.rounds[which]
         when = f"epoch {chosen.epoch}, after {duration(chosen.seconds_run)} of training"
-        return draw(self.digests[which], when, chosen.measured_after)
+        foot = self.written.sentence if self.written is not None else ""
+        loss = self.validated if "loss" in self.monitor else ()
+        return draw(self.summaries[which], when, loss, self.monitor, foot)
 
     def picture(self, which: int = -1) -> bytes | None:
         """Return the picture of one round as the bytes of a PNG file; None if matplotlib is missing."""
@@ -157,20 +191,25 @@ class TuningReport:
     def html(self) -> str:
         """Return a page that includes its pictures, tables and styles, and loads nothing from elsewhere."""
         sections = [
-            Section(place, each, digest, self.picture(place))
-            for place, (each, digest) in enumerate(zip(self.rounds, self.digests, strict=True))
+            Section(place, each, summary, self.picture(place))
+            for place, (each, summary) in enumerate(zip(self.rounds, self.summaries, strict=True))
         ]
-        return page(self.target, self.monitor, self.statement, self.times, sections)
+        return page(self.target, self.monitor, self.statement, self.times, sections, self.written)
+
+    def _repr_html_(self) -> str:
+        """Return the page for a notebook, in a frame of its own."""
+        text = html.escape(self.html())
+        return f'<iframe srcdoc="{text}" style="width: 100%; height: 900px; border: 0"></iframe>'
 
     def table(self) -> Table:
         """Return a table for `rich.print`, with one row for each considered setting of all rounds."""
-        right = [Column(head, justify="right") for head in ("samples/s", "samples", "time", "expected gain")]
+        right = [Column(head, justify="right") for head in ("samples/s", "samples", NAMES["speed_up"])]
         table = Table(Column("setting"), Column("proposed by"), *right, title="OmniTuner", caption=self.statement)
-        for chosen, digest in zip(self.rounds, self.digests, strict=True):
+        for chosen, summary in zip(self.rounds, self.summaries, strict=True):
             if len(self.rounds) > 1:
                 table.add_section()
-                table.add_row(Text(f"epoch {chosen.epoch}: {digest.choice.setting}", style="bold"))
-            for row in digest.considered:
-                numbers = number(row.rate), times(row.samples), times(row.time), times(row.gain)
+                table.add_row(Text(f"epoch {chosen.epoch}: {summary.choice.setting}", style="bold"))
+            for row in summary.considered:
+                numbers = number(row.rate), times(row.samples), times(row.speed_up)
                 table.add_row(Text(str(row.setting)), Text(row.by), *numbers)
         return table

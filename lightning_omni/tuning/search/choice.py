@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from lightning_omni.tuning.model.forecast import Forecast, Setting, SettingEstimate
+from lightning_omni.tuning.model.profile import BOTTLENECKS
 from lightning_omni.tuning.search import constants as c
 from lightning_omni.tuning.search.evidence import Evidence, is_faster, mean_error
 
@@ -223,7 +224,7 @@ def _bottleneck(evidence: Evidence, setting: Setting) -> str:
     bottleneck = evidence.prediction(setting).bottleneck
     if loading := evidence.loading(bottleneck):
         return f"loading data is the bottleneck ({loading:.0%} of a step's compute time; more num_workers may help)"
-    return f"{bottleneck} is the bottleneck"
+    return f"{BOTTLENECKS[bottleneck]} is the bottleneck"
 
 
 def _reasons(evidence: Evidence, best: Setting, proposed: str = "") -> str:
@@ -232,9 +233,10 @@ def _reasons(evidence: Evidence, best: Setting, proposed: str = "") -> str:
     changed = [each for each in best.further if each not in alone.further]
     parts = [f"{proposed or 'predicted to reach the target first'}, from {batches} batches of the run"]
     if best.groups > 1:
-        faster = evidence.throughput(best) / evidence.throughput(alone)
-        more = math.exp(forecast.theory(best) - forecast.theory(alone))
-        parts.append(f"{faster:.2f} times the samples per second of one group, for {more:.2f} times the samples")
+        own = evidence.spec.start
+        faster = evidence.throughput(best) / evidence.throughput(own)
+        more = math.exp(forecast.theory(best) - forecast.theory(own))
+        parts.append(f"{faster:.2f} times the samples per second of your own setting, for {more:.2f} times the samples")
     elif best.rebalance or best.all_reduce != alone.all_reduce:
         plain = replace(best, all_reduce=alone.all_reduce)
         if best.all_reduce != plain.all_reduce:

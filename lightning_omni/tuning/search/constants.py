@@ -79,3 +79,12 @@ of an empty message above which a message's time shows the cost of its bytes."""
 OTHER_LINK = 3.0
 """Ratio of a message's time to that over the fastest link between consecutive nodes, above which the link leads to
 another site."""
+QUANTILE = 1.2816
+"""Quantile of the normal distribution for intervals with a probability of 0.8."""
+DESCRIBED_STEPS = 64
+"""Steps that stand for a description of machines."""
+SERVE_PER_BYTE = 5e-10
+"""Assumed seconds of a described server's update for each byte of the weights."""
+BACKWARD, BUCKET = 0.67, 25e6
+"""Part of a described step that is the backward pass, in which DDP hides its all-reduce but for the last bucket; and
+the bytes of that bucket."""

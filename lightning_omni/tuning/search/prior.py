@@ -222,6 +222,13 @@ class Prior:
         variants += [each for is_used, each in ((wire, self.wire), (overlap, self.overlap)) if is_used]
         return _added((cost, deviation), variants)
 
+    def covers(self, method: str, groups: int, period: int) -> bool:
+        """Return whether a number of groups and of local steps lies inside the table, and is not extrapolated."""
+        names = (method, *RELATIVES.get(method, ()))
+        rows = next((rows for name in names if (rows := self._rows(name, is_adaptive=False))), [])
+        most = max((row.groups for row in rows), default=1), max((row.period for row in rows), default=1)
+        return self._is_synchronous(method, groups) or (groups <= most[0] and period <= most[1])
+
     # --- Interpolation -----------------------------------------------------------------------------------------------
 
     @staticmethod
@@ -343,6 +350,10 @@ class PriorTheory(Theory):
         )
         lr = self.scaling.lr(setting.updates_per_batch, momentum, self.step * factor)
         return replace(setting, momentum=momentum, lr=lr)
+
+    def covers(self, setting: Setting) -> bool:
+        """Return whether runs with as many groups and local steps, of the method or a relative, were simulated."""
+        return self.prior.covers(_known_as(setting.method), setting.groups, setting.period)
 
     @override
     def __call__(self, setting: Setting) -> float:

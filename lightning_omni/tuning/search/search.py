@@ -80,6 +80,7 @@ class Search(Evidence):
             "known": [each.to_dict() for each in self.known],
             "segments": [each.to_dict() for each in self.segments],
             "overhead": self.overhead,
+            "widths": self.widths,
             "chosen": [self._chosen[0].to_dict(), self._chosen[1]] if self._chosen is not None else None,
             "considered": [each.to_dict() for each in self.considered],
         }
@@ -90,7 +91,7 @@ class Search(Evidence):
         known = [Measured.from_dict(each) for each in plain["known"]]
         segments = [TrainedSegment.from_dict(each) for each in plain["segments"]]
         search = cls(SearchSpec.from_dict(plain["spec"]), Observation.from_dict(plain["observation"]), known, segments)
-        search.overhead = plain["overhead"]
+        search.overhead, search.widths = plain["overhead"], dict(plain["widths"])
         search.considered = [ConsideredSetting.from_dict(each) for each in plain["considered"]]
         if plain["chosen"] is not None:
             setting, why = plain["chosen"]

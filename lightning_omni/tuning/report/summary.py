@@ -10,19 +10,11 @@ from functools import cached_property
 from lightning_omni.checks import counted
 from lightning_omni.tuning.model.convergence import Estimate
 from lightning_omni.tuning.model.forecast import Forecast, Setting, SettingEstimate, samples_to
-from lightning_omni.tuning.model.profile import Prediction, Profile
+from lightning_omni.tuning.model.profile import BOTTLENECKS, Prediction, Profile
+from lightning_omni.tuning.report.texts import between, duration, interval, number, span
 from lightning_omni.tuning.search import Choice, Search
 from lightning_omni.tuning.search.choice import best_by_forecast
-
-PARTS = {
-    "compute": "compute",
-    "allreduce": "all-reduce",
-    "exchange": "way to the server",
-    "server": "the server",
-    "link": "the server's link",
-    "head": "the merged head",
-}
-"""The possible bottlenecks, in words."""
+from lightning_omni.tuning.search.constants import QUANTILE
 
 
 @dataclass(frozen=True)
@@ -34,16 +26,14 @@ class ConsideredRow:
         by: the source of the setting.
         rate: predicted samples per second.
         samples: samples to the target, relative to those of the user's own setting.
-        time: time to the target, relative to that of the choice.
-        gain: expected speed-up over the run's setting, where a slower outcome counts as 1.
+        speed_up: expected time to the target with the user's own setting, over that with this one.
     """
 
     setting: Setting
     by: str
     rate: float
     samples: float
-    time: float
-    gain: float
+    speed_up: float
 
 
 @dataclass(frozen=True)
@@ -65,16 +55,19 @@ class Contribution:
         return self.rate / self.samples
 
 
-class Digest:
+class SearchSummary:
     """The derived numbers of one search.
 
     Args:
         search: the search.
         target: loss at which the run is over; None if none was named.
+        measured_after: samples per second measured after the search, by groups.
     """
 
-    def __init__(self, search: Search, target: float | None = None) -> None:
-        self.search = search
+    def __init__(
+        self, search: Search, target: float | None = None, measured_after: Mapping[int, float] | None = None
+    ) -> None:
+        self.search, self.measured_after = search, measured_after or {}
         samples = samples_to(target, search.observation.batches) if target is not None else None
         search.profile  # noqa: B018 - it sets the scatter of step times in the theory
         self.forecast = Forecast(search.theory, search.throughput, samples)
@@ -89,7 +82,7 @@ class Digest:
 
     def bottleneck(self, prediction: Prediction) -> str:
         """Return the bottleneck of a prediction, in words."""
-        return "loading data" if self.search.loading(prediction.bottleneck) else PARTS[prediction.bottleneck]
+        return "loading data" if self.search.loading(prediction.bottleneck) else BOTTLENECKS[prediction.bottleneck]
 
     @property
     def ranks(self) -> int:
@@ -113,24 +106,66 @@ class Digest:
         found = self.forecast.of(self.choice.setting).seconds
         return found if math.isfinite(found.value) else None
 
-    @property
+    @cached_property
     def speed_up(self) -> Estimate:
-        """Return the expected speed-up of the choice over the user's own setting."""
-        return self.time(self.start)
+        """Return how many times faster than the user's own setting the choice is expected to reach the target."""
+        return self.speed_up_of(self.choice.setting)
 
-    def time(self, setting: Setting) -> Estimate:
-        """Return the time to the target with a setting, relative to the choice."""
-        unit = math.exp(self.forecast.log_seconds(self.choice.setting))
-        error = self.forecast.deviation(setting, self.choice.setting)
-        return self._relative(setting, 1 / self.search.throughput(setting) / unit, error)
+    def speed_up_of(self, setting: Setting) -> Estimate:
+        """Return how many times faster than the user's own setting another one is expected to reach the target."""
+        return self.search.speed_up(setting, self.start)
+
+    def ratio(self, setting: Setting) -> float:
+        """Return the value of `speed_up_of`, without its interval and much faster."""
+        return math.exp(self.forecast.log_seconds(self.start) - self.forecast.log_seconds(setting))
+
+    @cached_property
+    def rate(self) -> Estimate:
+        """Return the forecast of the samples per second with the choice."""
+        return self._prediction_of(self.choice.setting).samples_per_second
+
+    def _prediction_of(self, setting: Setting) -> Prediction:
+        """Return the prediction of a setting, whose value is the one that the search compared."""
+        found, rate = self.search.prediction(setting), self.search.throughput(setting)
+        interval = found.samples_per_second
+        return replace(found, samples_per_second=Estimate(rate, min(interval.low, rate), max(interval.high, rate)))
+
+    @property
+    def measured_rate(self) -> float | None:
+        """Return the measured samples per second with the choice; None if they were not measured."""
+        return self.measured_after.get(self.choice.setting.groups)
+
+    @property
+    def is_outside(self) -> bool:
+        """Return whether the measured samples per second are outside the interval of the forecast."""
+        rate = self.measured_rate
+        return rate is not None and not self.rate.low <= rate <= self.rate.high
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Return the numbers of the headline, by their names in files and loggers; see `NAMES`."""
+        found = {"speed_up": self.speed_up.value, "samples_per_second": self.rate.value}
+        if self.measured_rate is not None:
+            found["measured_samples_per_second"] = self.measured_rate
+        return found if self.seconds is None else {**found, "seconds_to_target": self.seconds.value}
+
+    @property
+    def headline(self) -> dict[str, str]:
+        """Return the numbers of the headline as text, by their names for people."""
+        found = {NAMES["speed_up"]: span(self.speed_up)}
+        found[NAMES["samples_per_second"]] = between(self.rate)
+        if self.measured_rate is not None:
+            outside = ", outside the forecast's interval" if self.is_outside else ""
+            found[NAMES["measured_samples_per_second"]] = f"{number(self.measured_rate)}{outside}"
+        if self.seconds is not None:
+            found[NAMES["seconds_to_target"]] = interval(self.seconds)
+        return found
 
     def samples(self, setting: Setting) -> Estimate:
         """Return the samples to the target with a setting, relative to the user's own."""
-        return self._relative(setting, 1.0, self.forecast.theory.error(setting))
-
-    def _relative(self, setting: Setting, factor: float, error: float) -> Estimate:
-        mean, width = self.forecast.theory(setting), _QUANTILE * error
-        return Estimate(*(factor * math.exp(each) for each in (mean, mean - width, mean + width)))
+        theory = self.forecast.theory
+        mean, width = theory(setting) - theory(self.start), QUANTILE * theory.error(setting)
+        return Estimate(*(math.exp(each) for each in (mean, mean - width, mean + width)))
 
     @cached_property
     def contributions(self) -> list[Contribution]:
@@ -193,7 +228,7 @@ class Digest:
     def predictions(self) -> dict[tuple[int, bool], Prediction]:
         """Return the hardware model's predictions, keyed by groups and by whether batches are proportional."""
         return {
-            (setting.groups, rebalance): self.search.prediction(replace(setting, rebalance=rebalance))
+            (setting.groups, rebalance): self._prediction_of(replace(setting, rebalance=rebalance))
             for setting in (replace(self.choice.setting, groups=groups) for groups in self.groups)
             for rebalance in (False, True)
             if not rebalance or self.search.gains_from_rebalance(setting)
@@ -216,8 +251,7 @@ class Digest:
                 each.by,
                 self.search.throughput(each.setting),
                 self.samples(each.setting).value,
-                self.time(each.setting).value,
-                math.exp(each.improvement),
+                self.ratio(each.setting),
             )
             for each in self.search.considered
         ]
@@ -229,9 +263,10 @@ class Digest:
         if self.choice.estimate is None:
             return f"{self.choice.setting}: {self.choice.why}"
         if self.choice.setting == self.start:
-            return f"your own setting stays: {self.choice.setting}"
-        text = f"{self.choice.setting}: expected speed-up {span(self.speed_up)} over your own setting, {self.start}"
-        return text if self.seconds is None else f"{text}; target expected after {interval(self.seconds)} of training"
+            parts = [f"your own setting stays: {self.choice.setting}"]
+        else:
+            parts = [f"{self.choice.setting}, instead of your own setting, {self.start}"]
+        return "; ".join([*parts, *(f"{name}: {text}" for name, text in self.headline.items())])
 
     @property
     def expense(self) -> str:
@@ -240,8 +275,13 @@ class Digest:
         return f"chosen from {batches} batches, in {duration(self.search.overhead)}"
 
 
-_QUANTILE = 1.2816
-"""Quantile of the normal distribution for intervals with a probability of 0.8, as the forecast's."""
+NAMES = {
+    "speed_up": "speed-up over your own setting",
+    "samples_per_second": "samples/s, forecast",
+    "measured_samples_per_second": "samples/s, measured",
+    "seconds_to_target": "time to the target, forecast",
+}
+"""The names of the headline's numbers, for people, by those in files and loggers."""
 
 
 def shares(parts: Mapping[str, float], seconds_per_update: float, groups: int) -> dict[str, float]:
@@ -254,64 +294,3 @@ def shares(parts: Mapping[str, float], seconds_per_update: float, groups: int) -
     """
     own = {name: parts[name] * groups for name in ("compute", "allreduce", "exchange")}
     return {**own, "wait": max(0.0, seconds_per_update * groups - sum(own.values()))}
-
-
-# --- Numbers ---------------------------------------------------------------------------------------------------------
-
-
-def number(value: float) -> str:
-    """Return a number with three digits, or a dash for NaN.
-
-    Example:
-        >>> number(12345.6), number(0.012345), number(float("nan"))
-        ('12,346', '0.0123', '–')
-    """
-    if math.isnan(value):
-        return "–"
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
-
-
-def times(value: float) -> str:
-    """Return a ratio as text.
-
-    Example:
-        >>> times(1.234), times(123.4), times(float("inf"))
-        ('1.23×', '123×', '∞')
-    """
-    if math.isinf(value):
-        return "∞"
-    return f"{value:.2f}×" if value < 10 else f"{value:.0f}×"
-
-
-def span(ratio: Estimate) -> str:
-    """Return a ratio with its interval as text.
-
-    Example:
-        >>> span(Estimate(1.5, 1.2, 2.0))
-        '1.50× (80 % interval 1.20× to 2.00×)'
-    """
-    return f"{times(ratio.value)} (80 % interval {times(ratio.low)} to {times(ratio.high)})"
-
-
-def duration(seconds: float) -> str:
-    """Return seconds as text, in a suitable unit.
-
-    Example:
-        >>> duration(0.25), duration(42.0), duration(200), duration(9000), duration(1e6)
-        ('0.25 s', '42 s', '3.3 min', '2.5 h', '11.6 days')
-    """
-    for unit, name in ((86400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * unit and math.isfinite(seconds):
-            return f"{seconds / unit:.1f} {name}"
-    return f"{seconds:.3g} s"
-
-
-def interval(seconds: Estimate) -> str:
-    """Return seconds with their interval as text.
-
-    Example:
-        >>> interval(Estimate(42.0, 30.0, 60.0)), interval(Estimate(42.0, 30.0, math.inf))
-        ('42 s (30 s to 60 s)', '42 s (30 s or more)')
-    """
-    end = "or more" if math.isinf(seconds.high) else f"to {duration(seconds.high)}"
-    return f"{duration(seconds.value)} ({duration(seconds.low)} {end})"

@@ -1,53 +1,35 @@
-"""The predictions of ``lightning-omni plan`` from a file of measurements: a table, sentences, a picture."""
+"""`Plan`: the page of a report about other machines. The command ``lightning-omni plan`` prints it."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from base64 import b64encode
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from rich.console import Group
-from rich.table import Table
-from typing_extensions import override
-
-from lightning_omni.checks import check_whole
-from lightning_omni.cli.console import table_of
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.methods import method_named, text_of
-from lightning_omni.palette import CHOSEN, EXPECTED, new_figure, plot_interval, save_figure
+from lightning_omni.palette import CHOSEN, EXPECTED, can_draw, new_figure, plot_interval
 from lightning_omni.tuning.model.convergence import Estimate
 from lightning_omni.tuning.model.forecast import Scaling, Setting, Theory
-from lightning_omni.tuning.model.profile import Prediction, Profile
-from lightning_omni.tuning.report import TuningReport
-from lightning_omni.tuning.report.digest import duration
+from lightning_omni.tuning.model.profile import BOTTLENECKS, Prediction, Profile
+from lightning_omni.tuning.report.page import TextTable, templates
+from lightning_omni.tuning.report.run import Written
+from lightning_omni.tuning.report.texts import duration
+from lightning_omni.tuning.report.tuning import TuningReport
 from lightning_omni.tuning.search import Search, SearchSpec, Space
 from lightning_omni.tuning.search.choice import best_by_forecast, cheapest, risk_adjusted
-from lightning_omni.tuning.search.evidence import Evidence, is_faster, scatter
-from lightning_omni.tuning.search.space import (
-    DEFAULT_ALL_REDUCES,
-    DEFAULT_METHODS,
-    DEFAULT_WIRES,
-    compression_named,
-    group_counts,
-)
-from lightning_omni.wire.all_reduce import EXACT, all_reduce_of
+from lightning_omni.tuning.search.evidence import is_faster
+from lightning_omni.tuning.search.machines import PlannedEvidence
+from lightning_omni.tuning.search.space import DEFAULT_METHODS, DEFAULT_WIRES, group_counts
 
-PICTURE = "plan.png"
-"""File name of the picture."""
+_STEM = "plan"
+"""Name of the page and of the picture, without suffix."""
 _USUAL_MOMENTUM = 0.9
-_BOTTLENECKS = {
-    "compute": "compute",
-    "allreduce": "all-reduce",
-    "exchange": "way to the server",
-    "server": "server",
-    "link": "server's link",
-    "head": "merged head",
-}
-_Read = TypeVar("_Read")
 _FILE = "pass an omni-tuning.json that OmniTuner wrote, or the JSON of a Profile"
 
 
@@ -122,85 +104,6 @@ class Ways:
     all_reduces: tuple[str, ...] = ()
 
 
-def ways_of(
-    known: PlanSource, method: str | None, wire: str | None, period: int | None, all_reduce: str | None = None
-) -> Ways:
-    """Return the possible exchanges, from the file and the options that the user has passed.
-
-    Raises:
-        ConfigurationError: a name does not exist, or the options do not work together.
-    """
-    if period is not None:
-        _as_option(
-            "period", lambda: check_whole("period", period, "local steps between two exchanges, 1 or more", low=1)
-        )
-    spec = known.search.spec if known.search is not None else None
-    methods: tuple[str, ...] = DEFAULT_METHODS
-    wires: tuple[str, ...] = DEFAULT_WIRES
-    if spec is not None:
-        methods, wires = spec.space.method or (spec.start.method,), spec.space.wire or (spec.start.wire,)
-    if method is not None:
-        value = _as_option("method", lambda: method_named(method))
-        methods = (text_of(value, without=("period",)),)
-        if period is None and "period=" in method:
-            period = getattr(value, "period", None)
-    if wire is not None:
-        wires = (wire,)
-        _check_wire(wire, methods if method is not None else ())
-    all_reduces = DEFAULT_ALL_REDUCES if spec is None else spec.space.all_reduce
-    if all_reduce is not None:
-        all_reduces = _asked_all_reduce(all_reduce, known)
-    return Ways(methods, wires, () if period is None else (period,), all_reduces if known.profile.shapes else ())
-
-
-def _check_wire(wire: str, methods: Sequence[str]) -> None:
-    """Raise a `ConfigurationError` if the wire format does not exist, or not for one of these methods."""
-    wire_format = _as_option("wire", lambda: compression_named(wire).wire_format)
-    for method in methods:
-        _as_option("wire", partial(wire_format.check, method_named(method)))
-
-
-def _asked_all_reduce(all_reduce: str, known: PlanSource) -> tuple[str, ...]:
-    """Return the all-reduce formats beside the exact one, if the user requests this one."""
-    if _as_option("all-reduce", lambda: all_reduce_of(all_reduce)) == EXACT:
-        return ()
-    if not known.profile.shapes:
-        raise ConfigurationError(
-            f"--all-reduce {all_reduce}: how many bytes that is depends on the parameters' shapes, which the file does"
-            " not have; pass one that OmniTuner wrote, or leave it out"
-        )
-    return (all_reduce,)
-
-
-def _as_option(option: str, read: Callable[[], _Read]) -> _Read:
-    """Call ``read``, and name the option in its error."""
-    try:
-        return read()
-    except ConfigurationError as error:
-        _, equals, rest = str(error).partition("=")
-        raise ConfigurationError(f"--{option}{equals}{rest}") from error
-
-
-class PlannedEvidence(Evidence):
-    """The evidence of a run on the planned machines after its first batches.
-
-    Args:
-        spec: specification of the search.
-        profile: profile of the planned machines.
-    """
-
-    def __init__(self, spec: SearchSpec, profile: Profile) -> None:
-        super().__init__(spec, profile.measured)
-        self._planned = profile
-        if profile.measured:
-            self.theory = replace(self.theory, scatter=scatter(profile.measured))
-
-    @property
-    @override
-    def profile(self) -> Profile:  # known, not fitted
-        return self._planned
-
-
 @dataclass(frozen=True)
 class PlannedCluster:
     """The planned machines: the measured ones, with the user's changes.
@@ -256,11 +159,13 @@ class PlanRow:
         setting: best known setting.
         prediction: predicted speed.
         efficiency: logarithm of the samples to a target, up to a constant, and its standard deviation.
+        is_extrapolated: whether no simulation has had as many groups or local steps.
     """
 
     setting: Setting
     prediction: Prediction
     efficiency: tuple[float, float]
+    is_extrapolated: bool
 
     @property
     def log_seconds(self) -> float:
@@ -306,7 +211,8 @@ class Plan:
         evidence = self._evidence
         best = best_by_forecast(evidence, groups)
         theory = evidence.forecast().theory
-        return PlanRow(best, evidence.prediction(best), (theory(best), theory.error(best)))
+        is_extrapolated = not evidence.theory.covers(best)
+        return PlanRow(best, evidence.prediction(best), (theory(best), theory.error(best)), is_extrapolated)
 
     @cached_property
     def _evidence(self) -> PlannedEvidence:
@@ -325,8 +231,12 @@ class Plan:
 
     @cached_property
     def best(self) -> PlanRow:
-        """Return the row that reaches the target first; among equals the one with the fewest groups."""
-        return cheapest(self.rows, lambda row: row.risk_adjusted, lambda row: row.setting.groups)
+        """Return the row that reaches the target first; among equals the one with the fewest groups.
+
+        Rows that are extrapolated are shown, and never recommended.
+        """
+        known = [row for row in self.rows if not row.is_extrapolated]
+        return cheapest(known, lambda row: row.risk_adjusted, lambda row: row.setting.groups)
 
     def relative(self, row: PlanRow) -> float:
         """Return the time to the target, relative to the best row's."""
@@ -344,36 +254,18 @@ class Plan:
         return replace(self, cluster=replace(self.cluster, **changes))
 
 
-# --- Output -----------------------------------------------------------------------------------------------------------
+# --- Text ------------------------------------------------------------------------------------------------------------
 
 
-def table(plan: Plan, samples: float | None) -> Table:
-    """Return a table with a row for each number of groups."""
-    return _table_of(plan, _rows(plan, samples), title=_title(plan))
-
-
-def tall_table(plan: Plan, samples: float | None) -> Group:
-    """Return the table in three parts, for narrow terminals."""
-    rows = _rows(plan, samples)
-    first, *heads = (head for head in rows[0] if head != "exchange")
-    parts = [["exchange"], heads[:4], heads[4:]]
-    titles = [_title(plan), *(None for _ in parts[1:])]
-    return Group(*(_table_of(plan, rows, [first, *part], title) for part, title in zip(parts, titles, strict=True)))
-
-
-def _table_of(
-    plan: Plan, rows: Sequence[Mapping[str, str]], heads: Sequence[str] = (), title: str | None = None
-) -> Table:
-    return table_of(rows, ("batches", "exchange", "bottleneck"), heads, title, bold=plan.rows.index(plan.best))
-
-
-def _title(plan: Plan) -> str:
+def title(plan: Plan) -> str:
+    """Return the machines, in words."""
     profile = plan.cluster.profile
     servers = f", {profile.servers} servers" if profile.servers > 1 else ""
     return f"{profile.ranks} ranks, {_speeds(profile)}{servers}"
 
 
-def _rows(plan: Plan, samples: float | None) -> list[dict[str, str]]:
+def rows(plan: Plan, samples: float | None) -> list[dict[str, str]]:
+    """Return a row for each number of groups, by the heads of the columns; a star marks extrapolated samples."""
     fewest = min(each.efficiency[0] for each in plan.rows)
     return [
         {
@@ -382,9 +274,9 @@ def _rows(plan: Plan, samples: float | None) -> list[dict[str, str]]:
             "exchange": row.setting.exchange or "-",
             "samples/s": str(row.prediction.samples_per_second),
             "ms/update": f"{1000 * row.prediction.seconds_per_update.value:.4g}",
-            "bottleneck": _BOTTLENECKS[row.prediction.bottleneck],
-            "samples": f"{math.exp(row.efficiency[0] - fewest):.2f}×",
-            "time": f"{plan.relative(row):.2f}×",
+            "bottleneck": BOTTLENECKS[row.prediction.bottleneck],
+            "samples": f"{math.exp(row.efficiency[0] - fewest):.2f}×{'*' * row.is_extrapolated}",
+            "time": f"{plan.relative(row):.2f}×{'*' * row.is_extrapolated}",
             **({"hours": f"{plan.seconds(row, samples) / 3600:.3g}"} if samples is not None else {}),
             "momentum": f"{row.setting.momentum:.3g}",
             "lr" if plan.has_lr else "lr / yours": f"{row.setting.lr:.3g}",
@@ -417,6 +309,13 @@ def sentences(plan: Plan, samples: float | None) -> list[str]:
             f"batches of all ranks together are {growth:.3g} times those that were measured; the samples to a target"
             " are taken to be the same"
         )
+    if profile.ranks > measured.ranks:
+        lines.append(
+            f"extrapolated: {profile.ranks} ranks, of which {measured.ranks} were measured; the others are taken"
+            " to have the same speeds"
+        )
+    if any(row.is_extrapolated for row in plan.rows):
+        lines.append("*: extrapolated, because no simulation had as many groups; never recommended")
     lines.append("the samples that groups need, their momentum and rate are what other tasks showed in simulation")
     return lines
 
@@ -437,11 +336,11 @@ def _advice(plan: Plan) -> str:
         what = "servers twice as fast" if bottleneck == "server" else "a network twice as fast"
         what = "a merged head twice as fast" if bottleneck == "head" else what
         faster = f"{what} would be at most {_halved(plan.best.prediction):.2f} times faster"
-        return f"{_BOTTLENECKS[bottleneck]} is the bottleneck; {faster}"
+        return f"{BOTTLENECKS[bottleneck]} is the bottleneck; {faster}"
     gain = math.exp(plan.best.log_seconds - other.best.log_seconds)
     best = plan.describe(other.best.setting)
     faster = f"{change} would be {gain:.2f} times faster to the target, with {best}"
-    return f"{_BOTTLENECKS[bottleneck]} is the bottleneck; {faster}"
+    return f"{BOTTLENECKS[bottleneck]} is the bottleneck; {faster}"
 
 
 def _halved(prediction: Prediction) -> float:
@@ -459,8 +358,8 @@ def _halved(prediction: Prediction) -> float:
 # --- A picture --------------------------------------------------------------------------------------------------------
 
 
-def draw(plan: Plan, folder: Path) -> Path:
-    """Draw samples per second and time over groups, and return the file."""
+def figure_of(plan: Plan) -> Any:
+    """Draw samples per second and time over groups."""
     figure = new_figure(12, 4.8, dpi=120)
     hardware, time = figure.subplots(1, 2)
     _draw_speed(hardware, plan)
@@ -470,12 +369,46 @@ def draw(plan: Plan, folder: Path) -> Path:
         axes.scatter(best.setting.groups, height, marker="*", s=300, color=CHOSEN, edgecolor="white", zorder=5)
         axes.set_xscale("log", base=2)
         axes.set_xticks(groups, map(str, groups))
+        axes.set_xlim(groups[0] / 1.4, groups[-1] * 1.4)
         axes.set_xlabel("groups")
         axes.grid(color="0.9")
         axes.spines[["top", "right"]].set_visible(False)
-    path = folder / PICTURE
-    save_figure(figure, path)
-    return path
+    return figure
+
+
+def files(folder: Path) -> list[Path]:
+    """Return the files that `save` writes."""
+    return [folder / f"{_STEM}.{kind}" for kind in (("html", "png") if can_draw() else ("html",))]
+
+
+def save(plan: Plan, samples: float | None, folder: Path) -> list[Path]:
+    """Write the page, and the picture if matplotlib is installed, and return the files."""
+    names, png = files(folder), b""
+    if len(names) > 1:
+        file = io.BytesIO()
+        figure_of(plan).savefig(file, format="png")
+        png = file.getvalue()
+        names[1].write_bytes(png)
+    names[0].write_text(html(plan, samples, png), encoding="utf-8")
+    return names
+
+
+def html(plan: Plan, samples: float | None, png: bytes = b"") -> str:
+    """Return the page, which loads nothing from elsewhere."""
+    cells = rows(plan, samples)
+    texts = [[cell.removeprefix("★ ") for cell in row.values()] for row in cells]
+    table = TextTable([*cells[0]], texts, plan.rows.index(plan.best))
+    return (
+        templates()
+        .get_template("plan.html")
+        .render(
+            title=title(plan),
+            sentences=sentences(plan, samples),
+            picture=b64encode(png).decode(),
+            table=table,
+            written=Written.now().sentence,
+        )
+    )
 
 
 def _draw_speed(axes: Any, plan: Plan) -> None:
@@ -485,7 +418,7 @@ def _draw_speed(axes: Any, plan: Plan) -> None:
     for place, (row, each) in enumerate(zip(plan.rows, rates, strict=True)):
         falls = place > 0 and rates[place - 1].value > each.value  # the line descends to the point
         axes.annotate(
-            _BOTTLENECKS[row.prediction.bottleneck].replace(" ", "\n", 1),
+            BOTTLENECKS[row.prediction.bottleneck].replace(" ", "\n", 1),
             (row.setting.groups, each.low if falls else each.high),
             (0, -10 if falls else 10),
             textcoords="offset points",
@@ -506,10 +439,10 @@ def _draw_time(axes: Any, plan: Plan) -> None:
     drawn = [Estimate(time, time / width, time * width) for time, width in zip(times, widths, strict=True)]
     plot_interval(axes, groups, drawn, EXPECTED)
     axes.set(ylabel="time to the target  (1: the best)", title=f"★ {plan.describe(plan.best.setting)}")
-    axes.set_ylim(0, 1.25 * max(times))
+    axes.set_ylim(0, 1.1 * max(each.high for each in drawn))
     if max(times) > 6:  # a linear axis would not separate the best ones
         ticks = [tick for tick in (0.5, 1, 2, 5, 10, 20, 50, 100, 1000) if tick < 2 * max(times)]
         axes.set_yscale("log")
         axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
-        axes.set_ylim(0.5, 2 * max(times))
+        axes.set_ylim(0.8 * min(each.low for each in drawn), 1.5 * max(each.high for each in drawn))

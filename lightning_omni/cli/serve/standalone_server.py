@@ -103,10 +103,10 @@ def stand(settings: ServerSettings, options: Options, console: Console) -> int:
         if isinstance(outcome, int):  # in the process that supervises
             return signals.exit_code(outcome)
         lifeline = outcome
-    return signals.exit_code(StandingServer(settings, options, console, signals, lifeline).run())
+    return signals.exit_code(StandaloneServer(settings, options, console, signals, lifeline).run())
 
 
-class StandingServer:
+class StandaloneServer:
     """A server with its status pages, log, saved state, and servers of other shares.
 
     Args:

@@ -1,0 +1,1 @@
+"""``lightning-omni compare``: a decision for machines that a user describes."""

@@ -1,0 +1,121 @@
+"""Evidence about machines that were described or scaled instead of measured, for ``compare`` and ``plan``.
+
+It predicts as the tuner does, from the same hardware model and the same prior.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from typing_extensions import override
+
+from lightning_omni.checks import check_number
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.tuning.model.measurements import Measured
+from lightning_omni.tuning.model.profile import Profile
+from lightning_omni.tuning.search import constants as c
+from lightning_omni.tuning.search.evidence import Evidence, scatter
+from lightning_omni.tuning.search.space import SearchSpec
+
+
+class PlannedEvidence(Evidence):
+    """The evidence of a run on planned machines after its first batches.
+
+    Args:
+        spec: specification of the search.
+        profile: profile of the planned machines.
+    """
+
+    def __init__(self, spec: SearchSpec, profile: Profile) -> None:
+        super().__init__(spec, profile.measured)
+        self._planned = profile
+        if profile.measured:
+            self.theory = replace(self.theory, scatter=scatter(profile.measured))
+
+    @property
+    @override
+    def profile(self) -> Profile:  # known, not fitted
+        return self._planned
+
+
+@dataclass(frozen=True)
+class DescribedMachines:
+    """A description of machines and of a training step.
+
+    Args:
+        speeds: speed of each rank, relative to that of a rank that takes ``step``.
+        step: seconds of forward and backward pass of a rank's batch.
+        batch_size: samples of a rank's batch.
+        nbytes: bytes of the weights, as float32.
+        bandwidth: bytes per second of the links.
+        latency: seconds of one message.
+        sites: number of sites, among which the ranks are divided in order; ``bandwidth`` and ``latency`` hold inside.
+        site_bandwidth: bytes per second between sites; None if there is one site.
+        site_latency: seconds of one message between sites.
+        scatter: coefficient of variation of a rank's step times.
+
+    Raises:
+        ConfigurationError: a number is out of range.
+    """
+
+    speeds: tuple[float, ...]
+    step: float
+    batch_size: int
+    nbytes: int
+    bandwidth: float
+    latency: float = 0.0
+    sites: int = 1
+    site_bandwidth: float | None = None
+    site_latency: float = 0.0
+    scatter: float = 0.05
+
+    def __post_init__(self) -> None:
+        for speed in self.speeds:
+            check_number("speeds", speed, "relative speeds, above 0", above=0, below=math.inf)
+        if len(self.speeds) < 2:
+            raise ConfigurationError(f"speeds={self.speeds}: pass the speeds of two devices or more")
+        if len(self.speeds) % self.sites:
+            raise ConfigurationError(
+                f"sites={self.sites}: {len(self.speeds)} devices cannot be divided evenly; pass a divisor"
+            )
+
+    @property
+    def measured(self) -> Measured:
+        """Return the measurements that a run in one group on these machines would make, from a fixed seed."""
+        ranks = len(self.speeds)
+        random = np.random.default_rng(0)
+        jitter = random.lognormal(0.0, math.sqrt(math.log1p(self.scatter**2)), (ranks, c.DESCRIBED_STEPS))
+        own = self.step / np.array(self.speeds)[:, None] * jitter / jitter.mean(axis=1, keepdims=True)
+        between = self.site_bandwidth if self.sites > 1 and self.site_bandwidth else self.bandwidth
+        latency = self.site_latency if self.sites > 1 else self.latency
+        all_reduce = 2 * (ranks - 1) * (self.nbytes / ranks / between + latency)
+        exposed = max(all_reduce * min(1.0, c.BUCKET / self.nbytes), all_reduce - c.BACKWARD * self.step)
+        several: dict[str, Any] = {}
+        if self.sites > 1:
+            nodes = tuple(np.repeat(np.arange(self.sites), ranks // self.sites).tolist())
+            several = {"nodes": nodes, "server_node": 0, "node_per_byte": 1 / self.bandwidth}
+            several["node_round_trip"] = 2 * self.latency
+        return Measured(
+            groups=(tuple(range(ranks)),),
+            samples=((float(self.batch_size),) * c.DESCRIBED_STEPS,) * ranks,
+            own=tuple(map(tuple, own.tolist())),
+            steps=(tuple((own.max(axis=0) + exposed).tolist()),),
+            exchanges=((0.0,) * c.DESCRIBED_STEPS,),
+            serve=c.SERVE_PER_BYTE * self.nbytes,
+            nbytes=self.nbytes,
+            round_trip=2 * latency,
+            reduce_per_byte=2 * (ranks - 1) / ranks / between,
+            hands_on=True,
+            shapes=((-(-self.nbytes // 4),),),
+            **several,
+        )
+
+    def profile(self) -> Profile:
+        """Return the hardware model of these machines."""
+        return Profile.fit([self.measured])
+
+
+__all__ = ["DescribedMachines", "PlannedEvidence"]

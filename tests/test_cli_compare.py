@@ -1,0 +1,148 @@
+"""``lightning-omni compare``: three clusters, what is printed of each, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightning_omni import Compression, OmniStrategy
+from lightning_omni.cli import main
+from lightning_omni.cli.compare.comparison import strategy_text
+from lightning_omni.tuning.model.forecast import Scaling, Setting
+from lightning_omni.tuning.search.machines import DescribedMachines
+from lightning_omni.tuning.search.prior import Prior, PriorTheory
+
+UNEQUAL = ("--speeds", "1,1,1,0.25", "--link", "100mbit", "--model-size", "50MB", "--step", "0.2s")
+EQUAL = ("--speeds", "8x1", "--link", "100Gbit", "--model-size", "50MB", "--step", "0.2s")
+SITES = (*EQUAL[:2], "--link", "10Gbit", *EQUAL[4:], "--sites", "2", "--site-link", "50Mbit", "--site-latency", "20ms")
+
+
+def compared(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["compare", *arguments, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    ddp = found["rows"][0]
+    assert (ddp["name"], ddp["time"]["value"], ddp["samples"]) == ("DDP", 1.0, 1.0)
+    for row in found["rows"]:
+        assert row["time"]["low"] <= row["time"]["value"] <= row["time"]["high"]
+        by_parts = ddp["samples_per_second"] / row["samples_per_second"] * row["samples"]
+        assert row["time"]["value"] == pytest.approx(by_parts)
+    return found
+
+
+def test_on_unequal_devices_over_a_slow_link_groups_pay(capsys: pytest.CaptureFixture[str]) -> None:
+    found = compared(capsys, *UNEQUAL)
+    _, ours, peer = found["rows"]
+    assert ours["time"]["high"] < 0.5
+    assert ours["time"]["value"] < peer["time"]["value"] < 1
+    assert found["verdict"].startswith("use lightning-omni")
+    assert found["write"].startswith("Trainer(strategy=OmniStrategy(groups=")
+
+
+def test_on_unequal_devices_over_a_fast_link_proportional_batches_are_enough(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = compared(capsys, *UNEQUAL[:2], "--link", "100Gbit", *UNEQUAL[4:])
+    ours = found["rows"][1]
+    assert (ours["setting"]["groups"], ours["setting"]["rebalance"]) == (1, True)
+    assert ours["time"]["value"] == pytest.approx(1 / 3.25, rel=0.1)
+    assert 'OmniStrategy(groups=1, rebalance="auto")' in found["write"]
+
+
+def test_on_equal_devices_and_a_fast_link_ddp_wins(capsys: pytest.CaptureFixture[str]) -> None:
+    found = compared(capsys, *EQUAL)
+    assert found["verdict"].startswith("use DDP: ")
+    assert found["write"] == 'Trainer(strategy="ddp", ...)'
+    assert found["rows"][1]["time"]["value"] > 0.9
+
+
+def test_where_the_all_reduce_counts_and_nothing_else_ddp_with_a_hook_is_enough(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = compared(capsys, *EQUAL[:2], "--link", "5Gbit", *EQUAL[4:])
+    assert found["verdict"].startswith("use DDP with torch's bf16 hook: ")
+    assert "bf16_compress_hook" in found["write"]
+
+
+def test_between_two_sites_there_is_a_group_at_each(capsys: pytest.CaptureFixture[str]) -> None:
+    found = compared(capsys, *SITES)
+    ours = found["rows"][1]
+    assert ours["setting"]["groups"] == 2
+    assert ours["time"]["high"] < 0.2
+    assert not ours["is_extrapolated"]
+
+
+def test_what_no_simulation_has_had_is_known() -> None:
+    theory = PriorTheory(Setting(1, 0.9, 0.1), Scaling(), prior=Prior.load())
+    few = Setting(8, 0.9, 0.1, method="local_sgd", period=32)
+    assert theory.covers(few)
+    assert theory.covers(Setting(64, 0.9, 0.1, method="hardsync"))  # it is synchronous training
+    assert not theory.covers(replace(few, groups=16))
+    assert not theory.covers(replace(few, period=64))
+    assert not theory.covers(replace(few, groups=16, method="async_sgd", period=1))
+
+
+def test_the_table_has_the_numbers_of_the_json(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    found = compared(capsys, *UNEQUAL)
+    assert main(["compare", *UNEQUAL]) == 0
+    told = capsys.readouterr().out
+    for row in found["rows"]:
+        line = next(line for line in told.splitlines() if f"│ {row['name']} " in line)
+        assert f"{row['time']['value']:.2f}×" in line
+        assert f"{row['time']['low']:.2f} to {row['time']['high']:.2f}" in line
+        assert f"{row['samples_per_second']:.4g}" in line
+    assert found["verdict"] in told
+    assert found["write"] in told
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        (Setting(1, 0.9, 0.1, rebalance=True), 'groups=1, rebalance="auto"'),
+        (Setting(4, 0.9, 0.1, method="async_sgd", wire="int8"), 'groups=4, method="async_sgd", compression="int8"'),
+        (
+            Setting(4, 0.9, 0.1, method="local_sgd", period=8, all_reduce="bf16"),
+            'groups=4, method="local_sgd:period=8", compression=Compression(all_reduce="bf16")',
+        ),
+        (
+            Setting(2, 0.9, 0.1, method="diloco:outer_lr=1.0", period=16, wire="int8/bf16"),
+            'groups=2, method="diloco:period=16,outer_lr=1.0", compression=Compression(push="int8", pull="bf16")',
+        ),
+    ],
+)
+def test_what_is_printed_is_a_strategy(setting: Setting, expected: str) -> None:
+    assert strategy_text(setting) == f"OmniStrategy({expected})"
+    eval(strategy_text(setting), {"OmniStrategy": OmniStrategy, "Compression": Compression})  # it is accepted
+
+
+def test_a_description_is_as_fast_as_it_says() -> None:
+    machines = DescribedMachines((1.0, 1.0, 0.5), 0.2, 32, 1000, 1e12, scatter=0.0)
+    assert machines.profile().speeds == pytest.approx((160.0, 160.0, 80.0))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"--speeds": "1,fast"}, "--speeds 1,fast: pass a number for each device"),
+        ({"--speeds": "1"}, "--speeds=(1.0,): pass the speeds of two devices or more"),
+        ({"--link": "quick"}, "--link quick: pass bytes per second"),
+        ({"--model-size": "50Mbit"}, "--model-size 50Mbit: pass bytes, as in 50MB"),
+        ({"--step": "0s"}, "--step 0s: pass a time above 0"),
+        ({"--sites": "3"}, "--sites=3: 4 devices cannot be divided evenly"),
+        ({"--momentum": "1"}, "--momentum 1.0: pass a number from 0 up to 1"),
+    ],
+)
+def test_a_wrong_option_is_named(changed: dict[str, str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = {**dict(zip(UNEQUAL[::2], UNEQUAL[1::2], strict=True)), **changed}
+    assert main(["compare", *(f"{name}={value}" for name, value in given.items())]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_a_description_there_is_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare"]) == 2
+    assert "--speeds 1,1,1,0.25 --link 100Mbit --model-size 50MB --step 0.2s" in capsys.readouterr().err
