@@ -111,7 +111,7 @@ class Versions:
 
     def read(self, number: int) -> dict[str, Any] | None:
         """Return the result of a complete validation; None if its group died meanwhile."""
-        evaluation, buffer = self._channel.ask(m.ReadEvaluation(number=number), m.Evaluation)
+        evaluation, buffer = self._channel.ask(m.ReadEvaluation(number=number), m.EvaluationResult)
         if evaluation.is_void:
             return None
         tree: dict[str, Any] = unpack(evaluation.packed, buffer, copy=True)
