@@ -551,7 +551,7 @@ def synchronize(alone: int) -> str:
 
 def follow(page: str) -> dict[str, Any]:
     """The loop that a page has; process groups stay those of this script."""
-    code = Path(page).read_text().partition("## Loops without Lightning")[2].partition("```python\n")[2]
+    code = Path(page).read_text().partition("```python\n")[2]
     lines = code.partition("```")[0].splitlines()
     os.chdir(os.environ["OMNI_TEST_FOLDER"])
     names: dict[str, Any] = {}
