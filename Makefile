@@ -1,5 +1,6 @@
 # make demo       train the example with four CPU workers in two compute groups (about two minutes)
 # make test       run ruff and mypy, and pytest beside them; continuous integration runs this and test-accelerator
+# make examples   run the examples, shortened, the tutorial and the notebook; about four minutes on two cores
 # make test-all   the same, and what is marked exhaustive: more cases of claims that make test has some of
 # make docs       build the site into docs/_build/html; a warning is an error, and nothing is downloaded
 # make test-accelerator   some of the tests, and a few more, with emulated GPUs: see tests/accelerator/README.md
@@ -9,10 +10,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+EXAMPLES := $(VENV)/examples
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-all test-accelerator pytest lint format install clean
+.PHONY: help demo docs test examples test-all test-accelerator pytest lint format install clean
 
 help:
 	@sed -n '/^$$/q; s/^# //p' Makefile
@@ -32,6 +34,19 @@ test: $(READY)
 
 test-all:
 	@$(MAKE) --no-print-directory test OPTIONS=--all
+
+examples: $(EXAMPLES)/.ready
+	OMP_NUM_THREADS=1 $(EXAMPLES)/bin/python examples/check.py $(OPTIONS)
+
+# torchmetrics imports transformers wherever it is installed, for two seconds in each process. So what only the examples
+# need is in an environment of its own, which also has the packages of the first one.
+$(EXAMPLES)/.ready: $(READY)
+	$(BIN)/python -m venv --without-pip $(EXAMPLES)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		"$$($(EXAMPLES)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/parent.pth"
+	$(BIN)/python -m pip --python $(EXAMPLES)/bin/python install --quiet --disable-pip-version-check \
+		-c constraints.txt -e '.[examples]'
+	touch $@
 
 # It says so, and succeeds, where there can be no emulated GPU: without a C++ compiler, for one.
 test-accelerator: $(READY)

@@ -1,6 +1,6 @@
 """Fashion-MNIST as one tensor in memory: from the system, from a cache, or downloaded and checked.
 
-Offline and without a copy, scikit-learn's small handwritten digits stand in.
+If it cannot be had, scikit-learn's small handwritten digits replace it.
 """
 
 import gzip
@@ -69,7 +69,7 @@ class FashionMNIST(LightningDataModule):
         directory = find_directory()
         if directory is None:
             self.source = "scikit-learn digits (stand-in)"
-            rank_zero_warn("No Fashion-MNIST here, no download: scikit-learn's handwritten digits stand in.")
+            rank_zero_warn("Without Fashion-MNIST, scikit-learn's handwritten digits are trained on.")
             train, validation, test = load_digits()
         else:
             labelled = load_pair(directory, "train")

@@ -132,8 +132,12 @@ def parse_arguments() -> argparse.Namespace:
     add("--method", help="what groups exchange, for instance hardsync or local_sgd:period=8; by default async_sgd")
     add("--accelerator", default="cpu", help="where the workers compute")
     add("--limit-train-batches", type=int, help="batches per worker and epoch; by default all")
+    add("--short", action="store_true", help="two workers, one epoch of 30 batches")
     add("--seed", type=int, default=0, help="of the initial weights and of the order of the samples")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.short:
+        arguments.workers, arguments.epochs, arguments.limit_train_batches = 2, 1, 30
+    return arguments
 
 
 def show(report: omni.RunReport, *, data: str, accuracy: float, seconds: float) -> None:

@@ -7,6 +7,7 @@ with colour blindness can distinguish. Numbers (of groups, learning rates) are s
 from __future__ import annotations
 
 import importlib.util
+import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -165,6 +166,13 @@ def plot_interval(axes: Any, places: Sequence[float], estimates: Sequence[Any], 
     axes.plot(places, [each.value for each in estimates], color=colour, marker="o", markersize=4, label=label)
     lows, highs = ([getattr(each, end) for each in estimates] for end in ("low", "high"))
     axes.fill_between(places, lows, highs, color=colour, alpha=0.16, linewidth=0)
+
+
+def png_of(figure: Any) -> bytes:
+    """Return a figure as the bytes of a PNG file."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
 
 
 def save_figure(figure: Any, path: str | Path) -> None:

@@ -22,9 +22,11 @@ from lightning_omni.palette import (
     PROPORTIONAL,
     QUANTITY,
     YOURS,
+    can_draw,
     line_styles,
     method_colours,
     new_figure,
+    png_of,
     save_figure,
 )
 
@@ -248,6 +250,10 @@ class Trace:
             ConfigurationError: matplotlib is missing, or the file cannot be written.
         """
         save_figure(figure_of(self, title), path)
+
+    def _repr_png_(self) -> bytes | None:
+        """Return the same picture for notebooks; None if matplotlib is missing."""
+        return png_of(figure_of(self)) if can_draw() else None
 
 
 def reaches(metric: str, reading: float, value: float) -> bool:

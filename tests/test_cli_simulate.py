@@ -434,6 +434,13 @@ def test_nothing_can_not_be_compared(tmp_path: Path) -> None:
         plot_comparison({"empty": trace}, tmp_path / "absent" / "empty.png")
 
 
+def test_a_notebook_shows_the_picture_of_a_trace() -> None:
+    trace = Trace(rows={name: np.empty(0, kind) for name, kind in Trace.COLUMNS.items()})
+    picture = trace._repr_png_()
+    assert picture is not None
+    assert picture.startswith(b"\x89PNG")
+
+
 @pytest.mark.processes
 def test_the_command_runs_without_lightning(tmp_path: Path) -> None:
     command = ["simulate", *SHARED, "--out", str(tmp_path)]

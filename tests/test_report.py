@@ -147,6 +147,18 @@ def test_what_users_say_is_escaped() -> None:
     assert "<b>" not in page_of(1.0, UNSAFE)
 
 
+def test_a_notebook_shows_the_page_in_a_frame_and_the_choice_with_its_reason() -> None:
+    shown = usual(None, UNSAFE)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("lightning_omni.tuning.report.tuning.can_draw", lambda: False)
+        frame = shown._repr_html_()
+    assert frame.count("<") == 2  # the page is the value of an attribute: nothing of it is outside the frame
+    assert html.unescape(frame.split('srcdoc="')[1].split('" style')[0]) == words_of(shown)
+    choice = replace(found().choice(), why="<b>faster")
+    assert str(choice.setting) in choice._repr_html_()
+    assert "&lt;b&gt;faster" in choice._repr_html_()
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     "made",

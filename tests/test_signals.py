@@ -298,7 +298,7 @@ if __name__ == "__main__":
 def test_ctrl_c_ends_an_example_while_its_processes_start(tmp_path: Path) -> None:
     script = tmp_path / "example.py"
     script.write_text(INTERRUPTED_EXAMPLE)
-    path = os.pathsep.join([search_path(), str(Path(__file__).parents[1] / "examples")])
+    path = os.pathsep.join([search_path(), str(Path(__file__).parents[1] / "examples" / "studies")])
     ended = subprocess.run(
         [sys.executable, str(script)],
         capture_output=True,

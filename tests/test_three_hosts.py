@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from runs import search_path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "studies"))
 
 from emulated_network import CONGESTION, Hosts, Network, NoNamespacesError
 
@@ -160,7 +160,7 @@ with Hosts(Network(sites=(1,))) as hosts:
 
 
 def test_processes_on_hosts_end_with_the_script_that_is_killed(hosts: Hosts) -> None:
-    examples = str(Path(__file__).parents[1] / "examples")
+    examples = str(Path(__file__).parents[1] / "examples" / "studies")
     script = subprocess.Popen(
         [sys.executable, "-c", STARTS], env={**os.environ, "PYTHONPATH": examples}, stdout=subprocess.PIPE, text=True
     )

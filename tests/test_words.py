@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES = sorted([*(ROOT / "lightning_omni").rglob("*.py"), *(ROOT / "examples").glob("*.py")])
+MODULES = sorted([*(ROOT / "lightning_omni").rglob("*.py"), *(ROOT / "examples").rglob("*.py")])
 PAGES = [ROOT / "README.md", *(ROOT / ".github").rglob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
 WORD_OF_A_NAME = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
@@ -326,7 +326,7 @@ def test_no_page_has_two_versions_of_a_line(page: Path) -> None:
 SHARDED_MODELS = re.compile(
     r"lightning_omni/(runtime|strategy)/"  # ranks, and Lightning's hooks, hold models that FSDP or a mesh shards
     r"|lightning_omni/group/sharded_inbox|tests/test_together"  # gossip between groups that hold such models
-    r"|examples/char_gpt|tests/((scripts|benchmarks)/)?(test_)?(inside|joining|tensor_parallel|private|arguments|user_code)"
+    r"|examples/studies/char_gpt|tests/((scripts|benchmarks)/)?(test_)?(inside|joining|tensor_parallel|private|arguments|user_code)"
 )
 """Files in which a name may contain `shard`: a piece of a model that FSDP or tensor parallelism has made."""
 

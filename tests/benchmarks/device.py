@@ -14,7 +14,7 @@ import statistics
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "examples" / "studies"))
 
 from single_device import KINDS, PER_IMAGE, PLAIN, TUNED, TUNED_BF16, measure, ratio
 

@@ -37,7 +37,8 @@ ranks do not find each other by gloo.) Compare it with the same --kinds and --pa
         --epochs 1000 --patience 0 [--peer]
 
 Where this user may make network namespaces (Linux; root, or a system that allows user namespaces) the server and every
-group has a host of its own, as ``examples/emulated_network.py`` makes them. Elsewhere all are on one; no link is cut.
+group has a host of its own, as ``examples/studies/emulated_network.py`` makes them. Elsewhere all are on one; no link
+is cut.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path.insert(0, str(ROOT / "examples" / "studies"))
 
 from emulated_network import Hosts, Network, NoNamespacesError, with_own_network  # noqa: E402
 

@@ -111,7 +111,7 @@ class ValidationSnapshots:
 
     def read(self, number: int) -> dict[str, Any] | None:
         """Return the result of a complete validation; None if its group died meanwhile."""
-        evaluation, buffer = self._exchange.ask(m.ReadEvaluation(number=number), m.Evaluation)
+        evaluation, buffer = self._exchange.ask(m.ReadEvaluation(number=number), m.EvaluationResult)
         if evaluation.is_void:
             return None
         tree: dict[str, Any] = unpack(evaluation.packed, buffer, copy=True)

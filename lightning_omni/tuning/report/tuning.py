@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import io
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.palette import can_draw
+from lightning_omni.palette import can_draw, png_of
 from lightning_omni.tuning.report.page import Section, page
 from lightning_omni.tuning.report.run import Round, RunTimes, Written
 from lightning_omni.tuning.report.summary import NAMES, SearchSummary
@@ -179,9 +178,7 @@ class TuningReport:
         if not can_draw():
             return None
         if which not in self._pictures:
-            file = io.BytesIO()
-            self.figure(which).savefig(file, format="png")
-            self._pictures[which] = file.getvalue()
+            self._pictures[which] = png_of(self.figure(which))
         return self._pictures[which]
 
     @cached_property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from typing import Any, TypeVar
 
 from lightning_omni.tuning.model.forecast import Forecast, Setting, SettingEstimate
@@ -39,6 +40,10 @@ class Choice:
     setting: Setting
     why: str
     estimate: SettingEstimate | None = None
+
+    def _repr_html_(self) -> str:
+        """Return the setting and its reasons, for notebooks."""
+        return f"<p><b>{escape(str(self.setting))}</b><br>{escape(self.why)}</p>"
 
 
 def log_seconds(evidence: Evidence, setting: Setting, forming: bool = True) -> float:

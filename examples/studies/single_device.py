@@ -1,12 +1,12 @@
-"""One device: convolutions image by image, batched, PyTorch with defaults, and PyTorch tuned. One table.
+"""Compare four ways to train on one CPU: image by image, batched, PyTorch with defaults, and PyTorch tuned.
 
-    python examples/single_device.py                  # about five minutes on two cores
-    python examples/single_device.py --batch-size 64 --rounds 3
+    python examples/studies/single_device.py                  # about five minutes on two cores
+    python examples/studies/single_device.py --batch-size 64 --rounds 3
 
 Caffe computed a convolution image by image: im2col, then a matrix product. Omnivore (arXiv 1606.04487, abstract)
-attributes "5.5x or more" on CPUs to lowering the whole batch into one product. PyTorch does neither; this shows what is
-left to be gained over it with `DeviceTuner`. Every kind trains in a process of its own with the same Trainer, and all
-alternate, so that a machine that changes its speed changes it for all of them.
+attributes "5.5x or more" on CPUs to lowering the whole batch into one product. PyTorch does neither; the table shows
+how much `DeviceTuner` gains over it. Every way trains in a process of its own with the same Trainer, and all alternate,
+so that a change of the machine's speed affects all of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the paper examples share: data, model, many simulations at once, findings with verdicts, pictures.
+"""Data, model, parallel simulations, findings with verdicts, and pictures of the studies.
 
-Not a script. Fashion-MNIST is pooled to 14 x 14, so that thousands of updates are simulated in seconds; where it is not
-installed and cannot be downloaded, scikit-learn's handwritten digits stand in, and tables and pictures say so.
+Not a script. Fashion-MNIST is pooled to 14 x 14, so that thousands of updates are simulated in seconds; where it is
+neither installed nor to be had, scikit-learn's handwritten digits replace it, and tables and pictures name the data.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ STEADY_OVER = 4
 
 Key = TypeVar("Key", bound=Hashable)
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # fashion_data
 console = Console(width=None if sys.stdout.isatty() else 132)
 
 

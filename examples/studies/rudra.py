@@ -1,7 +1,7 @@
 """n-softsync: staleness, and learning rates that take it into account.
 
-python examples/rudra.py            # on two cores about four minutes; writes rudra.png
-python examples/rudra.py --quick    # about a minute, with fewer settings
+    python examples/studies/rudra.py            # on two cores about four minutes; writes rudra.png
+    python examples/studies/rudra.py --quick    # about a minute, with fewer settings
 
 The parameter server makes one update from c = λ/n gradients of λ learners, each the mean over a minibatch of μ images;
 n = 1 waits for as many gradients as there are learners, n = λ for one. Hardsync waits for every learner. Momentum is

@@ -1,7 +1,7 @@
 """GPU A-SGD: when do more asynchronous clients train faster, and what does a warm start do?
 
-python examples/gpu_asgd.py            # about 4 minutes on two cores
-python examples/gpu_asgd.py --quick    # a minute
+    python examples/studies/gpu_asgd.py            # about 4 minutes on two cores
+    python examples/studies/gpu_asgd.py --quick    # a minute
 
 After Paine, Jin, Yang, Lin, Huang 2013, "GPU Asynchronous Stochastic Gradient Descent to Speed Up Neural Network
 Training", arXiv:1312.6186, who trained a convolutional network on ImageNet. Every client trains alone for n_sync

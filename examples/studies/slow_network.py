@@ -1,20 +1,20 @@
-"""Two sites with a slow link between them: plain data parallelism, torch's ways out, and those here.
+"""Compare ways to train two sites with a slow link between them: DDP, torch's remedies, and methods of this package.
 
-python examples/slow_network.py                     # two sites of two hosts, 100 megabits a second between them
-python examples/slow_network.py --mbit 20           # a slower link
-python examples/slow_network.py --hosts 4           # no sites: four hosts, each behind a link of that speed
-python examples/slow_network.py --slow 4            # and the last host takes four times as long for each step
-python examples/slow_network.py --tune              # tries every setting of every way first
+    python examples/studies/slow_network.py              # two sites of two hosts, 100 megabits a second between them
+    python examples/studies/slow_network.py --mbit 20    # a slower link
+    python examples/studies/slow_network.py --hosts 4    # no sites: four hosts, each behind a link of that speed
+    python examples/studies/slow_network.py --slow 4     # and the last host takes four times as long for each step
+    python examples/studies/slow_network.py --tune       # tries every setting of every way first
 
-Linux only. Hosts are network namespaces, whose links tc limits; their devices are emulated, too: each step takes 100
-ms of which the real computation is a part. A LeNet of 431,080 weights learns Fashion-MNIST, 64 images on each host in
-every step, until 4,000 test images are classified with the target accuracy. Rank 0's weights are copied every other
-step and evaluated after training, so no evaluation is in any time. The first row is the same training where links are
-fast.
+Linux only. Hosts are network namespaces, whose links tc limits. Their devices are emulated, too: each step takes 100
+ms, of which the real computation is a part. A LeNet of 431,080 weights learns Fashion-MNIST, 64 images on each host in
+every step, until it classifies 4,000 test images with the target accuracy. Rank 0 copies its weights every other step
+and evaluates them after training, so no time includes an evaluation. The first row is the same training with fast
+links.
 
-Told are the seconds to the target, seconds of a step, and megabytes that left the busiest link. A row counts only
-where what all hosts really computed takes less than half of what this machine's cores could have done; the table says
-where it did not.
+The table has the seconds to the target, the seconds of a step, and the megabytes that left the busiest link. A row
+counts only if the real computation of all hosts takes less than half of the capacity of this machine's cores; the table
+marks rows that do not count.
 """
 
 from __future__ import annotations

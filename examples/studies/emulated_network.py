@@ -1,10 +1,10 @@
-"""Hosts with links of a chosen speed, on one machine: what the examples about slow networks run on.
+"""Hosts with links of a chosen speed, on one machine, for studies of slow networks.
 
 Not a script. Each host is a network namespace of Linux with an address of its own, joined to the others by virtual
-Ethernet; ``tc`` limits what its link, or its site's, carries in each direction. Nothing of it is seen from outside, and
-nothing is left behind, however the script ends: a namespace lives as long as the process that holds it, and that one
-ends with this one, as do those that were started on hosts. Who is not root gets these rights in a user namespace, where
-the system allows one (`with_own_network`).
+Ethernet; ``tc`` limits the speed of its link, or of its site's, in each direction. Nothing of it is visible from
+outside, and nothing is left behind, however the script ends: a namespace lives as long as the process that holds it,
+and that process ends with this one, as do the processes that were started on hosts. A user who is not root gets the
+rights in a user namespace, where the system allows one (`with_own_network`).
 """
 
 from __future__ import annotations

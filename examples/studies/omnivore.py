@@ -1,7 +1,7 @@
 """Compute groups: time = hardware efficiency x statistical efficiency, and how asynchrony acts as momentum.
 
-python examples/omnivore.py            # on two cores about six minutes; writes omnivore.png
-python examples/omnivore.py --quick    # about a minute, with fewer settings
+    python examples/studies/omnivore.py            # on two cores about six minutes; writes omnivore.png
+    python examples/studies/omnivore.py --quick    # about a minute, with fewer settings
 
 Sixteen simulated devices train in g compute groups. A group of k = 16/g devices splits a batch of 128 images evenly,
 averages its gradient by ring all-reduce and pushes it to a parameter server, which has the only momentum buffer. For

@@ -1,7 +1,7 @@
-"""One rank of ``slow_network.py``: trains in the way that its first argument, JSON, describes.
+"""Train as one rank of ``slow_network.py``, as its first argument, JSON, describes.
 
-Not to be started by hand. Rank 0 copies its weights every other step, and evaluates the copies when training is over:
-so no way of training waits for an evaluation, and each is measured at the same grain.
+Do not start it by hand. Rank 0 copies its weights every other step, and evaluates the copies after training: so no way
+of training waits for an evaluation, and each is measured at the same grain.
 """
 
 from __future__ import annotations

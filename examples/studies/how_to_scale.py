@@ -1,8 +1,8 @@
 """All-reduce, elastic averaging or gossip at 8 to 128 workers: which is faster where?
 
-python examples/how_to_scale.py                # about 7 minutes on two cores
-python examples/how_to_scale.py --quick        # a minute
-python examples/how_to_scale.py --jitter 0.5   # what if steps scatter more?
+    python examples/studies/how_to_scale.py                # about 7 minutes on two cores
+    python examples/studies/how_to_scale.py --quick        # a minute
+    python examples/studies/how_to_scale.py --jitter 0.5   # what if steps scatter more?
 
 After Jin, Yuan, Iandola, Keutzer 2016, "How to scale distributed deep learning?", arXiv:1611.04581, who trained
 ResNet-18 on ImageNet. Here a small network learns Fashion-MNIST; times are those of a cluster of GPUs, where a step of

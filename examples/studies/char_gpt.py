@@ -1,23 +1,21 @@
-"""A small GPT, held by two groups of two ranks each with DiLoCo between them; and by four ranks together with FSDP2.
+"""Train a small GPT in two groups of two ranks that shard it, with DiLoCo between them; and in four ranks with FSDP2.
 
-python examples/char_gpt.py                                # both, about a quarter of an hour on two cores
-python examples/char_gpt.py --seeds 3                      # three times, with means and standard deviations
-python examples/char_gpt.py --quick                        # one minute, and not trained to the end
-python examples/char_gpt.py --period 60                    # fewer exchanges
+    python examples/studies/char_gpt.py                # both, about a quarter of an hour on two cores
+    python examples/studies/char_gpt.py --seeds 3      # three times, with means and standard deviations
+    python examples/studies/char_gpt.py --quick        # one minute, and not trained to the end
+    python examples/studies/char_gpt.py --period 60    # fewer exchanges
 
-The text is what ``help()`` says of Python's own language; it ships with every Python. Both ways take the same steps
-over the same tokens, with AdamW, each with the learning rate that suits it best. Plain FSDP2 is Lightning's
-ModelParallelStrategy over all four ranks; here each rank of a group has half of the model, and exchanges that half once
-every --period steps. A group's batches are half as large as those of all four ranks, so it makes up for the noise of
-its gradients by exchanges: early in training it is behind, and it catches up as the learning rate falls. Compare the
-two at the end of a schedule, not in its midst.
+The text is Python's help on its own language, which every Python has. Both ways take the same steps over the same
+tokens, with AdamW, each with the learning rate that suits it best. Plain FSDP2 is Lightning's ModelParallelStrategy
+over all four ranks. In the groups each rank has half of the model, and exchanges that half once every ``--period``
+steps. A group's batches are half as large as those of all four ranks, so its gradients are noisier: it is behind early
+in training, and catches up as the learning rate falls. Compare the two at the end of a schedule.
 
-Told are the loss on text that was held out, the megabytes between the first two ranks and the last two, and the most
-bytes of tensors that a rank ever has. The megabytes of plain FSDP2 are those that no algorithm can do without, counted
-in one step: an all-gather of n bytes brings each half n / 2 that it lacks, and a reduce-scatter n / 2 of the other's
-sums. Those of the groups are all that ranks and parameter servers say to each other in the run, though what the first
-group says need not leave its half, for the servers may be there. The most bytes are those of four steps by themselves,
-an exchange among them: weights, gradients, optimizer state, activations and what travels.
+The table has the loss on held-out text, the megabytes between the first two ranks and the last two, and the largest
+number of bytes of tensors on any rank. The megabytes of plain FSDP2 are a lower bound for any algorithm, counted in one
+step: an all-gather of n bytes brings to each half the n / 2 that it lacks, and a reduce-scatter n / 2 of the other's
+sums. The megabytes of the groups are all traffic between ranks and parameter servers in the run. The bytes of tensors
+are measured in four further steps with one exchange: weights, gradients, optimizer state, activations and messages.
 """
 
 import argparse
