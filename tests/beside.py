@@ -12,11 +12,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from core import ServerProcess
+from core import messages as m
 from processes import Process
 from test_wire import Rank, settings, sgd
-
-from lightning_omni.transport.serving import ServerProcess
-from lightning_omni.wire import messages as m
 
 ATTACKS = Path(__file__).parent / "attacks.py"
 RANKS = 400

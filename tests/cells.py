@@ -16,22 +16,27 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
 import torch
+from core import (
+    FORMATS,
+    RAW,
+    RESIDUAL,
+    EpochPlan,
+    Layout,
+    LeaseClient,
+    PerDirection,
+    ServerRequest,
+    WorldOptions,
+    read,
+    write,
+)
+from core import messages as m
 from ensemble import Ensemble, Group
 from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_omni import Compression, Server
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.group.core import ServerRequest
-from lightning_omni.group.lease_client import LeaseClient
 from lightning_omni.methods import METHODS, PRESETS, Exchange, Method, Push, Reply, ServerSide, method_named
-from lightning_omni.methods.model.fragments import read, write
-from lightning_omni.runtime.options import WorldOptions
-from lightning_omni.wire import messages as m
-from lightning_omni.wire.formats import PerDirection
-from lightning_omni.wire.formats.base import FORMATS, RAW, RESIDUAL
-from lightning_omni.wire.layout import Layout
-from lightning_omni.wire.messages import EpochPlan
 
 GROUPS, EPOCHS, BATCH, SAMPLES = 3, 2, 8, 80
 FATED, ITS_PUSH = 1, 2

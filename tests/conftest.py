@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +33,9 @@ LONGEST = """
 """
 """Files of many seconds each, longest first: side by side, none is left to run alone in the end."""
 
+
+# Tests of one room take from those of another, by name.
+sys.path += [str(path) for path in sorted((Path(__file__).parent / "unit").iterdir())]
 
 MOST_AGAIN = 3
 """Tests that may fail beside others, if they pass alone."""

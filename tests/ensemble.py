@@ -14,11 +14,37 @@ from typing import Any
 
 import msgspec
 import torch
+from core import (
+    COORDINATOR,
+    RAW,
+    Action,
+    Event,
+    GroupCore,
+    LastAnswer,
+    Layout,
+    Memory,
+    Out,
+    Outgoing,
+    ServerCore,
+    ServerRequest,
+    Split,
+    Total,
+    WireFormat,
+    as_tensor,
+    copies,
+    decode,
+    describe,
+    handshake,
+    hyperparameters_of,
+    pack,
+    registry,
+    unpack,
+)
+from core import messages as m
 from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_omni.errors import ProtocolError
-from lightning_omni.group.core import Action, GroupCore, LastAnswer, Outgoing, ServerRequest
 from lightning_omni.methods import (
     Answer,
     Exchange,
@@ -34,22 +60,8 @@ from lightning_omni.methods import (
     Replica,
     SendPeer,
 )
-from lightning_omni.methods.model.master import describe, hyperparameters_of
-from lightning_omni.methods.model.replica import copies
-from lightning_omni.methods.model.totals import Total
 from lightning_omni.registry import to_wire
-from lightning_omni.server import ServerCore
-from lightning_omni.server.event_log import Event
-from lightning_omni.server.replication import COORDINATOR
-from lightning_omni.server.service import Out, as_tensor
 from lightning_omni.topology import GroupId
-from lightning_omni.transport import registry
-from lightning_omni.wire import handshake
-from lightning_omni.wire import messages as m
-from lightning_omni.wire.codec import pack, unpack
-from lightning_omni.wire.formats.base import RAW, Memory, WireFormat, decode
-from lightning_omni.wire.layout import Layout
-from lightning_omni.wire.partition import Split
 
 KEY = bytes(range(32))
 NONCE = bytes(32)

@@ -16,30 +16,36 @@ from typing import Protocol, TypeVar
 
 import msgspec
 import torch
-from torch import Tensor
-
-from lightning_omni.errors import ConfigurationError, ConnectionLost, OmniError, ProtocolError, Refused
-from lightning_omni.group.sharded_inbox import ShardedInbox
-from lightning_omni.methods import Inbox
-from lightning_omni.methods.model.totals import Total
-from lightning_omni.server.core import ServerCore
-from lightning_omni.server.replication import COORDINATOR
-from lightning_omni.server.service import Out, Payload, as_tensor, nbytes_of
-from lightning_omni.transport.connections import (
+from core import (
+    COORDINATOR,
+    RAW,
     REQUEST_TIMEOUT,
     Address,
     Control,
     Data,
+    InMemoryConnections,
+    Layout,
+    Out,
+    Payload,
     Peers,
+    ServerCore,
+    ShardedInbox,
+    Total,
+    Transport,
+    WireFormat,
+    allowed,
     answer_of,
+    as_tensor,
+    handshake,
+    nbytes_of,
+    refusal,
     refused_return,
 )
-from lightning_omni.transport.memory import InMemoryConnections
-from lightning_omni.transport.registry import Transport, allowed, refusal
-from lightning_omni.wire import handshake
-from lightning_omni.wire import messages as m
-from lightning_omni.wire.formats.base import RAW, WireFormat
-from lightning_omni.wire.layout import Layout
+from core import messages as m
+from torch import Tensor
+
+from lightning_omni.errors import ConfigurationError, ConnectionLost, OmniError, ProtocolError, Refused
+from lightning_omni.methods import Inbox
 
 Answer = TypeVar("Answer", bound=m.Message)
 _NONCE = bytes(handshake.NONCE_BYTES)

@@ -13,14 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from core import ExchangePattern, Measured, Prediction, Profile
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from lightning_omni.simulator import Cluster, Jitter, Limits, Link, Workload, simulate
 from lightning_omni.trace import Trace
-from lightning_omni.tuning.model.cost_model import ExchangePattern
-from lightning_omni.tuning.model.measurements import Measured
-from lightning_omni.tuning.model.profile import Prediction, Profile
 
 RANKS, BATCH, STEP = 4, 8, 8e-3
 """And the seconds of a step of a device of speed 1."""

@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 import torch
+from core import GroupCore, Total, hyperparameters_of, pack, unpack
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_omni.group.core import GroupCore
 from lightning_omni.methods import (
     Exchange,
     Fetch,
@@ -35,9 +35,6 @@ from lightning_omni.methods import (
     Send,
     SendPeer,
 )
-from lightning_omni.methods.model.master import hyperparameters_of
-from lightning_omni.methods.model.totals import Total
-from lightning_omni.wire.codec import pack, unpack
 
 Make = Callable[[Iterable[Any]], Optimizer]
 GradientOf = Callable[[Sequence[Tensor], int, int], list[Any]]

@@ -7,10 +7,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-
-from lightning_omni.tuning.model.forecast import Setting, TrainedBatches
-from lightning_omni.tuning.model.measurements import Measured
-from lightning_omni.tuning.search import Observation, Search, SearchSpec, Space, TrainedSegment
+from core import Measured, Observation, Search, SearchSpec, Setting, Space, TrainedBatches, TrainedSegment
 
 SLOWNESS = (1, 1, 1.1, 1, 1, 1, 1, 2.6)
 RANKS, BATCH = len(SLOWNESS), 16

@@ -18,6 +18,27 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import torch
+from core import (
+    RAW,
+    REQUEST_TIMEOUT,
+    Address,
+    Control,
+    Data,
+    Layout,
+    Out,
+    Payload,
+    ServerCore,
+    Total,
+    Transport,
+    WireFormat,
+    allowed,
+    answer_of,
+    as_tensor,
+    handshake,
+    refusal,
+    register,
+)
+from core import messages as m
 from torch import Tensor
 
 from lightning_omni.errors import (
@@ -29,15 +50,6 @@ from lightning_omni.errors import (
     Refused,
 )
 from lightning_omni.methods import Inbox
-from lightning_omni.methods.model.totals import Total
-from lightning_omni.server import Out, ServerCore
-from lightning_omni.server.service import Payload, as_tensor
-from lightning_omni.transport.connections import REQUEST_TIMEOUT, Address, Control, Data, answer_of
-from lightning_omni.transport.registry import Transport, allowed, refusal, register
-from lightning_omni.wire import handshake
-from lightning_omni.wire import messages as m
-from lightning_omni.wire.formats.base import RAW, WireFormat
-from lightning_omni.wire.layout import Layout
 
 T = TypeVar("T", bound=m.Message)
 BEAT, SLICE, TICK = 0.5, 0.1, 0.1

@@ -14,21 +14,17 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from core import ModelParallel, Space, WorldOptions, check_whole, refuses_unknown
 from processes import interpret
 from pytorch_lightning import Trainer
 
 from lightning_omni import FSDP, Compression, Elastic, Server
-from lightning_omni.checks import check_whole
 from lightning_omni.errors import ConfigurationError, UnknownArgument, UnsupportedError
 from lightning_omni.methods import DiLoCo
-from lightning_omni.runtime import WorldOptions
-from lightning_omni.runtime.model.meshes import ModelParallel
 from lightning_omni.simulator import Cluster
-from lightning_omni.strategy.arguments import refuses_unknown
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
 from lightning_omni.topology import Topology
 from lightning_omni.tuning.callback.pytorch_lightning import DeviceTuner, OmniTuner
-from lightning_omni.tuning.search import Space
 
 ROOT = Path(__file__).parent.parent
 

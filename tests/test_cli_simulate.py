@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from core import main, palette
 from processes import interpret
 
-from lightning_omni import palette, simulator
-from lightning_omni.cli import main
+from lightning_omni import simulator
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.trace import Trace, comparison_of, plot_comparison
 

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from core import method_from_wire, read_record, replay
 from runs import run
 from torch import Tensor, nn
 
 from lightning_omni.methods import METHODS
-from lightning_omni.server.event_log import read_record
-from lightning_omni.simulator import replay
-from lightning_omni.wire.messages import method_from_wire
 
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "async_sgd": [{}, {"staleness_aware": True}, {"bound": 1}],
@@ -33,7 +31,7 @@ NAMES = ["-".join(map(str, point.values())) for point in POINTS]
 TRAINER = {"max_epochs": 2}
 MOMENTUM: dict[str, Any] = {"momentum": 0.5, "nesterov": True}
 
-# Of each method the settings that take most of its paths; the others are cells of tests/test_matrix.py, too.
+# Of each method the settings that take most of its paths; the others are cells of tests/unit/wire/test_matrix.py, too.
 ALWAYS = {
     NAMES.index(name)
     for name in (

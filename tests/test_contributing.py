@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import yaml  # type: ignore[import-untyped]
+from core import main, search
 
 import lightning_omni
-from lightning_omni.cli import main
-from lightning_omni.tuning import search
 
 ROOT = Path(lightning_omni.__file__).parent.parent
 PAGE = (ROOT / "docs" / "contribute" / "contributing.md").read_text()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+from core import DeviceSetting
 from pytorch_lightning.loggers import CSVLogger
 from runs import run
 from torch import Tensor, nn
@@ -20,7 +21,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.tuning.callback.pytorch_lightning import DeviceTuner
-from lightning_omni.tuning.device import DeviceSetting
 
 LAST = torch.channels_last
 ALL = DeviceSetting(keep_memory=True, channels_last=True)

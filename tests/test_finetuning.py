@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from core import Event, read_record, replay
 from runs import Running
 from torch import Tensor, nn
 
-from lightning_omni.server.event_log import Event, read_record
-from lightning_omni.simulator import replay, trace_of
+from lightning_omni.simulator import trace_of
 
 RANKS = range(4)
 FITS = (

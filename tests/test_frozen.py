@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from core import Exchange, Fetch, ModelReplica, Step
 from covering import covering
 from runs import run as real_run
 from test_lossy import can_send, short
@@ -17,8 +18,6 @@ from torch.nn import Parameter
 
 from lightning_omni import Compression
 from lightning_omni.methods import METHODS, ElasticAveraging, Gradient, NextGradient, Pulled, Replica
-from lightning_omni.methods.contract import Exchange, Fetch, Step
-from lightning_omni.runtime.model.replica import ModelReplica
 from lightning_omni.simulator import Computation, Evaluation, Limits
 
 FORMATS = ("fp32", "bf16", "int8")

@@ -9,13 +9,13 @@ from typing import get_args
 import msgspec
 import pytest
 import torch
+from core import Kind
+from core import messages as m
 from covering import covering
 from golden import names, record, served, simulated
 from golden.digests import Outcome, apart, digest, here
 
 from lightning_omni.methods import METHODS
-from lightning_omni.server.event_log import Kind
-from lightning_omni.wire import messages as m
 
 OTHER_TYPES = {"Event", "Packed", "TensorSpec"}
 """Names in the table that the module of messages does not have."""

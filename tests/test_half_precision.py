@@ -6,11 +6,10 @@ import copy
 
 import pytest
 import torch
+from core import Master, describe, rebuild
 from runs import run
 from torch.nn import Parameter
 from torch.optim import Optimizer
-
-from lightning_omni.methods.model.master import Master, describe, rebuild
 
 REGROUPS = 4
 """Before which batch of its third fit the groups of ``scripts/loss_scale.py`` become one."""

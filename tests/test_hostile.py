@@ -17,11 +17,11 @@ from collections.abc import Iterator
 import pytest
 from attacks import ESCAPES, STRANGERS, parse, replay
 from beside import RANKS, Pushing, Target, attack, forget_peak, megabytes, rates, wait_for_round
+from core import new_key
 from runs import SLOWER, Running
 from test_wire import Rank, Serving, Wiretap, eventually
 
 from lightning_omni.errors import OmniError
-from lightning_omni.transport.zeromq.keys import new_key
 
 BOUND = 128.0
 """Megabytes that strangers may cost a server, at the defaults; see docs/explanation/security.md."""

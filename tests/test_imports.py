@@ -232,3 +232,29 @@ def test_every_dotted_name_of_the_package_in_code_and_pages_is_there() -> None:
         name: path.name for path in TEXTS if path != own for name in named_in(path.read_text()) if not is_there(name)
     }
     assert not missing
+
+
+PUBLIC = {"cli", "errors", "methods", "registry", "simulator", "topology", "trace"}
+FACES = {f"{room}.{name}" for room in ("strategy", "tuning.callback") for name in ("lightning", "pytorch_lightning")}
+MOST_NAMES = 120
+
+
+def deep(path: Path) -> set[str]:
+    """Return the modules inside the package from which a test file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightning_omni."):
+            found.add(str(node.module).removeprefix("lightning_omni."))
+        elif isinstance(node, ast.Import):
+            names = (alias.name for alias in node.names)
+            found |= {name.removeprefix("lightning_omni.") for name in names if name.startswith("lightning_omni.")}
+    return found - PUBLIC - FACES
+
+
+def test_tests_outside_of_unit_import_public_names_and_one_facade() -> None:
+    own = Path(__file__)
+    paths = [path for path in own.parent.glob("*.py") if path not in (own, own.parent / "core.py")]
+    assert {path.name: deep(path) for path in paths if deep(path)} == {}
+    facade = ast.parse((own.parent / "core.py").read_text())
+    names = [node for node in ast.walk(facade) if isinstance(node, ast.alias)]
+    assert len(names) <= MOST_NAMES

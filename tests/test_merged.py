@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from core import Samples, read_record, replay
 from runs import SLOWER, Run, Running, run
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lightning_omni.server.event_log import read_record
-from lightning_omni.simulator import replay, trace_of
-from lightning_omni.simulator.workbench import Samples
+from lightning_omni.simulator import trace_of
 
 HEAD = 1
 SUM = {"model": {"optimizer": "sum"}, "trainer": {"max_epochs": 1}}

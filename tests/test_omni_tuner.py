@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from core import TuningReport, duration, number
 from processes import Process
 from runs import Run, Running, run, run_nodes
-
-from lightning_omni.tuning.report import TuningReport
-from lightning_omni.tuning.report.texts import duration, number
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 

@@ -6,11 +6,11 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from core import apportion
 from runs import Run, run
 
 from lightning_omni import OmniStrategy
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.group.member_samples import apportion
 
 AUTO = {"groups": 1, "rebalance": "auto"}
 MIXED = {"0": [0.004, 0.002, 0.001, 0.001]}

@@ -14,10 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from lightning_omni.cli.serve.command import serve
-from lightning_omni.strategy.arguments import SERVER
-from lightning_omni.transport.zeromq.keys import ENVIRONMENT
+from core import ENVIRONMENT, SERVER, serve
 
 yaml = pytest.importorskip("yaml")
 kubernetes = pytest.importorskip("kubernetes_validate")

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]
+from core import TESTED, tested_versions, warn_about_untested
 
 import lightning_omni
-from lightning_omni.strategy import tested_versions
-from lightning_omni.strategy.tested_versions import TESTED, warn_about_untested
 
 ROOT = Path(lightning_omni.__file__).parents[1]
 PROJECT = (ROOT / "pyproject.toml").read_text()

@@ -14,14 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks.server_restart import COMMAND, LISTENS, children, one_death
+from core import GAVE_UP, Layout, ZeroMQ
 from processes import Process
 from runs import free_port
 from test_joining import PATIENCE, Run
 from test_private_directory import wait_for
-
-from lightning_omni.transport.serving.supervisor import GAVE_UP
-from lightning_omni.transport.zeromq import ZeroMQ
-from lightning_omni.wire.layout import Layout
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 

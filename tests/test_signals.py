@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from core import Signals, end_in_one_line, training_position
 from processes import interpret
 from runs import Run, Running, free_port, search_path
 from torch._C._distributed_c10d import HashStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_omni.errors import Evicted
-from lightning_omni.strategy.signals import Signals, end_in_one_line, training_position
 
 TERMINATED = 128 + signal.SIGTERM
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from core import lease
 from pytorch_lightning import Trainer
 from runs import Run, Running
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.runtime.data.loader import lease
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
 
 OPTIONS: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "logger": False, "enable_checkpointing": False}

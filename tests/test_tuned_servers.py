@@ -6,11 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from core import DEFAULT_METHODS, Search
 from runs import run_nodes
 from test_choices import equal, search, seen
-
-from lightning_omni.tuning.search import Search
-from lightning_omni.tuning.search.space import DEFAULT_METHODS
 
 SPACE = {"rebalance": False, "all_reduce": "fp32", "wire": "fp32"}
 

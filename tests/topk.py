@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 import torch
+from core import Encoded, Layout, Memory, State, WireFormat, register_format
 from torch import Tensor
 
-from lightning_omni.wire.formats.base import Encoded, Memory, State, WireFormat, register
-from lightning_omni.wire.layout import Layout
 
-
-@register
+@register_format
 class TopK(WireFormat, frozen=True, kw_only=True, tag="largest"):
     """A count, the places of so many numbers among all that are there, and these; as float64, so as to round nothing.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 FILES = """
     omni_tuner joining inside tensor_parallel steps groups cluster_methods checkpoints deaths regroup parity finetuning
     merged proportional
@@ -75,5 +77,12 @@ TESTS_LEFT_OUT = {
 
 def selected() -> list[str]:
     """Return the files and tests to run, as pytest names them."""
-    names = [f"test_{name}.py" for name in FILES.split()]
-    return names + [f"test_{file}.py::{test}" for file, tests in TESTS.items() for test in tests.split()]
+    names = [path_of(name) for name in FILES.split()]
+    return names + [f"{path_of(file)}::{test}" for file, tests in TESTS.items() for test in tests.split()]
+
+
+def path_of(name: str) -> str:
+    """Return the path of a test file below `tests/`."""
+    tests = Path(__file__).parents[1]
+    [path] = tests.rglob(f"test_{name}.py")
+    return path.relative_to(tests).as_posix()

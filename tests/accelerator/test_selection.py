@@ -10,7 +10,7 @@ import selection
 TESTS = Path(__file__).parents[1]
 STARTING = {
     path.stem.removeprefix("test_")
-    for path in TESTS.glob("test_*.py")
+    for path in [*TESTS.glob("test_*.py"), *TESTS.glob("unit/*/test_*.py")]
     if re.search(r"^(from|import) runs\b", path.read_text(), re.MULTILINE)
 }
 
@@ -26,4 +26,4 @@ def test_each_file_and_test_that_is_named_exists() -> None:
     for name in [*selection.selected(), *selection.TESTS_LEFT_OUT]:
         file, _, test = name.partition("::")
         assert f"def {test.partition('[')[0]}" in (TESTS / file).read_text(), name
-    assert all((TESTS / f"test_{name}.py").exists() for name in selection.FILES_LEFT_OUT)
+    assert all(selection.path_of(name) for name in selection.FILES_LEFT_OUT)

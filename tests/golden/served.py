@@ -805,8 +805,8 @@ TRAVELLING = (
     *(getattr(m, name) for name in (*OBSERVING, *ASKING, *ENLISTING)),
 )
 """Messages that no transcript holds: those from leader to leader, the one that announces others, those of observers
-(tests/test_observation.py and test_doctor.py have them), and of groups that come on their own
-(tests/test_joining.py)."""
+(tests/unit/server/test_observation.py and test_doctor.py have them), and of groups that come on their own
+(tests/unit/runtime/test_joining.py)."""
 
 
 def sessions() -> dict[str, Callable[[], Session]]:

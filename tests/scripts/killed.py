@@ -30,7 +30,8 @@ def serve() -> None:
 
 def lead(address: str, pipe: str) -> None:
     """Pushes."""
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    tests = Path(__file__).parents[1]
+    sys.path[:0] = [str(tests), str(tests / "unit" / "transport")]
     from test_shared_memory import Leader
 
     leader = Leader(address, 1, 2, numel=50_000)

@@ -763,7 +763,7 @@ def test_groups_that_shard_their_model_need_a_server_for_each_member_and_more_th
 
 # --- Processes -------------------------------------------------------------------------------------------------------
 
-SCRIPT = Path(__file__).parent / "scripts" / "joining.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "joining.py"
 COMMAND = [sys.executable, "-c", "from lightning_omni.cli import main; raise SystemExit(main())"]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 PATIENCE = 150.0

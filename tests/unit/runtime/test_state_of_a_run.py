@@ -35,7 +35,7 @@ from lightning_omni.wire.progress import Progress, ReferenceBatch
 
 def table_of(heading: str) -> list[str]:
     """The pieces in one table of docs/contribute/state.md."""
-    page = (Path(__file__).parents[1] / "docs" / "contribute" / "state.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "contribute" / "state.md").read_text()
     (section,) = re.findall(rf"^## {heading}\n(.*?)^#", page, re.M | re.S)
     rows = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("| `")]
     assert all(cell.strip() for row in rows for cell in row)
@@ -49,7 +49,7 @@ def test_the_docs_say_of_every_piece_what_becomes_of_it(heading: str) -> None:
 
 
 def test_what_is_rolled_back_is_what_the_docs_say() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "contribute" / "state.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "contribute" / "state.md").read_text()
     rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| `")]
     back = [re.sub("[` ]", "", row[0]) for row in rows if len(row) == 7 and "put back" in row[4]]
     assert sorted(back) == sorted(field.name for field in fields(RollbackPoint))

@@ -20,7 +20,7 @@ from lightning_omni.tuning.model.forecast import Setting
 from lightning_omni.tuning.search import Dimension, constants
 from lightning_omni.tuning.search.space import apply_further
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 @dataclass(frozen=True)

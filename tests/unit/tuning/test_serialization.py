@@ -13,7 +13,7 @@ from lightning_omni.tuning.callback.tuned_run import Command
 from lightning_omni.tuning.model.forecast import Setting
 from lightning_omni.tuning.model.profile import Profile
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[2] / "data"
 
 
 def kept(name: str) -> Any:

@@ -36,8 +36,8 @@ from lightning_omni.transport.zeromq.observer import Observer
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.messages import EpochPlan
 
-DOCS = Path(__file__).parents[1] / "docs"
-SCRIPT = Path(__file__).parent / "scripts" / "regression.py"
+DOCS = Path(__file__).parents[3] / "docs"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "regression.py"
 COMMAND = [sys.executable, "-c", "from lightning_omni.cli import main; raise SystemExit(main())"]
 START = 150.0
 """Seconds for a process to import what it needs, and for a run to begin, on a busy machine."""
@@ -483,7 +483,7 @@ def formed_at(observer: Observer, count: int) -> m.Overview:
     return formed
 
 
-JOINING = Path(__file__).parent / "scripts" / "joining.py"
+JOINING = Path(__file__).parents[2] / "scripts" / "joining.py"
 SAMPLES = 512
 """A batch has 8, and an update is made of one."""
 

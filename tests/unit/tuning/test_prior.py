@@ -14,7 +14,7 @@ from lightning_omni.tuning.search.constants import LARGEST_STEP, RELATED
 from lightning_omni.tuning.search.prior import STREAMING, Prior, PriorRow, Steepness
 from lightning_omni.tuning.search.space import DEFAULT_ALL_REDUCES
 
-sys.path.insert(0, str(Path(__file__).resolve().parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from stacked import StackedRun
 from tasks import CLUSTERS, DEVELOPING, JUDGING, PRIOR_CLUSTERS, TASKS

@@ -16,7 +16,7 @@ from lightning_omni.methods import METHODS
 from lightning_omni.wire.formats import wire_of
 from lightning_omni.wire.formats.base import FORMATS, name_of
 
-PAGE = Path(__file__).parents[1] / "docs" / "reference" / "compatibility.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "compatibility.md"
 SOME = pairwise([cell for cell in cells() if not refusal(cell)])
 
 
