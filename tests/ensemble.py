@@ -43,7 +43,7 @@ from lightning_omni.server.event_log import Event
 from lightning_omni.server.replication import COORDINATOR
 from lightning_omni.server.service import Out, as_tensor
 from lightning_omni.topology import GroupId
-from lightning_omni.transport import base as transport
+from lightning_omni.transport import registry
 from lightning_omni.wire import handshake
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack, unpack
@@ -230,7 +230,7 @@ class Ensemble:
             try:
                 core.check_payload(peer, message)
             except ProtocolError as error:
-                out = transport.refusal(core, m.DATA, peer, error)
+                out = registry.refusal(core, m.DATA, peer, error)
             else:
                 out = core.receive(m.DATA, peer, message, payload, self.now)
             self._send(server, out)

@@ -25,19 +25,17 @@ from lightning_omni.methods.model.totals import Total
 from lightning_omni.server.core import ServerCore
 from lightning_omni.server.replication import COORDINATOR
 from lightning_omni.server.service import Out, Payload, as_tensor, nbytes_of
-from lightning_omni.transport.base import (
-    PATIENCE,
+from lightning_omni.transport.connections import (
+    REQUEST_TIMEOUT,
     Address,
     Control,
     Data,
     Peers,
-    Transport,
-    allowed,
     answer_of,
-    refusal,
     refused_return,
 )
 from lightning_omni.transport.memory import InMemoryConnections
+from lightning_omni.transport.registry import Transport, allowed, refusal
 from lightning_omni.wire import handshake
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats.base import RAW, WireFormat
@@ -283,7 +281,7 @@ class _CoordinatorLink:
 
 
 class InMemoryControl(Control):
-    """A rank's control connection; see `lightning_omni.transport.base.Transport.join` for the arguments.
+    """A rank's control connection; see `lightning_omni.transport.registry.Transport.join` for the arguments.
 
     Attributes:
         number: number of its connections at the server.
@@ -313,7 +311,7 @@ class InMemoryControl(Control):
             server.hang_up(self.number)
             raise
         self.heartbeat_timeout, self.servers = welcome.heartbeat_timeout, welcome.servers
-        self.patience = welcome.reconnect_timeout
+        self.reconnect_timeout = welcome.reconnect_timeout
 
     def return_to(self, server: InMemoryServer) -> None:
         """Connect to the server's successor, and repeat unanswered messages there on both connections."""
@@ -328,7 +326,7 @@ class InMemoryControl(Control):
         except Refused as no:
             self.end(refused_return(no))
             return
-        self.came_back(welcome)
+        self.reconnected(welcome)
         self._inbox.extendleft(reversed(inbox))
         for each in self._tensors:
             each.return_to(server, self.number, self._secret)
@@ -341,7 +339,7 @@ class InMemoryControl(Control):
             self._inbox.append((message, [bytes(as_tensor(part).numpy()) for part in payload]))
 
     def request_payload(
-        self, message: m.Message, expect: type[Answer], payload: bytes = b"", timeout: float = PATIENCE
+        self, message: m.Message, expect: type[Answer], payload: bytes = b"", timeout: float = REQUEST_TIMEOUT
     ) -> tuple[Answer, list[bytes]]:
         self.ask(message, payload)
         answer = self.take(expect)
@@ -353,7 +351,7 @@ class InMemoryControl(Control):
         """Send a message whose answer may depend on messages of other ranks: see `take`."""
         self.check()
         self._unanswered = message, payload
-        if not (self.patience and self._server.is_gone):
+        if not (self.reconnect_timeout and self._server.is_gone):
             self._server.send(m.CONTROL, self.number, message, payload)
 
     def take(self, expect: type[Answer]) -> tuple[Answer, list[bytes]] | None:
@@ -429,7 +427,7 @@ class InMemoryData(Data):
         self.moved += payload.numel() if payload is not None else 0
         # Copied, as by every other transport: the server may keep it.
         self._unanswered = message, b"" if payload is None else payload.clone()
-        if not (self._control.patience and self._server.is_gone):
+        if not (self._control.reconnect_timeout and self._server.is_gone):
             self._server.send(m.DATA, self._number, *self._unanswered)
 
     def receive(self, expect: type[Answer], into: Tensor | None = None) -> tuple[Answer, Tensor]:
@@ -458,7 +456,7 @@ class InMemoryData(Data):
 
 
 class InMemoryPeers:
-    """A leader's connections with the other leaders; see `lightning_omni.transport.base.Peers` for the methods.
+    """A leader's connections with the other leaders; see `lightning_omni.transport.connections.Peers` for the methods.
 
     Args:
         server: the run's server.

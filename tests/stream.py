@@ -32,17 +32,8 @@ from lightning_omni.methods import Inbox
 from lightning_omni.methods.model.totals import Total
 from lightning_omni.server import Out, ServerCore
 from lightning_omni.server.service import Payload, as_tensor
-from lightning_omni.transport.base import (
-    PATIENCE,
-    Address,
-    Control,
-    Data,
-    Transport,
-    allowed,
-    answer_of,
-    refusal,
-    register,
-)
+from lightning_omni.transport.connections import REQUEST_TIMEOUT, Address, Control, Data, answer_of
+from lightning_omni.transport.registry import Transport, allowed, refusal, register
 from lightning_omni.wire import handshake
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats.base import RAW, WireFormat
@@ -271,7 +262,7 @@ class StreamControl(Control):
         start(self._beat)
 
     def request_payload(
-        self, message: m.Message, expect: type[T], payload: bytes = b"", timeout: float = PATIENCE
+        self, message: m.Message, expect: type[T], payload: bytes = b"", timeout: float = REQUEST_TIMEOUT
     ) -> tuple[T, list[bytes]]:
         self.check()
         self.post(message, payload)

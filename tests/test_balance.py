@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.runtime.data.balance import Balance, OwnTime
 from lightning_omni.runtime.timing import EventClock
-from lightning_omni.strategy.live_metrics import SMOOTHING, StepTimes
+from lightning_omni.strategy.loops.live_metrics import SMOOTHING, StepTimes
 from lightning_omni.tuning.model import constants as c
 from lightning_omni.tuning.model.steps import Balancer, BatchSplit, Throughput, seconds, shrunk, straggler_sentence
 from lightning_omni.wire.messages import GroupStatus, Status

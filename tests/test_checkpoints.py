@@ -11,7 +11,7 @@ from runs import Run, run
 
 from lightning_omni.runtime.data.loader import RankLeases
 from lightning_omni.runtime.state.checkpoint import Saved
-from lightning_omni.strategy.checkpoints.loop_progress import end_whole_epoch, go_on_after
+from lightning_omni.strategy.checkpoints.contents import end_whole_epoch, go_on_after
 from lightning_omni.strategy.loops.progress import RunProgress
 from lightning_omni.wire.messages import SnapshotId
 

@@ -16,9 +16,11 @@ from test_server_core import control_peer, data_peer, trained_link
 from lightning_omni.errors import RankLost
 from lightning_omni.methods import AsyncSGD
 from lightning_omni.server import ServerCore
-from lightning_omni.transport.zeromq import ControlConnection, Server
+from lightning_omni.server.service import Out
+from lightning_omni.transport.zeromq import ControlConnection, ZeroMQServer
 from lightning_omni.transport.zeromq.client import DataConnection
 from lightning_omni.transport.zeromq.observer import Observer
+from lightning_omni.transport.zeromq.server import ANSWERED_STRANGERS
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.layout import Layout
 
@@ -28,14 +30,14 @@ SILENCE = 600.0
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    server = Server(ServerCore(KEY, secrets.token_bytes, heartbeat_timeout=SILENCE))
+def server() -> Iterator[ZeroMQServer]:
+    server = ZeroMQServer(ServerCore(KEY, secrets.token_bytes, heartbeat_timeout=SILENCE))
     with serving(server):
         yield server
 
 
 @contextmanager
-def serving(server: Server) -> Iterator[None]:
+def serving(server: ZeroMQServer) -> Iterator[None]:
     stopping = threading.Event()
     thread = threading.Thread(target=server.run, args=(stopping.is_set,))
     thread.start()
@@ -47,7 +49,7 @@ def serving(server: Server) -> Iterator[None]:
         server.close()
 
 
-def join(server: Server, rank: int, size: int, run: str = "run") -> ControlConnection:
+def join(server: ZeroMQServer, rank: int, size: int, run: str = "run") -> ControlConnection:
     return ControlConnection(server.address, KEY, run, rank, size, Layout.of({"w": torch.zeros(1)}))
 
 
@@ -65,7 +67,7 @@ def form(control: ControlConnection, *groups: tuple[int, ...]) -> None:
     )
 
 
-def test_no_group_waits_for_a_rank_whose_connection_broke(server: Server) -> None:
+def test_no_group_waits_for_a_rank_whose_connection_broke(server: ZeroMQServer) -> None:
     with ExitStack() as stack:
         first, second = (stack.enter_context(closing(join(server, rank, 2))) for rank in range(2))
         form(first, (0,), (1,))
@@ -75,7 +77,7 @@ def test_no_group_waits_for_a_rank_whose_connection_broke(server: Server) -> Non
         assert first.lost == (1,)
 
 
-def test_a_broken_connection_in_the_group_of_rank_0_ends_the_run(server: Server) -> None:
+def test_a_broken_connection_in_the_group_of_rank_0_ends_the_run(server: ZeroMQServer) -> None:
     with closing(join(server, 0, 2)) as first, closing(join(server, 1, 2)) as second:
         form(first, (0, 1))
         second.close()
@@ -84,7 +86,7 @@ def test_a_broken_connection_in_the_group_of_rank_0_ends_the_run(server: Server)
 
 
 def test_groups_that_are_about_to_join_look_for_no_server_that_has_ended_with_its_run() -> None:
-    server = Server(ServerCore(KEY, secrets.token_bytes, heartbeat_timeout=SILENCE))
+    server = ZeroMQServer(ServerCore(KEY, secrets.token_bytes, heartbeat_timeout=SILENCE))
     server.core.reconnect_timeout = SILENCE  # ranks would look for another one
     thread = threading.Thread(target=server.run, args=(lambda: server.core.is_over,))
     thread.start()
@@ -111,7 +113,7 @@ def test_what_a_rank_has_sent_to_the_server_before_is_in_no_log_of_one_that_goes
 ) -> None:
     cores = [ServerCore(KEY, secrets.token_bytes, heartbeat_timeout=SILENCE) for _ in range(2)]
     cores[0].reconnect_timeout = SILENCE
-    server = Server(cores[0])
+    server = ZeroMQServer(cores[0])
     ports = [int(server.address.rpartition(":")[2]), cores[0].data_port]
     with ExitStack() as stack:
         with serving(server):
@@ -121,21 +123,21 @@ def test_what_a_rank_has_sent_to_the_server_before_is_in_no_log_of_one_that_goes
         if goes_on:
             cores[1].load(cores[0].state(), [], 0.0)
         data.send(m.FetchMessage(optimizer=0))
-        with serving(Server(cores[1], port=ports[0], data_port=ports[1])):
+        with serving(ZeroMQServer(cores[1], port=ports[0], data_port=ports[1])):
             answer = m.decode(data._receive()[0].buffer, at="rank", channel=m.DATA)
     assert isinstance(answer, m.RefusedMessage)
     assert answer.code == "stranger"
     assert ("attach first" in caplog.text) == (not goes_on)
 
 
-def test_a_question_for_the_status_is_answered(server: Server) -> None:
+def test_a_question_for_the_status_is_answered(server: ZeroMQServer) -> None:
     with closing(join(server, 0, 1)) as only:
         assert only.request(m.AskStatus(), m.Status, timeout=120).lost == ()
 
 
 def test_no_memory_is_kept_for_the_rest_of_what_a_dead_rank_was_sending() -> None:
     link = trained_link((0,), (1,))
-    with closing(Server(link.core)) as server:
+    with closing(ZeroMQServer(link.core)) as server:
         announced = zmq.Frame(m.encode(m.Upload(nbytes=m.LARGEST_UPLOAD)))
         assert server.take(m.DATA, data_peer(1), [announced]) == []
         assert server._assemblies.keys() == {data_peer(1)}
@@ -143,3 +145,18 @@ def test_no_memory_is_kept_for_the_rest_of_what_a_dead_rank_was_sending() -> Non
         turns = iter((False, True))
         server.run(until=lambda: next(turns))
         assert not server._assemblies
+
+
+def test_a_connection_that_is_refused_often_stays_unanswered_after_many_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_omni.transport.zeromq.server.COUNTED_STRANGERS", 16)
+    with closing(ZeroMQServer(ServerCore(KEY, secrets.token_bytes))) as server:
+
+        def is_answered(peer: bytes) -> bool:
+            refused = m.RefusedMessage(code="stranger", reason="it has not joined")
+            return server._deserves_answer(Out(peer, m.CONTROL, refused))
+
+        assert [is_answered(b"one") for _ in range(2 * ANSWERED_STRANGERS)].count(True) == ANSWERED_STRANGERS
+        for number in range(100):
+            assert is_answered(f"other {number}".encode())
+            assert not is_answered(b"one")
+        assert len(server._refusals) == 16

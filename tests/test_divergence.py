@@ -113,7 +113,7 @@ def test_everything_comes_back_as_it_was_but_hyperparameters() -> None:
     core.sender_state(0)["residual"][0].zero_()
     for _ in range(2):  # more than once, if need be
         average.update_parameters(module)
-        kept.put_back(core)
+        kept.restore(core)
         assert all(map(torch.equal, before, module.parameters()))
         assert all(map(torch.equal, averaged, averages)), "and how many it is of"
         assert all(
@@ -126,5 +126,5 @@ def test_everything_comes_back_as_it_was_but_hyperparameters() -> None:
     later = [each.detach().clone() for each in module.parameters()]
     kept.keep_weights()
     step()
-    kept.put_back(core)
+    kept.restore(core)
     assert all(map(torch.equal, later, module.parameters()))

@@ -27,7 +27,7 @@ from lightning_omni.cli.console import command_output
 from lightning_omni.cli.top import live_table
 from lightning_omni.server import ServerCore
 from lightning_omni.transport.serving.build_info import about, versions
-from lightning_omni.transport.zeromq import Server
+from lightning_omni.transport.zeromq import ZeroMQServer
 from lightning_omni.transport.zeromq.frames import MOST_UNTAKEN, PROBE, Untaken
 from lightning_omni.transport.zeromq.observer import Observer
 from lightning_omni.wire import messages as m
@@ -44,9 +44,9 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def serving() -> Iterator[Server]:
+def serving() -> Iterator[ZeroMQServer]:
     """A server on TCP, in a thread."""
-    server, stop = Server(ServerCore(bytes.fromhex(KEY), secrets.token_bytes)), threading.Event()
+    server, stop = ZeroMQServer(ServerCore(bytes.fromhex(KEY), secrets.token_bytes)), threading.Event()
     thread = threading.Thread(target=server.run, args=(stop.is_set,))
     thread.start()
     try:

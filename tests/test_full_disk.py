@@ -30,7 +30,8 @@ from lightning_omni.methods import method_named
 from lightning_omni.server.core import ServerCore
 from lightning_omni.server.event_log import Event, RecordFile, read_record
 from lightning_omni.transport.serving.process import ServerSettings
-from lightning_omni.transport.serving.state_directory import PATIENCE, StateDirectory, saved_weights
+from lightning_omni.transport.serving.save_files import saved_weights
+from lightning_omni.transport.serving.state_directory import RECONNECT_TIMEOUT, StateDirectory
 
 resource = pytest.importorskip("resource")
 EVERY = 1000.0
@@ -213,7 +214,9 @@ def test_a_state_that_a_full_disk_has_no_room_for_is_saved_when_there_is_room_ag
         ]
         assert same(saved_weights(run.path), before)
         assert run.core.journal.saves == 1, "those that have failed are none"
-        assert run.core.reconnect_timeout == PATIENCE, "another server can go on from the last save and all journals"
+        assert run.core.reconnect_timeout == RECONNECT_TIMEOUT, (
+            "another server can go on from the last save and all journals"
+        )
     caplog.clear()
     run.save()
     assert [each.getMessage() for each in caplog.records] == [f"the server's state is saved in {run.path} again"]
@@ -253,7 +256,7 @@ def test_after_a_gap_in_the_journal_no_server_goes_on_until_the_state_is_saved_a
         assert sorted(saved_weights(run.path)) == ["b", "w"], "the last save stays"
     run.save()
     assert caplog.records[-1].getMessage() == f"the server's state is saved in {run.path} again"
-    assert run.core.reconnect_timeout == PATIENCE
+    assert run.core.reconnect_timeout == RECONNECT_TIMEOUT
     assert sorted(path.name for path in run.path.iterdir()) == ["journal-00000005", "lock", "state-00000005"]
     run.train()
     said, core = run.continued()
@@ -305,7 +308,7 @@ def test_a_run_after_one_whose_state_could_not_be_saved_is_saved(run: SavedRun) 
     run.core.fail("the end")
     run.states._asked = 0.0
     run.states.poll(run.core)
-    assert run.core.reconnect_timeout == PATIENCE
+    assert run.core.reconnect_timeout == RECONNECT_TIMEOUT
     with contextlib.ExitStack() as stack:
         serving = Mortal(stack)
         run.core, run.groups = serving.core, workers(serving, method_named("async_sgd"))

@@ -22,7 +22,7 @@ from test_server_core import Link, control_peer, data_peer, gradient, push_of, t
 
 from lightning_omni.server import Out, ServerCore
 from lightning_omni.server.router import types_on
-from lightning_omni.transport.zeromq import Server
+from lightning_omni.transport.zeromq import ZeroMQServer
 from lightning_omni.wire import messages as m
 
 STRANGE, ADMITTED = 60_000, 40_000
@@ -171,7 +171,7 @@ class Fuzzed:
     def __init__(self, link: Link) -> None:
         self.link = link
         self.core: ServerCore = link.core
-        self.server = Server(link.core)
+        self.server = ZeroMQServer(link.core)
 
     def close(self) -> None:
         self.server.close()

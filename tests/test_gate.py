@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from lightning_omni.transport.zeromq.rate_limits import BURST, RATE, REOPEN, Gate
+from lightning_omni.transport.zeromq.guard import BURST, RATE, REOPEN, Gate
 
 
 def connects(address: tuple[str, int]) -> bool:

@@ -98,6 +98,11 @@ FITS: dict[str, dict[str, Any]] = {
         "data": {"samples": 512},
     },
     "static": {"strategy": {"groups": 2, "data": "static"}, "sleep": SLOW, "sync": True},
+    "static, max_steps": {
+        "strategy": {"groups": 2, "data": "static"},
+        "sleep": {"2": 0.3, "3": 0.3},
+        "trainer": {"max_steps": 6, "max_epochs": 9},
+    },
     "iterable": {"loader": "iterable"},
     "own sampler": {"loader": "sampler"},
     "own distributed sampler": {"loader": "own distributed"},
@@ -377,6 +382,12 @@ def test_early_stopping_decides_for_all_ranks(trained: Run) -> None:
 
 def test_static_data_gives_every_rank_the_same_number_of_batches(trained: Run) -> None:
     assert {len(each["samples"][0]) for each in result(trained, "static")} == {64}
+
+
+def test_static_data_and_max_steps_let_a_slow_group_make_all_its_steps(trained: Run) -> None:
+    ranks = result(trained, "static, max_steps")
+    assert [sum(map(len, each["samples"])) for each in ranks] == [6 * 8] * 4
+    assert {each["step"] for each in ranks} == {6}
 
 
 def test_own_samplers_are_respected(trained: Run) -> None:

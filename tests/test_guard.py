@@ -18,10 +18,10 @@ from zmq.utils import z85
 
 from lightning_omni.errors import ConfigurationError, Refused
 from lightning_omni.server import ServerCore
-from lightning_omni.transport.zeromq import ControlConnection, DataConnection, Server, guard, rate_limits
+from lightning_omni.transport.zeromq import ControlConnection, DataConnection, ZeroMQServer, guard
 from lightning_omni.transport.zeromq.frames import LARGEST_CONTROL_FRAME, LARGEST_DATA_FRAME
+from lightning_omni.transport.zeromq.guard import RefusalLog
 from lightning_omni.transport.zeromq.keys import DOMAIN, RunKeys
-from lightning_omni.transport.zeromq.rate_limits import RefusalLog
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.layout import Layout
 from lightning_omni.wire.sanitize import LONGEST, quoted
@@ -44,7 +44,7 @@ class Serving:
     def __init__(self, encryption: str) -> None:
         self.encryption = encryption
         self.core = ServerCore(KEY, lambda n: bytes(torch.randint(256, (n,)).tolist()))
-        self.server = Server(self.core, encryption=encryption)
+        self.server = ZeroMQServer(self.core, encryption=encryption)
         self.ports = {m.CONTROL: int(self.server.address.rpartition(":")[2]), m.DATA: self.core.data_port}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._serve)
@@ -143,7 +143,7 @@ def test_a_wrong_key_is_told_at_once_and_in_few_lines(caplog: pytest.LogCaptureF
         with pytest.raises(Refused, match="the key does not match"):
             ControlConnection(serving.server.address, b"x" * 32, "run", 0, 1, LAYOUT, connect_timeout=0.5)
         wait_for(lambda: any("the key does not match" in record.getMessage() for record in caplog.records))
-        assert len(caplog.records) <= rate_limits.LINES
+        assert len(caplog.records) <= guard.LINES
 
 
 def test_the_log_says_where_a_refused_connection_came_from(caplog: pytest.LogCaptureFixture) -> None:
@@ -173,11 +173,11 @@ def test_who_is_let_in_is_decided_by_the_clients_own_key() -> None:
 def test_a_zeromq_without_curve_is_one_sentence_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zmq, "has", lambda feature: feature != "curve")
     with pytest.raises(ConfigurationError, match=r'cannot encrypt.*encryption="off"'):
-        Server(ServerCore(KEY, bytes))
-    with closing(Server(ServerCore(KEY, bytes), encryption="off")):
+        ZeroMQServer(ServerCore(KEY, bytes))
+    with closing(ZeroMQServer(ServerCore(KEY, bytes), encryption="off")):
         pass
     with pytest.raises(ConfigurationError, match="encryption='tls': pass \"curve\""):
-        Server(ServerCore(KEY, bytes), encryption="tls")
+        ZeroMQServer(ServerCore(KEY, bytes), encryption="tls")
 
 
 def test_log_lines_from_outside_are_escaped_cut_and_few(
@@ -192,11 +192,11 @@ def test_log_lines_from_outside_are_escaped_cut_and_few(
     log = RefusalLog(logging.getLogger("test"))
     for _ in range(1000):
         log.write("refused", forged * 100)
-    assert len(caplog.records) == rate_limits.LINES
+    assert len(caplog.records) == guard.LINES
     assert all(record.getMessage().isprintable() for record in caplog.records)
-    monkeypatch.setattr(rate_limits, "SECONDS", 0.0)
+    monkeypatch.setattr(guard, "SECONDS", 0.0)
     log.write("refused", "again")
     assert [record.getMessage() for record in caplog.records[-2:]] == [
-        f"{1000 - rate_limits.LINES} more lines like these were left out",
+        f"{1000 - guard.LINES} more lines like these were left out",
         "refused: again",
     ]

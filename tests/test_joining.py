@@ -8,6 +8,7 @@ import re
 import secrets
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -39,7 +40,13 @@ from lightning_omni import FSDP, Elastic, Server
 from lightning_omni.cli.serve.command import JOINED_HEARTBEAT_TIMEOUT
 from lightning_omni.errors import ConfigurationError, ConnectionLost, Evicted, OmniError, RankLost, Refused
 from lightning_omni.runtime import WorldOptions
-from lightning_omni.runtime.membership.registration import COMES_BACK, Enlistment, ask_for_all, comes_back_to, return_to
+from lightning_omni.runtime.membership.registration import (
+    COMES_BACK,
+    GroupRegistration,
+    ask_for_all,
+    comes_back_to,
+    return_to,
+)
 from lightning_omni.runtime.model.meshes import ModelParallel, sizes_in
 from lightning_omni.runtime.server_process import RunServer
 from lightning_omni.runtime.state.distributed_checkpoint import Folder
@@ -49,7 +56,7 @@ from lightning_omni.server.observers import MOST_OBSERVERS
 from lightning_omni.strategy.joining.rejoin import Rejoining
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
 from lightning_omni.topology import Topology
-from lightning_omni.transport.base import answer_of
+from lightning_omni.transport.connections import answer_of
 from lightning_omni.transport.serving.state_directory import StateDirectory
 from lightning_omni.transport.zeromq.observer import Observer
 from lightning_omni.wire import messages as m
@@ -603,6 +610,17 @@ def test_a_group_joins_again_so_often_in_a_row_if_this_process_can_start_it(
     assert (sys.excepthook is before) == (says is not None)
 
 
+def test_a_group_whose_directory_is_deleted_can_be_imported_and_does_not_rejoin(tmp_path: Path) -> None:
+    program = (
+        f"import os, torch; os.chdir({str(tmp_path)!r}); os.rmdir({str(tmp_path)!r});"
+        "from lightning_omni.strategy.joining.rejoin import Rejoining;"
+        "rejoining = Rejoining(); rejoining.took_part('a-run', True); error = ValueError();"
+        "assert not rejoining.arm(error, error, 10, 1)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, "the directory in which its command was started is gone" in ended.stderr) == (0, True)
+
+
 def test_no_group_joins_again_a_run_that_is_finished_and_its_process_may_train_in_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -637,7 +655,7 @@ def test_a_group_that_comes_back_to_a_server_that_is_gone_hears_that_the_run_may
     for came, says in (("", "no parameter server answers at"), ("a-run 1", "the run a-run: either that is over")):
         monkeypatch.setenv(COMES_BACK, came)
         with pytest.raises(ConnectionLost, match=says):
-            Enlistment(options, 0, 1, lambda text: text)
+            GroupRegistration(options, 0, 1, lambda text: text)
 
 
 @pytest.mark.parametrize(
@@ -658,7 +676,7 @@ def test_no_group_comes_back_to_a_run_that_was_not_saved_and_whose_server_has_en
             other.listen()
         options = WorldOptions(elastic=True, server=f"tcp://127.0.0.1:{other.getsockname()[1]}")
         with pytest.raises(OmniError) as caught:
-            Enlistment(options, 0, 1, lambda text: text)
+            GroupRegistration(options, 0, 1, lambda text: text)
     assert type(caught.value) is kind
 
 

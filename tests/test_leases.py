@@ -330,7 +330,7 @@ def rest_of_an_epoch(batch_size: int, members: int = 4) -> RankLeases:
     leases = RankLeases(members, batch_size, 16 * batch_size, rank=0, before_epoch=lambda _: None, is_local=True)
     trained = ((0, 3 * batch_size), (4 * batch_size, 8 * batch_size))
     whole = EpochPlan(epoch=0, total=leases.total, batch_size=batch_size, budget=leases.total, trained=trained)
-    leases.begin_local(whole, goes_on=True)
+    leases.begin_local(whole, resumed=True)
     return leases
 
 
@@ -346,7 +346,7 @@ def test_what_several_groups_leave_of_an_epoch_is_trained_to_its_end(batch_size:
 def test_one_group_validates_at_the_end_where_that_is_due_inside_its_last_batch(every: int, heard: list[str]) -> None:
     leases = RankLeases(1, 4, 12, rank=0, before_epoch=lambda _: None, is_local=True)
     plan = EpochPlan(epoch=0, total=12, batch_size=4, budget=12, validate_every=every, trained=((0, 2),))
-    leases.begin_local(plan, goes_on=True)
+    leases.begin_local(plan, resumed=True)
     said = []
     while leases.hand_out() is not None:
         leases.begin_batch()

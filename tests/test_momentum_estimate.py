@@ -29,7 +29,7 @@ from lightning_omni.server.parameters.served_optimizer import ServedOptimizer
 from lightning_omni.simulator import Cluster, Jitter, Limits, Workload
 from lightning_omni.simulator.run import simulate
 from lightning_omni.simulator.server import SimulatedServer
-from lightning_omni.strategy.live_metrics import StepTimes, live_metrics
+from lightning_omni.strategy.loops.live_metrics import StepTimes, live_metrics
 from lightning_omni.tuning.model.momentum import explicit_momentum
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.layout import Layout

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.data import ConcatDataset
 
-from lightning_omni import OmniStrategy
+from lightning_omni import Compression, OmniStrategy
 from lightning_omni.errors import ConfigurationError, ProtocolError
 from lightning_omni.group.core import GroupCore, LastAnswer, ServerRequest
 from lightning_omni.methods import (
@@ -331,7 +331,9 @@ def test_a_run_with_exchanges_under_way_is_replayed_bitwise(method: str, wire: s
 )
 def test_a_streaming_run_is_replayed_bitwise(streaming: str, wire: Any) -> None:
     events: list[Event] = []
-    options: dict[str, Any] = {"compression": wire, "computation": Computation(batched=False), "record": events.append}
+    compression = Compression(**wire) if isinstance(wire, dict) else wire
+    options: dict[str, Any] = {"computation": Computation(batched=False), "record": events.append}
+    options["compression"] = compression
     trace = run(f"diloco:period=6,{streaming}", limits=Limits(epochs=2), seconds=0.006, **options)
     samples = Samples(DATA, 0)
     optimizer = sgd(0.05, momentum=0.9, fused=True)

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from lightning_omni.methods import METHODS, AsyncSGD, Downpour, method_named
 from lightning_omni.server import Out
-from lightning_omni.transport.zeromq import Server
-from lightning_omni.transport.zeromq.frames import CHUNK, CHUNK_MARK, LITTLE
-from lightning_omni.transport.zeromq.pacing import LONGER, LONGEST, PacedAnswers
+from lightning_omni.transport.zeromq import ZeroMQServer
+from lightning_omni.transport.zeromq.frames import CHUNK, CHUNK_MARK, LITTLE, LONGER, LONGEST, PacedAnswers
 from lightning_omni.wire import messages as m
 
 PEER = b"peer"
@@ -135,7 +134,7 @@ def test_a_group_that_others_wait_for_is_given_its_weights_at_once() -> None:
 
 def test_weights_go_out_as_fast_to_a_group_that_joins_a_server_that_once_stood_still() -> None:
     link = trained_link((0,), (1,))
-    with closing(Server(link.core)) as server:
+    with closing(ZeroMQServer(link.core)) as server:
         server._clock._stood += 3600.0
         weights = torch.zeros(2 * LITTLE, dtype=torch.uint8)
         answer = Out(data_peer(1), m.DATA, m.Uploaded(), (weights,), may_take_long=True)

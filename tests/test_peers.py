@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_omni.errors import ConnectionLost, RankLost, Refused
 from lightning_omni.methods import Inbox
 from lightning_omni.server import ServerCore
-from lightning_omni.transport.base import Address
+from lightning_omni.transport.connections import Address
 from lightning_omni.transport.zeromq import PeerConnections, PeerSocket, ZeroMQ
 from lightning_omni.transport.zeromq.addresses import own_host
 from lightning_omni.transport.zeromq.keys import RunKeys

@@ -1,4 +1,4 @@
-"""Notices when a release of Lightning or torch changes one of the underscore names that a `_private` touches."""
+"""Notices when a release of Lightning or torch changes an underscore name that the package touches."""
 
 from __future__ import annotations
 
@@ -38,9 +38,52 @@ from lightning_omni.runtime._private import (
     root_mesh,
     store_of,
 )
-from lightning_omni.runtime.checks.failing import forget, have_failed_alike
+from lightning_omni.runtime.checks.exits import failed_at_one_place, forget
 from lightning_omni.runtime.process_groups import ProcessGroups
-from lightning_omni.strategy import _private
+from lightning_omni.strategy.lightning_internals.callbacks import (
+    add_listener,
+    averaged_models,
+    averaged_tensors,
+    averages_weights,
+    call_module,
+    copy_averages_to_module,
+    is_inside_hook,
+    remove_listener,
+    restart_empty_averages,
+    without_rank_zero_only,
+)
+from lightning_omni.strategy.lightning_internals.checkpoints import _RECORD_ATTRIBUTES
+from lightning_omni.strategy.lightning_internals.loops import (
+    control_loops,
+    make_epoch_open_ended,
+    release_loops,
+    seed_workers,
+    set_batch_agreement,
+    set_last_batch,
+    validates_by_time,
+    will_step,
+)
+from lightning_omni.strategy.lightning_internals.metrics import cached_metric_values, logs_now, set_cached_metrics
+from lightning_omni.strategy.lightning_internals.progress import (
+    progress_counters,
+    reload_epochs,
+    set_progress_counters,
+    set_reload_epochs,
+    set_step_counters,
+    start_fit_at_epoch,
+    step_counters,
+)
+from lightning_omni.strategy.lightning_internals.schedulers import step_schedule
+from lightning_omni.strategy.lightning_internals.strategies import (
+    collective_timeout,
+    has_ddp_comm_hook,
+    has_model_averaging,
+    mark_terminated,
+    model_parallel_options,
+    set_ddp_options,
+    set_launcher,
+    start_method,
+)
 
 
 def test_ddp_says_that_it_waits_for_a_gradient_before_the_next_forward_pass(tmp_path: Path) -> None:
@@ -77,14 +120,14 @@ def trainer() -> Trainer:
 def test_ddp_options_launcher_start_method_and_timeout_are_where_they_were() -> None:
     strategy = DDPStrategy(start_method="spawn", find_unused_parameters=True)
     assert strategy._ddp_kwargs == {"find_unused_parameters": True}
-    _private.set_ddp_options(strategy, {"static_graph": True})
+    set_ddp_options(strategy, {"static_graph": True})
     assert strategy._ddp_kwargs == {"static_graph": True}
-    assert _private.start_method(strategy) == "spawn"
-    assert _private.collective_timeout(strategy).total_seconds() == 1800
-    assert not _private.averages_models(strategy)
-    assert not _private.has_hook_for_gradients(strategy)
+    assert start_method(strategy) == "spawn"
+    assert collective_timeout(strategy).total_seconds() == 1800
+    assert not has_model_averaging(strategy)
+    assert not has_ddp_comm_hook(strategy)
     launcher = object()
-    _private.set_launcher(strategy, launcher)
+    set_launcher(strategy, launcher)
     assert strategy.launcher is launcher
 
 
@@ -114,15 +157,15 @@ def test_the_loop_ends_an_epoch_at_the_last_batch_or_at_the_exact_number_of_batc
     trainer.fit_loop.max_batches = 5
     loop.batch_progress.current.ready = 6
     assert not loop._num_ready_batches_reached()
-    assert not _private.will_step(trainer) or trainer.accumulate_grad_batches == 1
-    _private.set_last_batch(trainer, True)
+    assert not will_step(trainer) or trainer.accumulate_grad_batches == 1
+    set_last_batch(trainer, True)
     assert loop._num_ready_batches_reached()
     assert trainer.is_last_batch
 
 
 def test_durations_between_validations_are_where_they_were(trainer: Trainer) -> None:
-    assert not _private.validates_by_time(trainer)
-    assert _private.validates_by_time(Trainer(accelerator="cpu", logger=False, val_check_interval="00:00:01:00"))
+    assert not validates_by_time(trainer)
+    assert validates_by_time(Trainer(accelerator="cpu", logger=False, val_check_interval="00:00:01:00"))
 
 
 class Tiny(LightningModule):
@@ -172,7 +215,7 @@ class Control:
         self.schedules: list[Any] = []
 
     def run(self, run: Callable[[], None]) -> None:
-        assert not _private.is_inside_a_hook(self.trainer)
+        assert not is_inside_hook(self.trainer)
         run()
 
     def begin_epoch(self, iterate: Callable[[], None]) -> None:
@@ -225,9 +268,9 @@ def test_a_listener_hears_what_callbacks_hear_before_all_of_them_even_if_their_l
     said: list[str] = []
     heard, replaced = recorder(said, "callback", Callback), recorder(said, "other", Callback)
     fitting.callbacks = [heard]
-    calls = _private._calls_of(fitting)
+    calls = call_module(fitting)
     own = calls._call_callback_hooks
-    _private.listen(fitting, recorder(said, "listener"))
+    add_listener(fitting, recorder(said, "listener"))
     fitting.fit(Tiny())
     fitting.callbacks = [replaced]
     again = len(said)
@@ -238,7 +281,7 @@ def test_a_listener_hears_what_callbacks_hear_before_all_of_them_even_if_their_l
         assert who == ("listener", "callback" if number < again else "other")[number % 2]
         assert hook == said[number - number % 2].split()[1]
     assert {line.split()[1] for line in said} == set(HOOKS)
-    _private.stop_listening(fitting)
+    remove_listener(fitting)
     assert calls._call_callback_hooks is own
     assert own.__module__ == "pytorch_lightning.trainer.call"
 
@@ -248,10 +291,10 @@ def test_a_hook_is_known_from_inside(fitting: Any) -> None:
 
     class Asks(Callback):
         def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            inside.append(_private.is_inside_a_hook(trainer))
+            inside.append(is_inside_hook(trainer))
 
     fitting.callbacks = [Asks()]
-    _private.control_loops(fitting, Control(fitting))  # which asks when the loop is run
+    control_loops(fitting, Control(fitting))  # which asks when the loop is run
     fitting.fit(Tiny())
     assert inside == [True]
 
@@ -259,8 +302,8 @@ def test_a_hook_is_known_from_inside(fitting: Any) -> None:
 def test_loops_ask_what_controls_them_and_show_what_they_showed(fitting: Any) -> None:
     kinds = type(fitting.fit_loop), type(fitting.fit_loop.epoch_loop)
     control = Control(fitting)
-    _private.control_loops(fitting, control)
-    _private.control_loops(fitting, control)  # again, not once more
+    control_loops(fitting, control)
+    control_loops(fitting, control)  # again, not once more
     validations: list[str] = []
     fitting.callbacks = [recorder(validations, "callback", Callback)]
     fitting.fit(Tiny())
@@ -269,7 +312,7 @@ def test_loops_ask_what_controls_them_and_show_what_they_showed(fitting: Any) ->
     assert control.fetches == ["begin", "end"] * 8
     assert control.setups > 0
     assert (fitting.global_step, sum("validation" in line for line in validations)) == (8, 4)
-    _private.release_loops(fitting)
+    release_loops(fitting)
     assert (type(fitting.fit_loop), type(fitting.fit_loop.epoch_loop)) == kinds
 
 
@@ -295,7 +338,7 @@ class Gated(Tiny):
 
 def test_each_call_of_the_modules_hook_that_steps_a_schedule_is_controlled(fitting: Any) -> None:
     control, module = Control(fitting), Gated()
-    _private.control_loops(fitting, control)
+    control_loops(fitting, control)
     fitting.fit(module)
     schedule: Any = module.lr_schedulers()
     assert module.asked == [0, 0, 1, 1]
@@ -309,14 +352,14 @@ def test_each_call_of_the_modules_hook_that_steps_a_schedule_is_controlled(fitti
     assert (len(module.asked), len(control.schedules)) == (4, 6)
     assert vars(module)["lr_scheduler_step"] is own
     del module.lr_scheduler_step
-    _private.step_schedule(fitting, module.lr_schedulers())
+    step_schedule(fitting, module.lr_schedulers())
     assert len(module.asked) == 5
 
 
 def test_steps_and_validations_are_controlled_without_the_users_noticing(fitting: Any) -> None:
     control = Control(fitting)
     control.step_limit, control.validation = 3, True
-    _private.control_loops(fitting, control)
+    control_loops(fitting, control)
     said: list[str] = []
     fitting.callbacks = [recorder(said, "callback", Callback)]
     fitting.fit(Tiny())
@@ -334,7 +377,7 @@ def test_the_message_at_a_controlled_limit_has_the_users_number_and_none_where_a
 ) -> None:
     control, said = Control(fitting), list[str]()
     control.step_limit = 3
-    _private.control_loops(fitting, control)
+    control_loops(fitting, control)
     loop = fitting.fit_loop
     fitting.fit(Tiny())
     monkeypatch.setattr(sys.modules[_FitLoop.__module__], "rank_zero_info", said.append)
@@ -346,24 +389,24 @@ def test_the_message_at_a_controlled_limit_has_the_users_number_and_none_where_a
 
 def test_a_number_of_batches_of_its_own_is_what_user_code_has_and_no_estimate_is_made_by_it(fitting: Any) -> None:
     kind, control = type(fitting), Control(fitting)
-    _private.control_loops(fitting, control)
+    control_loops(fitting, control)
     fitting.fit(Tiny())
     batches, steps = fitting.num_training_batches, fitting.estimated_stepping_batches
     control.batches = 3
     assert (batches, fitting.num_training_batches, fitting.fit_loop.max_batches) == (4, 3, 4)
     assert fitting.estimated_stepping_batches == steps
-    _private.release_loops(fitting)
+    release_loops(fitting)
     assert type(fitting) is kind
 
 
 def test_an_open_ended_epoch_does_not_end_with_a_number_of_batches(fitting: Any) -> None:
     control = Control(fitting)
     control.is_open_ended = True
-    _private.control_loops(fitting, control)
+    control_loops(fitting, control)
     loop = fitting.fit_loop.epoch_loop
     fitting.fit_loop.max_batches = loop.batch_progress.current.ready = 5
     assert not loop._num_ready_batches_reached()
-    _private.set_last_batch(fitting, True)
+    set_last_batch(fitting, True)
     assert loop._num_ready_batches_reached()
 
 
@@ -371,7 +414,7 @@ def test_an_open_ended_fetcher_is_never_done(trainer: Trainer) -> None:
     fetcher: Any = _PrefetchDataFetcher()
     trainer.fit_loop._data_fetcher = fetcher
     fetcher.length, fetcher.done = 1, True
-    _private.be_open_ended(trainer)
+    make_epoch_open_ended(trainer)
     fetcher.iterator = iter([1, 2])
     assert [next(fetcher), next(fetcher)] == [1, 2]
     assert not fetcher.done
@@ -386,9 +429,9 @@ def test_progress_counters_are_read_and_set(trainer: Trainer) -> None:
     trainer.strategy.connect(Empty())
     loop = trainer.fit_loop.epoch_loop
     loop.batch_progress.increment_ready()
-    assert _private.progress_counters(trainer) == [1, 1, 0, 0, 0]
-    _private.set_progress_counters(trainer, [4, 9, 3, 0, 3])
-    assert _private.progress_counters(trainer) == [4, 9, 3, 0, 3]
+    assert progress_counters(trainer) == [1, 1, 0, 0, 0]
+    set_progress_counters(trainer, [4, 9, 3, 0, 3])
+    assert progress_counters(trainer) == [4, 9, 3, 0, 3]
     assert (loop.batch_idx, loop.total_batch_idx, trainer.global_step) == (3, 8, 3)
 
 
@@ -398,7 +441,7 @@ def test_the_logger_connector_says_when_it_logs(trainer: Any) -> None:
     seen = []
     for stepped in range(3 * trainer.log_every_n_steps):
         loop._batches_that_stepped = stepped
-        seen.append(_private.logs_now(trainer))
+        seen.append(logs_now(trainer))
     assert sum(seen) == 3, "one in log_every_n_steps"
 
 
@@ -448,13 +491,13 @@ def test_a_process_group_counts_its_collectives() -> None:
 def test_ranks_have_failed_alike_when_all_say_so_and_in_this_run() -> None:
     group, other = dist.group.WORLD, dist.new_group([0])
     assert store_of(group) is not None
-    assert have_failed_alike(group, 0, [0], "here", 0.1)
-    assert not have_failed_alike(group, 0, [0, 1], "here", 0.1), "one has not come"
-    assert not have_failed_alike(group, 1, [0, 1], "there", 0.1)
-    assert have_failed_alike(group, 1, [0, 1], "here", 0.1)
-    assert not have_failed_alike(other, 1, [0, 1], "here", 0.1), "each process group has its own"
+    assert failed_at_one_place(group, 0, [0], "here", 0.1)
+    assert not failed_at_one_place(group, 0, [0, 1], "here", 0.1), "one has not come"
+    assert not failed_at_one_place(group, 1, [0, 1], "there", 0.1)
+    assert failed_at_one_place(group, 1, [0, 1], "here", 0.1)
+    assert not failed_at_one_place(other, 1, [0, 1], "here", 0.1), "each process group has its own"
     forget(group, 0)
-    assert not have_failed_alike(group, 1, [0, 1], "here", 0.1)
+    assert not failed_at_one_place(group, 1, [0, 1], "here", 0.1)
 
 
 @pytest.mark.usefixtures("default_group")
@@ -479,14 +522,14 @@ def test_a_mesh_that_equals_an_earlier_one_is_taken_for_itself() -> None:
 @pytest.mark.parametrize("strategies", ["pytorch_lightning.strategies", "lightning.pytorch.strategies"])
 def test_model_parallel_strategy_keeps_what_it_was_given(strategies: str) -> None:
     theirs = importlib.import_module(strategies).ModelParallelStrategy(2, "auto", False, "gloo")
-    assert _private.told_model_parallel(theirs) == {
+    assert model_parallel_options(theirs) == {
         "data_parallel_size": 2,
         "tensor_parallel_size": "auto",
         "save_distributed_checkpoint": False,
         "process_group_backend": "gloo",
         "timeout": timedelta(minutes=30),
     }
-    assert _private.told_model_parallel(DDPStrategy()) is None
+    assert model_parallel_options(DDPStrategy()) is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what a thread is doing")
@@ -503,22 +546,22 @@ def test_ranks_agree_before_every_batch_where_lightning_broadcasts_sigterm(train
     assert source.index("self._broadcast_sigterm_tensor()") < source.index("next(data_fetcher)")
     loop: Any = trainer.fit_loop.epoch_loop
     agreed = []
-    _private.set_batch_agreement(trainer, lambda: agreed.append(1))
+    set_batch_agreement(trainer, lambda: agreed.append(1))
     loop._broadcast_sigterm_tensor()
-    _private.set_batch_agreement(trainer, None)
+    set_batch_agreement(trainer, None)
     assert agreed
     assert loop._broadcast_sigterm_tensor.__func__ is _TrainingEpochLoop._broadcast_sigterm_tensor
     assert not trainer.received_sigterm
-    _private.mark_terminated(trainer)
+    mark_terminated(trainer)
     assert trainer.received_sigterm
 
 
 def test_the_averages_of_weight_averaging_are_found() -> None:
     averaging = EMAWeightAveraging()
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, callbacks=[averaging])
-    assert _private.averaged_models(trainer) == []
+    assert averaged_models(trainer) == []
     averaging.setup(trainer, LightningModule(), "fit")
-    assert _private.averaged_models(trainer) == [averaging._average_model]
+    assert averaged_models(trainer) == [averaging._average_model]
     assert averaging._average_model is not None
 
 
@@ -527,20 +570,20 @@ def test_averages_of_all_callbacks_are_found_with_how_many_they_are_of_and_put_i
     callbacks: list[Callback] = [averaging, stochastic]
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, callbacks=callbacks)
     trainer.strategy.connect(module)
-    assert _private.averages_weights(trainer)
-    assert not list(_private.averages_in(trainer))
+    assert averages_weights(trainer)
+    assert not list(averaged_tensors(trainer))
     for each in callbacks:
         each.setup(trainer, module, "fit")
     ema, mean = averaging._average_model, stochastic._average_model
     assert isinstance(ema, AveragedModel)
     assert isinstance(mean, BoringModel)
-    found = list(_private.averages_in(trainer))
+    found = list(averaged_tensors(trainer))
     assert stochastic.n_averaged == ema.n_averaged == 0
     wanted = [*ema.parameters(), ema.n_averaged, *mean.parameters(), stochastic.n_averaged]
     assert list(map(id, found)) == list(map(id, wanted))
     ema.update_parameters(module)
     torch.nn.init.zeros_(module.layer.weight)
-    _private.put_averages(trainer)
+    copy_averages_to_module(trainer)
     assert module.layer.weight.any()
 
 
@@ -558,7 +601,7 @@ def test_the_average_of_a_run_of_all_its_epochs_takes_the_place_of_weights_that_
     assert isinstance(averaging._average_model, BoringModel)
     torch.nn.init.ones_(averaging._average_model.layer.weight)
     trainer.fit_loop.epoch_progress.current.completed = epochs_done  # as where training ends
-    _private.put_averages(trainer)
+    copy_averages_to_module(trainer)
     assert torch.equal(module.layer.weight, torch.ones_like(own) if epochs_done == 4 else own)
 
 
@@ -569,13 +612,13 @@ def test_an_average_that_is_set_back_to_before_its_first_weights_is_not_the_untr
     trainer.strategy.connect(module)
     for each in callbacks:
         each.setup(trainer, module, "fit")
-    list(_private.averages_in(trainer))  # which says how many each is of
+    list(averaged_tensors(trainer))  # which says how many each is of
     ema, mean = averaging._average_model, stochastic._average_model
     assert isinstance(ema, AveragedModel)
     assert isinstance(mean, BoringModel)
     for times in (1, 2):  # an average of something stays
         torch.nn.init.constant_(module.layer.weight, float(times))
-        _private.average_from_here(trainer)
+        restart_empty_averages(trainer)
         assert next(ema.module.parameters()).eq(1).all()
         assert mean.layer.weight.eq(1).all()
         assert stochastic.n_averaged is not None
@@ -585,7 +628,7 @@ def test_an_average_that_is_set_back_to_before_its_first_weights_is_not_the_untr
 
 def test_model_checkpoint_keeps_what_it_saved_where_it_did() -> None:
     added_in_2_6 = {"_defer_save_until_validation"}
-    assert set(_private._OF_SAVES) - set(vars(ModelCheckpoint())) <= added_in_2_6
+    assert set(_RECORD_ATTRIBUTES) - set(vars(ModelCheckpoint())) <= added_in_2_6
 
 
 def test_what_is_for_rank_zero_alone_can_be_said_by_another(
@@ -594,14 +637,14 @@ def test_what_is_for_rank_zero_alone_can_be_said_by_another(
     monkeypatch.setattr(rank_zero_only, "rank", 3, raising=False)
     with caplog.at_level(logging.INFO):
         rank_zero_info("not this")
-        _private.undecorated(rank_zero_info)("but this")
+        without_rank_zero_only(rank_zero_info)("but this")
     assert caplog.messages == ["but this"]
 
 
 def test_step_counters_are_what_global_step_is_made_of(trainer: Trainer) -> None:
-    assert _private.step_counters(trainer) == [0, 0, 0]
-    _private.set_step_counters(trainer, [3, 4, 5])
-    assert _private.step_counters(trainer) == [3, 4, 5]
+    assert step_counters(trainer) == [0, 0, 0]
+    set_step_counters(trainer, [3, 4, 5])
+    assert step_counters(trainer) == [3, 4, 5]
     assert trainer.global_step == 3  # automatic optimization
 
 
@@ -609,21 +652,21 @@ def test_a_loaders_workers_are_seeded_by_the_rank_that_they_are_told(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaders: list[Any] = [DataLoader(torch.ones(1)) for _ in range(2)]  # type: ignore[arg-type]
-    _private.seed_workers(trainer, loaders[0], 3)
+    seed_workers(trainer, loaders[0], 3)
     monkeypatch.setenv("PL_SEED_WORKERS", "1")
-    _private.seed_workers(trainer, loaders[1], 3)
+    seed_workers(trainer, loaders[1], 3)
     assert [each.worker_init_fn and each.worker_init_fn.keywords for each in loaders] == [None, {"rank": 3}]
 
 
 def test_epochs_in_which_loaders_were_made_are_told_and_set() -> None:
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, reload_dataloaders_every_n_epochs=3)
-    _private.set_reload_epochs(trainer, [2.0, 1.0])
-    assert _private.reload_epochs(trainer) == [2.0, 1.0]
-    _private.begin_at(trainer, 4, [0, 0, 0, 0])
+    set_reload_epochs(trainer, [2.0, 1.0])
+    assert reload_epochs(trainer) == [2.0, 1.0]
+    start_fit_at_epoch(trainer, 4, [0, 0, 0, 0])
     assert not trainer.fit_loop._should_reload_train_dl
     assert trainer.fit_loop.epoch_loop.val_loop._should_reload_val_dl
 
 
 def test_metrics_are_known_without_being_computed(trainer: Trainer) -> None:
-    _private.set_metrics(trainer, {"loss": 0.5})
-    assert _private.known_metrics(trainer) == {"loss": 0.5}
+    set_cached_metrics(trainer, {"loss": 0.5})
+    assert cached_metric_values(trainer) == {"loss": 0.5}

@@ -18,8 +18,7 @@ from processes import Process
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.transport.serving.process import ServerSettings
-from lightning_omni.transport.zeromq import ControlConnection, PeerSocket
-from lightning_omni.transport.zeromq import memory_segments as segments
+from lightning_omni.transport.zeromq import ControlConnection, PeerSocket, shared_memory
 from lightning_omni.transport.zeromq.addresses import (
     PREFIX,
     PrivateDirectory,
@@ -117,7 +116,7 @@ def test_a_run_on_one_node_listens_on_no_port_and_leaves_nothing_behind_however_
             assert sorted(path.name for path in parent.folder.iterdir()) == [
                 "control",
                 "data",
-                *["memory"] * segments.is_offered(),
+                *["memory"] * shared_memory.can_share_memory(),
             ]
             assert listening(parent.server) == set()
 

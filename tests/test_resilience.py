@@ -34,8 +34,9 @@ from lightning_omni.methods.model.master import hyperparameters_of
 from lightning_omni.server import ServerCore
 from lightning_omni.server.collectives import UPLOADED_ELSEWHERE
 from lightning_omni.server.service import as_tensor
-from lightning_omni.transport.serving import state_directory as saving
-from lightning_omni.transport.serving.state_directory import PATIENCE, StateDirectory, saved_weights
+from lightning_omni.transport.serving import state_directory
+from lightning_omni.transport.serving.save_files import saved_weights
+from lightning_omni.transport.serving.state_directory import RECONNECT_TIMEOUT, StateDirectory
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, pack, unpack
 from lightning_omni.wire.formats.base import Memory
@@ -515,7 +516,7 @@ def test_a_server_waits_until_one_that_was_killed_has_let_go_of_the_directory(tm
 def test_a_state_on_disk_is_gone_on_from_and_its_journal_may_end_in_mid_entry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving, "_RELEASE", 0.1)
+    monkeypatch.setattr(state_directory, "_RELEASE", 0.1)
     with ExitStack() as stack:
         serving = Mortal(stack)
         groups = workers(serving, method_named("async_sgd"))
@@ -534,7 +535,7 @@ def test_a_state_on_disk_is_gone_on_from_and_its_journal_may_end_in_mid_entry(
         core = ServerCore(KEY, secrets.token_bytes)
         states = StateDirectory(tmp_path / "state")
         assert "goes on with a run of 2 ranks" in states.restore(core)
-        assert (core.clock, core.reconnect_timeout) == (0, PATIENCE)
+        assert (core.clock, core.reconnect_timeout) == (0, RECONNECT_TIMEOUT)
         assert core._epochs.book.drawn(0, 0) == drawn  # type: ignore[union-attr]
         saved(states, core)
         assert {path.stat().st_mode & 0o777 for path in (tmp_path / "state").iterdir()} == {0o600}

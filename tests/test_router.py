@@ -27,7 +27,7 @@ from lightning_omni.errors import MalformedMessage, ProtocolError, Refused
 from lightning_omni.server import Out, ServerCore
 from lightning_omni.server.router import TABLE, Role, Row
 from lightning_omni.server.service import Payload, Sender, Service, as_tensor
-from lightning_omni.transport.zeromq import Server
+from lightning_omni.transport.zeromq import ZeroMQServer
 from lightning_omni.wire import messages as m
 
 BETWEEN_LEADERS = (m.ReadPublished, m.PeerMessage, m.Published, m.PeerMessageStored)
@@ -223,7 +223,7 @@ def test_a_message_of_ones_own_can_be_brought_when_it_is_too_large_for_its_chann
 
 
 def test_a_message_of_ones_own_passes_the_frames_of_a_server(link: Link) -> None:
-    with closing(Server(link.core)) as server:
+    with closing(ZeroMQServer(link.core)) as server:
         message, payload = numbers(4.0, 5.0)
         frames: Iterator[list[bytes]] = iter([[m.encode(message)], [b"", payload]])
         said = [server.take(m.DATA, data_peer(0), [zmq.Frame(part) for part in parts]) for parts in frames]
@@ -242,7 +242,7 @@ def test_a_row_says_whether_the_memory_of_a_payload_is_used_again(keeps: bool) -
 
     row = Row(Tell, m.DATA, Role.LEADER, Keeping, Keeping.hear, Keeping.size, keeps=keeps)
     link = trained_link((0,), (1,), rows=(row,), services=(Keeping,))
-    with closing(Server(link.core)) as server:
+    with closing(ZeroMQServer(link.core)) as server:
         for number in (1.0, 2.0):
             message, payload = numbers(number)
             for parts in ([m.encode(message)], [b"", payload]):

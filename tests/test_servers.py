@@ -40,16 +40,12 @@ from lightning_omni.server.parameters.served_optimizer import ServedOptimizer
 from lightning_omni.server.replication import MOST_HELD
 from lightning_omni.server.service import Out
 from lightning_omni.simulator import replay
-from lightning_omni.transport.base import Control, answer_of
-from lightning_omni.transport.serving import state_directory as saving
-from lightning_omni.transport.serving.state_directory import (
-    ShareDirectory,
-    StateDirectory,
-    saved_weights,
-    share_directory,
-)
-from lightning_omni.transport.zeromq import Server, ZeroMQ, server_link
-from lightning_omni.transport.zeromq.suspend_aware_clock import AwakeClock
+from lightning_omni.transport.connections import Control, answer_of
+from lightning_omni.transport.serving import save_files
+from lightning_omni.transport.serving.save_files import saved_weights, share_directory
+from lightning_omni.transport.serving.state_directory import ShareDirectory, StateDirectory
+from lightning_omni.transport.zeromq import ZeroMQ, ZeroMQServer, server_link
+from lightning_omni.transport.zeromq.suspend_aware_clock import SuspendAwareClock
 from lightning_omni.wire import handshake
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack, unpack
@@ -509,7 +505,7 @@ def test_a_snapshot_is_of_one_moment_at_all_servers_whatever_arrives_first(
         assert all(cut == cuts[0] for cut in cuts)
 
 
-@given(st.integers(0, 10**6), st.sampled_from(["int8", "topk:0.1", "bf16", {"push": "int8", "pull": "bf16"}]))
+@given(st.integers(0, 10**6), st.sampled_from(["int8", "topk:0.1", "bf16"]))
 @settings(max_examples=12, deadline=None)
 def test_nothing_is_lost_or_counted_twice_in_any_wire_format(seed: int, wire: Any) -> None:
     ensemble = run_of(3, 1, wire=wire_of(wire).pushes, seed=seed)
@@ -610,8 +606,8 @@ def test_a_save_counts_when_all_servers_have_written_theirs(tmp_path: Path) -> N
     folders = [tmp_path, share_directory(tmp_path, 1)]
     share = ShareDirectory(folders[1])
     for number in (2, 3):
-        saving._write_save(tmp_path, number, *pack(saved[0]))
-    saving._write_save(folders[1], 2, *pack(saved[1]))
+        save_files.write_save(tmp_path, number, *pack(saved[0]))
+    save_files.write_save(folders[1], 2, *pack(saved[1]))
     for servers in (1, 3):
         with pytest.raises(ConfigurationError, match="a save of 2 servers lies there; pass --servers 2, or another"):
             StateDirectory(tmp_path, servers=servers)
@@ -890,18 +886,18 @@ def test_a_silent_server_and_one_that_never_comes_end_the_run() -> None:
 
 
 def test_a_server_whose_process_has_ended_before_it_came_is_not_awaited() -> None:
-    for patience in (0.0, 60.0):
+    for seconds in (0.0, 60.0):
         alone = ServerCore(KEY, os.urandom, servers=3)
-        alone.reconnect_timeout = patience
+        alone.reconnect_timeout = seconds
         hello = handshake.hello_of("run", 0, 1, Layout(()), NONCE)
         handshake.join(partial(first_answer, alone), KEY, hello)
         assert alone.receive(m.CONTROL, b"c0", m.AskServerAddresses(), b"", 0.0) == []
         alone.server_ended(2, "its process has ended with status -9")
         notices = [out.message for out in alone.tick(1.0) if isinstance(out.message, m.Notice)]
-        assert [notice.over for notice in notices] == [] if patience else [True]
+        assert [notice.over for notice in notices] == [] if seconds else [True]
         assert "parameter server 2 of 3" in alone.lost_server
         assert "never came: its process has ended with status -9" in alone.lost_server
-        assert bool(alone.over) == (not patience)
+        assert bool(alone.over) == (not seconds)
 
 
 def test_the_end_of_the_process_of_a_server_that_has_come_is_told_by_its_connection() -> None:
@@ -999,16 +995,16 @@ def test_real_servers_hold_bitwise_what_one_would_and_a_dead_one_is_named() -> N
     barrier = {"method": "hardsync", "optimizer": "adamw", "freezes": True}
     cases = [
         barrier,
-        {**barrier, "server": "per-node"},
+        {**barrier, "servers": "per-node"},
         {
-            "server": {"count": 2},
+            "servers": 2,
             "compression": {"push": "int8", "pull": "bf16"},
             "poisons": True,
             "regroups": True,
             "steps": 9,
         },
-        {"server": {"count": 2}, "method": CUT, "compression": "topk:0.4", "regroups": True, "steps": 20},
-        {"server": "per-node", "method": "local_sgd:period=2", "kills": "server"},
+        {"servers": 2, "method": CUT, "compression": "topk:0.4", "regroups": True, "steps": 20},
+        {"servers": "per-node", "method": "local_sgd:period=2", "kills": "server"},
     ]
     with Running("servers.py", {"cases": cases}) as running:
         finished = running.wait(400)
@@ -1052,19 +1048,19 @@ def test_a_server_that_stands_by_itself_tells_where_its_shares_are(tmp_path: Pat
 
 def test_a_server_that_was_suspended_with_the_one_that_coordinates_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     moment = 0.0
-    monkeypatch.setattr(server_link, "AwakeClock", partial(AwakeClock, lambda: moment))
-    coordinator, stopping = Server(ServerCore(KEY, os.urandom, servers=2)), threading.Event()
+    monkeypatch.setattr(server_link, "AwakeClock", partial(SuspendAwareClock, lambda: moment))
+    coordinator, stopping = ZeroMQServer(ServerCore(KEY, os.urandom, servers=2)), threading.Event()
     thread = threading.Thread(target=coordinator.run, args=(stopping.is_set,))
     thread.start()
     try:
         core = ServerCore(KEY, os.urandom, servers=2, number=1)
         with closing(server_link.CoordinatorLink(core, coordinator.address, "tcp://127.0.0.1:1", "curve")) as link:
-            assert link.stands
+            assert link.is_connected
             moment += 3600.0  # in which neither did anything
-            assert link.stands
+            assert link.is_connected
             for _ in range(60):  # and now it is awake, and hears nothing
                 moment += 1.0
-                stands = link.stands
+                stands = link.is_connected
             assert not stands
     finally:
         stopping.set()
@@ -1099,4 +1095,4 @@ def test_what_several_servers_cannot_do_is_refused_before_training() -> None:
         ({"transport": Stream()}, "leave count= out"),
     ):
         with pytest.raises(ConfigurationError, match=text):
-            omni.Server(count=2, **options)
+            omni.ZeroMQServer(count=2, **options)

@@ -26,16 +26,16 @@ from torch.nn import Parameter
 from lightning_omni.errors import ConnectionLost, MalformedMessage, Refused
 from lightning_omni.methods.model.master import hyperparameters_of
 from lightning_omni.server import ServerCore
-from lightning_omni.transport.zeromq import Server
-from lightning_omni.transport.zeromq import memory_segments as segments
-from lightning_omni.transport.zeromq import shared_memory as sharing
+from lightning_omni.transport.zeromq import ZeroMQServer, shared_memory
 from lightning_omni.transport.zeromq.addresses import PrivateDirectory, memory_path
-from lightning_omni.transport.zeromq.shared_memory import Place, Places, Share, Shared
+from lightning_omni.transport.zeromq.shared_memory import MemoryRange, MemoryRanges, Share, Shared
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats.base import RAW, Memory, registered
 from lightning_omni.wire.layout import Layout
 
-pytestmark = pytest.mark.skipif(not segments.is_offered(), reason="only Linux has memory that is safe to share")
+pytestmark = pytest.mark.skipif(
+    not shared_memory.can_share_memory(), reason="only Linux has memory that is safe to share"
+)
 
 
 class Serving:
@@ -43,7 +43,7 @@ class Serving:
 
     def __init__(self, **options: Any) -> None:
         self.core = ServerCore(KEY, secrets.token_bytes)
-        self.server = Server(self.core, directory=PrivateDirectory(), **options)
+        self.server = ZeroMQServer(self.core, directory=PrivateDirectory(), **options)
         self.address = self.server.address
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self.server.run, args=(self._stopping.is_set,))
@@ -158,13 +158,13 @@ def test_weights_of_eight_leaders_do_not_tear_while_the_server_steps_for_others(
 @pytest.mark.parametrize("name", ["raw", "bf16", "int8", "topk:0.1"])
 def test_a_push_is_encoded_into_shared_memory_whatever_its_format(name: str) -> None:
     memory, layout = (
-        Memory(segments.empty),
+        Memory(shared_memory.shared_zeros),
         Layout.of({"w": torch.zeros(40, 25), "b": torch.zeros(()), "e": torch.ones(0)}),
     )
     wire = RAW if name == "raw" else registered(name)
     tensors = [torch.randn(spec.shape) for spec in layout.specs]
     encoded = wire.encode(tensors, layout, {}, memory)
-    assert segments.find(encoded.payload) is not None
+    assert shared_memory.find_segment(encoded.payload) is not None
     assert torch.equal(encoded.payload, wire.encode(tensors, layout, {}, Memory()).payload)
 
 
@@ -256,10 +256,10 @@ def test_memory_that_could_end_the_server_is_not_mapped(tmp_path: Path) -> None:
     ]
     for descriptor, nbytes, why in cases:
         with pytest.raises(Refused, match=why):
-            segments.open_shared(descriptor, nbytes)
+            shared_memory.open_segment(descriptor, nbytes)
         os.close(descriptor)
     good = memfd(8192, shrink)
-    assert segments.open_shared(good, 8192).numel() == 8192
+    assert shared_memory.open_segment(good, 8192).numel() == 8192
     with pytest.raises(PermissionError):
         os.ftruncate(good, 4096)
     os.close(good)
@@ -274,15 +274,17 @@ def test_only_the_process_behind_a_connection_shares_memory_for_it_and_each_segm
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as wire:
                 wire.settimeout(DEADLINE)
                 wire.connect(path)
-                socket.send_fds(wire, [share if isinstance(share, bytes) else sharing.encode(share)], descriptors)
-                return sharing.decode(wire.recv(4096), Shared)
+                socket.send_fds(
+                    wire, [share if isinstance(share, bytes) else shared_memory.encode_record(share)], descriptors
+                )
+                return shared_memory.decode_record(wire.recv(4096), Shared)
 
         def share(rank: int, segment: int, nbytes: int, key: bytes = secret) -> Share:
             said = Share(rank, segment, nbytes)
             return Share(rank, segment, nbytes, (), said.proof(key, "rank"))
 
-        memory = segments.empty(4096)
-        found = segments.find(memory)
+        memory = shared_memory.shared_zeros(4096)
+        found = shared_memory.find_segment(memory)
         assert found is not None
         descriptor, before = found[0].descriptor, serving.server.shared.nbytes
         for wrong, why in (
@@ -310,16 +312,16 @@ def test_a_place_outside_of_what_is_shared_is_refused_and_the_next_push_goes_wel
         leader.push(0, read_at=0)
         nbytes = leader.layout.nbytes
         wrong = [
-            Places(Place(1, 8, nbytes)),
-            Places(Place(1, -64, nbytes)),
-            Places(Place(3, 0, nbytes)),
-            Places(Place(1, 0, nbytes - 4)),
-            Places(Place(1, 0, nbytes), Place(2, 1, nbytes)),
-            Places(Place(1, 0, nbytes), Place(2, 1 << 62, 1 << 62)),
-            Places(Place(1, 0, nbytes), Place(2, 64, -64)),
+            MemoryRanges(MemoryRange(1, 8, nbytes)),
+            MemoryRanges(MemoryRange(1, -64, nbytes)),
+            MemoryRanges(MemoryRange(3, 0, nbytes)),
+            MemoryRanges(MemoryRange(1, 0, nbytes - 4)),
+            MemoryRanges(MemoryRange(1, 0, nbytes), MemoryRange(2, 1, nbytes)),
+            MemoryRanges(MemoryRange(1, 0, nbytes), MemoryRange(2, 1 << 62, 1 << 62)),
+            MemoryRanges(MemoryRange(1, 0, nbytes), MemoryRange(2, 64, -64)),
         ]
         for places in wrong:
-            leader.data._wire.send_multipart([m.encode(leader.message(0)), sharing.encode(places)])
+            leader.data._wire.send_multipart([m.encode(leader.message(0)), shared_memory.encode_record(places)])
             refused = m.decode(leader.data._receive()[0].buffer, at="rank", channel=m.DATA)
             assert isinstance(refused, m.RefusedMessage), places
         leader.data._wire.send_multipart([m.encode(leader.message(0)), b"\xc1"])
@@ -330,7 +332,7 @@ def test_a_place_outside_of_what_is_shared_is_refused_and_the_next_push_goes_wel
 def test_room_whose_answer_never_came_is_not_offered_again(serving: Serving) -> None:
     with leaders(serving) as (leader,):
         leader.push(0, read_at=0)
-        room = leader.data._sharing.place(leader.into)
+        room = leader.data._sharing.range_of(leader.into)
         assert room is not None
         leader.data._offered.add(room)  # as a request leaves it that has waited for too long
         before = leader.data.shared
@@ -346,7 +348,7 @@ def test_an_answer_where_there_was_no_room_for_it_is_an_error(serving: Serving) 
         leader.push(0, read_at=0)
         fetch = [
             m.encode(m.FetchMessage(optimizer=0)),
-            sharing.encode(Places(answer=leader.data._sharing.place(leader.into))),
+            shared_memory.encode_record(MemoryRanges(answer=leader.data._sharing.range_of(leader.into))),
         ]
         leader.data._wire.send_multipart(fetch)
         with pytest.raises(MalformedMessage, match="no room"):
@@ -420,10 +422,10 @@ def test_nothing_is_left_of_a_leader_or_a_server_that_was_killed(tmp_path: Path)
 def test_memory_goes_with_the_tensor_that_lies_in_it() -> None:
     gc.collect()
     before = mapped(os.getpid())
-    tensor = segments.empty(1 << 20)
+    tensor = shared_memory.shared_zeros(1 << 20)
     view = tensor[4096:].view(torch.float32)
     assert mapped(os.getpid()) == before + 3  # mapped once, and open twice: the mapping has a descriptor of its own
     del tensor
-    assert segments.find(view.view(torch.uint8)) is not None
+    assert shared_memory.find_segment(view.view(torch.uint8)) is not None
     del view
     assert mapped(os.getpid()) == before

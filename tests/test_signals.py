@@ -24,8 +24,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_omni.errors import Evicted
-from lightning_omni.strategy.signals import Signals, end_in_one_line
-from lightning_omni.strategy.waiting import whereabouts
+from lightning_omni.strategy.signals import Signals, end_in_one_line, training_position
 
 TERMINATED = 128 + signal.SIGTERM
 
@@ -71,7 +70,7 @@ def test_a_rank_that_calls_a_collective_of_all_says_in_which_hook_and_after_whic
         fit_loop=SimpleNamespace(batch_idx=5),
         current_epoch=2,
     )
-    assert whereabouts(trainer) == "in on_train_epoch_end, after batch 6 of epoch 2"
+    assert training_position(trainer) == "in on_train_epoch_end, after batch 6 of epoch 2"
 
 
 class Looks(TorchDispatchMode):
@@ -91,7 +90,7 @@ def test_ranks_look_once_before_a_batch_at_what_they_agree_on() -> None:
         strategy=SimpleNamespace(root_device=torch.device("cpu"), launcher=None),
         fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace()),
     )
-    world: Any = SimpleNamespace(size=2, rank=0, members=[0], enlistment=None, control=None)
+    world: Any = SimpleNamespace(size=2, rank=0, members=[0], registration=None, control=None)
     signals = Signals(SystemExit)
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:

@@ -64,7 +64,7 @@ def test_weights_are_spoilt_where_a_number_is_not_finite_that_was() -> None:
     is_spoilt = [point.is_spoilt]
     average[1] = math.nan
     is_spoilt.append(point.is_spoilt)
-    point.put_back(GroupCore(AsyncSGD()))
+    point.restore(GroupCore(AsyncSGD()))
     assert [*is_spoilt, point.is_spoilt] == [False, True, False]
     assert average.tolist() == [0.0, 0.0]
 
@@ -75,7 +75,7 @@ def test_an_expanded_buffer_is_rolled_back() -> None:
     module.register_buffer("mask", mask)
     point = RollbackPoint.of(module, [], GroupCore(AsyncSGD()))
     mask[:1].fill_(5.0)
-    point.put_back(GroupCore(AsyncSGD()))
+    point.restore(GroupCore(AsyncSGD()))
     assert mask.tolist() == [[1.0] * 4] * 3
 
 

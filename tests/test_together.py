@@ -17,9 +17,9 @@ from torch import Tensor
 
 from lightning_omni.group.sharded_inbox import MOST_WAITING, ShardedInbox
 from lightning_omni.methods import Inbox
-from lightning_omni.runtime.exchange import sharded_peer_exchange as together
-from lightning_omni.runtime.exchange.sharded_peer_exchange import Together
-from lightning_omni.transport.base import Address
+from lightning_omni.runtime.exchange import peer_exchange
+from lightning_omni.runtime.exchange.peer_exchange import ShardedPeerExchange
+from lightning_omni.transport.connections import Address
 from lightning_omni.transport.zeromq.keys import RunKeys
 from lightning_omni.transport.zeromq.peers import PeerWires
 from lightning_omni.wire.layout import Layout
@@ -59,7 +59,7 @@ class Groups:
     def __init__(self, folder: Path) -> None:
         self.lost: set[int] = set()
         self.wires: dict[tuple[int, int], PeerWires] = {}
-        self.members: dict[tuple[int, int], Together] = {}
+        self.members: dict[tuple[int, int], ShardedPeerExchange] = {}
         self._threads = ThreadPoolExecutor(4)
         for group in (0, 1):
             collective = Collective(2)
@@ -69,11 +69,13 @@ class Groups:
                 self.wires[group, member] = wires = PeerWires(
                     f"ipc://{folder}/control", 2 * group + member, [layout], KEYS, is_lost, check, everywhere=False
                 )
-                self.members[group, member] = Together(wires, group, collective.of(member), is_lost)
+                self.members[group, member] = ShardedPeerExchange(wires, group, collective.of(member), is_lost)
         for (group, member), each in self.members.items():
             each.connect({1 - group: Address(1 - group, self.members[1 - group, member].address)})
 
-    def all(self, does: Callable[[Together, int], Any], groups: Sequence[int] = (0, 1)) -> dict[int, list[Any]]:
+    def all(
+        self, does: Callable[[ShardedPeerExchange, int], Any], groups: Sequence[int] = (0, 1)
+    ) -> dict[int, list[Any]]:
         """What members return, of each group; all of them do it at once."""
         futures = {
             group: [self._threads.submit(does, self.members[group, member], member) for member in (0, 1)]
@@ -94,11 +96,11 @@ def groups(tmp_path: Path) -> Iterator[Groups]:
 
 
 @contextmanager
-def busy(groups: Groups, does: Callable[[Together, int, int], None]) -> Iterator[None]:
+def busy(groups: Groups, does: Callable[[ShardedPeerExchange, int, int], None]) -> Iterator[None]:
     """A context in which the members of group 1 do something over and over, each at moments of its own."""
     over, steps = threading.Event(), threading.Barrier(2, timeout=30)
 
-    def act(each: Together, member: int) -> None:
+    def act(each: ShardedPeerExchange, member: int) -> None:
         jitter, number = random.Random(member), 0
         while not over.is_set():
             number += 1
@@ -132,7 +134,7 @@ def value_of(tensors: Sequence[Tensor] | None) -> float | None:
 
 
 def test_all_members_read_the_same_publication_while_another_group_publishes(groups: Groups) -> None:
-    def publishes(each: Together, member: int, number: int) -> None:
+    def publishes(each: ShardedPeerExchange, member: int, number: int) -> None:
         each.publish(0, share(member, number))
 
     found = list[float]()
@@ -147,10 +149,10 @@ def test_all_members_read_the_same_publication_while_another_group_publishes(gro
 
 
 def test_all_members_take_the_same_messages_while_another_group_sends(groups: Groups) -> None:
-    def sends(each: Together, member: int, number: int) -> None:
+    def sends(each: ShardedPeerExchange, member: int, number: int) -> None:
         each.send(0, 0, share(member, number))
 
-    def takes(each: Together, _: int) -> tuple[float | None, int]:
+    def takes(each: ShardedPeerExchange, _: int) -> tuple[float | None, int]:
         inbox = each.read_inbox(0)
         return value_of(inbox.total), inbox.count
 
@@ -178,7 +180,7 @@ def test_a_part_that_is_lost_costs_all_members_what_came_with_it(
 ) -> None:
     whole = groups.wires[1, 1].send_part
     for lost in (False, True, False):
-        monkeypatch.setattr(together, "WAIT", 0.2 if lost else 20)
+        monkeypatch.setattr(peer_exchange, "WAIT", 0.2 if lost else 20)
         if lost:
             groups.wires[1, 1].send_part = lambda *_: None  # type: ignore[method-assign]
         groups.all(lambda each, member: each.send(0, 0, share(member, 1.0)), [1])
@@ -202,7 +204,7 @@ def test_no_member_waits_for_a_group_that_is_gone(groups: Groups) -> None:
 
 
 def test_a_member_that_never_has_what_another_has_gives_up(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(together, "PAUSES", (0.0, 0.001))
+    monkeypatch.setattr(peer_exchange, "PAUSES", (0.0, 0.001))
     groups.all(lambda each, member: each.publish(0, share(member, 1.0)))
     groups.members[1, 0].publish(0, share(0, 2.0))
     assert groups.all(lambda each, _: each.read(1, 0), [0]) == {0: [None, None]}

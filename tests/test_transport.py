@@ -27,8 +27,9 @@ from lightning_omni.methods.model.replica import Pulled, Replica, copies
 from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.server import ServerCore
 from lightning_omni.topology import GroupId
-from lightning_omni.transport import base as transport
-from lightning_omni.transport.base import Address, Control, Data, LastingData, Transport
+from lightning_omni.transport import registry
+from lightning_omni.transport.connections import Address, Control, Data, ReconnectingData
+from lightning_omni.transport.registry import Transport
 from lightning_omni.transport.zeromq import ZeroMQ
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack
@@ -171,15 +172,15 @@ def test_of_two_groups_each_computes_while_its_fragment_is_under_way(serving: Se
 def test_a_rank_tells_what_it_has_got_done_from_its_first_trained_batch_on(serving: Serving, trained: bool) -> None:
     control = two(serving)[0].control
     assert control.heartbeat(0.0).progress == 0
-    control.got_on()
-    control.got_on(has_trained=trained)
+    control.report_progress()
+    control.report_progress(has_trained=trained)
     first = control.heartbeat(1.0).progress
     assert bool(first) == trained
     control.request(m.AskStatus(), m.Status)  # it waits for the server
     assert (control.heartbeat(2.0).progress > first) == trained
-    control.takes_time()
+    control.suspend_stall_check()
     assert control.heartbeat(3.0).progress == 0
-    control.got_on()
+    control.report_progress()
     assert bool(control.heartbeat(4.0).progress) == trained
 
 
@@ -368,8 +369,8 @@ def test_a_transport_is_a_value_that_a_run_is_given() -> None:
     assert WorldOptions().server.resolved_transport() == ZeroMQ()
     assert WorldOptions(server=Server(encryption="off")).server.resolved_transport() == ZeroMQ(encryption="off")
     assert WorldOptions(server=Server(transport=Stream())).server.resolved_transport() == Stream()
-    assert transport.from_wire(transport.to_wire(ZeroMQ(encryption="off"))) == ZeroMQ(encryption="off")
-    assert transport.load("stream:Stream") is Stream
+    assert registry.from_wire(registry.to_wire(ZeroMQ(encryption="off"))) == ZeroMQ(encryption="off")
+    assert registry.load("stream:Stream") is Stream
     with pytest.raises(ConfigurationError, match="encryption= is ZeroMQ's"):
         WorldOptions(server=Server(transport=Stream(), encryption="off"))
     with pytest.raises(ConfigurationError, match=r"transport=InMemory\(\): the server, a process of its own"):
@@ -396,16 +397,16 @@ def test_a_connection_is_to_a_server_that_was_found_when_it_was_there_itself() -
         opened: list[tuple[str, int]] = []
 
         def find() -> str:
-            asked.append(control.returns)
+            asked.append(control.server_epoch)
             if len(asked) == 1:  # another server goes on before the answer comes, which is that one's
-                control.returns += 1
+                control.server_epoch += 1
             return f"of server {len(asked)}"
 
         def open(address: str) -> Data:
-            opened.append((address, control.returns))
+            opened.append((address, control.server_epoch))
             return control.attach()
 
-        connection = LastingData(control, find, open)
+        connection = ReconnectingData(control, find, open)
         assert (asked, opened) == ([0, 1], [("of server 2", 1)])
         connection.renew()
         assert len(opened) == 1, "a server lets each rank in once"
@@ -416,8 +417,10 @@ def test_ranks_tell_servers_apart_by_the_same_numbers_whichever_they_have_joined
     with served(ZeroMQ()) as first, served(ZeroMQ()) as second:
         second.core.started_at_ms = first.core.started_at_ms + 1000
         early, late = first.join(0, 2, layout), second.join(1, 2, layout)
-        assert 0 < early.returns < late.returns
-        early.came_back(m.Welcome(mac=b"", data_port=1, heartbeat_timeout=1.0, started_at_ms=second.core.started_at_ms))
-        assert early.returns == late.returns
-        early.came_back(m.Welcome(mac=b"", data_port=1, heartbeat_timeout=1.0))
-        assert early.returns > late.returns, "also where a server does not say when it began"
+        assert 0 < early.server_epoch < late.server_epoch
+        early.reconnected(
+            m.Welcome(mac=b"", data_port=1, heartbeat_timeout=1.0, started_at_ms=second.core.started_at_ms)
+        )
+        assert early.server_epoch == late.server_epoch
+        early.reconnected(m.Welcome(mac=b"", data_port=1, heartbeat_timeout=1.0))
+        assert early.server_epoch > late.server_epoch, "also where a server does not say when it began"

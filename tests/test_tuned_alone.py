@@ -80,13 +80,13 @@ def test_how_gradients_are_averaged_is_not_searched_where_a_hook_of_the_users_sa
 
 
 def test_a_fit_without_an_optimizer_is_not_tuned_and_says_why() -> None:
-    class Untrained(Line):
+    class BufferSync(Line):
         def configure_optimizers(self) -> None:
             return None
 
     tuner = tuner_of()
     trainer = trainer_of(tuner)
-    trainer.fit(Untrained())
+    trainer.fit(BufferSync())
     assert tuner.problem == "configure_optimizers returns no optimizer, so that nothing is trained"
 
 

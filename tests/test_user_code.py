@@ -30,20 +30,19 @@ from lightning_omni.methods import LocalSGD
 from lightning_omni.methods.model.master import Master, check_servable, describe, hyperparameters_of, rebuild
 from lightning_omni.methods.model.replica import Replica
 from lightning_omni.runtime import OmniOptimizer, World, WorldOptions, names_of
-from lightning_omni.runtime.checks.first_steps import ranks_elsewhere
+from lightning_omni.runtime.checks.reduction_check import ranks_elsewhere
 from lightning_omni.runtime.executor import Exchanging, Executor, evaluating
-from lightning_omni.runtime.live_world import LiveWorld, device_types, register
 from lightning_omni.runtime.model.buffer_sync import buffers_of, merge
-from lightning_omni.runtime.model.external_writes import Edits
+from lightning_omni.runtime.model.external_writes import ExternalWrites
 from lightning_omni.runtime.model.reduction import Reduction
 from lightning_omni.runtime.parallel_state import default_device
-from lightning_omni.runtime.state.transfer import States
+from lightning_omni.runtime.process_groups import LiveWorld, device_types, register
+from lightning_omni.runtime.state.transfer import StateTransfer
 from lightning_omni.strategy.loops.driver import EpochDriver
 from lightning_omni.strategy.loops.leased_data import LeasedData
-from lightning_omni.strategy.optimizers.proxies import Merged, Proxies
-from lightning_omni.strategy.optimizers.wrapped import check_wrapped
+from lightning_omni.strategy.optimizers import Merged, Proxies, check_wrapped
 from lightning_omni.strategy.schedules.pacing import Pacer, arrive
-from lightning_omni.strategy.schedules.run import RunSchedulers
+from lightning_omni.strategy.schedules.run_schedulers import RunSchedulers
 from lightning_omni.wire.all_reduce import Exact
 from lightning_omni.wire.progress import Progress, ReferenceBatch
 
@@ -324,9 +323,9 @@ def test_marks_that_a_program_has_put_on_parameters_are_there_where_the_server_s
 
 def test_state_that_no_checkpoint_of_several_groups_can_hold_is_refused_as_that() -> None:
     replica = SimpleNamespace(own_state=lambda whole: {"optimizer": {0: {"projector": object()}}})
-    place: Any = SimpleNamespace(parts=[SimpleNamespace(replica=replica)], speaks=True, steps_here=lambda _: True)
+    place: Any = SimpleNamespace(parts=[SimpleNamespace(replica=replica)], exchanges=True, steps_here=lambda _: True)
     residuals, unused = SimpleNamespace(saved=lambda _: {}), SimpleNamespace()
-    states = States(place, cast(Any, unused), cast(Any, residuals))
+    states = StateTransfer(place, cast(Any, unused), cast(Any, residuals))
     with pytest.raises(UnsupportedError, match=r"a checkpoint of several groups cannot hold .*a object cannot be sent"):
         states.gather_group_state()
 
@@ -349,10 +348,10 @@ def test_an_attribute_that_others_change_reaches_the_server_where_groups_synchro
 
     replica = SimpleNamespace(written=nothing, ordered=[weight], know=nothing, abandon=nothing, load=nothing)
     replica.begin_layout, part = nothing, SimpleNamespace(optimizer=optimizer, head=None, replica=replica)
-    place: Any = SimpleNamespace(parts=[part], speaks=True, steps_here=lambda _: False, all_reduce_max=list)
+    place: Any = SimpleNamespace(parts=[part], exchanges=True, steps_here=lambda _: False, all_reduce_max=list)
     states = SimpleNamespace(keep=nothing, forget=nothing)
     states.seed = lambda: theirs.append(describe(optimizer, {weight: "weight"})["attributes"])
-    edits = Edits(place, cast(Any, SimpleNamespace(fetch=nothing)), cast(Any, states))
+    edits = ExternalWrites(place, cast(Any, SimpleNamespace(fetch=nothing)), cast(Any, states))
     edits.begin()
     edits.follow()
     assert theirs == []
@@ -369,7 +368,7 @@ def test_an_attribute_that_others_change_reaches_the_server_where_groups_synchro
 
 
 def test_a_step_that_was_put_on_the_optimizer_itself_is_refused_and_that_of_a_scheduler_is_not() -> None:
-    unused: Any = SimpleNamespace(is_sharded=False, steps_at_worker=True, enlistment=None, size=2)
+    unused: Any = SimpleNamespace(is_sharded=False, steps_at_worker=True, registration=None, size=2)
     executor = Exchanging(unused, unused, unused, unused, heads=())
     optimizer = torch.optim.SGD([Parameter(torch.ones(2))], lr=0.1)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -431,7 +430,7 @@ def test_an_optimizer_with_collectives_over_ranks_of_other_groups_is_refused(alo
     optimizer.process_group = dist.group.WORLD  # as that of ZeroRedundancyOptimizer
     part = SimpleNamespace(replica=SimpleNamespace(parameters={"weight": weight}), head=None, optimizer=optimizer)
     place: Any = SimpleNamespace(parts=[part], steps_at_worker=True, method=LocalSGD(), torch_members=(0,))
-    place.enlistment, place.is_sharded, place.size = None, False, 1
+    place.registration, place.is_sharded, place.size = None, False, 1
     unused: Any = None
     executor = Exchanging(place, unused, unused, unused, heads=())
     executor.check_parts()
@@ -793,7 +792,7 @@ def leased_data(
     executor = SimpleNamespace(exchanges=exchanges, control=None)
     core = SimpleNamespace(data=None)
     world: Any = SimpleNamespace(
-        executor=executor, core=core, enlistment=None, tensor_parallel=1, data_place=(0, 2), generation=0
+        executor=executor, core=core, registration=None, tensor_parallel=1, data_rank=(0, 2), generation=0
     )
     data.connect(world)
     return data
@@ -1136,7 +1135,9 @@ def test_a_schedule_of_a_frequency_is_stepped_as_by_ddp_where_epochs_have_other_
     config = LRSchedulerConfig(schedule, interval="step", frequency=10)
     trainer: Any = SimpleNamespace(lightning_module=module, lr_scheduler_configs=[config], current_epoch=0)
     run: Any = SimpleNamespace(steps_at=lambda progress: progress.steps, now=lambda: run.progress)
-    monkeypatch.setattr("lightning_omni.strategy._private.step_schedule", lambda _, scheduler: scheduler.step())
+    monkeypatch.setattr(
+        "lightning_omni.strategy.schedules.run_schedulers.step_schedule", lambda _, scheduler: scheduler.step()
+    )
     schedulers, calls, past = RunSchedulers(run, lambda: run.progress.steps), 0, 0
     schedulers.connect(trainer)
     optimizer.step()

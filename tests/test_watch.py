@@ -30,8 +30,7 @@ from lightning_omni.cli import main
 from lightning_omni.cli.top.live_table import BAR, DOWN, EVICT, GROUPS, QUIT, SAVE, UP, View, keys_of, press
 from lightning_omni.cli.top.overview import GroupsTable, Rates, picture
 from lightning_omni.errors import ConfigurationError, OmniError, Refused
-from lightning_omni.transport.serving import exposition
-from lightning_omni.transport.serving import http as web
+from lightning_omni.transport.serving import http as status_http
 from lightning_omni.transport.serving.http import StatusServer
 from lightning_omni.transport.zeromq.observer import Observer
 from lightning_omni.wire import messages as m
@@ -95,7 +94,7 @@ def rendered(shown: Any, width: int = 180) -> str:
 
 
 def test_metrics_are_what_prometheus_reads() -> None:
-    text, kind = exposition.metrics_text(overview(), taken=10_000.0)
+    text, kind = status_http.metrics_text(overview(), taken=10_000.0)
     assert kind.startswith("text/plain")
     seen = samples_of(text.decode())
     assert seen["lightning_omni_updates_total", ()] == 60
@@ -108,7 +107,7 @@ def test_metrics_are_what_prometheus_reads() -> None:
     assert seen["lightning_omni_ranks_lost_total", ()] == 2
     labels = (("group", "g0"), ("hosts", "10.0.0.7"), ("incarnation", "1"))
     assert seen["lightning_omni_group_info", labels] == 1
-    text, kind = exposition.metrics_text(overview(), 10_000.0, "application/openmetrics-text; version=1.0.0")
+    text, kind = status_http.metrics_text(overview(), 10_000.0, "application/openmetrics-text; version=1.0.0")
     assert kind.startswith("application/openmetrics-text")
     read = openmetrics.text_string_to_metric_families(text.decode())  # type: ignore[no-untyped-call]
     assert "lightning_omni_updates" in [family.name for family in read]
@@ -116,23 +115,23 @@ def test_metrics_are_what_prometheus_reads() -> None:
 
 @pytest.mark.parametrize("name", ['a"b', "a\nb", "a\\b", "\x00é"])
 def test_any_name_of_a_group_is_one_label(name: str) -> None:
-    text, _ = exposition.metrics_text(overview(group(0, name=name)), taken=0.0)
+    text, _ = status_http.metrics_text(overview(group(0, name=name)), taken=0.0)
     assert samples_of(text.decode())["lightning_omni_group_ranks", (("group", name),)] == 2
 
 
 def test_what_is_not_known_is_left_out() -> None:
     early = group(0, updates=0, step_time=0.0, compute_time=0.0, exchange_time=0.0)
     early = msgspec.structs.replace(early, samples=None)
-    names = {name for name, _ in samples_of(exposition.metrics_text(overview(early, plan=None), 0.0)[0].decode())}
+    names = {name for name, _ in samples_of(status_http.metrics_text(overview(early, plan=None), 0.0)[0].decode())}
     assert "lightning_omni_group_ranks" in names
     for missing in ("group_step_seconds", "group_samples_total", "group_staleness_mean_updates", "epoch"):
         assert f"lightning_omni_{missing}" not in names
-    idle = samples_of(exposition.metrics_text(NO_RUN, 0.0)[0].decode())
+    idle = samples_of(status_http.metrics_text(NO_RUN, 0.0)[0].decode())
     assert idle["lightning_omni_run_active", ()] == 0
 
 
 def test_names_follow_the_conventions_of_prometheus() -> None:
-    for family in exposition.families(overview(), 0.0):
+    for family in status_http.families(overview(), 0.0):
         assert re.fullmatch(r"lightning_omni_[a-z_]+", family.name)
         assert family.documentation.endswith(".")
         assert not family.name.endswith(("_total", "_ms", "_count"))
@@ -142,7 +141,7 @@ def test_names_follow_the_conventions_of_prometheus() -> None:
 
 def test_the_dashboard_names_only_metrics_that_there_are() -> None:
     board = json.loads((DOCS / "grafana-dashboard.json").read_text())
-    text = exposition.metrics_text(overview(), taken=0.0)[0].decode()
+    text = status_http.metrics_text(overview(), taken=0.0)[0].decode()
     known = {name for name, _ in samples_of(text)}
     asked = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
     used = {name for expr in asked for name in re.findall(r"\b(?:lightning_omni|process)_\w+", expr)}
@@ -182,7 +181,7 @@ def test_probes_tell_whether_the_loop_goes_round(status_server: StatusServer, mo
     status_server.publish(overview(over="rank 0 is gone"))
     assert get(url, "/healthz")[0] == 200
     assert get(url, "/readyz") == (503, "the run is over: rank 0 is gone\n")
-    monkeypatch.setattr(web, "READY", -1.0)
+    monkeypatch.setattr(status_http, "READY", -1.0)
     status_server.publish(NO_RUN)
     assert get(url, "/healthz")[0] == 200
     assert get(url, "/readyz")[0] == 503
@@ -203,11 +202,11 @@ def test_http_only_reads(status_server: StatusServer) -> None:
 def test_connections_are_bounded_in_number_and_time(
     status_server: StatusServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(web, "REQUEST_TIME", 1.0)
+    monkeypatch.setattr(status_http, "REQUEST_TIME", 1.0)
     status_server.publish(overview())
     host, port = status_server.url.removeprefix("http://").split(":")
     began = time.monotonic()
-    idle = [socket.create_connection((host, int(port)), timeout=10) for _ in range(web.MOST_CONNECTIONS)]
+    idle = [socket.create_connection((host, int(port)), timeout=10) for _ in range(status_http.MOST_CONNECTIONS)]
     try:
         for each in idle:
             each.sendall(b"GET /status HTTP/1.1\r\nX: ")  # and never more
@@ -226,18 +225,18 @@ def test_connections_are_bounded_in_number_and_time(
 def test_metrics_are_rendered_once_for_each_snapshot_and_format_however_many_ask_for_whatever(
     status_server: StatusServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rendered, render = [], exposition.metrics_text
+    rendered, render = [], status_http.metrics_text
 
     def slow(*asked: Any) -> tuple[bytes, str]:
         rendered.append(asked)
         time.sleep(0.2)
         return render(*asked)
 
-    monkeypatch.setattr(exposition, "metrics_text", slow)
+    monkeypatch.setattr(status_http, "metrics_text", slow)
     accepted = ["", "text/plain", *(f"application/openmetrics-text; version={n}" for n in ("0.0.1", "9.9.9", "x"))]
     for updates in range(2):
         status_server.publish(overview(pushes=updates))
-        with ThreadPoolExecutor(web.MOST_CONNECTIONS) as readers:
+        with ThreadPoolExecutor(status_http.MOST_CONNECTIONS) as readers:
             asked = [readers.submit(get, status_server.url, "/metrics", Accept=each) for each in 3 * accepted]
         assert {each.result()[0] for each in asked} == {200}
         assert {"# EOF" in each.result()[1] for each in asked} == {False, True}

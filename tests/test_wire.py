@@ -44,7 +44,7 @@ from lightning_omni.runtime.server_process import RunServer
 from lightning_omni.server import ServerCore
 from lightning_omni.transport.serving import ServerProcess
 from lightning_omni.transport.serving.process import ServerSettings
-from lightning_omni.transport.zeromq import ControlConnection, DataConnection, Server
+from lightning_omni.transport.zeromq import ControlConnection, DataConnection, ZeroMQServer
 from lightning_omni.transport.zeromq.dialing import Dialed
 from lightning_omni.transport.zeromq.frames import CHUNK, KEPT_ALIVE, LITTLE, Assembly, Copies, chunks
 from lightning_omni.transport.zeromq.keys import RunKeys, new_key
@@ -159,7 +159,7 @@ class Serving:
 
     def __init__(self, encryption: str = "curve", **options: Any) -> None:
         self.core = ServerCore(KEY, secrets.token_bytes, **options)
-        self.server = Server(self.core, encryption=encryption)
+        self.server = ZeroMQServer(self.core, encryption=encryption)
         self.address = self.server.address
         self.failure: BaseException | None = None
         self._stopping = threading.Event()
@@ -708,14 +708,14 @@ def test_nothing_on_the_wire_can_be_read_with_encryption(serving: Serving) -> No
 def test_a_port_in_use_is_named(serving: Serving) -> None:
     port = int(serving.address.rpartition(":")[2])
     with pytest.raises(ConfigurationError, match=rf"cannot listen on 127\.0\.0\.1:{port}.*port="):
-        Server(ServerCore(KEY, secrets.token_bytes), port=port)
+        ZeroMQServer(ServerCore(KEY, secrets.token_bytes), port=port)
     with pytest.raises(ConfigurationError, match=rf"127\.0\.0\.1:{serving.core.data_port}"):
-        Server(ServerCore(KEY, secrets.token_bytes), data_port=serving.core.data_port)
+        ZeroMQServer(ServerCore(KEY, secrets.token_bytes), data_port=serving.core.data_port)
 
 
 def test_an_address_of_another_machine_cannot_be_bound() -> None:
     with pytest.raises(ConfigurationError, match=r"cannot listen on 192\.0\.2\.1.*host="):
-        Server(ServerCore(KEY, secrets.token_bytes), host="192.0.2.1")
+        ZeroMQServer(ServerCore(KEY, secrets.token_bytes), host="192.0.2.1")
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from lightning_omni.simulator.cluster import Link as NetworkLink
 from lightning_omni.simulator.replay import replay
 from lightning_omni.simulator.workbench import Samples
 from lightning_omni.trace import Trace
-from lightning_omni.transport.zeromq import memory_segments as segments
+from lightning_omni.transport.zeromq import shared_memory
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats.base import (
     RAW,
@@ -304,7 +304,9 @@ def test_through_a_real_server_and_other_groups_nothing_given_is_lost_or_sent_tw
     assert all(result["weights"] == ranks[0]["weights"] for result in ranks)
     assert ranks[0]["gathered"]
     assert [bool(result["residual"]) for result in ranks] == [True, False, True, False]
-    if segments.is_offered():  # every leader of every phase shares memory with the server; this format leaves it unused
+    if (
+        shared_memory.can_share_memory()
+    ):  # every leader of every phase shares memory with the server; this format leaves it unused
         assert all(0 < result["shared"] <= result["moved"] for result in ranks)
         assert bool(wire) == all(result["shared"] == result["moved"] for result in ranks)
     for place, weight in enumerate(ranks[0]["weights"]):

@@ -240,10 +240,6 @@ def found_in(module: str, word: Replaced) -> list[str]:
 
 NAMESPACES = ("lightning.py", "pytorch_lightning.py", "either.py")
 """Modules of these names have the same classes, one each for the two packages that Lightning comes as, and for both."""
-SHARED = {
-    "Place": "a rank's among the groups; and of a payload in shared memory, which rooms without sockets do not know",
-}
-"""Names of two classes, and why no reader takes the one for the other."""
 
 
 def test_no_two_classes_have_one_name() -> None:
@@ -253,7 +249,7 @@ def test_no_two_classes_have_one_name() -> None:
             if isinstance(node, ast.ClassDef):
                 where = str(path.parent) if path.name in NAMESPACES else f"{path}:{node.lineno}"
                 found[node.name].add(str(Path(where).relative_to(ROOT)))
-    assert {name: sorted(found[name]) for name in found if len(found[name]) > 1}.keys() == SHARED.keys()
+    assert not {name: sorted(found[name]) for name in found if len(found[name]) > 1}
 
 
 @pytest.fixture(scope="module")
@@ -342,6 +338,7 @@ def test_only_files_of_sharded_models_have_shards() -> None:
     assert {name for names in found.values() for name in names if "shard" in name.lower()} <= {
         "sharded_inbox",
         "ShardedInbox",
+        "ShardedPeers",
     }
 
 

@@ -19,16 +19,16 @@ from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.methods import Gradient, NextGradient
 from lightning_omni.methods.model.master import check_servable, has_own_step, hyperparameters_of
 from lightning_omni.methods.model.replica import Replica
-from lightning_omni.runtime.checks.first_steps import ranks_elsewhere
-from lightning_omni.runtime.exchange.channel import Channel
+from lightning_omni.runtime.checks.reduction_check import ranks_elsewhere
+from lightning_omni.runtime.exchange.server_exchange import ServerExchange
 from lightning_omni.runtime.model.buffer_sync import buffers_of, merge
-from lightning_omni.runtime.model.external_writes import Edits
+from lightning_omni.runtime.model.external_writes import ExternalWrites
 from lightning_omni.runtime.model.merged_head import RemoteHead
 from lightning_omni.runtime.model.meshes import shown
 from lightning_omni.runtime.model.parameter_groups import ParameterGroups
 from lightning_omni.runtime.model.replica import Part
-from lightning_omni.runtime.parallel_state import Place
-from lightning_omni.transport.base import Control
+from lightning_omni.runtime.parallel_state import ParallelState
+from lightning_omni.transport.connections import Control
 from lightning_omni.tuning.model.steps import StepTimer
 from lightning_omni.wire.partition import check_by_parts
 
@@ -114,20 +114,25 @@ class Exchanging(Executor):
 
     def __init__(
         self,
-        place: Place,
-        channel: Channel,
+        parallel: ParallelState,
+        exchange: ServerExchange,
         parameter_groups: ParameterGroups,
-        edits: Edits,
+        edits: ExternalWrites,
         heads: Sequence[RemoteHead],
     ) -> None:
         super().__init__(heads)
-        self._place, self._channel, self._parameter_groups, self._edits = place, channel, parameter_groups, edits
+        self._parallel, self._exchange, self._parameter_groups, self._external_writes = (
+            parallel,
+            exchange,
+            parameter_groups,
+            edits,
+        )
         self._timers: dict[int, StepTimer] = {}
 
     @property
     @override
     def control(self) -> Control | None:
-        return self._place.control
+        return self._parallel.control
 
     # --- What is trained ---------------------------------------------------------------------------------------------
 
@@ -139,11 +144,11 @@ class Exchanging(Executor):
                 " that what replaced it would not be called: override step in a subclass, register a hook"
                 " (optimizer.register_step_post_hook), or use groups=1"
             )
-        if self._place.enlistment is None and len(ranks_elsewhere(optimizer, ())) == self._place.size > 1:
+        if self._parallel.registration is None and len(ranks_elsewhere(optimizer, ())) == self._parallel.size > 1:
             _check_collectives(optimizer, ())  # with all ranks, whatever groups will be formed
-        if self._place.is_sharded:
-            check_by_parts(self._place.method, optimizer, shown(self._place.options.model_parallel))
-        if not self._place.steps_at_worker or isinstance(optimizer, torch.optim.SparseAdam):
+        if self._parallel.is_sharded:
+            check_by_parts(self._parallel.method, optimizer, shown(self._parallel.options.model_parallel))
+        if not self._parallel.steps_at_worker or isinstance(optimizer, torch.optim.SparseAdam):
             check_servable(optimizer)
         elif isinstance(optimizer, torch.optim.LBFGS):
             raise UnsupportedError(
@@ -154,8 +159,8 @@ class Exchanging(Executor):
     @override
     def check_parts(self) -> None:
         seen: set[int] = set()
-        for part in self._place.parts:
-            _check_collectives(part.optimizer, self._place.torch_members)
+        for part in self._parallel.parts:
+            _check_collectives(part.optimizer, self._parallel.torch_members)
             for name, parameter in part.replica.parameters.items():
                 if id(parameter) in seen:
                     raise UnsupportedError(
@@ -163,68 +168,68 @@ class Exchanging(Executor):
                         " one optimizer: give it to one of them, or use groups=1"
                     )
                 seen.add(id(parameter))
-                is_averaged = self._place.steps_at_worker and part.head is None
+                is_averaged = self._parallel.steps_at_worker and part.head is None
                 if is_averaged and not (parameter.is_floating_point() or parameter.is_complex()):
                     raise UnsupportedError(
-                        f"the parameter {name} is of {parameter.dtype}, and {type(self._place.method).__name__}"
+                        f"the parameter {name} is of {parameter.dtype}, and {type(self._parallel.method).__name__}"
                         " averages weights; leave it out of the optimizer, or use groups=1"
                     )
 
     @override
     def place_heads(self) -> None:
         for head in self._heads:
-            if self._place.control is None:
+            if self._parallel.control is None:
                 head.remove()
             else:
                 head.install()
 
     @override
     def not_reduced(self) -> list[Parameter]:
-        return [each for part in self._place.parts if part.head is not None for each in part.replica.ordered]
+        return [each for part in self._parallel.parts if part.head is not None for each in part.replica.ordered]
 
     # --- Phases ------------------------------------------------------------------------------------------------------
 
     @override
     def enter_compute(self) -> None:
-        place = self._place
-        if not place.is_computing and not place.is_entering:
+        parallel = self._parallel
+        if not parallel.is_computing and not parallel.is_entering:
             for head in self._heads:
                 head.remove()  # if weights were written, the submodule itself is sent to the server
-            self._edits.follow()
+            self._external_writes.follow()
             self.place_heads()
-        place.process_groups.use(place.compute_group)
-        place.is_computing, place.is_entering = True, False
+        parallel.process_groups.use(parallel.compute_group)
+        parallel.is_computing, parallel.is_entering = True, False
         self._timers.clear()
-        for part in place.parts:
-            part.replica.restore(but_frozen=place.method.pushes_weights)
+        for part in parallel.parts:
+            part.replica.restore(but_frozen=parallel.method.pushes_weights)
 
     @override
     def enter_world(self, module: Module | None, wants_stop: bool, what: str) -> bool:
-        place = self._place
-        if not place.is_computing:
+        parallel = self._parallel
+        if not parallel.is_computing:
             return False
         for head in self._heads:
             head.release()
-        for part in place.parts:
-            self._edits.check(part)
-        self._channel.finish_exchanges()
-        place.process_groups.use(place.process_groups.live)
-        place.is_computing = False
-        stops = any(stop for _, stop in place.process_groups.live.contribute(what, b"stop" if wants_stop else b""))
+        for part in parallel.parts:
+            self._external_writes.check(part)
+        self._exchange.finish_exchanges()
+        parallel.process_groups.use(parallel.process_groups.live)
+        parallel.is_computing = False
+        stops = any(stop for _, stop in parallel.process_groups.live.contribute(what, b"stop" if wants_stop else b""))
         self._pull()
         buffers = () if module is None else buffers_of(module)
-        merge(place, [*buffers, *self._edits.others_written()])
-        self._edits.others_followed()
-        place.is_new = False
+        merge(parallel, [*buffers, *self._external_writes.others_written()])
+        self._external_writes.others_followed()
+        parallel.joined_since_sync = False
         return stops
 
     def _pull(self) -> None:
         """Load the weights to evaluate, of all optimizers, on every rank."""
-        place = self._place
-        for index, part in enumerate(place.parts):
-            if place.steps_here(part):
+        parallel = self._parallel
+        for index, part in enumerate(parallel.parts):
+            if parallel.steps_here(part):
                 part.replica.stash()
-            pulled = self._channel.ask_weights(place.core.synchronize(index))
+            pulled = self._exchange.ask_weights(parallel.core.synchronize(index))
             if pulled.refused:  # the group's own weights are not finite, and not in the mean: they are dropped
                 part.replica.restart(pulled)
                 part.replica.abandon()
@@ -234,7 +239,7 @@ class Exchanging(Executor):
 
     @override
     def is_finite(self, parameters: Iterable[Parameter]) -> bool:
-        return self._place.core.last_answer.applied
+        return self._parallel.core.last_answer.applied
 
     # --- The step ----------------------------------------------------------------------------------------------------
 
@@ -242,14 +247,14 @@ class Exchanging(Executor):
     def step(
         self, index: int, optimizer: Optimizer, closure: Callable[[], Any] | None, arguments: Mapping[str, Any]
     ) -> Any:
-        part = self._place.parts[index]
-        if self._place.control is None:
+        part = self._parallel.parts[index]
+        if self._parallel.control is None:
             raise ConfigurationError(
                 "OmniOptimizer.step(): several groups exchange in each step, and are connected only inside `with"
                 " world.training():`; put the training loop into it"
             )
 
-        if arguments and not self._place.steps_here(part):
+        if arguments and not self._parallel.steps_here(part):
             raise UnsupportedError(
                 f"{type(optimizer).__name__}.step() is called with {', '.join(arguments)}, which is not sent to the"
                 " parameter server, where it steps; use a method whose optimizer steps on the ranks"
@@ -259,7 +264,7 @@ class Exchanging(Executor):
         def step(*_: Any) -> Any:
             return self._step(index, part, optimizer, closure, arguments)
 
-        if not self._place.steps_here(part):
+        if not self._parallel.steps_here(part):
             # The optimizer steps at the server, but users' step hooks are on this rank: an average of weights, say.
             step = Optimizer.profile_hook_step(step)
         self.is_called = True
@@ -282,13 +287,13 @@ class Exchanging(Executor):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._place.reduction.check_reduced(part.replica.ordered)
+        self._parallel.reduction.check_reduced(part.replica.ordered)
         for head in self._heads:
             head.step_done()
-        self._edits.check(part)
+        self._external_writes.check(part)
         with torch.no_grad():
             self._parameter_groups.follow(index)
-            are_needed = not self._place.steps_here(part)
+            are_needed = not self._parallel.steps_here(part)
             hyperparameters = hyperparameters_of(optimizer, part.replica.ever_held, are_needed)
             with evaluating(part.replica, closure, loss, arguments), self._stepping():
                 self._advance(index, Gradient(part.replica.gradients(), hyperparameters))
@@ -304,12 +309,12 @@ class Exchanging(Executor):
 
     def _advance(self, index: int, gradient: Gradient) -> None:
         """Advance the group from this gradient to its next request for one."""
-        core, channel = self._place.core, self._channel
-        elsewhere = channel.traffic.seconds
+        core, exchange = self._parallel.core, self._exchange
+        elsewhere = exchange.traffic.seconds
         action = core.gradient(index, gradient)
         while not isinstance(action, NextGradient):
-            action = core.answer(index, channel.do(index, action))
-        took = self._timers.setdefault(index, StepTimer()).done(channel.traffic.seconds - elsewhere)
+            action = core.answer(index, exchange.do(index, action))
+        took = self._timers.setdefault(index, StepTimer()).done(exchange.traffic.seconds - elsewhere)
         if took is not None:
             core.step_took(index, took)
 

@@ -113,8 +113,8 @@ class OmniOptimizer(Optimizer):
         together, those that hold it with rank 0 call it, and each gets the state of its share.
         """
         own: dict[str, Any] = self.optimizer.state_dict()
-        if self._is_at_server and self.world.hands_over:
-            state = self.world.states.whole(self.optimizer, self.world.channel.store.snapshot().parts)
+        if self._is_at_server and self.world.owns_state:
+            state = self.world.states.whole(self.optimizer, self.world.exchange.store.snapshot().parts)
             own["state"] = state_like(state, self.optimizer)
         for hook in self._state_dict_hooks.values():
             changed = hook(self, own)
@@ -234,10 +234,10 @@ def _wrapped(optimizer: Optimizer) -> Optimizer:
 def _named(optimizer: Optimizer, names: Mapping[Parameter, str], merged: Collection[Parameter]) -> dict[str, Parameter]:
     found: dict[str, Parameter] = {}
     for number, group in enumerate(optimizer.param_groups):
-        for place, parameter in enumerate(group["params"]):
+        for index, parameter in enumerate(group["params"]):
             if parameter in merged:
                 continue
-            name = names.get(parameter, f"{number}.{place}")
+            name = names.get(parameter, f"{number}.{index}")
             if found.get(name, parameter) is not parameter:
                 raise ConfigurationError(
                     f"names=: two parameters of the optimizer are called {name}, and groups would exchange one of them;"

@@ -15,7 +15,7 @@ from lightning_omni.methods import Method, checked, method_named
 from lightning_omni.methods.overlap import check_overlap
 from lightning_omni.runtime.model.meshes import FSDP, ModelParallel, Sharding, shown
 from lightning_omni.topology import check_groups
-from lightning_omni.transport.base import TRANSPORTS, Transport, name_of
+from lightning_omni.transport.registry import TRANSPORTS, Transport, name_of
 from lightning_omni.transport.zeromq import ZeroMQ
 from lightning_omni.transport.zeromq.keys import key_of_environment
 from lightning_omni.wire.all_reduce import EXACT
@@ -128,7 +128,7 @@ class Server:
         if TRANSPORTS.get(name_of(self.transport)) is not type(self.transport):
             raise ConfigurationError(
                 f"transport={type(self.transport).__name__}(): the server, a process of its own, cannot be told of it;"
-                " give its class the decorator @lightning_omni.transport.base.register"
+                " give its class the decorator @lightning_omni.transport.registry.register"
             )
         if self.encryption != "curve":
             raise ConfigurationError(

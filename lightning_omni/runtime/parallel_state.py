@@ -19,7 +19,7 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.group.core import GroupCore
 from lightning_omni.methods import Method
 from lightning_omni.runtime._private import forget_meshes
-from lightning_omni.runtime.membership.registration import Enlistment
+from lightning_omni.runtime.membership.registration import GroupRegistration
 from lightning_omni.runtime.model.meshes import ModelParallel, columns_of, evenly, mesh_of, rows_of, sizes_in
 from lightning_omni.runtime.model.reduction import Reduction
 from lightning_omni.runtime.model.replica import Part
@@ -27,7 +27,7 @@ from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.runtime.process_groups import ProcessGroups, check_none_lost
 from lightning_omni.runtime.server_process import RunServer
 from lightning_omni.topology import RECORDER, Topology
-from lightning_omni.transport.base import Control
+from lightning_omni.transport.connections import Control
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.all_reduce import AllReduce
 from lightning_omni.wire.codec import Packed, pack, unpack
@@ -63,7 +63,7 @@ def default_device(backend: str, current_gpu: Callable[[], int] = torch.cuda.cur
     return torch.device("cuda", current_gpu()) if backend == dist.Backend.NCCL else torch.device("cpu")
 
 
-class Place:
+class ParallelState:
     """The position of this rank among all ranks. The arguments are those of `World`.
 
     Attributes:
@@ -91,7 +91,7 @@ class Place:
         failures: reasons of those among them that have failed by themselves.
         reduction: how the members of this rank's group average their gradients.
         where: returns this rank's position in its loop, in words, for messages to other ranks.
-        enlistment: the reservation of a group that joins on its own, whose ranks are the only ones in
+        registration: the reservation of a group that joins on its own, whose ranks are the only ones in
             torch.distributed; None where all ranks were started together.
     """
 
@@ -129,10 +129,10 @@ class Place:
             samples, self.tensor_parallel = sizes_in(self.topology, sharding, ranks_per_node, joins)
             self.shards = samples * self.tensor_parallel
         self.holders = rows_of(self.topology, self.shards)
-        self.enlistment: Enlistment | None = None
+        self.registration: GroupRegistration | None = None
         if joins:
-            self.enlistment = Enlistment(options, self.rank, self.size, self._broadcast_text_with_torch)
-            first = self.enlistment.first
+            self.registration = GroupRegistration(options, self.rank, self.size, self._broadcast_text_with_torch)
+            first = self.registration.first
             self.rank += first
             self.topology = Topology((tuple(range(first, first + self.size)),))
         self._records = self.rank == RECORDER
@@ -143,7 +143,7 @@ class Place:
         self.names: dict[Parameter, str] = {}
         self.steps = 0
         self.server = RunServer(self.rank, options, ranks_per_node, self.shards if self.is_sharded else None)
-        self.is_computing = self.is_entering = self.is_new = False
+        self.is_computing = self.is_entering = self.joined_since_sync = False
         self.ever_lost: set[int] = set()
         self.failures: tuple[str, ...] = ()
         self._mesh: DeviceMesh | None = None
@@ -180,7 +180,7 @@ class Place:
     @property
     def torch_members(self) -> Sequence[int]:
         """Return the ranks of this rank's group, as torch.distributed numbers them."""
-        return self.members if self.enlistment is None else range(self.size)
+        return self.members if self.registration is None else range(self.size)
 
     @property
     def is_leader(self) -> bool:
@@ -193,7 +193,7 @@ class Place:
         Where groups join on their own, it is the lowest live rank. All ranks agree on it where they synchronize; while
         they compute it stays the same until `follow_recorder`, because a checkpoint takes several calls.
         """
-        if self.enlistment is not None and self.control is not None and not self.is_computing:
+        if self.registration is not None and self.control is not None and not self.is_computing:
             self._records = self.rank == self.process_groups.live.ranks[0]
         return self._records
 
@@ -203,7 +203,7 @@ class Place:
         Args:
             asks: whether to request the status from the server, instead of using the last one.
         """
-        if self.enlistment is not None and self.control is not None and self.is_computing:
+        if self.registration is not None and self.control is not None and self.is_computing:
             status = self.control.request(m.AskStatus(), m.Status) if asks else self.control.status
             if status is not None:
                 self._records |= self.rank == status.recorder  # never reset, because the status may be old
@@ -216,11 +216,11 @@ class Place:
         Where groups join on their own, all ranks agree on it where they synchronize. While they compute, the members of
         a group agree on it in `World.agree_on_recorder`.
         """
-        if self.enlistment is None:
-            return RECORDER in self.members and self.speaks
+        if self.registration is None:
+            return RECORDER in self.members and self.exchanges
         if self.control is not None and not self.is_computing:
             self._is_with_recorder = self.process_groups.live.ranks[0] in self.members
-        return self._is_with_recorder and self.speaks
+        return self._is_with_recorder and self.exchanges
 
     @property
     def is_sharded(self) -> bool:
@@ -229,7 +229,7 @@ class Place:
     @property
     def share(self) -> tuple[int, int] | None:
         """Return index and number of shares, if each rank that holds a part of a model exchanges its own; or None."""
-        if not self.is_sharded or (self.is_synchronous and self.enlistment is None and self.control is None):
+        if not self.is_sharded or (self.is_synchronous and self.registration is None and self.control is None):
             return None
         return self.members.index(self.rank) % self.shards, self.shards
 
@@ -239,12 +239,12 @@ class Place:
         return len(self.members) // self.shards
 
     @property
-    def data_place(self) -> tuple[int, int]:
+    def data_rank(self) -> tuple[int, int]:
         """Return the index of this rank's part of its group's samples, and the number of parts."""
         return self.members.index(self.rank) // self.tensor_parallel, len(self.members) // self.tensor_parallel
 
     @property
-    def speaks(self) -> bool:
+    def exchanges(self) -> bool:
         """Return whether this rank exchanges with the server, for its group or for its share of the parameters.
 
         These are the ranks of the group's first replica; they pass the answers on to the others.
@@ -252,7 +252,7 @@ class Place:
         return self.members.index(self.rank) < self.shards
 
     @property
-    def hands_over(self) -> bool:
+    def owns_state(self) -> bool:
         """Return whether this rank sends weights to the server and reads them back, or its share of them."""
         return self.is_recorder or (self.share is not None and self.is_with_recorder)
 
@@ -282,7 +282,7 @@ class Place:
     @property
     def _compute_groups(self) -> Topology:
         """Return the compute groups that torch knows, as it numbers their ranks."""
-        return self.topology if self.enlistment is None else Topology.even(self.size, 1)
+        return self.topology if self.registration is None else Topology.even(self.size, 1)
 
     @property
     def _alike(self) -> Topology:
@@ -330,19 +330,19 @@ class Place:
         return self.control.lost if self.control else ()
 
     @property
-    def goes_on(self) -> bool:
-        """Return whether this rank's group is to join a running run; see `LateGroup`."""
-        return self.enlistment is not None and not self.enlistment.begins
+    def joins_running_run(self) -> bool:
+        """Return whether this rank's group is to join a running run; see `GroupJoin`."""
+        return self.registration is not None and not self.registration.begins
 
     @property
-    def takes_part(self) -> bool:
+    def has_joined(self) -> bool:
         """Return whether this rank's group has joined a running run."""
-        return self.goes_on and self.control is not None
+        return self.joins_running_run and self.control is not None
 
     @property
     def live_ranks(self) -> tuple[int, ...]:
         """Return the ranks that are not lost; in a group that joined on its own, those of the group."""
-        ranks = range(self.size) if self.enlistment is None else self.members
+        ranks = range(self.size) if self.registration is None else self.members
         return tuple(rank for rank in ranks if rank not in self.lost)
 
     @property

@@ -22,19 +22,18 @@ from lightning_omni.registry import to_wire
 from lightning_omni.runtime.model.meshes import shown
 from lightning_omni.runtime.model.replica import Part
 from lightning_omni.runtime.options import WorldOptions
-from lightning_omni.transport.base import Transport
+from lightning_omni.transport.registry import Transport
 from lightning_omni.transport.serving import ServerProcess
 from lightning_omni.transport.serving.process import ServerSettings
 from lightning_omni.transport.serving.supervisor import GAVE_UP, RESTARTS, SOON
 from lightning_omni.transport.zeromq.addresses import PrivateDirectory
-from lightning_omni.transport.zeromq.keys import ENVIRONMENT, key_of_environment, new_key
-from lightning_omni.transport.zeromq.keys import load as load_key
+from lightning_omni.transport.zeromq.keys import ENVIRONMENT, key_of_environment, load_key, new_key
 from lightning_omni.wire.formats.base import WireFormat
 
 _log = logging.getLogger(__name__)
 
 
-class Keeper:
+class ServerKeeper:
     """A thread that restarts the embedded server when its process (with its supervisor) has ended and the run has not.
 
     Args:
@@ -101,7 +100,7 @@ class RunServer:
         self._shares: dict[int, ServerProcess] = {}  # further servers that this rank starts, by number
         self._states: PrivateDirectory | None = None
         self._dismissed: list[tuple[list[ServerProcess], PrivateDirectory | None]] = []
-        self._keeper: Keeper | None = None
+        self._keeper: ServerKeeper | None = None
         self._taught: tuple[Method, Sequence[Part]] | None = None
         self._failure: Exception | None = None
 
@@ -253,7 +252,7 @@ class RunServer:
                     address = self.process.address()
                     if self._states is not None and self._taught is not None and self._keeper is None:
                         again = msgspec.structs.replace(self._settings(*self._taught), again=address)
-                        self._keeper = Keeper(self.process, again)
+                        self._keeper = ServerKeeper(self.process, again)
                     found = {"address": self.published(address), "key": key}
                 else:
                     found = {"address": self._options.server.address, "key": ""}

@@ -25,15 +25,13 @@ from lightning_omni.errors import ConfigurationError, OmniError, RankLost, Unsup
 from lightning_omni.group.core import LastAnswer
 from lightning_omni.methods.model.head import check_mergeable, held_by_one
 from lightning_omni.methods.model.master import check_servable
-from lightning_omni.runtime.checks.first_steps import FirstSteps
-from lightning_omni.runtime.checks.leaving import Leaving
-from lightning_omni.runtime.checks.raw_steps import RawSteps
-from lightning_omni.runtime.exchange.channel import Channel, Traffic
-from lightning_omni.runtime.exchange.connection import LEARN, Connection
+from lightning_omni.runtime.checks.exits import ExitCheck
+from lightning_omni.runtime.checks.raw_steps import RawStepGuard
+from lightning_omni.runtime.checks.reduction_check import ReductionCheck
+from lightning_omni.runtime.exchange.server_exchange import ServerExchange, Traffic
 from lightning_omni.runtime.executor import Exchanging, Executor
-from lightning_omni.runtime.membership.formation import Forming
-from lightning_omni.runtime.membership.group_join import LateGroup
-from lightning_omni.runtime.model.external_writes import Edits
+from lightning_omni.runtime.membership.connection import LEARN, Connection, GroupFormation, GroupJoin
+from lightning_omni.runtime.model.external_writes import ExternalWrites
 from lightning_omni.runtime.model.merged_head import RemoteHead
 from lightning_omni.runtime.model.parameter_groups import ParameterGroups
 from lightning_omni.runtime.model.replica import ModelReplica, Part
@@ -41,12 +39,12 @@ from lightning_omni.runtime.model.sharded import (
     check_sharded,
     reshard,
 )
-from lightning_omni.runtime.model.wrapping import HeldModel, take_from_rank_zero
+from lightning_omni.runtime.model.wrapping import ModelWrapper, take_from_rank_zero
 from lightning_omni.runtime.options import WorldOptions
-from lightning_omni.runtime.parallel_state import Place
+from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.runtime.process_groups import outlive
-from lightning_omni.runtime.state.transfer import Residuals, States
-from lightning_omni.runtime.validation import Versions
+from lightning_omni.runtime.state.transfer import Residuals, StateTransfer
+from lightning_omni.runtime.state.validation import ValidationSnapshots
 from lightning_omni.topology import Topology, check_groups
 from lightning_omni.wire import messages as m
 
@@ -56,7 +54,7 @@ _END = "the end of training"
 """The name of the last collective of a loop, in the message to ranks that call another one."""
 
 
-class World(Place):
+class World(ParallelState):
     """The compute groups of a run, as seen from this rank. Create it after ``torch.distributed.init_process_group``.
 
     It is for loops without Lightning; with Lightning, use `OmniStrategy`. A loop needs `wrap`, `training`,
@@ -105,27 +103,27 @@ class World(Place):
         super().__init__(groups, device, options, ranks_per_node)
         self.heads: list[RemoteHead] = []
         self.residuals = Residuals(self)
-        self.channel = Channel(self)
-        self.connection = Connection(self, self.channel)
-        self._forming = Forming(self, self.channel)
-        self.late_group = LateGroup(self, self.channel, self.connection)
-        self.parameter_groups = ParameterGroups(self, self.channel)
-        self.states = States(self, self.channel, self.residuals)
-        self.edits = Edits(self, self.channel, self.states)
-        self.versions = Versions(self, self.channel, self.edits)
-        self.held = HeldModel(self, lambda: self.executor.not_reduced())
-        self._raw_steps = RawSteps(self, lambda: self.executor)
+        self.exchange = ServerExchange(self)
+        self.connection = Connection(self, self.exchange)
+        self._forming = GroupFormation(self, self.exchange)
+        self.late_group = GroupJoin(self, self.exchange, self.connection)
+        self.parameter_groups = ParameterGroups(self, self.exchange)
+        self.states = StateTransfer(self, self.exchange, self.residuals)
+        self.external_writes = ExternalWrites(self, self.exchange, self.states)
+        self.versions = ValidationSnapshots(self, self.exchange, self.external_writes)
+        self.wrapper = ModelWrapper(self, lambda: self.executor.not_reduced())
+        self._raw_steps = RawStepGuard(self, lambda: self.executor)
         self._local = Executor(self.heads)
-        self._exchanging = Exchanging(self, self.channel, self.parameter_groups, self.edits, self.heads)
+        self._exchanging = Exchanging(self, self.exchange, self.parameter_groups, self.external_writes, self.heads)
         self.wants_stop = self.is_finished = self.is_begun = self._is_in_loop = False
         self.on_stop: Callable[[], None] | None = None
-        self.first_steps: FirstSteps | None = None
-        self._leaving: Leaving | None = None
+        self.first_steps: ReductionCheck | None = None
+        self._leaving: ExitCheck | None = None
 
     @property
     def executor(self) -> Executor:
         """Return the way in which the ranks train together, for the present groups."""
-        return self._local if self.is_synchronous and self.enlistment is None else self._exchanging
+        return self._local if self.is_synchronous and self.registration is None else self._exchanging
 
     # --- Life --------------------------------------------------------------------------------------------------------
 
@@ -191,7 +189,7 @@ class World(Place):
         check_servable(optimizer)  # whatever the method, a head is stepped at the server
         part = Part(optimizer, ModelReplica(parameters, optimizer), head=(name, module))
         self.heads.append(
-            RemoteHead(self, self.channel, self.parameter_groups, part, self._add_group(part), name, module)
+            RemoteHead(self, self.exchange, self.parameter_groups, part, self._add_group(part), name, module)
         )
         return self.heads[-1]
 
@@ -213,34 +211,34 @@ class World(Place):
         """Begin training, on every rank; with several groups, join the server and send it the recorder's weights."""
         self.connection.open()
         self.is_finished, self.is_begun = False, True
-        self.steps, self.core.last_answer, self.channel.traffic = 0, LastAnswer(), Traffic()
-        if not self.takes_part:  # otherwise the server gets changes since the group joined, before its first batch
+        self.steps, self.core.last_answer, self.exchange.traffic = 0, LastAnswer(), Traffic()
+        if not self.has_joined:  # otherwise the server gets changes since the group joined, before its first batch
             self.parameter_groups.renew()
         self.executor.check_parts()
-        self.held.average_over_replicas()  # refuses a hook that the user has set meanwhile
+        self.wrapper.average_over_replicas()  # refuses a hook that the user has set meanwhile
         if self.executor.exchanges:
             self.check_method(len(self.topology.alive))
-            if self.takes_part:
+            if self.has_joined:
                 self.late_group.read_weights()
             else:
                 self.connection.join()
                 self._form()
                 self.states.hand_out()
-            self.edits.begin()
+            self.external_writes.begin()
         self.executor.place_heads()
         self.states.forget()
-        if self.enlistment is not None:
-            self.enlistment.close()
+        if self.registration is not None:
+            self.registration.close()
 
     def take_part(self) -> m.Joined:
-        """Join a running run with this rank's group: see `LateGroup.take_part`. All of its ranks call it."""
+        """Join a running run with this rank's group: see `GroupJoin.take_part`. All of its ranks call it."""
         self.executor.check_parts()
         return self.late_group.take_part()
 
     def agree_on_recorder(self) -> None:
         """Agree inside a group on the recorder, which may change while groups compute. All members call it."""
-        if self.enlistment is not None and self.share is not None and self.is_computing:
-            self._is_with_recorder = self.channel.members.broadcast_bytes(str(self.is_recorder).encode()) == b"True"
+        if self.registration is not None and self.share is not None and self.is_computing:
+            self._is_with_recorder = self.exchange.members.broadcast_bytes(str(self.is_recorder).encode()) == b"True"
 
     def wait_for_members(self) -> None:
         dist.barrier(group=self.compute_group)
@@ -252,7 +250,7 @@ class World(Place):
         """
         self.late_group.read_again()
         self.states.forget()
-        self.edits.begin()
+        self.external_writes.begin()
 
     @contextmanager
     def training(self) -> Iterator[World]:
@@ -272,7 +270,7 @@ class World(Place):
             RankLost: ranks have died in an earlier loop; or in this one, and it cannot continue without them; or the
                 members of a group have made different numbers of steps.
         """
-        if self.enlistment is not None:
+        if self.registration is not None:
             raise UnsupportedError(
                 "World.training() with elastic=True: a group that joins late must find its place in the epoch, which is"
                 " done for Lightning's loops; use OmniStrategy(elastic=True), or start all ranks together"
@@ -301,7 +299,7 @@ class World(Place):
             if self._clocks == before:
                 self._warn_of_no_update(leaving.steps)
             self._forget_own()
-            if self.hands_over and self.executor.control is not None:
+            if self.owns_state and self.executor.control is not None:
                 self.states.take_back()
             self.close()
         except BaseException as error:
@@ -331,12 +329,12 @@ class World(Place):
             )
 
     @contextmanager
-    def _guarded(self) -> Iterator[Leaving]:
+    def _guarded(self) -> Iterator[ExitCheck]:
         """Refuse in this context whatever would let groups train without exchanges."""
         if not self.options.is_sharded:
-            self.first_steps = FirstSteps(self.members, self.compute_group, self.reduction.check_reduced)
+            self.first_steps = ReductionCheck(self.members, self.compute_group, self.reduction.check_reduced)
         self._is_in_loop = True
-        leaving = self._leaving = Leaving(self)
+        leaving = self._leaving = ExitCheck(self)
         first_steps = nullcontext() if self.first_steps is None else self.first_steps.watch()
         try:
             with first_steps, leaving.watch(), self._raw_steps.watch(lambda: leaving.steps):
@@ -345,7 +343,7 @@ class World(Place):
         finally:
             self.first_steps = self._leaving = None
             self._is_in_loop = False
-            self.edits.watch(None)
+            self.external_writes.watch(None)
 
     def _check_left(self) -> None:
         if self._leaving is not None:
@@ -409,13 +407,13 @@ class World(Place):
         self.residuals.warn_of_remainder()
         groups, after = self.process_groups, self.process_groups.original
         try:
-            if self.control is not None and self.enlistment is None:
+            if self.control is not None and self.registration is None:
                 # No rank stops the server while others still need it. If the ranks here continue, they do so without
                 # the lost ones, of which they may learn at different times.
-                live = tuple(rank for rank, _ in self.channel.synchronize(_END, b""))
+                live = tuple(rank for rank, _ in self.exchange.synchronize(_END, b""))
                 if len(live) < self.size:
                     survivors = Topology((live,))
-                    groups.make(survivors, self.channel.gather)
+                    groups.make(survivors, self.exchange.gather)
                     after = groups.compute(survivors)
                     outlive(after, sorted({*range(self.size)} - {*live}))
         except OmniError:
@@ -441,7 +439,7 @@ class World(Place):
                 "world.enter_compute() outside `with world.training():`, which calls it when it begins; call it there,"
                 " after world.enter_world()"
             )
-        reshard(self.held.sharded)
+        reshard(self.wrapper.sharded)
         self.executor.enter_compute()
 
     def enter_world(self, module: Module | None = None) -> None:
@@ -458,11 +456,11 @@ class World(Place):
         """
         if self._is_in_loop and self.is_computing:
             self._check_left()
-            self.edits.watch(module)
+            self.external_writes.watch(module)
         self._synchronize(f"enter_world({'' if module is None else 'module'})", module)
 
     def _synchronize(self, what: str, module: Module | None = None) -> None:
-        reshard(self.held.sharded)
+        reshard(self.wrapper.sharded)
         stops = self.executor.enter_world(module, self.wants_stop, what)
         if stops and self.on_stop is not None:
             self.on_stop()
@@ -482,22 +480,22 @@ class World(Place):
         """
         self._raw_steps.wrapped(module)
         if self.options.is_sharded:
-            self.held.shard(module)
-            self.held.share_initial()
+            self.wrapper.shard(module)
+            self.wrapper.share_initial()
         else:
             self.broadcast_initial(module)
         self.learn_names(module)
-        return module if self.options.is_sharded else self.held.wrap(module, ddp_options)
+        return module if self.options.is_sharded else self.wrapper.wrap(module, ddp_options)
 
     def broadcast_initial(self, module: Module) -> None:
-        """Copy the parameters and buffers of rank 0 to all ranks: see `HeldModel.broadcast_initial`."""
-        self.held.broadcast_initial(module)
+        """Copy the parameters and buffers of rank 0 to all ranks: see `ModelWrapper.broadcast_initial`."""
+        self.wrapper.broadcast_initial(module)
 
     # --- Regrouping --------------------------------------------------------------------------------------------------
 
     def check_regroup(self, groups: int) -> None:
         """Raise an error if these ranks cannot form this number of groups now: see `regroup`."""
-        if self.enlistment is not None:
+        if self.registration is not None:
             raise UnsupportedError(
                 "elastic=True: groups that have joined on their own cannot form other groups, for ranks of different"
                 " launchers have no process group in common; start other groups instead"
@@ -552,7 +550,7 @@ class World(Place):
         self.executor.check_parts()
         spans = self.states.hand_over(was_synchronous=not before.exchanges)
         if not before.exchanges:
-            self.edits.begin()
+            self.external_writes.begin()
         self.executor.place_heads()
         if not self.executor.exchanges:
             self.process_groups.use(self.compute_group)
@@ -566,7 +564,7 @@ class World(Place):
         self, groups: int | None = None, speeds: Mapping[int, float] | None = None, keeps_epoch: bool = False
     ) -> None:
         self._forming.form(groups, speeds, keeps_epoch)
-        self.held.average_over_replicas()
+        self.wrapper.average_over_replicas()
 
 
 def _is_of_a_loss(error: BaseException) -> bool:

@@ -101,7 +101,7 @@ class ValidationService(Service):
     def read(self, sender: Sender, message: m.ReadEvaluation, payload: Payload) -> list[Out]:
         """Answer a rank with the result of a validation."""
         packed, buffer = self._read(sender.rank, message.number) or (None, as_tensor(b""))
-        answer = m.Evaluation(packed=packed or Packed(b"", ()), is_void=packed is None, nbytes=buffer.numel())
+        answer = m.EvaluationResult(packed=packed or Packed(b"", ()), is_void=packed is None, nbytes=buffer.numel())
         return [Out(sender.peer, m.DATA, answer, (buffer,) if buffer.numel() else ())]
 
 

@@ -223,7 +223,7 @@ class Simulation:
         if group.number not in self.groups:
             return
         reason = f"rank {failure.rank} failed at {self._engine.now:g} s"
-        if is_away := self.server.away_until is not None:
+        if is_server_gone := self.server.away_until is not None:
             self._remove(group)
             self._barrier.leave(group.process)
             yield from self.server.wait_until_restarted()  # it notices the death only then
@@ -233,7 +233,7 @@ class Simulation:
         if over := self.server.core.over:
             self._monitor.ended = f"lost: {over}"
             return
-        if not is_away:
+        if not is_server_gone:
             self._remove(group)
         self._network.deliver(out)
         self._barrier.leave(group.process)

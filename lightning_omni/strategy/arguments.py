@@ -23,7 +23,7 @@ from lightning_omni.errors import ConfigurationError, UnknownArgument
 from lightning_omni.methods import Method
 from lightning_omni.runtime.model.meshes import FSDP, ModelParallel, Sharding, shown
 from lightning_omni.runtime.options import Elastic, Server, WorldOptions
-from lightning_omni.strategy import _private
+from lightning_omni.strategy.lightning_internals.strategies import model_parallel_options
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
 _OF_LIGHTNING = ("module", "device_ids")
@@ -106,7 +106,7 @@ def sharding_of(given: object) -> tuple[Sharding, dict[str, Any]]:
     Raises:
         ConfigurationError: ``given`` is no valid value of ``model_parallel=``.
     """
-    theirs = _private.told_model_parallel(given)
+    theirs = model_parallel_options(given)
     if theirs is not None:
         names = ("data_parallel_size", "tensor_parallel_size", "save_distributed_checkpoint")
         return ModelParallel(*(theirs.pop(name) for name in names)), theirs

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from lightning_omni.runtime.data.balance import Balance
 from lightning_omni.runtime.parallel_state import Communication
 from lightning_omni.strategy.grouping import GroupedStrategy
-from lightning_omni.strategy.optimizers.proxies import Merged
+from lightning_omni.strategy.optimizers import Merged
 from lightning_omni.topology import Topology
 
 
@@ -54,7 +54,7 @@ class Arrangement:
         groups = len(self._users.topology.alive)
         if groups != len(self._strategy.world.topology.alive):
             self._strategy.form(groups)
-            self._strategy.say_hello()
+            self._strategy.announce_groups()
 
     def restore(self) -> None:
         """Restore the user's choice at the setup of a fit; if ranks were lost, only the merged head is restored."""

@@ -24,18 +24,23 @@ from lightning_omni.metrics import RunReport
 from lightning_omni.runtime import World, WorldOptions
 from lightning_omni.runtime.checks.same_tensors import check_all_shared
 from lightning_omni.runtime.data.balance import Balance, gather
-from lightning_omni.runtime.model.buffer_sync import Merge, Untrained, average_of, buffers_of
+from lightning_omni.runtime.model.buffer_sync import BufferSync, Merge, average_of, buffers_of
 from lightning_omni.runtime.model.meshes import shown
 from lightning_omni.runtime.model.sharded import reshard
 from lightning_omni.runtime.model.wrapping import frozen
-from lightning_omni.strategy import _private
 from lightning_omni.strategy.arguments import FitOptions
-from lightning_omni.strategy.declared import callbacks_of
-from lightning_omni.strategy.live_metrics import Reporting, StepTimes
+from lightning_omni.strategy.lightning_internals.callbacks import (
+    averaged_models,
+    call_rank_zero_hooks,
+    callbacks_of,
+    show_progress_bar,
+    without_rank_zero_only,
+)
+from lightning_omni.strategy.lightning_internals.loops import validates_by_time
+from lightning_omni.strategy.lightning_internals.strategies import has_model_averaging, set_ddp_options, set_rank
 from lightning_omni.strategy.loops.driver import EpochDriver
-from lightning_omni.strategy.optimizers.proxies import Merged, Proxies
-from lightning_omni.strategy.optimizers.trainable import Trainable
-from lightning_omni.strategy.optimizers.wrapped import check_wrapped
+from lightning_omni.strategy.loops.live_metrics import Reporting, StepTimes
+from lightning_omni.strategy.optimizers import Merged, Proxies, Trainable, check_wrapped
 from lightning_omni.wire.compression import Compression
 
 if TYPE_CHECKING:
@@ -153,32 +158,32 @@ class GroupedStrategy(_Base):
         self.model = self.pl_module
         self.trainable.remember(self.pl_module)
         exchanges = self.world.executor.exchanges
-        if self.world.held.sharded is not None:
+        if self.world.wrapper.sharded is not None:
             return
         if exchanges and len(self.world.members) == 1:
             self.world.reduction.install(self.model, self.world.compute_group)
             return  # without exchanges even a single rank is wrapped, as under DDPStrategy
         options = self.world.reduction.ddp_options(self.pl_module, self.ddp_options)
         options |= {"process_group": self.world.compute_group, "init_sync": False}
-        _private.set_ddp_options(self, options)
+        set_ddp_options(self, options)
         with frozen(self.merged.parameters(self.pl_module) if exchanges else ()):
             if not self.merged or any(parameter.requires_grad for parameter in self.pl_module.parameters()):
                 super().configure_ddp()  # rejects a module without trainable parameters, such as one with a frozen body
         self.world.reduction.install(self.model, self.world.compute_group)
 
-    def follow_edits(self) -> None:
+    def follow_external_writes(self) -> None:
         """Register this Trainer's buffers, parameters and optimizers, which the world checks for users' changes."""
-        edits = self.world.edits
+        edits = self.world.external_writes
         edits.buffers, edits.others = lambda: buffers_of(self.pl_module), self._others
         edits.switched = lambda: not self.proxies.are_of(self.real_optimizers)
         edits.reattach = self._reattach
 
-    def _others(self) -> Iterator[Untrained]:
+    def _others(self) -> Iterator[BufferSync]:
         """Yield all parameters, and the averages that WeightAveraging holds."""
-        reshard(self.world.held.sharded)
+        reshard(self.world.wrapper.sharded)
         for name, parameter in self.pl_module.named_parameters():
-            yield Untrained(name, parameter, Merge.FIRST)
-        for model in _private.averaged_models(self._trainer):
+            yield BufferSync(name, parameter, Merge.FIRST)
+        for model in averaged_models(self._trainer):
             yield from average_of(model)
 
     def _reattach(self) -> None:
@@ -203,12 +208,12 @@ class GroupedStrategy(_Base):
     def follow_recorder(self) -> None:
         """Begin to log and save if this rank has become the recorder, because the group of the former one is gone."""
         world = self.world
-        if world.enlistment is not None and world.follow_recorder() and not self._is_told_to_record:
+        if world.registration is not None and world.follow_recorder() and not self._is_told_to_record:
             self._is_told_to_record = self._took_over = True
-            _private.set_rank(0)
+            set_rank(0)
             self.rank_zero_info("OmniStrategy: the group that logged and saved is gone; this group does so now")
-            _private.call_hooks_of_rank_zero(self._trainer)
-            _private.show_progress_bar(self._trainer, self.epochs.is_open)
+            call_rank_zero_hooks(self._trainer)
+            show_progress_bar(self._trainer, self.epochs.is_open)
 
     def explain_take_over(self, exception: BaseException) -> None:
         """Log a hint if the user's code fails on a rank that became the recorder, which may be the cause."""
@@ -219,7 +224,7 @@ class GroupedStrategy(_Base):
                 " see docs/how-to/joining.md, 'Logging and saving'"
             )
 
-    def form_one(self) -> None:
+    def merge_groups(self) -> None:
         if self.world.executor.exchanges:
             self.form(1)
 
@@ -267,15 +272,15 @@ class GroupedStrategy(_Base):
 
     # --- Messages and reports -----------------------------------------------------------------------------------------
 
-    def say_hello(self) -> None:
+    def announce_groups(self) -> None:
         """Log which groups were formed."""
         # Only a tuner has this method.
         is_chosen = any(hasattr(callback, "on_omni_launch") for callback in callbacks_of(self._trainer))
         text = f"OmniStrategy: {self.grouping.sentence}{'' if is_chosen else self.grouping.advice}"
         world = self.world
-        if world.enlistment is not None and world.is_leader and not self.is_global_zero:
+        if world.registration is not None and world.is_leader and not self.is_global_zero:
             # The terminal of this group shows nothing else: no progress, and no message of `rank_zero_info`.
-            info = _private.undecorated(self.rank_zero_info)
+            info = without_rank_zero_only(self.rank_zero_info)
             info(f"{text} | joined the run as group {world.group}; another group logs and saves")
         else:
             self.rank_zero_info(text)
@@ -359,7 +364,7 @@ class SeveralGroups(Grouping):
     @override
     def check(self, trainer: Trainer) -> None:
         strategy = self._strategy
-        if _private.validates_by_time(trainer):
+        if validates_by_time(trainer):
             raise UnsupportedError(
                 "val_check_interval as a duration: groups would come to validation at different times and wait for each"
                 " other; pass a number of batches or a fraction of the epoch"
@@ -368,7 +373,7 @@ class SeveralGroups(Grouping):
             raise UnsupportedError(
                 "min_steps: groups count their own steps, and would disagree on when they may stop; use min_epochs"
             )
-        if _private.averages_models(strategy):
+        if has_model_averaging(strategy):
             raise UnsupportedError("model_averaging_period averages over all ranks; use it with groups=1 only")
         if strategy.ddp_options.get("process_group") is not None:
             raise UnsupportedError(
@@ -425,7 +430,7 @@ class SeveralGroups(Grouping):
             f"{counted(ranks, 'rank')} in {counted(groups, 'group')} of"
             f" {' or '.join(map(str, sizes))} | method {type(world.method).__name__} | server {world.server_address} |"
             f" data {data}{' | exchanges overlap' if world.core.overlaps else ''}"
-            f"{'' if world.held.sharded is None else f' | inside {_held_by(world)}'}"
+            f"{'' if world.wrapper.sharded is None else f' | inside {_held_by(world)}'}"
         )
 
     @property
@@ -436,7 +441,7 @@ class SeveralGroups(Grouping):
 
 def _held_by(world: World) -> str:
     """Return in words how the members of a group hold the model."""
-    if world.held.sharded is None:
+    if world.wrapper.sharded is None:
         return "DistributedDataParallel"
     shards = f" with {world.shards} shards" if world.has_replicas else ""
     if world.tensor_parallel == 1:

@@ -22,26 +22,37 @@ from lightning_omni.checks import counted
 from lightning_omni.errors import ConfigurationError, ConnectionLost, Evicted, OmniError, RankLost, UnsupportedError
 from lightning_omni.methods import Method
 from lightning_omni.runtime import Elastic, Server, World, WorldOptions
-from lightning_omni.runtime.checks.failing import forget
+from lightning_omni.runtime.checks.exits import forget
 from lightning_omni.runtime.model.meshes import FSDP, evenly, shown, sizes_in
 from lightning_omni.runtime.model.sharded import check_clipping, reshard
 from lightning_omni.runtime.process_groups import check_none_lost
 from lightning_omni.runtime.timing import clock_of
-from lightning_omni.strategy import _private
 from lightning_omni.strategy.arguments import Asked, FitOptions, refuse_unknown_of_ddp, sharding_of
 from lightning_omni.strategy.arrangement import Arrangement
 from lightning_omni.strategy.checkpoints.contents import Checkpoints
-from lightning_omni.strategy.declared import callbacks_of
+from lightning_omni.strategy.checkpoints.hooks import SavingStrategy
 from lightning_omni.strategy.joining.rejoin import Rejoining
 from lightning_omni.strategy.joining.run_state import RunStates
-from lightning_omni.strategy.launcher import end_with, is_interactive, say_exit
-from lightning_omni.strategy.live_metrics import gathering_sentence
-from lightning_omni.strategy.loops.leased_data import GivenRank, draws_batches, is_given
+from lightning_omni.strategy.launcher import describe_exit, exit_process, is_interactive
+from lightning_omni.strategy.lightning_internals.callbacks import averages_weights, callbacks_of
+from lightning_omni.strategy.lightning_internals.loops import loops_iterate, seed_workers, will_step
+from lightning_omni.strategy.lightning_internals.strategies import (
+    FIRST_BARRIER,
+    collective_timeout,
+    exclude_from_broadcast,
+    keep_on_device,
+    set_ddp_options,
+    set_device_mesh,
+    set_launcher,
+    set_rank,
+    set_start_method,
+    start_method,
+)
+from lightning_omni.strategy.loops.leased_data import LightningRank, draws_batches, has_lightning_sampler
 from lightning_omni.strategy.loops.listener import Listener, NestedRuns
+from lightning_omni.strategy.loops.live_metrics import gathering_sentence
 from lightning_omni.strategy.namespaces import namespace_of, need_namespace, new_in, strategy_class_in
-from lightning_omni.strategy.optimizers.proxies import Merged, Proxies
-from lightning_omni.strategy.optimizers.trainable import explain_unused
-from lightning_omni.strategy.saving import SavingStrategy
+from lightning_omni.strategy.optimizers import Merged, Proxies, explain_unused
 from lightning_omni.strategy.signals import Signals, end_in_one_line
 from lightning_omni.topology import check_groups
 from lightning_omni.transport.serving import ServerProcess
@@ -237,26 +248,26 @@ class OmniStrategyHooks(SavingStrategy):
                 if (sharding := self._world_options.model_parallel) is not None:
                     nodes = [ranks // self.num_nodes] * self.num_nodes
                     sizes_in(evenly(ranks, groups, sharding), sharding, nodes)
-        if _private.start_method(self) != "popen":
-            _private.set_launcher(self, self.processes_class(self, _private.start_method(self)))
+        if start_method(self) != "popen":
+            set_launcher(self, self.processes_class(self, start_method(self)))
         else:
             launcher = self.launcher_class(self.cluster_environment, self.num_processes, self.num_nodes)
             launcher.on_death, launcher.on_launch = self._on_child_death, self._on_launch
             launcher.is_writing, launcher.failures = self._writes, self._failures
-            _private.set_launcher(self, launcher)
+            set_launcher(self, launcher)
 
     def _choose_start_method(self) -> None:
         """Fork the ranks in interactive sessions, which have no script to start; Lightning does the same."""
         environment = self.cluster_environment
         is_ours = environment is not None and not environment.creates_processes_externally
-        if not is_ours or not is_interactive() or _private.start_method(self) != "popen":
+        if not is_ours or not is_interactive() or start_method(self) != "popen":
             return
         if "fork" not in get_all_start_methods():
             raise ConfigurationError(
                 "OmniStrategy in a notebook or an interactive session: ranks are copies of its process there"
                 ' (start_method="fork"), which this system cannot make; run the code as a script'
             )
-        _private.set_start_method(self, "fork")
+        set_start_method(self, "fork")
 
     def _on_launch(self, trainer: Trainer | None) -> None:
         """Prepare callbacks and the server on rank 0 in the seconds that the other ranks need for their imports."""
@@ -279,8 +290,8 @@ class OmniStrategyHooks(SavingStrategy):
         The launcher's thread calls it.
         """
         world, rank = self._world, self.node_rank * self.num_processes + local_rank
-        enlistment = world.enlistment if world is not None else None
-        rank += enlistment.first if enlistment is not None else 0
+        registration = world.registration if world is not None else None
+        rank += registration.first if registration is not None else 0
         control = world.executor.control if world is not None else None  # read once: the run may end meanwhile
         if self.signals.is_stopping or self.rejoining.is_armed:
             return True
@@ -288,17 +299,17 @@ class OmniStrategyHooks(SavingStrategy):
             return True
         if world is not None and world.is_finished:
             if code > 0:  # its script failed after the end of training
-                end_with(1, f"the process of rank {rank} ended with {say_exit(code)}")
+                exit_process(1, f"the process of rank {rank} ended with {describe_exit(code)}")
             return True
         if world is None or control is None:
             return False
-        control.post(m.RankEnded(rank=rank, reason=f"the process of rank {rank} ended with {say_exit(code)}"))
+        control.post(m.RankEnded(rank=rank, reason=f"the process of rank {rank} ended with {describe_exit(code)}"))
         # The server evicts a group that has joined on its own; the group may then rejoin.
-        return enlistment is not None or 0 not in world.topology.members(world.topology.group_of(rank))
+        return registration is not None or 0 not in world.topology.members(world.topology.group_of(rank))
 
     def _failures(self) -> Sequence[str]:
         """Return the failures of other ranks, for this process's exit status; groups that join have their own."""
-        return () if self._world is None or self.world.enlistment is not None else self.world.failures
+        return () if self._world is None or self.world.registration is not None else self.world.failures
 
     def _writes(self) -> bool:
         return self.is_writing
@@ -319,27 +330,27 @@ class OmniStrategyHooks(SavingStrategy):
         if self._is_fitting(self._trainer):
             check_none_lost()
         if self._world is None:
-            timeout = _private.collective_timeout(self) or options.timeout
+            timeout = collective_timeout(self) or options.timeout
             self._world = World(
                 device=self.root_device,
                 options=replace(options, timeout=timeout),
                 ranks_per_node=[self.num_processes] * self.num_nodes,
             )
             self.world.server.process, self._server_process = self._server_process, None
-            if self.world.enlistment is not None:
+            if self.world.registration is not None:
                 self.world.connection.on_stuck = self._start_again
-                self.rejoining.enlisted(self.world.enlistment.run)
-                _private.set_rank(self.world.rank)
+                self.rejoining.enlisted(self.world.registration.run)
+                set_rank(self.world.rank)
                 self._is_told_to_record, self._took_over = self.world.is_recorder, False
         if self.is_sharded:
-            _private.set_device_mesh(self.pl_module, self.world.mesh)
+            set_device_mesh(self.pl_module, self.world.mesh)
             forget(self.world.process_groups.original, self.world.rank)
 
     @property
     @override
     def is_global_zero(self) -> bool:
         """Return whether this rank logs and saves for the run; among groups that join on their own, one rank does."""
-        if self._world is None or self.world.enlistment is None:
+        if self._world is None or self.world.registration is None:
             return super().is_global_zero
         return self.world.is_recorder
 
@@ -364,14 +375,14 @@ class OmniStrategyHooks(SavingStrategy):
             if self.world.executor.exchanges:
                 self.world.parameter_groups.agree()
                 self.world.connection.start_server()
-            if self.world.goes_on:
+            if self.world.joins_running_run:
                 self.checkpoints.forget()
                 self.epochs.resume(self.checkpoints.resumed)
                 self.run_states.take_over(trainer)
 
     def _check_averages(self) -> None:
         """Raise `UnsupportedError` for callbacks that average weights, before they copy a module that is sharded."""
-        if _private.averages_weights(self._trainer):
+        if averages_weights(self._trainer):
             raise UnsupportedError(
                 f"{shown(self._world_options.model_parallel)} and WeightAveraging or StochasticWeightAveraging: what"
                 " they keep is whole, and each rank has a part of the model; leave the callback or model_parallel= out"
@@ -389,11 +400,11 @@ class OmniStrategyHooks(SavingStrategy):
     def model_to_device(self) -> None:
         """Move the module to the device; shard it first, block by block, if the members of a group hold it together."""
         if self.is_sharded:
-            self.world.held.shard(self.pl_module)
+            self.world.wrapper.shard(self.pl_module)
         super().model_to_device()
         if self.is_sharded:
-            self.world.held.share_initial()
-            _private.keep_unsynchronized(self.pl_module, [name for name, _ in self.pl_module.named_parameters()])
+            self.world.wrapper.share_initial()
+            exclude_from_broadcast(self.pl_module, [name for name, _ in self.pl_module.named_parameters()])
 
     @override
     def configure_ddp(self) -> None:
@@ -405,7 +416,7 @@ class OmniStrategyHooks(SavingStrategy):
             self.world.broadcast_initial(self.pl_module)
             self.wrap_for_group()
             return
-        _private.set_ddp_options(self, self.ddp_options)
+        set_ddp_options(self, self.ddp_options)
         super().configure_ddp()
         self.world.reduction.install(self.model, self.world.compute_group)
         self.trainable.remember(self.pl_module)
@@ -431,7 +442,7 @@ class OmniStrategyHooks(SavingStrategy):
     @override
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks; install the signal handlers at the first barrier after Lightning's own are registered."""
-        if name == _private.FIRST_BARRIER and self._is_fitting(self._trainer) and not self.nested.is_running:
+        if name == FIRST_BARRIER and self._is_fitting(self._trainer) and not self.nested.is_running:
             self._install_signals()
         super().barrier(name)
 
@@ -439,7 +450,7 @@ class OmniStrategyHooks(SavingStrategy):
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         self.signals.progress()
         if self._world is not None and self.world.control is not None:
-            self.world.control.got_on()
+            self.world.control.report_progress()
         return super().batch_to_device(batch, *args, **kwargs)
 
     @override
@@ -453,16 +464,16 @@ class OmniStrategyHooks(SavingStrategy):
         self.reporting.begin()
         self._has_gathered = False
         world.states.resume(self.checkpoints.resumed)
-        self.follow_edits()
+        self.follow_external_writes()
         world.begin()
-        if world.enlistment is not None:
+        if world.registration is not None:
             control = world.executor.control
-            self.rejoining.took_part(world.enlistment.run, is_saved=control is None or control.patience > 0)
+            self.rejoining.took_part(world.registration.run, is_saved=control is None or control.reconnect_timeout > 0)
         self.epochs.start()
         self.balance.begin(world, self.pl_module, lambda: self.epochs.leases)
         self.step_times.clock = clock_of(world.device)
         self.grouping.guard()
-        self.say_hello()
+        self.announce_groups()
         if warning := self.reporting.warning_before(world, self.epochs.run.steps_left()):
             self.rank_zero_warn(f"OmniStrategy: {warning}")
         for call in self.on_ready:
@@ -482,7 +493,7 @@ class OmniStrategyHooks(SavingStrategy):
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Note the end of the forward pass, after which this rank may have to wait for its group."""
-        self.step_times.forward_done(self.world.channel.traffic.seconds)
+        self.step_times.forward_done(self.world.exchange.traffic.seconds)
         super().pre_backward(closure_loss)
 
     @override
@@ -496,7 +507,7 @@ class OmniStrategyHooks(SavingStrategy):
         """Return to the epoch after the last callback, if the epoch continues."""
         super().on_validation_end()
         if self._world is not None:
-            reshard(self.world.held.sharded)  # hooks of the next epoch may add parameters to the optimizer
+            reshard(self.world.wrapper.sharded)  # hooks of the next epoch may add parameters to the optimizer
         self.epochs.after_validation()
         self.balance.after_validation()
         self.step_times.interrupt()
@@ -514,10 +525,10 @@ class OmniStrategyHooks(SavingStrategy):
         self.reporting.ask(world)
         self.epochs.finish()
         if world.executor.control is not None:
-            world.edits.finish()
+            world.external_writes.finish()
             if warning := self.reporting.warning(world):
                 self.rank_zero_info(f"OmniStrategy: {warning}")
-            if world.hands_over:
+            if world.owns_state:
                 world.states.take_back()
             for part in world.parts:
                 part.replica.abandon()
@@ -560,7 +571,7 @@ class OmniStrategyHooks(SavingStrategy):
     def _rejoin_if_cut_off(self, error: BaseException) -> None:
         """Prepare to rejoin if this group has joined on its own, once the reason for its exclusion is known."""
         world = self.world
-        if world.enlistment is not None:
+        if world.registration is not None:
             self._rejoin(error, (world.control.cause if world.control is not None else None) or error)
 
     def _rejoin(self, error: BaseException, reason: BaseException) -> bool:
@@ -579,12 +590,12 @@ class OmniStrategyHooks(SavingStrategy):
     def teardown(self) -> None:
         """Leave the run and stop the embedded server."""
         if self.is_sharded:
-            with _private.staying_in_place(self):
+            with keep_on_device(self):
                 super().teardown()
-            reshard(self._world.held.sharded if self._world is not None else None)
+            reshard(self._world.wrapper.sharded if self._world is not None else None)
         else:
             super().teardown()
-        _private.set_ddp_options(self, self.ddp_options)  # drops the process group of the former compute group
+        set_ddp_options(self, self.ddp_options)  # drops the process group of the former compute group
         self.has_failed = False
         if self._listener is not None:
             self._listener.close()
@@ -621,7 +632,7 @@ class OmniStrategyHooks(SavingStrategy):
             raise ConfigurationError(
                 "regroup() works while trainer.fit runs; before that, pass groups= to OmniStrategy"
             )
-        if trainer.fit_loop.batch_idx >= 0 and self.epochs.is_open and not _private.will_step(trainer):
+        if trainer.fit_loop.batch_idx >= 0 and self.epochs.is_open and not will_step(trainer):
             raise ConfigurationError(
                 "regroup() inside an accumulation window would mix gradients of different groups; call it when"
                 " accumulate_grad_batches batches are complete"
@@ -638,12 +649,12 @@ class OmniStrategyHooks(SavingStrategy):
         self.form(groups, speeds)
         if not self.epochs.is_open:
             world.enter_world(self.pl_module)  # between epochs: hooks are for all ranks together
-        self.say_hello()
+        self.announce_groups()
 
     def _form_wanted_groups(self) -> None:
         """Form as many groups as an operator of the run has requested. All ranks call it between two epochs."""
         world = self.world
-        if world.control is None or world.enlistment is not None or not self.proxies:
+        if world.control is None or world.registration is not None or not self.proxies:
             return
         status = world.control.status
         [wanted] = world.all_reduce_max([status.wanted_groups if status is not None else 0])
@@ -667,26 +678,26 @@ class OmniStrategyHooks(SavingStrategy):
         if world is not None and not self._is_fitting(self._trainer):
             if world.ever_lost:  # the remaining ranks evaluate all of the data
                 given = {"num_replicas": dist.get_world_size(), "rank": dist.get_rank()}
-        elif world is not None and (enlistment := world.enlistment) is not None:
+        elif world is not None and (registration := world.registration) is not None:
             # The group that began the run determines lengths; samples are leased.
-            given = {"num_replicas": enlistment.announced, "rank": given["rank"] if enlistment.begins else 0}
+            given = {"num_replicas": registration.announced, "rank": given["rank"] if registration.begins else 0}
         same = world.tensor_parallel if world is not None else 1  # ranks that get the same samples
-        return {**given, "num_replicas": given["num_replicas"] // same, "rank": GivenRank(given["rank"] // same)}
+        return {**given, "num_replicas": given["num_replicas"] // same, "rank": LightningRank(given["rank"] // same)}
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
         """Replace the training DataLoader by one with leased batches, if the strategy may assign its samples."""
         loader = super().process_dataloader(dataloader)
-        if self._world is not None and self.world.enlistment is not None:
-            _private.seed_workers(self._trainer, loader, self.world.rank)
-        is_trained = self._trainer.training or _private.loops_iterate(self._trainer)  # in a hook of a validation, too
+        if self._world is not None and self.world.registration is not None:
+            seed_workers(self._trainer, loader, self.world.rank)
+        is_trained = self._trainer.training or loops_iterate(self._trainer)  # in a hook of a validation, too
         return self.epochs.data.process(loader, self.global_rank, self._objection) if is_trained else loader
 
     def _objection(self, loader: DataLoader[Any]) -> str:
         """Return why the samples of a plain DataLoader cannot be leased; empty if they can."""
         if draws_batches(self.pl_module.training_step):
             return "training_step draws from it (dataloader_iter)"
-        return "" if is_given(loader) else "it has a DistributedSampler of its own"
+        return "" if has_lightning_sampler(loader) else "it has a DistributedSampler of its own"
 
     # --- Collectives -------------------------------------------------------------------------------------------------
 

@@ -22,8 +22,8 @@ from typing_extensions import override
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.metrics import RunReport
-from lightning_omni.strategy import _private
-from lightning_omni.strategy.declared import callbacks_of
+from lightning_omni.strategy.lightning_internals.callbacks import callbacks_of
+from lightning_omni.strategy.lightning_internals.strategies import start_method
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
@@ -66,7 +66,7 @@ class ExitStatus:
             self._exit(self.code)
 
 
-def end_with(code: int, reason: str) -> None:
+def exit_process(code: int, reason: str) -> None:
     """Set the status with which this process ends when its script ends. A second call has no effect."""
     if not hasattr(sys, _STATUS):
         _log.error("%s; when the script has come to its end, this process ends with status %d", reason, code)
@@ -114,7 +114,7 @@ class OmniLauncherHooks(_Base):
         with _not_orphaned():
             result = function(*args, **kwargs)
         if _observer is not None and (failures := self.failures()):
-            end_with(1, f"{failures[0]}, and the others have gone on without its group")
+            exit_process(1, f"{failures[0]}, and the others have gone on without its group")
         return result
 
     @override
@@ -168,7 +168,7 @@ class OmniProcessesHooks(_ProcessesBase):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         if trainer is not None and cast("GroupedStrategy", trainer.strategy).root_device.type == "cuda":
-            _refuse_initialized_cuda(_private.start_method(trainer.strategy))
+            _refuse_initialized_cuda(start_method(trainer.strategy))
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
     @override
@@ -197,12 +197,12 @@ def _with_results(trainer: Trainer) -> list[Any]:
     return [each for each in callbacks_of(trainer) if hasattr(each, "take_omni_results")]
 
 
-def _refuse_initialized_cuda(start_method: str) -> None:
+def _refuse_initialized_cuda(method: str) -> None:
     """Raise `ConfigurationError` if ranks would be forked from a process that has used CUDA."""
-    if start_method != "spawn" and torch.cuda.is_initialized():
+    if method != "spawn" and torch.cuda.is_initialized():
         remedy = "restart the kernel" if is_interactive() else 'pass start_method="spawn"'
         raise ConfigurationError(
-            f"start_method={start_method!r}: this process has used CUDA, and its copies cannot use it; {remedy}, and"
+            f"start_method={method!r}: this process has used CUDA, and its copies cannot use it; {remedy}, and"
             " leave CUDA (.cuda(), .to('cuda')) to the module and its Trainer"
         )
 
@@ -266,20 +266,20 @@ class ChildObserver(threading.Thread):
                     self._end_everything(rank, code)
                     return
                 if code > 0:
-                    end_with(1, f"the process of local rank {rank} ended with {say_exit(code)}")
+                    exit_process(1, f"the process of local rank {rank} ended with {describe_exit(code)}")
 
     def _end_everything(self, rank: int, code: int) -> None:
         # Ctrl-C interrupts all ranks, but this one gets no signal while it waits for the others to start.
         is_interrupted = code == -signal.SIGINT
         if not is_interrupted:
-            text = say_exit(code)
+            text = describe_exit(code)
             _log.error("the process of local rank %d ended with %s; the run cannot go on without it", rank, text)
         self._give_grace()
         if self._is_dismissed:
             return
         if self._is_finishing:
             if not is_interrupted:
-                end_with(1, f"the process of local rank {rank} ended with {say_exit(code)}")
+                exit_process(1, f"the process of local rank {rank} ended with {describe_exit(code)}")
             return
         for child in self._children:
             child.send_signal(signal.SIGKILL)
@@ -317,7 +317,7 @@ def end_children() -> None:
         _observer.dismiss()
 
 
-def say_exit(code: int) -> str:
+def describe_exit(code: int) -> str:
     """Return an exit code in words."""
     if code < 0:
         try:

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +26,15 @@ import torch
 import torch.distributed as dist
 
 from lightning_omni.runtime import World
-from lightning_omni.strategy import _private
-from lightning_omni.strategy.waiting import waiting_sentence, waits_in
+from lightning_omni.strategy import NAMESPACES
+from lightning_omni.strategy.lightning_internals.callbacks import current_hook
+from lightning_omni.strategy.lightning_internals.loops import set_batch_agreement
+from lightning_omni.strategy.lightning_internals.strategies import mark_terminated
 from lightning_omni.topology import RECORDER
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
+
 
 _log = logging.getLogger(__name__)
 
@@ -94,7 +98,7 @@ class Signals:
 
         ``leave`` synchronizes all groups for the last time; within ``waiting`` this rank waits for others.
         """
-        is_alone = world.size == 1 and world.enlistment is None
+        is_alone = world.size == 1 and world.registration is None
         if self._replaced or is_alone or threading.current_thread() is not threading.main_thread():
             return
         self._trainer, self._world, self._leave, self._waiting = trainer, world, leave, waiting
@@ -103,7 +107,7 @@ class Signals:
                 self._replaced[number] = signal.signal(number, self._on_terminate)
             elif before in (None, signal.SIG_DFL) and callable(signal.getsignal(number)):  # the user has set no handler
                 self._replaced[number] = signal.signal(number, self._on_requeue)
-        _private.set_batch_agreement(trainer, self.agree)
+        set_batch_agreement(trainer, self.agree)
         world.wants_stop, world.on_stop = False, self._stop
         self._longest, self._progress = 0.0, time.monotonic()
         self._watcher = threading.Thread(target=self._watch, name="omni-signals", daemon=True)
@@ -121,7 +125,7 @@ class Signals:
                 signal.signal(number, handler if before is None else before)
         self._replaced, self._watcher = {}, None
         if self._trainer is not None:
-            _private.set_batch_agreement(self._trainer, None)
+            set_batch_agreement(self._trainer, None)
         self._trainer, self._world = None, None
 
     @property
@@ -167,7 +171,7 @@ class Signals:
         """
         self._requeued = True
         assert self._world is not None
-        if self._world.enlistment is not None:
+        if self._world.registration is not None:
             if dist.get_rank() == 0:
                 _requeue_job()
             return
@@ -177,7 +181,7 @@ class Signals:
 
     def _stop(self) -> None:
         assert self._trainer is not None
-        _private.mark_terminated(self._trainer)
+        mark_terminated(self._trainer)
         self.is_stopping = True
         self.pause()
         raise self._terminated(128 + signal.SIGTERM)
@@ -186,9 +190,9 @@ class Signals:
         """Return the action requested by this rank's signals, or by another rank's, as reported by the server."""
         world = self._world
         assert world is not None
-        status = world.control.status if world.control is not None and world.enlistment is None else None
+        status = world.control.status if world.control is not None and world.registration is None else None
         others = status.signal if status is not None else _NOTHING
-        saves = RECORDER in world.members or world.enlistment is not None
+        saves = RECORDER in world.members or world.registration is not None
         if saves and not self._requeued and (self._requeues or others == _REQUEUE):
             return _REQUEUE
         return _TERMINATE if self._terminates or others == _TERMINATE else _NOTHING
@@ -210,18 +214,18 @@ class Signals:
         trainer, world, since, has_said = self._trainer, self._world, math.inf, False
         while self._watcher is threading.current_thread() and world is not None and trainer is not None:
             time.sleep(_POLL_SECONDS)
-            if world.control is not None and world.enlistment is None:
+            if world.control is not None and world.registration is None:
                 world.control.signal = _TERMINATE if self._terminates else _REQUEUE if self._requeues else _NOTHING
             now = time.monotonic()
             if self._terminates and now < since:
                 since = now
-                ends = "the run ends" if world.enlistment is None else "its group leaves the run"
+                ends = "the run ends" if world.registration is None else "its group leaves the run"
                 _log.warning("rank %d was told to end by SIGTERM; %s at the start of a batch", world.rank, ends)
                 if trainer.strategy.launcher is not None:
                     trainer.strategy.launcher.kill(signal.SIGTERM)
             silent = now - self._progress
             if silent > LONG_WAIT and not has_said:
-                where = waits_in(sys._current_frames().get(threading.main_thread().ident or 0))
+                where = user_collective_of(sys._current_frames().get(threading.main_thread().ident or 0))
                 has_said = bool(where)
                 if has_said:
                     _log.warning(waiting_sentence(world.rank, silent, where))
@@ -242,6 +246,51 @@ def _requeue_job() -> None:
     else:
         outcome = "is requeued" if status == 0 else f"is not requeued: scontrol requeue ended with status {status}"
         _log.log(logging.WARNING if status else logging.INFO, "the job of this group, %s, %s", job, outcome)
+
+
+_COLLECTIVES = "torch.distributed.distributed_c10d"
+_LIBRARIES = {
+    "torch",
+    "torchmetrics",
+    "lightning_omni",
+    *("lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"),
+}
+_LOOPS = tuple(f"{name}.loops." for name in NAMESPACES)
+
+
+def user_collective_of(frame: FrameType | None) -> str:
+    """Return the collective that a thread is in and the user's code that called it; an empty string if there is none.
+
+    Lightning and this package call collectives, too, but the cause is rarely on a rank that waits in one of those.
+    """
+    collective = ""
+    while frame is not None:
+        module, code = str(frame.f_globals.get("__name__", "")), frame.f_code
+        if module.startswith(_LOOPS):
+            return ""
+        if module == _COLLECTIVES:
+            collective = code.co_name
+        elif collective and module.partition(".")[0] not in _LIBRARIES | sys.stdlib_module_names:
+            called = getattr(code, "co_qualname", code.co_name)  # exists from Python 3.11 on
+            return f"{collective}(), called in {called} ({Path(code.co_filename).name}, line {frame.f_lineno})"
+        frame = frame.f_back
+    return ""
+
+
+def training_position(trainer: Trainer) -> str:
+    """Return where a rank calls a collective: the user's call if there is one, or the hook, and the batch."""
+    called = user_collective_of(sys._getframe()).partition(", ")[2] or f"in {current_hook(trainer) or 'no hook'}"
+    return f"{called}, after batch {trainer.fit_loop.batch_idx + 1} of epoch {trainer.current_epoch}"
+
+
+def waiting_sentence(rank: int, seconds: float, where: str) -> str:
+    """Return a warning about a rank without progress for some seconds; ``where`` names the call."""
+    return (
+        f"rank {rank} has waited for {seconds:.0f} s in {where}: not all ranks have called it. If a hook calls it every"
+        " n batches, let it count by batch_idx or trainer.global_step, in which the ranks of a group agree. Counts of"
+        " its own differ after OmniTuner or regroup() has put ranks of different groups together."
+        " A process group with ranks of several groups is for outside of the training epoch"
+    )
 
 
 def end_in_one_line(error: BaseException) -> None:

@@ -1,5 +1,5 @@
 """The transports that carry messages between ranks and servers: the interface, in memory, and ZeroMQ."""
 
-from lightning_omni.transport.base import Transport, register
+from lightning_omni.transport.registry import Transport, register
 
 __all__ = ["Transport", "register"]

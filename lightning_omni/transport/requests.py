@@ -10,12 +10,12 @@ from torch import Tensor
 
 from lightning_omni.errors import ProtocolError, Refused
 from lightning_omni.group.core import Outgoing
-from lightning_omni.transport.base import Data, LastingData, ServerAway
+from lightning_omni.transport.connections import Data, ReconnectingData, ServerUnavailable
 from lightning_omni.wire import messages as m
 
 Answer = TypeVar("Answer", bound=m.Message)
 _Part = tuple[m.Message, Tensor | None, Tensor | None]
-"""The part of a request for one server: the arguments of `lightning_omni.transport.base.Data.send`."""
+"""The part of a request for one server: the arguments of `lightning_omni.transport.connections.Data.send`."""
 
 
 class Requests:
@@ -38,7 +38,7 @@ class Requests:
         self._connections = self._all[-1:] if by_member else self._all
         self._in_parts = by_member or len(self._all) > 1
         self._number = 0
-        lasting = [each for each in self._connections if isinstance(each, LastingData)]
+        lasting = [each for each in self._connections if isinstance(each, ReconnectingData)]
         self._again = _Again(lasting, largest) if self._in_parts and lasting else None
 
     @property
@@ -70,7 +70,7 @@ class Requests:
         """Send each server its part of a request.
 
         Args:
-            outgoing: one part for each server, with payloads as in `lightning_omni.transport.base.Data.send`.
+            outgoing: one part for each server, with payloads as in `lightning_omni.transport.connections.Data.send`.
             into: memory for the answers' payloads, as there.
         """
         self._number += 1
@@ -92,7 +92,7 @@ class Requests:
 
         Args:
             expect: type of the answers.
-            into: memory for their payloads, as in `lightning_omni.transport.base.Data.receive`.
+            into: memory for their payloads, as in `lightning_omni.transport.connections.Data.receive`.
 
         Raises:
             Refused: a server refused; then no server has handled its part.
@@ -132,22 +132,22 @@ class _Again:
         largest: see `Requests`.
     """
 
-    def __init__(self, connections: Sequence[LastingData], largest: Callable[[int], int]) -> None:
+    def __init__(self, connections: Sequence[ReconnectingData], largest: Callable[[int], int]) -> None:
         self._connections, self._largest = connections, largest
         self._control = connections[0].control
-        self._returns: int | None = None  # of the servers with which all members of the group exchange
+        self._server_epoch: int | None = None  # of the servers with which all members of the group exchange
         self._parts: Sequence[_Part] = ()
         self._is_out = False
 
     def send(self, parts: Sequence[_Part]) -> None:
         """Send all parts of this rank."""
-        if self._returns is None:
+        if self._server_epoch is None:
             self._reconnect()
-        self._parts, self._is_out = parts, all(each.returns == self._returns for each in self._connections)
+        self._parts, self._is_out = parts, all(each.server_epoch == self._server_epoch for each in self._connections)
         try:
             for connection, part in zip(self._connections, parts, strict=True) if self._is_out else ():
                 connection.send_part(*part)
-        except ServerAway:
+        except ServerUnavailable:
             self._is_out = False
 
     def receive(self, expect: type[Answer], memories: Sequence[Tensor | None]) -> list[tuple[Answer, Tensor] | Refused]:
@@ -157,15 +157,15 @@ class _Again:
             if self._largest(int(received is None)) == 0:
                 assert received is not None
                 return received
-            assert self._returns is not None
-            self._control.wait_for_another(self._returns + 1)
+            assert self._server_epoch is not None
+            self._control.wait_for_server_epoch(self._server_epoch + 1)
             self._reconnect()
             self.send(self._parts)
 
     def _reconnect(self) -> None:
         """Connect to the newest servers that any member of the group has found."""
-        self._returns = self._largest(self._control.returns)
-        self._control.wait_for_another(self._returns)
+        self._server_epoch = self._largest(self._control.server_epoch)
+        self._control.wait_for_server_epoch(self._server_epoch)
         for connection in self._connections:
             connection.renew()
 
@@ -178,7 +178,7 @@ class _Again:
         try:
             pairs = zip(self._connections, memories, strict=True)
             return [_received(connection.receive_part, expect, memory) for connection, memory in pairs]
-        except ServerAway:
+        except ServerUnavailable:
             return None
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.strategy import NAMESPACES, module_in
-from lightning_omni.strategy.declared import is_fast_dev_run
+from lightning_omni.strategy.lightning_internals.callbacks import is_fast_dev_run
 from lightning_omni.strategy.namespaces import namespace_of
 
 if TYPE_CHECKING:

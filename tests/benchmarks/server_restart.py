@@ -110,7 +110,7 @@ def kill_embedded(running: Running, both: bool) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-class Standing:
+class SchedulerSnapshot:
     """A server that stands by itself and saves its state."""
 
     def __init__(self, stack: ExitStack, save_every: float) -> None:
@@ -153,7 +153,7 @@ def run_with(
     with ExitStack() as stack:
         environment, strategy, server = {}, {}, None
         if stands:
-            server = Standing(stack, save_every)
+            server = SchedulerSnapshot(stack, save_every)
             strategy["address"], environment["LIGHTNING_OMNI_KEY"] = server.address(), server.key
         options = {"fits": [fit(method, save_every, **strategy)], "servers": 2}  # the second goes on for the first
         running = stack.enter_context(Running("groups.py", options, environment))

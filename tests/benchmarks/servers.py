@@ -86,7 +86,7 @@ def worker(way: str, address: str, encryption: str, rank: int, period: int, exch
         world.broadcast_initial(model)
         optimizer = OmniOptimizer(plain, world)
         with world.training():
-            train(optimizer.step, lambda: world.channel.traffic.seconds)
+            train(optimizer.step, lambda: world.exchange.traffic.seconds)
     measured = {
         "step": (seconds[-1] - seconds[1]) / (period * exchanges),
         "exchange": (spent[-1] - spent[1]) / exchanges,

@@ -34,11 +34,10 @@ import zmq
 
 from lightning_omni.methods import AsyncSGD
 from lightning_omni.methods.model.master import describe, hyperparameters_of
-from lightning_omni.transport.base import from_wire, to_wire
+from lightning_omni.transport.registry import from_wire, to_wire
 from lightning_omni.transport.serving import ServerProcess
 from lightning_omni.transport.serving.process import ServerSettings
-from lightning_omni.transport.zeromq import ZeroMQ
-from lightning_omni.transport.zeromq import memory_segments as segments
+from lightning_omni.transport.zeromq import ZeroMQ, shared_memory
 from lightning_omni.transport.zeromq.keys import new_key
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack
@@ -115,7 +114,7 @@ def fused_step(nbytes: int) -> Once:
 def copies(nbytes: int) -> Once:
     """The gradient into shared memory and out of it again, the weights likewise."""
     gradient, own, master, weights = (torch.zeros(nbytes, dtype=torch.uint8) for _ in range(4))
-    push, answer = (segments.empty(nbytes) for _ in range(2))
+    push, answer = (shared_memory.shared_zeros(nbytes) for _ in range(2))
 
     def once() -> None:
         push.copy_(gradient)

@@ -45,7 +45,7 @@ class ValidatedWeights:
             return list(weights.values())
         if world.method.evaluated == "mean":
             weights = self._mean(world)
-        elif not (world.channel.is_free or world.heads):
+        elif not (world.exchange.is_free or world.heads):
             if world.method.steps_at == "server":  # from which these were read, one exchange ago
                 return list(weights.values())
             self._late += 1
@@ -53,7 +53,7 @@ class ValidatedWeights:
                 return None
         self._late = 0
         if world.heads or world.method.evaluated != "mean":
-            parts = zip(world.parts, world.channel.store.snapshot(with_state=False).parts, strict=True)
+            parts = zip(world.parts, world.exchange.store.snapshot(with_state=False).parts, strict=True)
             for part, held in parts:
                 if part.head is not None or world.method.evaluated != "mean":
                     weights |= held["weights"]

@@ -24,7 +24,7 @@ TYPES = _numbered(
     ProcessInfo Acknowledged - - AskOverview AskServer AskServerAddresses AskStatus AskValidations Attach
     AttachChallenge AttachProof Attached AverageMessage AskNext Batch Upload Uploaded Challenge ClaimValidation
     Download Downloaded Contribute SnapshotId DrawBatches BatchesDrawn Echo Echoed RegisterGroup GroupRegistered
-    EpochOpened EpochPlan Evaluation EvaluationPublished Event Evict FetchMessage FormGroups GroupsFormed Gathered
+    EpochOpened EpochPlan EvaluationResult EvaluationPublished Event Evict FetchMessage FormGroups GroupsFormed Gathered
     Goodbye GroupOverview GroupState GroupStateStored GroupStatus HeadBackward HeadForward HeadGradients HeadOutput
     HeadRelease HeadReleased Heartbeat Hello Join Joined LeaveEpoch EpochLeft LogEntry LargeMessage RankEnded Notice
     Observe ObserverProof ObserverWelcome OpenEpoch Overview Packed PeerMessage Proof PublishEvaluation Published -

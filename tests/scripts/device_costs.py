@@ -58,7 +58,7 @@ class Measures(pl.Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         world = getattr(trainer.strategy, "world", None)
         if world is not None:
-            self._time_exchanges(world.channel)
+            self._time_exchanges(world.exchange)
             self._time_steps()
 
     def _time_exchanges(self, channel: Any) -> None:

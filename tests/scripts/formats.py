@@ -75,8 +75,8 @@ def train(rank: int) -> dict[str, object]:
         "given": [each.tolist() for each in given],
         "residual": [each.tolist() for each in residual],
         "gathered": gathered,
-        "moved": world.channel.traffic.moved,
-        "shared": world.channel.traffic.shared,
+        "moved": world.exchange.traffic.moved,
+        "shared": world.exchange.traffic.shared,
     }
     Path(os.environ["OMNI_TEST_FOLDER"], f"rank{rank}.json").write_text(json.dumps(result))
     dist.barrier()
@@ -108,7 +108,7 @@ def gather_group_state(world: World) -> bool:
     world.states.gather_group_state()
     same = True
     if world.rank == 0:
-        groups = world.channel.store.snapshot().groups
+        groups = world.exchange.store.snapshot().groups
         world.states.resume(Saved(groups=3, states=groups))  # of other groups: it says so, and takes nothing
         saved = groups[world.group][0]
         before = world.core.sender_state(0)["residual"]

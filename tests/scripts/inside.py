@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from lightning_omni.errors import RankLost
-from lightning_omni.runtime import parallel_state as places
-from lightning_omni.runtime.model import sharded as sharding
+from lightning_omni.runtime import parallel_state
+from lightning_omni.runtime.model import sharded
 from lightning_omni.topology import Topology
 
 
@@ -333,9 +333,9 @@ def tensor_parity() -> Any:
 def lies(module: nn.Module) -> dict[str, Any]:
     """How many parameters a rank finds in the whole, and how often each number is exchanged."""
     held = list(module.parameters())
-    sizes = torch.tensor([sharding.here(each).numel() for each in held], device=own_device())
+    sizes = torch.tensor([sharded.here(each).numel() for each in held], device=own_device())
     torch.distributed.all_reduce(sizes)
-    mine = [sharding.rows(each.full_tensor().detach(), each).to_local() for each in held]
+    mine = [sharded.rows(each.full_tensor().detach(), each).to_local() for each in held]
     found = sum(torch.equal(part, each.to_local()) for part, each in zip(mine, held, strict=True))
     return {"whole": found, "exchanged": [size / each.numel() for size, each in zip(sizes.tolist(), held, strict=True)]}
 
@@ -383,7 +383,7 @@ def fit(inside: str, kind: type[Blocks], optimizer: str = "SGD", groups: int = 2
     strategy = strategy_of(inside, folder, shards, groups=groups, **given)
     run = trainer(strategy, OPTIONS.get("devices", 4), **options)
     samples = alike("x" in inside) if issubclass(kind, Even) else data()
-    with patch.object(places, "evenly", lambda ranks, groups, *_: Topology.even(ranks, groups, together or 1)):
+    with patch.object(parallel_state, "evenly", lambda ranks, groups, *_: Topology.even(ranks, groups, together or 1)):
         run.fit(module, samples, data(), ckpt_path=ckpt)
     return module, run, strategy.report()
 
@@ -607,7 +607,7 @@ def dies_in_replicas() -> Any:
     """Likewise in the second replica of a group that has the model twice; a checkpoint is of before."""
     pl.seed_everything(7, verbose=False)
     module, saves = Wrapped("AdamW"), Saves("before-death")
-    with patch.object(places, "evenly", lambda *_: Topology(((0, 1), (2, 3, 4, 5)))):
+    with patch.object(parallel_state, "evenly", lambda *_: Topology(((0, 1), (2, 3, 4, 5)))):
         strategy = omni.OmniStrategy(
             2, model_parallel=omni.FSDP(shards=2, distributed_checkpoint=True), method="diloco:period=2"
         )

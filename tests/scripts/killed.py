@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from lightning_omni.server import ServerCore
-from lightning_omni.transport.zeromq import Server
+from lightning_omni.transport.zeromq import ZeroMQServer
 from lightning_omni.transport.zeromq.addresses import PrivateDirectory
 
 
@@ -23,7 +23,7 @@ def say(line: str) -> None:
 
 def serve() -> None:
     """Serves."""
-    server = Server(ServerCore(bytes(range(32)), secrets.token_bytes), directory=PrivateDirectory())
+    server = ZeroMQServer(ServerCore(bytes(range(32)), secrets.token_bytes), directory=PrivateDirectory())
     say(server.address)
     server.run(lambda: False)
 

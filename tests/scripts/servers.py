@@ -75,7 +75,7 @@ def train(
             refused += not world.core.last_answer.applied
             losses.append(loss.item())
         if world.control is not None:
-            shares, snapshot = world.control.servers, world.channel.store.snapshot() if world.is_recorder else None
+            shares, snapshot = world.control.servers, world.exchange.store.snapshot() if world.is_recorder else None
     state = snapshot.parts[0]["state"] if snapshot is not None else {}
     flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     return {

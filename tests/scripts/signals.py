@@ -13,8 +13,8 @@ from common import FOLDER, OPTIONS, Net, loaders, omni, pl, report, trainer
 from torch import Tensor
 from values import values_in
 
+import lightning_omni.strategy.checkpoints.hooks as saving
 import lightning_omni.strategy.launcher as launcher
-import lightning_omni.strategy.saving as saving
 import lightning_omni.strategy.signals as signals
 
 RANK = int(os.environ.get("SLURM_PROCID", os.environ.get("LOCAL_RANK", 0)))

@@ -220,7 +220,8 @@ class Follows(pl.Callback):
         if RANK == 0 and world.executor.exchanges:
             enough = min(256, world.core.last_answer.progress + 2 * BATCH)
             while (
-                sum(stop - start for start, stop in world.channel.store.snapshot(with_state=False).cut.trained) < enough
+                sum(stop - start for start, stop in world.exchange.store.snapshot(with_state=False).cut.trained)
+                < enough
             ):
                 time.sleep(SECONDS[0])
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_omni.runtime.model import parameter_groups
 
-parameter_groups.PATIENCE = timedelta(seconds=8)
+parameter_groups.AGREEMENT_TIMEOUT = timedelta(seconds=8)
 RANK = int(os.environ.get("LOCAL_RANK", 0))
 
 

@@ -41,7 +41,7 @@ def train(method: str) -> dict[str, object]:
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-        moved = world.channel.traffic.moved
+        moved = world.exchange.traffic.moved
     weights = [parameter.tolist() for parameter in model.parameters()]
     return {"address": address, "first": losses[0], "last": losses[-1], "weights": weights, "moved": moved}
 

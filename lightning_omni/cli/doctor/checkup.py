@@ -24,7 +24,7 @@ from lightning_omni.cli.console import CommandOutput
 from lightning_omni.errors import ConfigurationError, OmniError, Refused
 from lightning_omni.transport.serving.build_info import versions
 from lightning_omni.transport.zeromq.addresses import EVERYWHERE, check_address, directory_of, is_private
-from lightning_omni.transport.zeromq.keys import default_path, is_open_to_others, load
+from lightning_omni.transport.zeromq.keys import default_path, is_open_to_others, load_key
 from lightning_omni.transport.zeromq.observer import Observer
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats import wire_named
@@ -133,7 +133,7 @@ def examine(checkup: Checkup, address: str, key_file: Path | None, mb: float, en
 
 def _key(checkup: Checkup, key_file: Path | None) -> bytes:
     try:
-        key = load(key_file)
+        key = load_key(key_file)
     except ConfigurationError as error:
         raise checkup.fail("key", str(error), "copy the server's key file here, or set LIGHTNING_OMNI_KEY") from None
     if is_open_to_others(key_file):

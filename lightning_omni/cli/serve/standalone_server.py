@@ -17,16 +17,16 @@ from rich.console import Console
 
 from lightning_omni.cli.console import INTERRUPTED, log
 from lightning_omni.cli.serve.run_log import TIMES, RunLog, stamped
-from lightning_omni.transport import base as transports
+from lightning_omni.transport import registry
 from lightning_omni.transport.serving.http import StatusServer
 from lightning_omni.transport.serving.process import ServerProcess, ServerSettings, raise_limit_of_files
+from lightning_omni.transport.serving.save_files import share_directory
 from lightning_omni.transport.serving.startup import core_from, load_plugins
-from lightning_omni.transport.serving.state_directory import StateDirectory, share_directory
+from lightning_omni.transport.serving.state_directory import StateDirectory
 from lightning_omni.transport.serving.supervisor import Lifeline, can_supervise, preload, supervise
-from lightning_omni.transport.zeromq import ZeroMQ
+from lightning_omni.transport.zeromq import ZeroMQ, server_link
 from lightning_omni.transport.zeromq.addresses import EVERYWHERE
 from lightning_omni.transport.zeromq.keys import is_open_to_others
-from lightning_omni.transport.zeromq.server_link import CONNECT_TIME
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class StandaloneServer:
         """Return the driver of the state machine, bound to its ports."""
         ports = settings.host, settings.port, self._options.data_port
         if coordinator := settings.coordinator:
-            log(self._console, f"waiting for the server at {coordinator}, up to {CONNECT_TIME:.0f} s")
+            log(self._console, f"waiting for the server at {coordinator}, up to {server_link.CONNECT_TIME:.0f} s")
             return self._transport.follow(self._core, coordinator, *ports)
         return self._transport.serve(self._core, *ports)
 
@@ -165,7 +165,7 @@ class StandaloneServer:
                 settings,
                 port=0,
                 record="",
-                transport=transports.to_wire(self._transport),
+                transport=registry.to_wire(self._transport),
                 number=number,
                 coordinator=self._server.address.replace(f"//{EVERYWHERE}:", "//127.0.0.1:"),
                 state=state,

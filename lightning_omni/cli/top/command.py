@@ -36,11 +36,11 @@ def top(
     from lightning_omni.cli.console import show
     from lightning_omni.cli.top.live_table import AGAIN, watch
     from lightning_omni.cli.top.overview import Rates, picture
-    from lightning_omni.transport.zeromq.keys import load
+    from lightning_omni.transport.zeromq.keys import load_key
     from lightning_omni.transport.zeromq.observer import Observer
 
     seconds = time_of("--every", every)
-    key = load(key_file)
+    key = load_key(key_file)
     observer = Observer(address, key, encryption, CONNECT_TIME)
     console = Console()
     if not once and console.is_terminal and not console.is_dumb_terminal:

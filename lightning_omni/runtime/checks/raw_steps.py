@@ -19,7 +19,7 @@ from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.methods.model.master import held_by
 from lightning_omni.runtime.executor import Executor
 from lightning_omni.runtime.model.sharded import local_of
-from lightning_omni.runtime.parallel_state import Place
+from lightning_omni.runtime.parallel_state import ParallelState
 
 _REMEDY = (
     "groups would exchange nothing of it, and each would train a model of its own: wrap every optimizer before `with"
@@ -27,11 +27,11 @@ _REMEDY = (
 )
 
 
-class RawSteps:
+class RawStepGuard:
     """A guard against steps without an `OmniOptimizer` of the world, while several groups train."""
 
-    def __init__(self, place: Place, executor: Callable[[], Executor]) -> None:
-        self._place, self._executor = place, executor
+    def __init__(self, parallel: ParallelState, executor: Callable[[], Executor]) -> None:
+        self._parallel, self._executor = parallel, executor
         self._wrapped: list[ref[Module]] = []
         self._stranger = ""
 
@@ -47,7 +47,7 @@ class RawSteps:
             ConfigurationError: the loop ends, and weights have moved in it by other means alone.
         """
         self._stranger = ""
-        before = self._sums() if self._executor().exchanges and not self._place.parts else []
+        before = self._sums() if self._executor().exchanges and not self._parallel.parts else []
         guard = register_optimizer_step_pre_hook(self._refuse)
         try:
             yield
@@ -66,26 +66,26 @@ class RawSteps:
 
     def _refuse(self, optimizer: Optimizer, *_: Any) -> None:
         """Refuse the step of an optimizer that would move weights without an exchange."""
-        place, executor = self._place, self._executor()
-        if not executor.exchanges or executor.is_called or (place.steps_at_worker and not place.is_computing):
+        parallel, executor = self._parallel, self._executor()
+        if not executor.exchanges or executor.is_called or (parallel.steps_at_worker and not parallel.is_computing):
             return
         name = type(optimizer).__name__
-        if any(part.optimizer is optimizer for part in place.parts):
+        if any(part.optimizer is optimizer for part in parallel.parts):
             raise UnsupportedError(
                 f"{name}.step() would move this rank's weights, and groups would exchange nothing; call step() of the"
                 " OmniOptimizer that wraps it"
             )
         moved = set(held_by(optimizer))
-        for part in place.parts:
+        for part in parallel.parts:
             if not moved.isdisjoint(part.replica.ordered):
                 raise UnsupportedError(
                     f"{name}.step() would move weights of {type(part.optimizer).__name__}, which is one of the group's:"
                     " call its step(closure), that of the OmniOptimizer, in which groups exchange, with a closure that"
                     " computes the loss and its gradients"
                 )
-        if not place.is_computing:  # perhaps the model is evaluated, by a classifier that is trained on top of it
+        if not parallel.is_computing:  # perhaps the model is evaluated, by a classifier that is trained on top of it
             return
-        if not place.parts or not moved.isdisjoint(self._weights()):
+        if not parallel.parts or not moved.isdisjoint(self._weights()):
             raise ConfigurationError(f"{name}.step() of an optimizer that no OmniOptimizer wraps; {_REMEDY}")
         self._stranger = name
 

@@ -137,7 +137,7 @@ class Balance:
 
     def begin_batch(self) -> None:
         if self._world is not None:
-            self._exchanged, self._elsewhere = self._world.channel.traffic.seconds, 0.0
+            self._exchanged, self._elsewhere = self._world.exchange.traffic.seconds, 0.0
             self._reduced = self._until_gradient = self._world.reduction.seconds
 
     def begin_forward(self) -> None:
@@ -162,7 +162,7 @@ class Balance:
         if self._world is not None:
             self._own.pause_since_gradient()
             self._own.work()
-            exchanged = self._world.channel.traffic.seconds - self._exchanged
+            exchanged = self._world.exchange.traffic.seconds - self._exchanged
             self._elsewhere = exchanged + self._until_gradient - self._reduced
 
     def end_batch(self) -> None:

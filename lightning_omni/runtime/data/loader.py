@@ -17,7 +17,7 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.group.lease_client import LeaseClient
 from lightning_omni.group.member_samples import apportion
 from lightning_omni.server.epochs.lease_book import LeaseBook
-from lightning_omni.transport.base import Control
+from lightning_omni.transport.connections import Control
 from lightning_omni.wire.messages import Batch, BatchesDrawn, EpochLeft, EpochOpened, EpochPlan, Next, OpenEpoch
 
 
@@ -60,7 +60,7 @@ class RankLeases(LeaseClient):
         self._before_epoch = before_epoch
         self._control: Control | None = None
         self._book: LeaseBook | None = None
-        self._goes_on = False
+        self._is_resumed = False
 
     @property
     def place(self) -> tuple[int, int]:
@@ -103,21 +103,21 @@ class RankLeases(LeaseClient):
         self.is_as_ddp = is_as_ddp
         self.in_pairs = not is_as_ddp and self.batch_size > 1
 
-    def begin_local(self, plan: EpochPlan, goes_on: bool = False) -> None:
+    def begin_local(self, plan: EpochPlan, resumed: bool = False) -> None:
         """Begin an epoch of one group; or, after a regrouping, continue it with the untrained positions of ``plan``."""
         self._book = LeaseBook(plan, {0: self._members * plan.ranks_per_batch})
-        self._goes_on = goes_on
-        self._deal(is_as_ddp=not goes_on)
+        self._is_resumed = resumed
+        self._deal(is_as_ddp=not resumed)
         self.restart(plan.epoch)
-        coming = self.peek() if goes_on else None
+        coming = self.peek() if resumed else None
         self.interval = coming.interval if coming is not None else 0
 
     def iterate(self, epoch: int) -> None:
         if not self.is_local:
             self._before_epoch(epoch)
-        elif not self._goes_on:
+        elif not self._is_resumed:
             self.begin_local(EpochPlan(epoch=epoch, total=self.total, batch_size=self.batch_size, budget=self.total))
-        self._goes_on = False
+        self._is_resumed = False
 
     def begin(self, plan: EpochPlan) -> None:
         if self._control is None:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from lightning_omni.errors import ConnectionLost, OmniError, RankLost, Refused
 from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.server.membership.roster import origin
-from lightning_omni.transport.zeromq.keys import load as load_key
+from lightning_omni.transport.zeromq.keys import load_key
 from lightning_omni.transport.zeromq.observer import Observer
 from lightning_omni.wire.messages import GroupRegistered
 
@@ -48,7 +48,7 @@ def run_is_saved() -> bool:
     return _UNSAVED not in os.environ.get(COMES_BACK, "").split(" ")[2:]
 
 
-class Enlistment:
+class GroupRegistration:
     """A reservation of rank numbers for a group. All of its ranks create one.
 
     Args:

@@ -24,9 +24,9 @@ from torch.nn import Module
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_omni.errors import UnsupportedError
+from lightning_omni.runtime.model.contiguous import write
 from lightning_omni.runtime.model.replica import fingerprint
-from lightning_omni.runtime.model.values import write
-from lightning_omni.runtime.parallel_state import Place
+from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.topology import RECORDER
 
 _STATISTICS = re.compile(r"(running|moving)_(mean|var|variance|std)")
@@ -44,7 +44,7 @@ class Merge(Enum):
 
 
 @dataclass(frozen=True, eq=False)
-class Untrained:
+class BufferSync:
     """A tensor that no optimizer moves.
 
     Attributes:
@@ -58,30 +58,30 @@ class Untrained:
     merge: Merge
 
 
-def buffers_of(module: Module) -> Iterator[Untrained]:
+def buffers_of(module: Module) -> Iterator[BufferSync]:
     """Yield the buffers of a module, in its order."""
     for name, buffer in module.named_buffers():
         own = name.rpartition(".")[2]
         if own == _BATCHES:
-            yield Untrained(name, buffer, Merge.LARGEST)
+            yield BufferSync(name, buffer, Merge.LARGEST)
         else:
             is_mean = _STATISTICS.fullmatch(own) and not _is_whole(buffer)
-            yield Untrained(name, buffer, Merge.MEAN if is_mean else Merge.FIRST)
+            yield BufferSync(name, buffer, Merge.MEAN if is_mean else Merge.FIRST)
 
 
-def average_of(module: Module) -> Iterator[Untrained]:
+def average_of(module: Module) -> Iterator[BufferSync]:
     """Yield the tensors of a callback's average of the weights: their mean over groups is an average, too."""
     for name, parameter in module.named_parameters():
-        yield Untrained(name, parameter, Merge.MEAN)
+        yield BufferSync(name, parameter, Merge.MEAN)
     yield from buffers_of(module)
 
 
-def parameters_of(module: Module) -> Iterator[Untrained]:
+def parameters_of(module: Module) -> Iterator[BufferSync]:
     """Yield the parameters of a module, in its order, except sharded ones."""
     averages = {id(held) for each in module.modules() if isinstance(each, AveragedModel) for held in each.parameters()}
     for name, parameter in module.named_parameters():
         if not isinstance(parameter, DTensor):
-            yield Untrained(name, parameter, Merge.MEAN if id(parameter) in averages else Merge.FIRST)
+            yield BufferSync(name, parameter, Merge.MEAN if id(parameter) in averages else Merge.FIRST)
 
 
 def check_dense(named: Iterable[tuple[str, Tensor]]) -> None:
@@ -95,11 +95,11 @@ def check_dense(named: Iterable[tuple[str, Tensor]]) -> None:
             )
 
 
-def merge(place: Place, untrained: Iterable[Untrained]) -> None:
+def merge(parallel: ParallelState, untrained: Iterable[BufferSync]) -> None:
     """Merge the groups' own tensors, so that all ranks have the same. All ranks call it, as one process group.
 
     Args:
-        place: this rank's position in the run.
+        parallel: this rank's position in the run.
         untrained: the tensors, in one order on all ranks.
 
     Raises:
@@ -107,23 +107,23 @@ def merge(place: Place, untrained: Iterable[Untrained]) -> None:
     """
     everything = list(untrained)
     check_dense((each.name, each.tensor) for each in everything)
-    _check_shapes(place, everything)
-    kinds: dict[Merge, list[Untrained]] = {each: [] for each in Merge}
+    _check_shapes(parallel, everything)
+    kinds: dict[Merge, list[BufferSync]] = {each: [] for each in Merge}
     for each in everything:
         tensor = each.tensor.detach()
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         kinds[each.merge].append(replace(each, tensor=real))
-    _average(place, kinds[Merge.MEAN])
+    _average(parallel, kinds[Merge.MEAN])
     _take_largest(kinds[Merge.LARGEST])
-    _take_first(place, kinds[Merge.FIRST])
+    _take_first(parallel, kinds[Merge.FIRST])
 
 
-def _check_shapes(place: Place, untrained: Sequence[Untrained]) -> None:
-    for each, is_one in zip(untrained, _are_one(place, [_mark(each.tensor) for each in untrained]), strict=True):
+def _check_shapes(parallel: ParallelState, untrained: Sequence[BufferSync]) -> None:
+    for each, is_one in zip(untrained, _are_one(parallel, [_mark(each.tensor) for each in untrained]), strict=True):
         if not is_one:
             raise UnsupportedError(
                 f"{each.name} is not of one shape and dtype on all ranks ({list(each.tensor.shape)} on rank"
-                f" {place.rank}), and all go on with one value of it when groups synchronize; keep it in a plain"
+                f" {parallel.rank}), and all go on with one value of it when groups synchronize; keep it in a plain"
                 " attribute, which remains each rank's own, or give it one shape"
             )
 
@@ -132,18 +132,18 @@ def _mark(tensor: Tensor) -> int:
     return zlib.crc32(f"{tensor.dtype}{list(tensor.shape)}".encode())
 
 
-def _are_one(place: Place, marks: Sequence[int]) -> list[bool]:
+def _are_one(parallel: ParallelState, marks: Sequence[int]) -> list[bool]:
     if not marks:
         return []
-    largest, negated = place.all_reduce_max(marks), place.all_reduce_max([-mark for mark in marks])
+    largest, negated = parallel.all_reduce_max(marks), parallel.all_reduce_max([-mark for mark in marks])
     return [most == -least for most, least in zip(largest, negated, strict=True)]
 
 
-def _average(place: Place, untrained: Sequence[Untrained]) -> None:
+def _average(parallel: ParallelState, untrained: Sequence[BufferSync]) -> None:
     if not untrained:
         return
     flat = [each.tensor.double().cpu().flatten() for each in untrained]
-    is_counted = _counts(place) and place.is_leader
+    is_counted = _counts(parallel) and parallel.is_leader
     sound = [is_counted and bool(each.isfinite().all()) for each in flat]
     # A product with 0 would make infinities NaN. The last elements are counts, so that all divide by the same.
     counted = [each if all_finite else torch.zeros_like(each) for each, all_finite in zip(flat, sound, strict=True)]
@@ -153,22 +153,22 @@ def _average(place: Place, untrained: Sequence[Untrained]) -> None:
     for each, total, count in zip(untrained, sums, counts.tolist(), strict=True):
         if count:
             write(each.tensor, (total / count).view_as(each.tensor), each.name)
-    _take_first(place, [each for each, count in zip(untrained, counts.tolist(), strict=True) if not count])
+    _take_first(parallel, [each for each, count in zip(untrained, counts.tolist(), strict=True) if not count])
 
 
-def _counts(place: Place) -> bool:
+def _counts(parallel: ParallelState) -> bool:
     """Return whether this rank's group counts in a mean over the groups. All ranks call it.
 
     A group that has joined since the last synchronization began with its mean, from which the others have
     continued.
     """
-    if place.enlistment is None:
+    if parallel.registration is None:
         return True
-    are_others_there = any(place.all_reduce_max([int(not place.is_new)]))
-    return not (place.is_new and are_others_there)
+    are_others_there = any(parallel.all_reduce_max([int(not parallel.joined_since_sync)]))
+    return not (parallel.joined_since_sync and are_others_there)
 
 
-def _take_largest(untrained: Sequence[Untrained]) -> None:
+def _take_largest(untrained: Sequence[BufferSync]) -> None:
     if untrained:
         flat = torch.cat([each.tensor.long().cpu().flatten() for each in untrained])
         dist.all_reduce(flat, op=dist.ReduceOp.MAX)
@@ -176,9 +176,9 @@ def _take_largest(untrained: Sequence[Untrained]) -> None:
             write(each.tensor, part.view_as(each.tensor), each.name)
 
 
-def _take_first(place: Place, untrained: Sequence[Untrained]) -> None:
+def _take_first(parallel: ParallelState, untrained: Sequence[BufferSync]) -> None:
     """Copy the recorder's tensors to all ranks where they differ. Equal ones (a mask, for example) need not be sent."""
-    are_one = _are_one(place, [fingerprint(each.tensor, max(1, each.tensor.numel())) for each in untrained])
+    are_one = _are_one(parallel, [fingerprint(each.tensor, max(1, each.tensor.numel())) for each in untrained])
     differ = [each for each, is_one in zip(untrained, are_one, strict=True) if not is_one]
     if differ:
         flat = torch.cat([each.tensor.contiguous().flatten().view(torch.uint8).cpu() for each in differ])

@@ -19,19 +19,19 @@ from torch.optim import Optimizer
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods.model.master import plain_attributes_of
-from lightning_omni.runtime.exchange.channel import Channel
-from lightning_omni.runtime.model.buffer_sync import Untrained, buffers_of, parameters_of
+from lightning_omni.runtime.exchange.server_exchange import ServerExchange
+from lightning_omni.runtime.model.buffer_sync import BufferSync, buffers_of, parameters_of
+from lightning_omni.runtime.model.contiguous import contiguous
 from lightning_omni.runtime.model.meshes import shown
 from lightning_omni.runtime.model.replica import Part, fingerprint
-from lightning_omni.runtime.model.values import contiguous
-from lightning_omni.runtime.parallel_state import Place
-from lightning_omni.runtime.state.transfer import States
+from lightning_omni.runtime.parallel_state import ParallelState
+from lightning_omni.runtime.state.transfer import StateTransfer
 
 _SAMPLED = 1 << 16
 """Elements of a tensor that a synchronization point compares to detect a write."""
 
 
-class Edits:
+class ExternalWrites:
     """The detection of user code's writes, and their distribution to all ranks and the server.
 
     Attributes:
@@ -43,10 +43,10 @@ class Edits:
         are_validations_apart: whether one group validates while others train, so that no validation is for all groups.
     """
 
-    def __init__(self, place: Place, channel: Channel, states: States) -> None:
-        self._place, self._channel, self._states = place, channel, states
-        self.buffers: Callable[[], Iterable[Untrained]] = tuple
-        self.others: Callable[[], Iterable[Untrained]] = tuple
+    def __init__(self, parallel: ParallelState, exchange: ServerExchange, states: StateTransfer) -> None:
+        self._parallel, self._exchange, self._states = parallel, exchange, states
+        self.buffers: Callable[[], Iterable[BufferSync]] = tuple
+        self.others: Callable[[], Iterable[BufferSync]] = tuple
         self.switched: Callable[[], bool] = bool
         self.reattach: Callable[[], None] = lambda: None
         self.are_validations_apart = False
@@ -62,18 +62,18 @@ class Edits:
 
     def begin(self) -> None:
         """Record that all ranks and the server have the present values, when training begins or new groups start."""
-        for part in self._place.parts:
+        for part in self._parallel.parts:
             part.replica.know()
         self._know_states()
         self.others_followed()
 
     # --- A synchronization point --------------------------------------------------------------------------------------
 
-    def others_written(self) -> list[Untrained]:
+    def others_written(self) -> list[BufferSync]:
         """Return those of ``others`` that any rank has written since the last synchronization. All ranks call it."""
         loaded = {
             id(parameter)
-            for part in self._place.parts
+            for part in self._parallel.parts
             for parameter in set(part.replica.ordered) - {part.replica.parameters[n] for n in part.replica.own_frozen()}
         }
         others = list(self.others())
@@ -87,8 +87,8 @@ class Edits:
 
     def follow(self) -> None:
         """Distribute all writes since the last synchronization, before the groups separate. All ranks call it."""
-        is_state_written = any(map(self._is_state_written, self._place.parts))
-        is_other = is_state_written or any(map(self._changed_attribute, self._place.parts))
+        is_state_written = any(map(self._is_state_written, self._parallel.parts))
+        is_other = is_state_written or any(map(self._changed_attribute, self._parallel.parts))
         written = [*self._written(), int(self.switched()), int(is_other)]
         weights, loose, switched, others = self._all_reduce_max(written)
         if loose:
@@ -103,10 +103,10 @@ class Edits:
     def finish(self) -> None:
         """Copy the recorder's writes since the last synchronization to all ranks, when training has ended."""
         weights, loose = self._all_reduce_max(self._written())
-        if weights and self._place.share is not None:
+        if weights and self._parallel.share is not None:
             self._hand_over(keep_states=True)
         elif weights:
-            parts = [part.replica for part in self._place.parts]
+            parts = [part.replica for part in self._parallel.parts]
             self._share(named for part in parts for named in zip(part.parameters, part.weights(), strict=True))
         if loose:
             self._share_loose()
@@ -118,11 +118,11 @@ class Edits:
 
         This group's gradient would be of other weights than the server's.
         """
-        place = self._place
+        parallel = self._parallel
         if (
-            place.speaks
+            parallel.exchanges
             and part.head is None
-            and not place.steps_here(part)
+            and not parallel.steps_here(part)
             and (names := part.replica.written(in_passing=True))
         ):
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -138,7 +138,7 @@ class Edits:
                 " world.enter_compute()), where all groups hear of it, or use a method whose groups have weights of"
                 ' their own (method="local_sgd"), or groups=1' + (no_gradient if untrained else "")
             )
-        if place.speaks and part.head is None and self._is_state_written(part):
+        if parallel.exchanges and part.head is None and self._is_state_written(part):
             raise UnsupportedError(
                 f"the state of {type(part.optimizer).__name__} was loaded or given up between two steps: it is at the"
                 " parameter server, where other groups' gradients move it meanwhile; do so at an epoch's start or end"
@@ -146,7 +146,7 @@ class Edits:
                 " it, or use a method whose optimizer steps on the ranks"
                 ' (method="local_sgd"), or groups=1'
             )
-        if place.speaks and part.head is None and (name := self._changed_attribute(part)):
+        if parallel.exchanges and part.head is None and (name := self._changed_attribute(part)):
             raise UnsupportedError(
                 f"the attribute {name!r} of {type(part.optimizer).__name__} was changed between two steps, and the"
                 " optimizer that steps is the parameter server's: do so at an epoch's start or end (without Lightning:"
@@ -159,23 +159,23 @@ class Edits:
 
     def _written(self) -> list[int]:
         return [
-            int(any(part.replica.written() for part in self._place.parts)),
+            int(any(part.replica.written() for part in self._parallel.parts)),
             int(_marks(self.buffers()) != self._buffers_seen or _marks(self.others()) != self._others_seen),
         ]
 
     def _know_states(self) -> None:
         """Record that the server has the present state and attributes of the optimizers."""
-        self._states_seen = {part.optimizer: part.optimizer.state for part in self._place.parts}
-        stepping = {part.optimizer for part in self._place.parts if self._place.steps_here(part)}
+        self._states_seen = {part.optimizer: part.optimizer.state for part in self._parallel.parts}
+        stepping = {part.optimizer for part in self._parallel.parts if self._parallel.steps_here(part)}
         self._attributes_seen = {
             part.optimizer: plain_attributes_of(part.optimizer)
-            for part in self._place.parts
+            for part in self._parallel.parts
             if part.optimizer not in stepping
         }
 
     def _is_state_written(self, part: Part) -> bool:
         """Return whether user code wrote the state of an optimizer that steps at the server, and so has none here."""
-        if self._place.steps_here(part):
+        if self._parallel.steps_here(part):
             return False
         state: Any = part.optimizer.state
         is_replaced = state is not self._states_seen.get(part.optimizer, state)
@@ -190,46 +190,46 @@ class Edits:
 
     def _switch(self) -> None:
         """Replace the attached optimizers by the user's new ones; those that remain get their state back."""
-        place = self._place
-        if place.share is not None:
+        parallel = self._parallel
+        if parallel.share is not None:
             raise UnsupportedError(
-                f"strategy.optimizers was changed, and with {shown(place.options.model_parallel)} each member of a"
+                f"strategy.optimizers was changed, and with {shown(parallel.options.model_parallel)} each member of a"
                 " group has its share of their state: make all optimizers in configure_optimizers, or leave"
                 " model_parallel= out"
             )
-        clock = max((part.replica.clock for part in place.parts), default=0)
-        if place.is_recorder:
+        clock = max((part.replica.clock for part in parallel.parts), default=0)
+        if parallel.is_recorder:
             self._states.take_back()
         self.reattach()
-        for part in place.parts:
+        for part in parallel.parts:
             part.replica.clock = clock
 
     def _hand_over(self, keep_states: bool) -> None:
         """Send the recorder's weights to the server, and let every group continue from them."""
-        place = self._place
-        for part in place.parts:
+        parallel = self._parallel
+        for part in parallel.parts:
             part.replica.abandon()
         if keep_states:
-            written = {part.optimizer: part.optimizer.state for part in place.parts if self._is_state_written(part)}
+            written = {part.optimizer: part.optimizer.state for part in parallel.parts if self._is_state_written(part)}
             self._states.keep()
             for optimizer, state in written.items():
                 optimizer.state = state
-        for part in place.parts:
+        for part in parallel.parts:
             part.replica.begin_layout()
         self._states.seed()
         self._states.forget()
-        for index, part in enumerate(place.parts):
-            part.replica.load(self._channel.fetch(index))
+        for index, part in enumerate(parallel.parts):
+            part.replica.load(self._exchange.fetch(index))
 
     def _share_loose(self) -> None:
         """Copy the recorder's buffers, and its parameters that no optimizer moves, to all ranks."""
         others = list(self.others())
-        trained = {id(parameter) for part in self._place.parts for parameter in part.replica.ordered}
+        trained = {id(parameter) for part in self._parallel.parts for parameter in part.replica.ordered}
         _check_whole(compress(others, self._are_written(others, trained)))
         whole = [*self.buffers(), *(each for each in others if not isinstance(each.tensor, DTensor))]
         self._share((each.name, each.tensor) for each in whole)
 
-    def _are_written(self, others: Sequence[Untrained], known: Set[int]) -> list[bool]:
+    def _are_written(self, others: Sequence[BufferSync], known: Set[int]) -> list[bool]:
         """Return which of ``others`` were written since the last synchronization, without identities in ``known``."""
         seen = self._others_seen if len(self._others_seen) == len(others) else [0] * len(others)
         return [
@@ -240,17 +240,17 @@ class Edits:
     def _share(self, named: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in named:
             with contiguous(tensor, name) as memory:
-                dist.broadcast(memory, src=0, group=self._place.process_groups.live)
+                dist.broadcast(memory, src=0, group=self._parallel.process_groups.live)
 
     def _all_reduce_max(self, numbers: Sequence[int]) -> list[int]:
-        return self._place.all_reduce_max(numbers) if numbers else []
+        return self._parallel.all_reduce_max(numbers) if numbers else []
 
 
-def _marks(untrained: Iterable[Untrained]) -> list[int]:
+def _marks(untrained: Iterable[BufferSync]) -> list[int]:
     return [fingerprint(each.tensor, _SAMPLED) for each in untrained]
 
 
-def _check_whole(written: Iterable[Untrained]) -> None:
+def _check_whole(written: Iterable[BufferSync]) -> None:
     """Raise `UnsupportedError` if a sharded tensor that no optimizer moves was written: each rank has rows of it."""
     if any(isinstance(each.tensor, DTensor) for each in written):
         raise UnsupportedError(

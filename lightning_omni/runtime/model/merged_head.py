@@ -19,10 +19,10 @@ from lightning_omni.errors import ConfigurationError, Refused, UnsupportedError
 from lightning_omni.group.merged_head import HeadSide, ToHead
 from lightning_omni.methods.model.head import pass_through
 from lightning_omni.methods.model.modules import tensors_of, with_tensors
-from lightning_omni.runtime.exchange.channel import Channel
+from lightning_omni.runtime.exchange.server_exchange import ServerExchange
 from lightning_omni.runtime.model.parameter_groups import ParameterGroups
 from lightning_omni.runtime.model.replica import Part
-from lightning_omni.runtime.parallel_state import Place
+from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.activations import ActivationFormats
 from lightning_omni.wire.codec import Packed, unpack
@@ -35,7 +35,7 @@ class RemoteHead:
     """A replacement of a submodule's ``forward``, while several groups train.
 
     Args:
-        place: this rank's position in the run.
+        parallel: this rank's position in the run.
         channel: its exchanges with the server.
         parameter_groups: follows changes of the optimizer's parameter groups.
         part: the head's part of the exchange.
@@ -49,18 +49,18 @@ class RemoteHead:
 
     def __init__(
         self,
-        place: Place,
-        channel: Channel,
+        parallel: ParallelState,
+        exchange: ServerExchange,
         parameter_groups: ParameterGroups,
         part: Part,
         number: int,
         name: str,
         module: nn.Module,
     ) -> None:
-        self._channel, self._parameter_groups = channel, parameter_groups
-        self._place, self._part, self._number, self._name, self._module = place, part, number, name, module
+        self._exchange, self._parameter_groups = exchange, parameter_groups
+        self._parallel, self._part, self._number, self._name, self._module = parallel, part, number, name, module
         self._parameters = set(part.replica.ordered)
-        wire = ActivationFormats.of(place.core.wire_format)
+        wire = ActivationFormats.of(parallel.core.wire_format)
         self.side = HeadSide(name, number, module, part.optimizer, part.replica.ordered, wire)
         self._own = module.forward
         self._rows: list[int] = []
@@ -82,8 +82,8 @@ class RemoteHead:
         """Release an exclusive access without a backward pass."""
         if self.side.has_access:
             message = self.side.release()
-            if self._place.is_leader:
-                self._channel.ask(message, m.HeadReleased)
+            if self._parallel.is_leader:
+                self._exchange.ask(message, m.HeadReleased)
 
     def __reduce__(self) -> Any:
         # A copy of the module, or its pickle, has a forward pass of its own again.
@@ -92,7 +92,7 @@ class RemoteHead:
     # --- The submodule's forward -------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._place.is_computing:
+        if not self._parallel.is_computing:
             return self._own(*args, **kwargs)
         tree = (args, kwargs)
         if not torch.is_grad_enabled():
@@ -106,10 +106,10 @@ class RemoteHead:
 
     def _evaluate(self, tree: Any) -> Any:
         """Return the output for this rank's rows, on which the head is not trained; a rank may request it alone."""
-        with self._channel.timed():
+        with self._exchange.timed():
             answer, payload = self._ask(self._forward(tree, exclusive=False), m.HeadOutput)
         output = unpack(answer.packed, self.side.flat_of(answer.packed, payload))
-        return with_tensors(output, [tensor.to(self._place.device) for tensor in tensors_of(output)])
+        return with_tensors(output, [tensor.to(self._parallel.device) for tensor in tensors_of(output)])
 
     def step_done(self) -> None:
         """End a step, after which the submodule may be used again.
@@ -120,7 +120,7 @@ class RemoteHead:
         self.release()
         self.side.step_done()
         for name, parameter in self._part.replica.parameters.items():
-            if parameter.grad is not None and self._place.is_computing:
+            if parameter.grad is not None and self._parallel.is_computing:
                 raise UnsupportedError(
                     f'merged="{self._name}": its weight {name} got a gradient outside of the submodule\'s forward pass'
                     " (a part of it was called by itself, or the loss has a penalty on it), and nothing would step it;"
@@ -134,32 +134,32 @@ class RemoteHead:
             tree: arguments and keyword arguments.
             tensors: the tensors that replace those of the tree.
         """
-        place = self._place
-        with self._channel.timed():
+        parallel = self._parallel
+        with self._exchange.timed():
             self._rows = self._count_rows(tensors)
             whole = self._gather(tensors)
             packed, payload = Packed(b"", ()), torch.empty(0)
-            if place.is_leader:
+            if parallel.is_leader:
                 answer, payload = self._ask(self._forward(with_tensors(tree, whole), exclusive=True), m.HeadOutput)
                 packed = answer.packed
                 payload = self.side.flat_of(packed, payload)
-            note = self._channel.members.broadcast_bytes(msgspec.msgpack.encode(packed))
+            note = self._exchange.members.broadcast_bytes(msgspec.msgpack.encode(packed))
             packed = msgspec.msgpack.decode(note, type=Packed)
-            views = packed.layout.views(payload) if place.is_leader else []
+            views = packed.layout.views(payload) if parallel.is_leader else []
             self._shapes = shapes = [(spec.shape, DTYPES[spec.dtype]) for spec in packed.specs]
             self._output = unpack(packed, torch.zeros(packed.layout.nbytes, dtype=torch.uint8))
             # Copies, because torch does not allow writes to a view that a function returns.
             return [tensor.clone() for tensor in self._scatter(views, shapes)]
 
     def _forward(self, tree: Any, exclusive: bool) -> ToHead:
-        kind = self._place.device.type
+        kind = self._parallel.device.type
         mixed = torch.is_autocast_enabled(kind)
         autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if mixed else ""
         return self.side.forward(tree, autocast, exclusive)
 
     def _ask(self, request: ToHead, expect: type[_Answer]) -> tuple[_Answer, Tensor]:
         try:
-            return self._channel.ask(request.message, expect, request.payload)
+            return self._exchange.ask(request.message, expect, request.payload)
         except Refused as no:
             raise ConfigurationError(f'merged="{self._name}": {no}') from no
 
@@ -172,37 +172,37 @@ class RemoteHead:
             gradients: one for each tensor of the output; None if it took no part in the loss.
             inputs: shape and dtype of each input tensor.
         """
-        place = self._place
+        parallel = self._parallel
         self.side.end()
-        with self._channel.timed():
+        with self._exchange.timed():
             presence = self._share_presence(gradients)
             gathered = iter(self._gather([gradient for gradient in presence if gradient is not None]))
             whole = [None if gradient is None else next(gathered) for gradient in presence]
             there, payload = b"", torch.empty(0)
             back: list[Any] = []
-            if place.is_leader:
-                mean = 1 / len(place.members)  # as DDP averages over ranks
-                answer, payload = self._ask(self.side.backward(whole, place.core.place, mean), m.HeadGradients)
+            if parallel.is_leader:
+                mean = 1 / len(parallel.members)  # as DDP averages over ranks
+                answer, payload = self._ask(self.side.backward(whole, parallel.core.place, mean), m.HeadGradients)
                 back = unpack(answer.packed, self.side.flat_of(answer.packed, payload))
                 there = msgspec.msgpack.encode(
                     ([gradient is not None for gradient in back], answer.applied, answer.refused_in_row)
                 )
-            present, applied, refused = msgspec.msgpack.decode(self._channel.members.broadcast_bytes(there))
+            present, applied, refused = msgspec.msgpack.decode(self._exchange.members.broadcast_bytes(there))
             shapes = [
                 ((sum(self._rows), *shape[1:]) if self._is_shared else tuple(shape), dtype)
                 for (shape, dtype), is_there in zip(inputs, present, strict=True)
                 if is_there
             ]
             mine = iter(self._scatter([gradient for gradient in back if gradient is not None], shapes))
-        place.core.check_nonfinite(refused)
-        self._channel.warn_of_refusal(applied, refused)
+        parallel.core.check_nonfinite(refused)
+        self._exchange.warn_of_refusal(applied, refused)
         return [next(mine) if is_there else None for is_there in present]
 
     # --- Among the members of a group ------------------------------------------------------------------------------
 
     @property
     def _is_shared(self) -> bool:
-        return len(self._place.members) > 1
+        return len(self._parallel.members) > 1
 
     def _count_rows(self, tensors: Sequence[Tensor]) -> list[int]:
         """Return the number of rows of each member's tensors; nothing in a group of one."""
@@ -214,18 +214,18 @@ class RemoteHead:
                 f'merged="{self._name}": the batches of a group\'s members are put together, so every tensor that goes'
                 f" into the submodule must have the batch as its first dimension; their sizes are {sorted(sizes)}"
             )
-        mine = torch.tensor([sizes.pop()], device=self._place.device)
-        of_all = [torch.zeros_like(mine) for _ in self._place.members]
-        dist.all_gather(of_all, mine, group=self._place.compute_group)
+        mine = torch.tensor([sizes.pop()], device=self._parallel.device)
+        of_all = [torch.zeros_like(mine) for _ in self._parallel.members]
+        dist.all_gather(of_all, mine, group=self._parallel.compute_group)
         return [int(rows) for rows in of_all]
 
     def _share_presence(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients, with zeros for each that is missing on this member and present on another."""
         if not self._is_shared or len(gradients) == 1:  # without it there is no backward pass
             return list(gradients)
-        flags = torch.tensor([int(each is not None) for each in gradients], device=self._place.device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._place.compute_group)
-        mine = self._rows[self._place.members.index(self._place.rank)]
+        flags = torch.tensor([int(each is not None) for each in gradients], device=self._parallel.device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._parallel.compute_group)
+        mine = self._rows[self._parallel.members.index(self._parallel.rank)]
         return [
             gradient if gradient is not None or not flag else torch.zeros((mine, *shape[1:]), dtype=dtype)
             for gradient, flag, (shape, dtype) in zip(gradients, flags.tolist(), self._shapes, strict=True)
@@ -235,9 +235,9 @@ class RemoteHead:
         """Gather all members' rows at the leader, concatenated; other members return their own."""
         if not self._is_shared:
             return list(tensors)
-        place, group = self._place, self._place.compute_group
-        own = [tensor.detach().to(place.device).contiguous() for tensor in tensors]
-        if not place.is_leader:
+        parallel, group = self._parallel, self._parallel.compute_group
+        own = [tensor.detach().to(parallel.device).contiguous() for tensor in tensors]
+        if not parallel.is_leader:
             for tensor in own:
                 dist.send(tensor, group=group, group_dst=0)
             return own
@@ -250,23 +250,23 @@ class RemoteHead:
 
     def _scatter(self, whole: Sequence[Tensor], shapes: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
         """Send each member its rows from the leader, the only one with all, and return them on this rank's device."""
-        place, group = self._place, self._place.compute_group
+        parallel, group = self._parallel, self._parallel.compute_group
         if not self._is_shared:
-            return [tensor.to(place.device) for tensor in whole]
+            return [tensor.to(parallel.device) for tensor in whole]
         if any(not shape or shape[0] != sum(self._rows) for shape, _ in shapes):
             raise UnsupportedError(
                 f'merged="{self._name}": what comes out of the submodule must have the batch as its first dimension, so'
                 " that every member of the group can get its rows; merge another submodule: the shapes are"
                 f" {[list(s) for s, _ in shapes]}"
             )
-        if place.is_leader:
-            blocks = [tensor.to(place.device).split(self._rows) for tensor in whole]
+        if parallel.is_leader:
+            blocks = [tensor.to(parallel.device).split(self._rows) for tensor in whole]
             for member in range(1, len(self._rows)):
                 for tensor in blocks:
                     dist.send(tensor[member].contiguous(), group=group, group_dst=member)
             return [tensor[0] for tensor in blocks]
-        rows = self._rows[place.members.index(place.rank)]
-        mine = [torch.empty((rows, *shape[1:]), dtype=dtype, device=place.device) for shape, dtype in shapes]
+        rows = self._rows[parallel.members.index(parallel.rank)]
+        mine = [torch.empty((rows, *shape[1:]), dtype=dtype, device=parallel.device) for shape, dtype in shapes]
         for tensor in mine:
             dist.recv(tensor, group=group, group_src=0)
         return mine

@@ -22,14 +22,14 @@ from torch.nn import Parameter
 from lightning_omni.errors import ConfigurationError, MalformedMessage, ProtocolError, UnsupportedError
 from lightning_omni.methods.model.master import held_by, holds, hyperparameters_of, state_of
 from lightning_omni.runtime.checks.same_tensors import agree, describe
-from lightning_omni.runtime.exchange.channel import Channel
+from lightning_omni.runtime.exchange.server_exchange import ServerExchange
 from lightning_omni.runtime.model.replica import Part
-from lightning_omni.runtime.parallel_state import Place
+from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack
 from lightning_omni.wire.layout import Layout
 
-PATIENCE = timedelta(minutes=5)
+AGREEMENT_TIMEOUT = timedelta(minutes=5)
 """The longest wait of a member of a group for the others to change their parameter groups, too."""
 _UNLIKE = (
     "the ranks of one group have changed their optimizers' parameter groups differently, and they train as one: freeze,"
@@ -40,12 +40,12 @@ _UNLIKE = (
 class ParameterGroups:
     """The agreement of this rank's parts, and of the server, with the parameter groups of the user's optimizers."""
 
-    def __init__(self, place: Place, channel: Channel) -> None:
-        self._place, self._channel = place, channel
+    def __init__(self, parallel: ParallelState, exchange: ServerExchange) -> None:
+        self._parallel, self._exchange = parallel, exchange
 
     def renew(self) -> None:
         """Adopt the parameters that the optimizers hold now, before several groups train."""
-        for part in self._place.parts:
+        for part in self._parallel.parts:
             part.replica.begin_layout()
             if part.arranged == part.arrangement:
                 continue
@@ -69,11 +69,11 @@ class ParameterGroups:
         held = dict(self._held())
         remedy = "give the optimizers of all ranks the same parameters, in the same parameter groups"
         found = {name: describe(parameter) for name, parameter in held.items()}
-        order = agree(found, self._place.rank, self._place.all_reduce_max, remedy)
+        order = agree(found, self._parallel.rank, self._parallel.all_reduce_max, remedy)
         if order is None:
             return
         places = {held[name]: place for place, name in enumerate(order)}
-        for part in self._place.parts:
+        for part in self._parallel.parts:
             own = set(part.replica.ordered)
             for group in part.optimizer.param_groups:
                 following = iter(sorted(own.intersection(group["params"]), key=places.__getitem__))
@@ -82,17 +82,17 @@ class ParameterGroups:
 
     def _held(self) -> Iterator[tuple[str, Parameter]]:
         """Yield each exchanged parameter with its name in error messages."""
-        for number, part in enumerate(self._place.parts):
-            known = self._place.names
+        for number, part in enumerate(self._parallel.parts):
+            known = self._parallel.names
             names = {parameter: known.get(parameter, name) for name, parameter in part.replica.parameters.items()}
-            for place, group in enumerate(part.optimizer.param_groups):
-                where = f"in parameter group {place} of optimizer {number} ({type(part.optimizer).__name__})"
+            for index, group in enumerate(part.optimizer.param_groups):
+                where = f"in parameter group {index} of optimizer {number} ({type(part.optimizer).__name__})"
                 yield from ((f"parameter {names[each]} {where}", each) for each in group["params"] if each in names)
 
     @property
     def first_layouts(self) -> list[list[str]]:
         """Return the parameter names with which the server last received each optimizer, without those added later."""
-        return [list(part.replica.parameters)[: part.replica.first] for part in self._place.parts]
+        return [list(part.replica.parameters)[: part.replica.first] for part in self._parallel.parts]
 
     def begin_with(self, layouts: Sequence[Sequence[str]]) -> None:
         """Adopt these `first_layouts` of the run that this rank's group has joined, if they differ from its own.
@@ -100,7 +100,7 @@ class ParameterGroups:
         Raises:
             ConfigurationError: one of the parameters is not in the model.
         """
-        for part, names in zip(self._place.parts, layouts, strict=True):
+        for part, names in zip(self._parallel.parts, layouts, strict=True):
             if list(part.replica.parameters) == list(names):
                 continue
             known = {**{name: each for each, name in part.names().items()}, **part.replica.parameters}
@@ -114,7 +114,7 @@ class ParameterGroups:
 
     def follow_all(self) -> bool:
         """Follow changes of all optimizers. Return whether parameters were added."""
-        grown = [self.follow(index) for index in range(len(self._place.parts))]
+        grown = [self.follow(index) for index in range(len(self._parallel.parts))]
         return any(grown)
 
     def follow(self, index: int) -> bool:
@@ -126,14 +126,14 @@ class ParameterGroups:
         Raises:
             UnsupportedError: the change cannot be followed; the message names the reason.
         """
-        part = self._place.parts[index]
+        part = self._parallel.parts[index]
         arrangement = part.arrangement
         if part.arranged == arrangement:
             return False
-        self._channel.finish_exchanges()  # they have the earlier layout
-        assert self._place.control is not None
-        if self._place.control.servers > 1:
-            instead = "Server(count=1)" if self._place.share is None else "model_parallel=None"
+        self._exchange.finish_exchanges()  # they have the earlier layout
+        assert self._parallel.control is not None
+        if self._parallel.control.servers > 1:
+            instead = "Server(count=1)" if self._parallel.share is None else "model_parallel=None"
             raise UnsupportedError(
                 "parameter groups cannot change in mid-run where several servers hold a partition each: pass"
                 f" {instead}, or build the optimizer whole before training begins"
@@ -153,10 +153,10 @@ class ParameterGroups:
         if fresh:
             replica.grow(fresh, version)
             part.into = None
-            self._channel.peers.grow(index, grown)
+            self._exchange.peers.grow(index, grown)
             buffer = torch.cat([torch.zeros(first, dtype=torch.uint8), theirs])
             _take_over(list(fresh.values()), grown.views(buffer)[start:])
-        if not self._place.steps_here(part):  # rule 1 of `States`
+        if not self._parallel.steps_here(part):  # rule 1 of `StateTransfer`
             for parameter in fresh.values():
                 part.optimizer.state.pop(parameter, None)
         replica.release(set(held_by(part.optimizer)))
@@ -165,8 +165,8 @@ class ParameterGroups:
 
     def check_alike(self) -> None:
         """Raise `ConfigurationError` at a synchronization point unless all ranks hold the same parameters."""
-        mine = _digest(repr([(list(part.replica.parameters), self._places(part)) for part in self._place.parts]))
-        largest, smallest = self._place.all_reduce_max([mine, -mine])
+        mine = _digest(repr([(list(part.replica.parameters), self._places(part)) for part in self._parallel.parts]))
+        largest, smallest = self._parallel.all_reduce_max([mine, -mine])
         if largest != -smallest:
             raise ConfigurationError(
                 "other groups are to be formed, and the ranks' optimizers do not hold the same parameters in the same"
@@ -178,11 +178,11 @@ class ParameterGroups:
 
         Only parameters that have a name in the model can be found.
         """
-        sizes = [len(part.replica.ordered) for part in self._place.parts]
-        if self._place.all_reduce_max(sizes) == sizes:
+        sizes = [len(part.replica.ordered) for part in self._parallel.parts]
+        if self._parallel.all_reduce_max(sizes) == sizes:
             return
-        snapshot = self._channel.store.snapshot(with_state=False)
-        for part, theirs in zip(self._place.parts, snapshot.parts, strict=True):
+        snapshot = self._exchange.store.snapshot(with_state=False)
+        for part, theirs in zip(self._parallel.parts, snapshot.parts, strict=True):
             known = {name: parameter for parameter, name in part.names().items()}
             for name, value in theirs["weights"].items():
                 if name not in part.replica.parameters and name in known:
@@ -202,7 +202,7 @@ class ParameterGroups:
     def _fresh(self, part: Part) -> dict[str, Parameter]:
         fresh = {} if part.head is not None else self._named(part, part.replica.parameters)
         for name, parameter in fresh.items():
-            if any(parameter in other.replica.ever_held for other in self._place.parts if other is not part):
+            if any(parameter in other.replica.ever_held for other in self._parallel.parts if other is not part):
                 raise UnsupportedError(
                     f"the parameter {name} was added to an optimizer while another one holds it, or has held it; the"
                     " server keeps one master copy of it, moved by one optimizer: leave it there, or use groups=1"
@@ -215,16 +215,16 @@ class ParameterGroups:
         names, found = part.names(), dict[str, Parameter]()
         seen = {*known.values(), *part.outside}
         for number, group in enumerate(part.optimizer.param_groups):
-            for place, parameter in enumerate(group["params"]):
+            for index, parameter in enumerate(group["params"]):
                 if parameter not in seen:
-                    name = names.get(parameter, f"{number}.{place}")
+                    name = names.get(parameter, f"{number}.{index}")
                     while name in known or name in found:
                         name += "'"
                     found[name] = parameter
         return found
 
     def _tree(self, part: Part, fresh: Mapping[str, Parameter]) -> dict[str, Any]:
-        here = self._place.steps_here(part)
+        here = self._parallel.steps_here(part)
         return {
             "groups": self._describe(part, fresh, are_needed=not here),
             "weights": {name: parameter.detach() for name, parameter in fresh.items()},
@@ -245,8 +245,8 @@ class ParameterGroups:
     def _state(part: Part, fresh: Mapping[str, Parameter]) -> dict[int, Any]:
         start = len(part.replica.ordered)
         return {
-            start + place: each
-            for place, parameter in enumerate(fresh.values())
+            start + index: each
+            for index, parameter in enumerate(fresh.values())
             if part.optimizer.state.get(parameter)
             for each in state_of(part.optimizer, [parameter]).values()
         }
@@ -259,22 +259,22 @@ class ParameterGroups:
 
     def _check_same_in_group(self, text: str) -> None:
         """Raise `UnsupportedError` unless all members of the group make this change: their collectives must match."""
-        place = self._place
-        if len(place.members) == 1:
+        parallel = self._parallel
+        if len(parallel.members) == 1:
             return
-        mine = torch.tensor([_digest(text)], device=place.device)
-        patience = min(place.options.timeout, PATIENCE)
+        mine = torch.tensor([_digest(text)], device=parallel.device)
+        timeout = min(parallel.options.timeout, AGREEMENT_TIMEOUT)
         alike, theirs = torch.ones_like(mine), torch.zeros_like(mine)
-        others = range(1, len(place.members)) if place.is_leader else (0,)
-        group = place.compute_group
+        others = range(1, len(parallel.members)) if parallel.is_leader else (0,)
+        group = parallel.compute_group
         try:
-            if not place.is_leader:
-                _wait(dist.isend(mine, group=group, group_dst=0), patience)
+            if not parallel.is_leader:
+                _wait(dist.isend(mine, group=group, group_dst=0), timeout)
             for member in others:
-                _wait(dist.irecv(theirs, group=group, group_src=member), patience)
-                alike *= int(theirs) == (int(mine) if place.is_leader else 1)
-            for member in others if place.is_leader else ():
-                _wait(dist.isend(alike, group=group, group_dst=member), patience)
+                _wait(dist.irecv(theirs, group=group, group_src=member), timeout)
+                alike *= int(theirs) == (int(mine) if parallel.is_leader else 1)
+            for member in others if parallel.is_leader else ():
+                _wait(dist.isend(alike, group=group, group_dst=member), timeout)
         except RuntimeError as error:
             raise UnsupportedError(f"{_UNLIKE}; not all of them came to this change: {error}") from error
         if not int(alike):
@@ -286,29 +286,29 @@ class ParameterGroups:
         Returns:
             The version of the layout, and the master weights that are new to this group, on every member.
         """
-        place, theirs, reason, version = self._place, torch.zeros(nbytes, dtype=torch.uint8), "", 0
-        if place.is_leader:
+        parallel, theirs, reason, version = self._parallel, torch.zeros(nbytes, dtype=torch.uint8), "", 0
+        if parallel.is_leader:
             packed, buffer = pack(tree)
             message = m.Restructure(optimizer=index, packed=packed, nbytes=buffer.numel())
             try:
-                answer, theirs = self._channel.ask(message, m.Restructured, buffer)
+                answer, theirs = self._exchange.ask(message, m.Restructured, buffer)
                 version = answer.layout
             except ProtocolError as error:  # the other members wait here, and must get it
                 reason = str(error)
-        note = self._channel.members.broadcast_bytes(msgspec.msgpack.encode((reason, version)))
+        note = self._exchange.members.broadcast_bytes(msgspec.msgpack.encode((reason, version)))
         reason, version = msgspec.msgpack.decode(note, type=tuple[str, int])
         if reason:
             raise UnsupportedError(
                 f"the optimizer's parameter groups have changed, and the server cannot follow: {reason}"
             )
         if nbytes:
-            self._channel.members.broadcast(theirs)
+            self._exchange.members.broadcast(theirs)
         return version, theirs
 
 
-def _wait(work: dist.Work | None, patience: timedelta) -> None:
+def _wait(work: dist.Work | None, timeout: timedelta) -> None:
     assert work is not None
-    work.wait(patience)
+    work.wait(timeout)
 
 
 def _structure_of(tree: Any) -> str:

@@ -75,10 +75,10 @@ class ModelReplica(Replica):
         if not self._is_shared or any(isinstance(leaf, DTensor) for leaf in tree_leaves(tree)):
             return parts_of(tree)
 
-        def part(value: Any, place: int | None) -> Any:
-            if place is None or not isinstance(value, Tensor):
+        def part(value: Any, index: int | None) -> Any:
+            if index is None or not isinstance(value, Tensor):
                 return value
-            return here(rows(value, self.ordered[place]))
+            return here(rows(value, self.ordered[index]))
 
         return over_parameters(tree, self.layout_with({}).specs, part)
 
@@ -89,8 +89,8 @@ class ModelReplica(Replica):
     def sharded(self, tree: Any) -> Any:
         """Return a tree of this rank's parts as tensors, sharded as their parameters are. The whole group calls it."""
 
-        def part(value: Any, place: int | None) -> Any:
-            return value if place is None or not isinstance(value, Tensor) else like(value, self.ordered[place])
+        def part(value: Any, index: int | None) -> Any:
+            return value if index is None or not isinstance(value, Tensor) else like(value, self.ordered[index])
 
         return over_parameters(tree, self.layout.specs, part)
 
@@ -186,7 +186,7 @@ class ModelReplica(Replica):
     def loose(self) -> list[int]:
         """Return the indices of frozen weights that differ from the server's, without those written by this group."""
         own, names = self.own_frozen(), list(self.parameters)
-        return [place for place in super().loose if names[place] not in own]
+        return [index for index in super().loose if names[index] not in own]
 
     def take_frozen(self, pulled: Pulled) -> None:
         super().take_frozen(pulled)
@@ -269,8 +269,8 @@ class ModelReplica(Replica):
         if drift is None:  # weights that differ from the evaluated ones are this group's own
             drift = Drift()
             drift.move(
-                place
-                for place, (mine, own) in enumerate(zip(self.weights(), back, strict=True))
+                index
+                for index, (mine, own) in enumerate(zip(self.weights(), back, strict=True))
                 if not torch.equal(mine, own.to(mine.device))
             )
         self.load(Pulled(back, self._stashed.clock))
@@ -389,8 +389,8 @@ class Writes:
         marks = zip(parameters, self._marks, strict=False)
         self._marks = [0 if parameter.requires_grad else mark for parameter, mark in marks]
         # The method does not step a weight that was frozen when it was loaded: others have written it, if anyone has.
-        frozen = {place: self._versions[place] for place, mark in enumerate(self._marks) if mark}
-        self._versions = [frozen.get(place, here(each)._version) for place, each in enumerate(parameters)]
+        frozen = {index: self._versions[index] for index, mark in enumerate(self._marks) if mark}
+        self._versions = [frozen.get(index, here(each)._version) for index, each in enumerate(parameters)]
 
     def of_trained(self, parameters: Mapping[str, Parameter], in_passing: bool = False) -> list[str]:
         """Return the names of trained weights that other code has written.
@@ -403,38 +403,38 @@ class Writes:
         self._checks += in_passing
         return [
             name
-            for place, (name, parameter) in enumerate(parameters.items())
-            if parameter.requires_grad and self._is_written(place, parameter, in_passing)
+            for index, (name, parameter) in enumerate(parameters.items())
+            if parameter.requires_grad and self._is_written(index, parameter, in_passing)
         ]
 
     def of_frozen(self, parameters: Mapping[str, Parameter]) -> set[str]:
-        for place, (name, parameter) in enumerate(parameters.items()):
+        for index, (name, parameter) in enumerate(parameters.items()):
             if parameter.requires_grad:
                 self._frozen.discard(name)
-            elif place < len(self._loaded) and self._is_frozen_written(place, parameter):
+            elif index < len(self._loaded) and self._is_frozen_written(index, parameter):
                 self._frozen.add(name)
         return self._frozen
 
-    def _is_frozen_written(self, place: int, parameter: Parameter) -> bool:
-        mine, known = here(parameter), self._loaded[place]
-        is_counted = mine._version != self._versions[place]
-        if not self._marks[place]:  # it was trained when it was loaded
+    def _is_frozen_written(self, index: int, parameter: Parameter) -> bool:
+        mine, known = here(parameter), self._loaded[index]
+        is_counted = mine._version != self._versions[index]
+        if not self._marks[index]:  # it was trained when it was loaded
             return is_counted
-        if fingerprint(parameter, _FEW) != self._marks[place]:
+        if fingerprint(parameter, _FEW) != self._marks[index]:
             return True
         if not is_counted:
             return False
         # A few other elements may have been written. A loaded tensor that is the weight itself does not tell.
         if known.data_ptr() == mine.data_ptr() or not _is_same(mine.flatten(), known.flatten()):
             return True
-        self._versions[place] = mine._version
+        self._versions[index] = mine._version
         return False
 
-    def _is_written(self, place: int, parameter: Parameter, in_passing: bool) -> bool:
-        if place >= len(self._loaded):
+    def _is_written(self, index: int, parameter: Parameter, in_passing: bool) -> bool:
+        if index >= len(self._loaded):
             return False
-        mine, known = here(parameter), self._loaded[place].flatten()
-        is_unwritten, mine = mine._version == self._versions[place], mine.flatten()
+        mine, known = here(parameter), self._loaded[index].flatten()
+        is_unwritten, mine = mine._version == self._versions[index], mine.flatten()
         if in_passing and is_unwritten and len(known) > _LARGE:
             eighth = self._checks % 8
             part = slice(eighth * len(known) // 8, (eighth + 1) * len(known) // 8)

@@ -27,8 +27,8 @@ from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods.model.master import held_by
 from lightning_omni.methods.model.replica import load_optimizer_state
 from lightning_omni.runtime._private import all_reduce_hook_of, root_mesh
+from lightning_omni.runtime.model.contiguous import contiguous
 from lightning_omni.runtime.model.meshes import DATA, TENSOR, Sharding, shown
-from lightning_omni.runtime.model.values import contiguous
 from lightning_omni.topology import RECORDER, Topology
 
 # --- The module ------------------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def share_initial(module: Module, holders: Topology, rank: int) -> None:
     All ranks call it, while the default process group is that of all.
     """
     mine, first = holders.members(holders.group_of(rank)), holders.members(holders.group_of(RECORDER))
-    place = mine.index(rank)
+    index = mine.index(rank)
     for name, parameter in module.named_parameters():
         with contiguous(_memory_of(parameter), name) as part:
             if not isinstance(parameter, DTensor):
@@ -225,9 +225,9 @@ def share_initial(module: Module, holders: Topology, rank: int) -> None:
             elif mine == first:
                 for replica in holders.alive:
                     if holders.members(replica) != first:
-                        dist.send(part, holders.members(replica)[place])
+                        dist.send(part, holders.members(replica)[index])
             else:
-                dist.recv(part, first[place])
+                dist.recv(part, first[index])
     for name, buffer in module.named_buffers():
         with contiguous(buffer, name) as memory:
             dist.broadcast(memory, src=RECORDER)
@@ -339,11 +339,11 @@ def rows(whole: Tensor, parameter: Tensor) -> Tensor:
     assert coordinate is not None
     placed = list(zip(parameter.placements, coordinate, mesh.shape, strict=True))
     # FSDP2 divides the part that tensor parallelism has left of the same dimension, so it is applied last.
-    for placement, place, of in sorted(placed, key=lambda each: getattr(each[0], "split_factor", 1) > 1):
+    for placement, index, of in sorted(placed, key=lambda each: getattr(each[0], "split_factor", 1) > 1):
         if not placement.is_replicate():
             dim = placement.dim  # type: ignore[attr-defined]
             each = -(-local.shape[dim] // of)
-            start, stop = (min(local.shape[dim], each * i) for i in (place, place + 1))
+            start, stop = (min(local.shape[dim], each * i) for i in (index, index + 1))
             local = local.narrow(dim, start, stop - start)
     return _as_sharded(local.to(parameter.device, copy=True), parameter)
 
@@ -409,10 +409,10 @@ def _converted(
     if not any(isinstance(parameter, DTensor) for parameter in parameters.values()):
         return dict(state)
     return {
-        place: {
-            key: make(value, parameters[place]) if isinstance(value, Tensor) else value for key, value in values.items()
+        index: {
+            key: make(value, parameters[index]) if isinstance(value, Tensor) else value for key, value in values.items()
         }
-        for place, values in state.items()
+        for index, values in state.items()
     }
 
 

@@ -17,25 +17,25 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_omni.runtime._private import ignored_by_ddp
 from lightning_omni.runtime.checks.same_tensors import check_all_shared, make_alike
 from lightning_omni.runtime.model.buffer_sync import check_dense
+from lightning_omni.runtime.model.contiguous import contiguous
 from lightning_omni.runtime.model.meshes import FSDP
 from lightning_omni.runtime.model.sharded import average_over_replicas, is_sharded, shard, share_initial
-from lightning_omni.runtime.model.values import contiguous
-from lightning_omni.runtime.parallel_state import Place
+from lightning_omni.runtime.parallel_state import ParallelState
 
 
-class HeldModel:
+class ModelWrapper:
     """The model, as the members of this rank's group hold it.
 
     Args:
-        place: this rank's position in the run.
+        parallel: this rank's position in the run.
         not_reduced: returns the parameters whose gradients DDP does not average.
 
     Attributes:
         sharded: the module that the members hold together; None if each has all of it.
     """
 
-    def __init__(self, place: Place, not_reduced: Callable[[], Iterable[Parameter]]) -> None:
-        self._place, self._not_reduced = place, not_reduced
+    def __init__(self, parallel: ParallelState, not_reduced: Callable[[], Iterable[Parameter]]) -> None:
+        self._parallel, self._not_reduced = parallel, not_reduced
         self.sharded: Module | None = None
 
     # --- Held by each rank -------------------------------------------------------------------------------------------
@@ -47,14 +47,14 @@ class HeldModel:
             module: the model, with its initial weights.
             ddp_options: arguments of DistributedDataParallel.
         """
-        place = self._place
-        if len(place.members) == 1:
-            place.reduction.install(module, place.compute_group)
+        parallel = self._parallel
+        if len(parallel.members) == 1:
+            parallel.reduction.install(module, parallel.compute_group)
             return module
         with frozen(self._not_reduced()):
-            options = place.reduction.ddp_options(module, ddp_options)
-            wrapped = DistributedDataParallel(module, process_group=place.compute_group, init_sync=False, **options)
-        place.reduction.install(wrapped, place.compute_group)
+            options = parallel.reduction.ddp_options(module, ddp_options)
+            wrapped = DistributedDataParallel(module, process_group=parallel.compute_group, init_sync=False, **options)
+        parallel.reduction.install(wrapped, parallel.compute_group)
         return wrapped
 
     def broadcast_initial(self, module: Module) -> None:
@@ -65,19 +65,19 @@ class HeldModel:
             ConfigurationError: another rank has other parameters or buffers.
         """
         ignored = ignored_by_ddp(module)
-        if len(self._place.topology.alive) > 1:
+        if len(self._parallel.topology.alive) > 1:
             check_all_shared(module)
         self._make_alike(module)
         named = [each for each in (*module.named_parameters(), *module.named_buffers()) if each[0] not in ignored]
         check_dense(named)
-        self._place.process_groups.make(self._place.topology)
+        self._parallel.process_groups.make(self._parallel.topology)
         take_from_rank_zero(named)
 
     def _make_alike(self, module: Module) -> None:
-        groups = self._place.process_groups
+        groups = self._parallel.process_groups
         make_alike(
             module,
-            self._place.rank,
+            self._parallel.rank,
             lambda numbers: groups.largest(numbers, dist.group.WORLD),
             may_reorder=not is_sharded(module),
         )
@@ -94,27 +94,27 @@ class HeldModel:
             ConfigurationError: the module has other tensors on another rank.
         """
         self._make_alike(module)
-        if isinstance(self._place.options.model_parallel, FSDP):
-            shard(module, self._place.mesh)
+        if isinstance(self._parallel.options.model_parallel, FSDP):
+            shard(module, self._parallel.mesh)
         self.sharded = module
         self.average_over_replicas()
 
     def average_over_replicas(self) -> None:
         """Install or remove the hook by which a group's replicas of a sharded model average their gradients."""
         if self.sharded is not None:
-            average_over_replicas(self.sharded, self._mean if self._place.replicas > 1 else None)
+            average_over_replicas(self.sharded, self._mean if self._parallel.replicas > 1 else None)
 
     def _mean(self, gradient: Tensor) -> None:
-        dist.all_reduce(gradient, group=self._place.replica_group)
-        gradient.div_(self._place.replicas)
+        dist.all_reduce(gradient, group=self._parallel.replica_group)
+        gradient.div_(self._parallel.replicas)
 
     def share_initial(self) -> None:
         """Copy the initial weights of the recorder's replica to all others. All ranks call it, before training."""
-        place = self._place
+        parallel = self._parallel
         # Other launchers' groups are not in this torch.distributed world: they read the server's weights.
-        is_alone = len(place.holders.alive) == 1 and place.enlistment is None
-        if self.sharded is not None and not is_alone and not place.ever_lost:
-            share_initial(self.sharded, place.holders, place.torch_rank)
+        is_alone = len(parallel.holders.alive) == 1 and parallel.registration is None
+        if self.sharded is not None and not is_alone and not parallel.ever_lost:
+            share_initial(self.sharded, parallel.holders, parallel.torch_rank)
 
 
 def take_from_rank_zero(named: Iterable[tuple[str, Tensor]]) -> None:

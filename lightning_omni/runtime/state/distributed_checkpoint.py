@@ -131,8 +131,8 @@ def _replace(partial: Path, path: Path) -> None:
 def by_names(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[Any, str]) -> dict[str, Any]:
     """Return an optimizer's ``state_dict`` with names of parameters in place of their numbers."""
     held = [names[parameter] for parameter in held_by(optimizer)]
-    groups = [{**group, "params": [held[place] for place in group["params"]]} for group in state["param_groups"]]
-    return {"state": {held[place]: dict(values) for place, values in state["state"].items()}, "param_groups": groups}
+    groups = [{**group, "params": [held[index] for index in group["params"]]} for group in state["param_groups"]]
+    return {"state": {held[index]: dict(values) for index, values in state["state"].items()}, "param_groups": groups}
 
 
 def without_tensors(tree: Any, layout: Layout, parameters: Sequence[Tensor], tensors: dict[str, Any]) -> Any:
@@ -146,12 +146,12 @@ def without_tensors(tree: Any, layout: Layout, parameters: Sequence[Tensor], ten
         tensors: tensors of the checkpoint; changed in place.
     """
 
-    def put(value: Any, place: int | None) -> Any:
+    def put(value: Any, index: int | None) -> Any:
         if not isinstance(value, Tensor):
             return value
         name = f"omni.{len(tensors)}"
-        tensors[name] = value if place is None else like(value, parameters[place])
-        return {_TENSOR: name, _PLACE: place}
+        tensors[name] = value if index is None else like(value, parameters[index])
+        return {_TENSOR: name, _PLACE: index}
 
     return over_parameters(in_order(tree), layout.specs, put)
 
@@ -214,14 +214,14 @@ class Folder:
         read = self._read({name: self._room(name) for name in self._known if name.startswith(begin)})
         groups: dict[int, dict[str, Any]] = {}
         for name, value in read.items():
-            place, _, key = name.removeprefix(begin).partition(".")
-            groups.setdefault(int(place), {})[key] = value
+            index, _, key = name.removeprefix(begin).partition(".")
+            groups.setdefault(int(index), {})[key] = value
         if len(groups) != len(own):
             raise ConfigurationError(
                 f"ckpt_path={str(self.path)!r}: optimizer {number} has {len(groups)} parameter groups there and"
                 f" {len(own)} here; make it as it was in configure_optimizers"
             )
-        return [{**groups[place], "params": group["params"]} for place, group in enumerate(own)]
+        return [{**groups[index], "params": group["params"]} for index, group in enumerate(own)]
 
     def filled(self, tree: Any, parameters: Sequence[Tensor], group: Any) -> Any:
         """Return a tree of `without_tensors` with its tensors, sharded as parameters. All ranks of a group call it."""

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from lightning_omni.group.core import GroupCore
-from lightning_omni.runtime.model.values import write
+from lightning_omni.runtime.model.contiguous import write
 from lightning_omni.wire.formats.base import State
 
 
@@ -74,7 +74,7 @@ class RollbackPoint:
         for tensor, kept in (*self.weights, *self.buffers):
             kept.copy_(tensor)
 
-    def put_back(self, core: GroupCore) -> None:
+    def restore(self, core: GroupCore) -> None:
         """Roll the run back to this state, in one group."""
         with torch.no_grad():
             for tensor, kept in (*self.weights, *self.buffers):

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_omni.errors import ProtocolError
 from lightning_omni.group.core import Outgoing
 from lightning_omni.runtime.model.replica import Part
-from lightning_omni.runtime.parallel_state import Place
+from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.transport.requests import Requests
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, pack, unpack
@@ -36,8 +36,8 @@ class ServerSnapshot(NamedTuple):
 class ServerStore:
     """The access to the state that the servers hold, each its share, on ranks that exchange with them."""
 
-    def __init__(self, place: Place, connections: Callable[[], Requests]) -> None:
-        self._place, self._connections = place, connections
+    def __init__(self, parallel: ParallelState, connections: Callable[[], Requests]) -> None:
+        self._parallel, self._connections = parallel, connections
 
     def snapshot(self, with_state: bool = True, version: int = 0) -> ServerSnapshot:
         """Return a consistent state of the servers, or this rank's share of it.
@@ -55,14 +55,14 @@ class ServerStore:
                 raise ProtocolError("servers that hold a partition each have given snapshots of different moments")
             parts = [
                 self._whole(part, [tree["parts"][index] for tree in (first, *others)])
-                for index, part in enumerate(self._place.parts)
+                for index, part in enumerate(self._parallel.parts)
             ]
         return ServerSnapshot(cut, parts, first.get("groups", {}))
 
     def _whole(self, part: Part, shares: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if part.head is not None:  # the server that coordinates holds all of it
             return shares[0]
-        split = self._place.split_of(part, len(shares))
+        split = self._parallel.split_of(part, len(shares))
         weights = split.merged([list(share["weights"].values()) for share in shares])
         whole = {
             **shares[0],
@@ -80,11 +80,13 @@ class ServerStore:
             parts: for each optimizer, as `lightning_omni.server.snapshots.Snapshots.seed` takes them.
         """
         requests = self._connections()
-        parts = [self._cut_again(self._place.parts[index], part, requests.count) for index, part in enumerate(parts)]
+        parts = [self._cut_again(self._parallel.parts[index], part, requests.count) for index, part in enumerate(parts)]
         seeds = []
         for server in range(requests.count):
             tree = [
-                part if requests.count == 1 else self._share_of(self._place.parts[index], part, server, requests.count)
+                part
+                if requests.count == 1
+                else self._share_of(self._parallel.parts[index], part, server, requests.count)
                 for index, part in enumerate(parts)
             ]
             packed, buffer = pack({"parts": tree})
@@ -93,9 +95,9 @@ class ServerStore:
 
     def _cut_again(self, part: Part, seed: dict[str, Any], servers: int) -> dict[str, Any]:
         """Return a seed in the fragments of the present servers; a checkpoint may have those of others."""
-        if seed.get("method") is None or part.head is not None or self._place.share is not None:
+        if seed.get("method") is None or part.head is not None or self._parallel.share is not None:
             return seed
-        split = self._place.split_of(part, servers) if servers > 1 else Split.whole(part.replica.layout)
+        split = self._parallel.split_of(part, servers) if servers > 1 else Split.whole(part.replica.layout)
         return {**seed, "method": split.recut(seed["method"])}
 
     def store_group_state(self, packed: Packed, buffer: Tensor) -> None:
@@ -109,9 +111,9 @@ class ServerStore:
             if server == 0:
                 return seed
             empty = Split.of(Layout(()), servers, elementwise=True)
-            optimizer = None if self._place.steps_at_worker else empty.described(seed["optimizer"], server)
+            optimizer = None if self._parallel.steps_at_worker else empty.described(seed["optimizer"], server)
             return {**seed, "optimizer": optimizer, "weights": {}, "head": None}
-        split = self._place.split_of(part, servers)
+        split = self._parallel.split_of(part, servers)
         weights = split.parts(list(seed["weights"].values()))[server]
         names = [spec.name for spec in split.shares[server].specs]
         method = seed.get("method")

@@ -20,11 +20,11 @@ from lightning_omni.errors import MalformedMessage, UnsupportedError
 from lightning_omni.methods.model.master import held_by
 from lightning_omni.methods.model.modules import describe_module
 from lightning_omni.methods.model.replica import optimizer_state_of
-from lightning_omni.runtime.exchange.channel import Channel
+from lightning_omni.runtime.exchange.server_exchange import ServerExchange
 from lightning_omni.runtime.model.parameter_groups import ParameterGroups
 from lightning_omni.runtime.model.replica import Part, fingerprint
 from lightning_omni.runtime.model.sharded import here, in_order, load_state, parts_of, whole
-from lightning_omni.runtime.parallel_state import Place
+from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.runtime.state.checkpoint import Saved
 from lightning_omni.runtime.state.server_store import ServerSnapshot
 from lightning_omni.wire import messages as m
@@ -37,7 +37,7 @@ _SAMPLED = 1 << 16
 """Number of a tensor's elements by which ranks compare it."""
 
 
-class States:
+class StateTransfer:
     """The transfer of optimizer state, so that none is lost or kept twice.
 
     Rule 1: the state of an optimizer that steps at the server is there, and on no rank; with one group it is on the
@@ -45,8 +45,8 @@ class States:
     Rule 2: an optimizer that steps on the ranks has its state there, the same on all members of a group.
     """
 
-    def __init__(self, place: Place, channel: Channel, residuals: Residuals) -> None:
-        self._place, self._channel, self._residuals = place, channel, residuals
+    def __init__(self, parallel: ParallelState, exchange: ServerExchange, residuals: Residuals) -> None:
+        self._parallel, self._exchange, self._residuals = parallel, exchange, residuals
         self._resumed = Saved()
 
     # --- A resumed run -----------------------------------------------------------------------------------------------
@@ -58,13 +58,13 @@ class States:
             saved: the run's state in the checkpoint. The states of server and groups count only if method, number of
                 groups and parameters are the same again.
         """
-        for part, clock in zip(self._place.parts, saved.cut.clocks, strict=False):
+        for part, clock in zip(self._parallel.parts, saved.cut.clocks, strict=False):
             part.replica.clock = clock
-        names = [list(part.replica.parameters) for part in self._place.parts]
+        names = [list(part.replica.parameters) for part in self._parallel.parts]
         same = (
-            saved.method == m.method_to_wire(self._place.method)
-            and saved.groups == len(self._place.topology.alive)
-            and len(saved.server) == len(self._place.parts)
+            saved.method == m.method_to_wire(self._parallel.method)
+            and saved.groups == len(self._parallel.topology.alive)
+            and len(saved.server) == len(self._parallel.parts)
             and saved.parameters == names
         )
         self._resumed = self._filled(saved) if same else Saved()
@@ -75,13 +75,13 @@ class States:
         """Return a saved state with its tensors, if a folder has them: the server's, and those of this rank's group."""
         if saved.folder is None:
             return saved
-        folder, place = saved.folder, self._place
+        folder, parallel = saved.folder, self._parallel
 
         def filled(trees: Sequence[Any]) -> list[Any]:
-            pairs = zip(place.parts, trees, strict=False)
-            return [folder.filled(tree, part.replica.ordered, place.compute_group) for part, tree in pairs]
+            pairs = zip(parallel.parts, trees, strict=False)
+            return [folder.filled(tree, part.replica.ordered, parallel.compute_group) for part, tree in pairs]
 
-        own = sorted(saved.states)[place.group : place.group + 1]
+        own = sorted(saved.states)[parallel.group : parallel.group + 1]
         states = {number: filled(trees) if number in own else trees for number, trees in saved.states.items()}
         return replace(saved, server=filled(saved.server), states=states)
 
@@ -94,10 +94,10 @@ class States:
     def hand_out(self) -> None:
         """Distribute the run's state, when several groups begin to train: to the server, and to each group its own."""
         self.seed()
-        states, group = self._resumed.states, self._place.group
+        states, group = self._resumed.states, self._parallel.group
         in_order = [states[number] for number in sorted(states)]  # numbers may have had gaps, where groups had died
         mine = in_order[group] if group < len(in_order) else ()
-        for index, (part, state) in enumerate(zip(self._place.parts, mine, strict=False)):
+        for index, (part, state) in enumerate(zip(self._parallel.parts, mine, strict=False)):
             own = part.replica.part_of(dict(state))
             part.replica.resume(own)
             self._residuals.resume(index, own)
@@ -108,29 +108,31 @@ class States:
         Returns:
             The ranges of the epoch that the server knows to be trained, if there is one group from here on.
         """
-        for part in self._place.parts:
+        for part in self._parallel.parts:
             part.replica.abandon()  # memory, and a group's own weights
         self._residuals.carry_over()
         if was_synchronous:
             self.seed()
             return ()
-        if self._place.steps_at_worker:
-            self._share([part for part in self._place.parts if self._place.steps_here(part)])
-        return self._take_back_everywhere() if self._place.is_synchronous else ()
+        if self._parallel.steps_at_worker:
+            self._share([part for part in self._parallel.parts if self._parallel.steps_here(part)])
+        return self._take_back_everywhere() if self._parallel.is_synchronous else ()
 
     def agree(self) -> None:
         """Load the optimizer state of a group's first replica into members with another one, as a loop begins.
 
         An earlier loop in several groups may have left the difference. All ranks call it.
         """
-        if not self._place.process_groups.had_several:
+        if not self._parallel.process_groups.had_several:
             return
-        self._place.make_groups()
-        if self._place.replicas == 1:
+        self._parallel.make_groups()
+        if self._parallel.replicas == 1:
             return
-        parts = [part for part in self._place.parts if self._place.steps_here(part) or self._place.is_synchronous]
+        parts = [
+            part for part in self._parallel.parts if self._parallel.steps_here(part) or self._parallel.is_synchronous
+        ]
         marks = [_mark(optimizer_state_of(part.optimizer)) for part in parts]
-        both = self._place.process_groups.largest([*marks, *(-mark for mark in marks)], self._place.replica_group)
+        both = self._parallel.process_groups.largest([*marks, *(-mark for mark in marks)], self._parallel.replica_group)
         least = both[len(parts) :]
         self._share([part for part, most, less in zip(parts, both, least, strict=False) if most != -less])
 
@@ -138,40 +140,40 @@ class States:
 
     def seed(self) -> None:
         """Send the recorder's weights and optimizer states to the server, and clear every rank's own state."""
-        if self._place.hands_over:
+        if self._parallel.owns_state:
             parts = [
                 {
-                    "optimizer": None if self._place.steps_here(part) else part.replica.described(),
+                    "optimizer": None if self._parallel.steps_here(part) else part.replica.described(),
                     "weights": dict(zip(part.replica.parameters, part.replica.weights(), strict=True)),
                     "clock": part.replica.clock,
                     "method": None if state is None else part.replica.part_of(state),
                     "head": _describe_head(part),
                     "room": ParameterGroups.room_of(part),
                 }
-                for part, state in zip_longest(self._place.parts, self._resumed.server)
+                for part, state in zip_longest(self._parallel.parts, self._resumed.server)
             ]
-            self._channel.store.seed(parts)
-        for part in self._place.parts:
-            for parameter in () if self._place.steps_here(part) else part.replica.ordered:
+            self._exchange.store.seed(parts)
+        for part in self._parallel.parts:
+            for parameter in () if self._parallel.steps_here(part) else part.replica.ordered:
                 part.optimizer.state.pop(parameter, None)
-        self._place.barrier()
+        self._parallel.barrier()
 
     def keep(self) -> None:
         """Keep the server's state besides weights, for the next `seed`."""
-        if self._place.hands_over:
-            snapshot = self._channel.store.snapshot()
+        if self._parallel.owns_state:
+            snapshot = self._exchange.store.snapshot()
             self._give_back(snapshot)
             self._resumed = Saved(server=[part["method"] for part in snapshot.parts])
-            for part, clock in zip(self._place.parts, snapshot.cut.clocks, strict=True):
+            for part, clock in zip(self._parallel.parts, snapshot.cut.clocks, strict=True):
                 part.replica.clock = clock
 
     def _take_back_everywhere(self) -> tuple[tuple[int, int], ...]:
         """Call `take_back` on all ranks, which are one group; its first replica requests the state for all."""
-        if self._place.share is None:
+        if self._parallel.share is None:
             return self.take_back()
-        mine = self.take_back() if self._place.speaks else ()
-        self._share([part for part in self._place.parts if not self._place.steps_here(part)])
-        spans = self._channel.members.broadcast_bytes(msgspec.msgpack.encode(mine))
+        mine = self.take_back() if self._parallel.exchanges else ()
+        self._share([part for part in self._parallel.parts if not self._parallel.steps_here(part)])
+        spans = self._exchange.members.broadcast_bytes(msgspec.msgpack.encode(mine))
         return msgspec.msgpack.decode(spans, type=tuple[tuple[int, int], ...])
 
     def take_back(self) -> tuple[tuple[int, int], ...]:
@@ -180,16 +182,18 @@ class States:
         Returns:
             The ranges of the epoch that are trained.
         """
-        snapshot = self._channel.store.snapshot(with_state=not all(map(self._place.steps_here, self._place.parts)))
+        snapshot = self._exchange.store.snapshot(
+            with_state=not all(map(self._parallel.steps_here, self._parallel.parts))
+        )
         self._give_back(snapshot)
         return snapshot.cut.trained
 
     def gather_group_state(self) -> None:
         """Store each group's own state for the next snapshot. All ranks call it, at a synchronization point."""
-        if self._place.speaks:
+        if self._parallel.exchanges:
             states = [
-                {**part.replica.own_state(whole=self._place.steps_here(part)), **self._residuals.saved(index)}
-                for index, part in enumerate(self._place.parts)
+                {**part.replica.own_state(whole=self._parallel.steps_here(part)), **self._residuals.saved(index)}
+                for index, part in enumerate(self._parallel.parts)
             ]
             try:
                 packed = pack(states)
@@ -198,12 +202,14 @@ class States:
                     f"a checkpoint of several groups cannot hold what an optimizer keeps in its state: {error}; save"
                     " none, or use groups=1"
                 ) from error
-            self._channel.store.store_group_state(*packed)
-        self._place.barrier()
+            self._exchange.store.store_group_state(*packed)
+        self._parallel.barrier()
 
     def _give_back(self, snapshot: ServerSnapshot) -> None:
-        for optimizer in dict.fromkeys(part.optimizer for part in self._place.parts):
-            if any(part.optimizer is optimizer and not self._place.steps_here(part) for part in self._place.parts):
+        for optimizer in dict.fromkeys(part.optimizer for part in self._parallel.parts):
+            if any(
+                part.optimizer is optimizer and not self._parallel.steps_here(part) for part in self._parallel.parts
+            ):
                 load_state(optimizer, self.whole(optimizer, snapshot.parts))
 
     def gathered(self, snapshot: ServerSnapshot) -> ServerSnapshot:
@@ -213,19 +219,21 @@ class States:
         """
         parts = [
             {**theirs, "weights": dict.fromkeys(theirs["weights"]), "method": part.replica.sharded(theirs["method"])}
-            for part, theirs in zip(self._place.parts, snapshot.parts, strict=True)
+            for part, theirs in zip(self._parallel.parts, snapshot.parts, strict=True)
         ]
         groups = {
-            group: [part.replica.sharded(in_order(tree)) for part, tree in zip(self._place.parts, trees, strict=True)]
+            group: [
+                part.replica.sharded(in_order(tree)) for part, tree in zip(self._parallel.parts, trees, strict=True)
+            ]
             for group, trees in sorted(snapshot.groups.items())
         }
-        keeps = self._place.is_leader
+        keeps = self._parallel.is_leader
         return ServerSnapshot(snapshot.cut, whole(in_order(parts), keeps), whole(groups, keeps))
 
     def sharded(self, snapshot: ServerSnapshot) -> ServerSnapshot:
         """Return a snapshot of this member of the recorder's group, its tensors sharded as their parameters are."""
         parts = []
-        for part, theirs in zip(self._place.parts, snapshot.parts, strict=True):
+        for part, theirs in zip(self._parallel.parts, snapshot.parts, strict=True):
             weights = part.replica.sharded(list(theirs["weights"].values()))
             state = part.replica.sharded(in_order(theirs["state"]))
             parts.append({**theirs, "weights": dict(zip(theirs["weights"], weights, strict=True)), "state": state})
@@ -234,25 +242,25 @@ class States:
     def whole(self, optimizer: Optimizer, parts: Sequence[Mapping[str, Any]]) -> dict[int, Any]:
         """Return an optimizer's state as in its ``state_dict``: the server's, or this rank's for parts stepped here."""
         state = dict(optimizer.state_dict()["state"])
-        wholes = {parameter: place for place, parameter in enumerate(held_by(optimizer))}
-        for part, theirs in zip(self._place.parts, parts, strict=True):
-            if part.optimizer is optimizer and not self._place.steps_here(part):
-                for place, parameter in enumerate(part.replica.ordered):
+        wholes = {parameter: index for index, parameter in enumerate(held_by(optimizer))}
+        for part, theirs in zip(self._parallel.parts, parts, strict=True):
+            if part.optimizer is optimizer and not self._parallel.steps_here(part):
+                for index, parameter in enumerate(part.replica.ordered):
                     if (whole := wholes.get(parameter)) is not None:
                         state.pop(whole, None)
-                        if place in theirs["state"]:
-                            state[whole] = theirs["state"][place]
+                        if index in theirs["state"]:
+                            state[whole] = theirs["state"][index]
         return state
 
     def _share(self, parts: Sequence[Part]) -> None:
         """Load the optimizer state of a new group's first replica into its members, which may come from others."""
-        if self._place.replicas == 1:
+        if self._parallel.replicas == 1:
             return
         for part in parts:
-            if self._place.speaks:
-                self._channel.members.broadcast_tree_to_replicas(parts_of(optimizer_state_of(part.optimizer)))
+            if self._parallel.exchanges:
+                self._exchange.members.broadcast_tree_to_replicas(parts_of(optimizer_state_of(part.optimizer)))
             else:
-                load_state(part.optimizer, self._channel.members.broadcast_tree_to_replicas({}))
+                load_state(part.optimizer, self._exchange.members.broadcast_tree_to_replicas({}))
 
 
 class Residuals:
@@ -266,15 +274,15 @@ class Residuals:
     run cannot restore. A rank that dies takes its residual along, as it does the gradient that it was computing.
     """
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, parallel: ParallelState) -> None:
+        self._parallel = parallel
 
     def saved(self, index: int) -> dict[str, Any]:
         """Return the leader's sender memory of one optimizer, for a checkpoint; nothing if its format has none."""
-        if not self._place.core.wire_format.pushes.is_stateful:
+        if not self._parallel.core.wire_format.pushes.is_stateful:
             return {}
-        state = dict(self._place.core.sender_state(index))
-        return {"sender": {"format": to_wire(self._place.core.wire_format), "state": state}}
+        state = dict(self._parallel.core.sender_state(index))
+        return {"sender": {"format": to_wire(self._parallel.core.wire_format), "state": state}}
 
     def resume(self, index: int, saved: Mapping[str, Any]) -> None:
         """Restore the sender's memory from the group's own state in a checkpoint, when training begins.
@@ -282,16 +290,16 @@ class Residuals:
         A residual of another wire format is not restored; the user is warned of its loss.
         """
         sender = saved.get("sender")
-        if sender is None or not self._place.speaks:
+        if sender is None or not self._parallel.exchanges:
             return
-        if sender["format"] == to_wire(self._place.core.wire_format):
-            replica = self._place.parts[index].replica
-            self._place.core.load_sender_state(index, replica.on_device(sender["state"]))
+        if sender["format"] == to_wire(self._parallel.core.wire_format):
+            replica = self._parallel.parts[index].replica
+            self._parallel.core.load_sender_state(index, replica.on_device(sender["state"]))
         elif _largest(sender["state"]):
             _log.warning(
                 "the checkpoint holds a residual that group %d had not pushed yet in the wire format %s; it is not"
                 " restored, because this run has another wire format",
-                self._place.group,
+                self._parallel.group,
                 sender["format"]["name"],
             )
 
@@ -300,7 +308,7 @@ class Residuals:
         senders = [each["sender"]["state"] for state in states.values() for each in state if "sender" in each]
         owed = max(map(_largest, senders), default=0.0)
         is_unread = any(isinstance(each, Mapping) for sender in senders for each in sender.get(RESIDUAL, ()))
-        if self._place.is_recorder and (owed or is_unread):
+        if self._parallel.is_recorder and (owed or is_unread):
             _log.warning(
                 "the checkpoint holds residuals that its groups had not pushed yet%s; they are not restored, because"
                 " this run has other groups, another method or other parameters",
@@ -309,35 +317,35 @@ class Residuals:
 
     def carry_over(self) -> None:
         """Sum the residuals inside each newly formed group. All ranks of the groups call it."""
-        if not self._place.core.wire_format.pushes.is_stateful:
+        if not self._parallel.core.wire_format.pushes.is_stateful:
             return
-        for index in range(len(self._place.parts)):
+        for index in range(len(self._parallel.parts)):
             total = self._total(index)
-            state = {RESIDUAL: total} if self._place.speaks and any(each is not None for each in total) else {}
-            self._place.core.load_sender_state(index, state)
+            state = {RESIDUAL: total} if self._parallel.exchanges and any(each is not None for each in total) else {}
+            self._parallel.core.load_sender_state(index, state)
 
     def warn_of_remainder(self) -> None:
         """Warn of residuals that are not in the weights when training ends."""
-        for index in range(len(self._place.parts)):
-            if self._place.speaks and (largest := _largest(self._place.core.sender_state(index))):
+        for index in range(len(self._parallel.parts)):
+            if self._parallel.exchanges and (largest := _largest(self._parallel.core.sender_state(index))):
                 _log.warning(
                     "training has ended, and group %d has not pushed the residual of optimizer %d; its largest number:"
                     " %.3g",
-                    self._place.group,
+                    self._parallel.group,
                     index,
                     largest,
                 )
 
     def _total(self, index: int) -> list[Tensor | None]:
         """Return the sum of residuals over this group's ranks with one share: a tensor or None for each parameter."""
-        place = self._place
-        parameters = place.parts[index].replica.ordered
-        own: list[Tensor | None] = list(place.core.sender_state(index).get(RESIDUAL, ()))
+        parallel = self._parallel
+        parameters = parallel.parts[index].replica.ordered
+        own: list[Tensor | None] = list(parallel.core.sender_state(index).get(RESIDUAL, ()))
         own += [None] * (len(parameters) - len(own))
-        if place.replicas == 1:
+        if parallel.replicas == 1:
             return own
-        owes = torch.tensor([each is not None for each in own], dtype=torch.int64, device=place.device)
-        dist.all_reduce(owes, group=place.replica_group)
+        owes = torch.tensor([each is not None for each in own], dtype=torch.int64, device=parallel.device)
+        dist.all_reduce(owes, group=parallel.replica_group)
         total: list[Tensor | None] = []
         for mine, parameter, there in zip(own, parameters, owes.tolist(), strict=True):
             wide = torch.promote_types(parameter.dtype, torch.float32)  # the same on all ranks, whatever a format keeps
@@ -345,7 +353,7 @@ class Residuals:
             if mine is not None:
                 each += mine.to(each)
             if there:
-                dist.all_reduce(torch.view_as_real(each) if each.is_complex() else each, group=place.replica_group)
+                dist.all_reduce(torch.view_as_real(each) if each.is_complex() else each, group=parallel.replica_group)
             total.append(each if there else None)
         return total
 

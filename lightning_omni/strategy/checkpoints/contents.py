@@ -6,11 +6,15 @@ one more entry, ``"omni"``: see `lightning_omni.runtime.state.checkpoint`.
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -20,11 +24,9 @@ from typing_extensions import override
 from lightning_omni.runtime import World, names_of
 from lightning_omni.runtime.model.sharded import is_part, local_of
 from lightning_omni.runtime.state.checkpoint import ENTRY, Saved
-from lightning_omni.runtime.state.distributed_checkpoint import Folder, by_names, without_tensors
+from lightning_omni.runtime.state.distributed_checkpoint import Folder, beside, by_names, without_tensors
 from lightning_omni.runtime.state.distributed_checkpoint import save as save_folder
 from lightning_omni.runtime.state.server_store import ServerSnapshot
-from lightning_omni.strategy.checkpoints.files import write_whole
-from lightning_omni.strategy.checkpoints.loop_progress import batches_in, go_on_after
 from lightning_omni.strategy.loops.driver import EpochDriver
 from lightning_omni.strategy.loops.validation import Version
 from lightning_omni.wire import messages as m
@@ -93,10 +95,10 @@ class Checkpoints:
                 f" have not pushed yet in the wire format {type(world.core.wire_format).__name__} is not in it; save"
                 " at an epoch's end or after a validation to have it"
             )
-        if not world.hands_over:
+        if not world.owns_state:
             return read()
-        snapshot = world.channel.store.snapshot(version=version.number if version is not None else 0)
-        if is_together and world.enlistment is None:  # a group that has joined does not have a list of the others
+        snapshot = world.exchange.store.snapshot(version=version.number if version is not None else 0)
+        if is_together and world.registration is None:  # a group that has joined does not have a list of the others
             snapshot = self._complete_groups(snapshot, world.live_groups)
         if world.share is not None:
             snapshot = world.states.sharded(snapshot)
@@ -131,7 +133,7 @@ class Checkpoints:
         if all(world.steps_here(part) for part in world.parts if part.optimizer is optimizer):
             return own
         if self._snapshot is None:
-            self._snapshot = world.channel.store.snapshot()
+            self._snapshot = world.exchange.store.snapshot()
         return {"state": world.states.whole(optimizer, self._snapshot.parts), "param_groups": own["param_groups"]}
 
     def complete(
@@ -149,14 +151,14 @@ class Checkpoints:
         groups, more = len(world.topology.alive), dict[str, Any]()
         samples = 0 if epochs.leases is None else epochs.leases.dataset_size
         if snapshot is None:
-            progress, cut = epochs.moment()
+            progress, cut = epochs.run.moment(epochs.is_open, epochs.is_open_ended)
             if progress is not None:
                 if cut.epoch != -1:
                     _count_as_ddp(checkpoint, progress)
                 schedules = epochs.schedulers.catch_up_in(checkpoint, progress)
                 checkpoint[ENTRY] = Saved(cut, groups, progress, schedules=schedules, samples=samples).to_plain()
             return
-        progress = None if epochs.progress is None else snapshot.cut.progress(epochs.progress)
+        progress = None if epochs.run.progress is None else snapshot.cut.progress(epochs.run.progress)
         _count_as_ddp(checkpoint, progress)
         if "optimizer_states" in checkpoint:  # with save_weights_only there are none
             server, states = [part["method"] for part in snapshot.parts], snapshot.groups
@@ -307,3 +309,62 @@ class WholeFileHooks(_Base):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         write_whole(checkpoint, path)
+
+
+def write_whole(checkpoint: dict[str, Any], path: str | Path) -> None:
+    """Write a checkpoint, and the folder of its path if that does not exist.
+
+    Raises:
+        OSError: the file could not be written; an older file of that name is unchanged.
+    """
+    final = Path(path).expanduser()
+    final.parent.mkdir(parents=True, exist_ok=True)
+    buffer = io.BytesIO()  # the errors of torch's own writes have no cause
+    torch.save(checkpoint, buffer)
+    partial = beside(final, f"{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(buffer.getbuffer())
+        partial.replace(final)
+    except BaseException as error:  # Ctrl-C, too
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        if not isinstance(error, OSError):
+            raise
+        reason = f"{error.strerror}: this checkpoint was not saved; one of before is as it was"
+        raise OSError(error.errno, reason, str(final)) from error
+
+
+def end_whole_epoch(loops: Mapping[str, Any], batches: int) -> None:
+    """Set the batch count after an epoch's last batch to that of DDP; changed in place.
+
+    A group trains another number of batches, from which Lightning would not recognize that the epoch is over.
+    """
+    progress = loops["fit_loop"]["epoch_loop.batch_progress"]
+    if progress["is_last_batch"]:
+        _count(progress["current"], batches)
+
+
+def cut_short(loops: Mapping[str, Any], batches: int) -> None:
+    """Mark an epoch that max_steps has ended early as incomplete after ``batches`` of DDP; changed in place.
+
+    Otherwise Lightning would treat the epoch as complete, and a resumed run with more steps would begin the next one.
+    """
+    loops["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
+    go_on_after(loops, batches)
+
+
+def batches_in(loops: Mapping[str, Any]) -> int:
+    """Return the batches of the current epoch that the loops of a checkpoint have counted."""
+    return int(loops["fit_loop"]["epoch_loop.batch_progress"]["current"]["ready"])
+
+
+def go_on_after(loops: Mapping[str, Any], batches: int) -> None:
+    """Set the batch count of the loops inside an epoch, after which DDP resumes; changed in place."""
+    progress = loops["fit_loop"]["epoch_loop.batch_progress"]
+    if not progress["is_last_batch"]:
+        _count(progress["current"], batches)
+
+
+def _count(current: dict[str, int], batches: int) -> None:
+    current.update({name: count - current["ready"] + batches for name, count in current.items()})

@@ -30,7 +30,11 @@ LONGEST_WAIT = 30.0
 """Maximum wait in seconds before a group rejoins; the wait starts at one second and doubles."""
 FORGETS_AFTER = 2 * LONGEST_WAIT
 """Seconds in the run after which an eviction is no longer in a row with the one before."""
-_DIRECTORY = os.getcwd()
+try:
+    _DIRECTORY = os.getcwd()
+except OSError:  # it was deleted; `_obstacle` reports that
+    _DIRECTORY = ""
+"""The directory in which the command was started: its paths may be relative, and the script may change it later."""
 
 
 class Rejoining:
@@ -136,6 +140,8 @@ def _obstacle(ranks: int) -> str:
         return "in a notebook or an interactive session there is no script to start again"
     if not sys.executable or not (hasattr(sys.modules["__main__"], "__file__") or "-c" in sys.orig_argv):
         return "there is no command that could be started again"
+    if not os.path.isdir(_DIRECTORY):
+        return "the directory in which its command was started is gone"
     if launcher.children() != ranks - 1:
         return "not all of its ranks were started by this process"
     return ""

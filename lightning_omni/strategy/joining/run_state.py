@@ -20,9 +20,24 @@ from torch.utils._pytree import tree_leaves
 from lightning_omni.errors import ConfigurationError, MalformedMessage, UnsupportedError
 from lightning_omni.runtime import names_of
 from lightning_omni.runtime.model.sharded import fill, is_part, local_of, reshard, tensors_of
-from lightning_omni.strategy import _private
 from lightning_omni.strategy.grouping import GroupedStrategy
-from lightning_omni.strategy.loops.driver import Entered
+from lightning_omni.strategy.lightning_internals.callbacks import averaged_models, deciding_callbacks
+from lightning_omni.strategy.lightning_internals.checkpoints import (
+    dump_checkpoint,
+    load_callback_states,
+    load_checkpoint,
+    output_folders,
+    set_output_folders,
+)
+from lightning_omni.strategy.lightning_internals.metrics import cached_metric_values, set_cached_metrics
+from lightning_omni.strategy.lightning_internals.progress import (
+    progress_counters,
+    reload_epochs,
+    set_reload_epochs,
+    start_fit_at_epoch,
+)
+from lightning_omni.strategy.lightning_internals.schedulers import replaces_scheduler, runs_lr_finder
+from lightning_omni.strategy.loops.epoch import EntryPoint
 from lightning_omni.strategy.schedules.replay import described
 from lightning_omni.wire.codec import pack
 from lightning_omni.wire.progress import Progress
@@ -61,20 +76,20 @@ class RunStates:
 
     def check(self, trainer: Trainer) -> None:
         """Raise `UnsupportedError` for features of this fit that do not work with groups that join."""
-        if self._strategy.world.enlistment is None:
+        if self._strategy.world.registration is None:
             return
-        if _private.finds_rate(trainer):
+        if runs_lr_finder(trainer):
             raise UnsupportedError(
                 "elastic=True with LearningRateFinder or Tuner.lr_find: it measures all ranks as one group, which ranks"
                 " of different launchers cannot form; find the rate before, without server= and LIGHTNING_OMNI_SERVER,"
                 " and pass it to all groups"
             )
-        if _private.replaces_scheduler(trainer):
+        if replaces_scheduler(trainer):
             raise UnsupportedError(
                 "elastic=True with StochasticWeightAveraging: it replaces a learning-rate scheduler in mid-run, and a"
                 " group that joins has none to replace it with; use WeightAveraging, or start all ranks together"
             )
-        if len(_private.averaged_models(trainer)) > 1:
+        if len(averaged_models(trainer)) > 1:
             raise UnsupportedError(
                 "elastic=True with several WeightAveraging callbacks: a checkpoint has room for the average of one, and"
                 " so has what a group that joins is given; keep one of them"
@@ -89,53 +104,53 @@ class RunStates:
         All ranks call it.
         """
         world = self._strategy.world
-        if world.enlistment is None or world.process_groups.live.ranks[0] not in world.members:
+        if world.registration is None or world.process_groups.live.ranks[0] not in world.members:
             return
         self.renew()
 
     def renew(self) -> None:
         """Replace the state at the server by the current one, while groups compute. The recorder's group calls it."""
         world = self._strategy.world
-        reshard(world.held.sharded)
+        reshard(world.wrapper.sharded)
         tree = self._describe()  # all members make it, since hooks of users that save may need collectives
         if tree["shared"]:
-            if world.speaks and not world.is_leader:
-                world.channel.store.store_run_state(*pack({"shared": tree["shared"]}))
+            if world.exchanges and not world.is_leader:
+                world.exchange.store.store_run_state(*pack({"shared": tree["shared"]}))
             world.wait_for_members()  # other groups may join as soon as the leader has stored its part
         if world.is_leader:
             try:
                 packed, buffer = pack(tree)
             except MalformedMessage as error:
                 packed, buffer = pack({"refused": f"the run's schedulers or optimizers cannot be sent: {error}"})
-            world.channel.store.store_run_state(packed, buffer)
+            world.exchange.store.store_run_state(packed, buffer)
 
     def _describe(self) -> dict[str, Any]:
         strategy, trainer = self._strategy, self._strategy.pl_module.trainer
         self.is_described = True
         try:
-            checkpoint = _private.checkpoint_of(trainer)
+            checkpoint = dump_checkpoint(trainer)
         finally:
             self.is_described = False
         served = {id(each) for part in strategy.world.parts for each in part.replica.ordered}
         entries = tensors_of(strategy.pl_module).items()
         own = {name: each for name, each in entries if isinstance(each, Tensor) and id(each) not in served}
         shared = {name: own.pop(name) for name in list(own) if is_part(own[name])}
-        bases = strategy.epochs.schedule
-        averages = _private.averaged_models(trainer)
-        progress = strategy.epochs.progress
+        bases = strategy.epochs.schedulers.bases
+        averages = averaged_models(trainer)
+        progress = strategy.epochs.run.progress
         return {
             "limits": self._limits,
             "configured": self._configured(),
             "epoch": trainer.current_epoch,
-            "counters": _private.progress_counters(trainer)[1:],
+            "counters": progress_counters(trainer)[1:],
             "samples": strategy.epochs.samples,
             "progress": None if progress is None else msgspec.to_builtins(progress),
             "validations": strategy.epochs.published.state,
-            "metrics": _private.known_metrics(trainer),
+            "metrics": cached_metric_values(trainer),
             "order": strategy.epochs.data.order,
             "split": strategy.epochs.data.split,
-            "folders": _private.folders(trainer),
-            "reloads": _private.reload_epochs(trainer),
+            "folders": output_folders(trainer),
+            "reloads": reload_epochs(trainer),
             "schedule": [list(bases.get(config.scheduler, ())) for config in trainer.lr_scheduler_configs],
             "schedulers": checkpoint.pop("lr_schedulers"),
             "hyperparameters": checkpoint.pop("optimizer_states"),
@@ -162,7 +177,7 @@ class RunStates:
             "optimization": "automatic" if strategy.pl_module.automatic_optimization else "manual",
             "optimizers": ", ".join(type(each).__name__ for each in strategy.optimizers) or "none",
             "schedulers": ", ".join(schedulers) or "none",
-            "callbacks": ", ".join(_private.deciding_callbacks(trainer)) or "none that saves, stops or tunes",
+            "callbacks": ", ".join(deciding_callbacks(trainer)) or "none that saves, stops or tunes",
         }
 
     def _sendable(self, what: str, entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,7 +201,7 @@ class RunStates:
         """
         strategy = self._strategy
         joined = strategy.world.take_part()
-        tree = strategy.world.channel.store.read_run_state()
+        tree = strategy.world.exchange.store.read_run_state()
         self._check_given(trainer, tree)
         assert joined.plan is not None  # the server admits groups only during an epoch
         checkpoint = {**tree["more"], "callbacks": tree["callbacks"], "state_dict": tree["module"]}
@@ -194,10 +209,10 @@ class RunStates:
             [average] = tree["averages"]
             whole = {name[7:]: each for name, each in average.items() if name.startswith("module.")}
             checkpoint |= {"state_dict": whole, "current_model_state": strategy.pl_module.state_dict()}
-        _private.set_folders(trainer, tree["folders"])
-        _private.load_callbacks(trainer, checkpoint)
+        set_output_folders(trainer, tree["folders"])
+        load_checkpoint(trainer, checkpoint)
         if tree["shared"] and not (strategy.world.share is None or strategy.world.is_leader):
-            tree["shared"] = strategy.world.channel.store.read_run_state(share=True)["shared"]
+            tree["shared"] = strategy.world.exchange.store.read_run_state(share=True)["shared"]
         self._take_over_module(tree)
         self._again = tree
         schedule: dict[Any, Any] = {}
@@ -205,7 +220,7 @@ class RunStates:
             config.scheduler.load_state_dict(_like(vars(config.scheduler), state))
             if base:
                 schedule[config.scheduler] = tuple(base)
-        entered = Entered(
+        entered = EntryPoint(
             plan=joined.plan,
             samples=tree["samples"],
             progress=msgspec.convert(tree["progress"], Progress | None),
@@ -213,9 +228,9 @@ class RunStates:
             split=tree["split"],
         )
         strategy.epochs.enter(entered, schedule)
-        _private.set_metrics(trainer, tree["metrics"])
+        set_cached_metrics(trainer, tree["metrics"])
         strategy.epochs.data.order = tree["order"]
-        _private.begin_at(trainer, tree["epoch"], tree["counters"])
+        start_fit_at_epoch(trainer, tree["epoch"], tree["counters"])
 
     def _check_given(self, trainer: Trainer, tree: Mapping[str, Any]) -> None:
         if "refused" in tree:
@@ -231,7 +246,7 @@ class RunStates:
                 raise ConfigurationError(
                     f"{name}: {own}; the run that this group joins has: {theirs}; give all groups the same script"
                 )
-        if len(_private.averaged_models(trainer)) != len(tree["averages"]):
+        if len(averaged_models(trainer)) != len(tree["averages"]):
             raise ConfigurationError(
                 "callbacks: WeightAveraging is either in the run or in the group that joins it, and not in both; give"
                 " all groups the same callbacks"
@@ -247,8 +262,8 @@ class RunStates:
             return
         self.take_over_optimizers()
         self._again = None
-        _private.load_states_of_callbacks(self._strategy.pl_module.trainer, tree)
-        _private.set_reload_epochs(self._strategy.pl_module.trainer, tree["reloads"])
+        load_callback_states(self._strategy.pl_module.trainer, tree)
+        set_reload_epochs(self._strategy.pl_module.trainer, tree["reloads"])
         self._take_over_module(tree)
         self._strategy.world.read_again()
 

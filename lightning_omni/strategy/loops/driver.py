@@ -7,94 +7,42 @@ progress, and `RunSchedulers` the schedulers. With one group, and with static da
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from torch.nn import Module
 
-from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.runtime import World
 from lightning_omni.runtime.data.loader import RankLeases
 from lightning_omni.runtime.executor import Executor
 from lightning_omni.runtime.state.checkpoint import Saved
 from lightning_omni.server.event_log import Spans
-from lightning_omni.strategy import _private
-from lightning_omni.strategy.loops.epoch_ends import OwnEnd, differ
-from lightning_omni.strategy.loops.leased_data import LeasedData, is_given, size_of
+from lightning_omni.strategy.lightning_internals.callbacks import is_inside_hook, lower_last_average_step
+from lightning_omni.strategy.lightning_internals.checkpoints import copy_checkpoint_records
+from lightning_omni.strategy.lightning_internals.loops import (
+    loops_iterate,
+    make_epoch_open_ended,
+    set_last_batch,
+    should_stop_now,
+    validates_by_time,
+    validates_this_epoch,
+)
+from lightning_omni.strategy.lightning_internals.metrics import cached_metrics
+from lightning_omni.strategy.lightning_internals.progress import set_step_counters, step_counters
+from lightning_omni.strategy.lightning_internals.schedulers import step_schedules_by_epoch
+from lightning_omni.strategy.lightning_internals.validation import divide_validation_data, validation_loaders
+from lightning_omni.strategy.loops.epoch import EntryPoint, EpochEnd, EpochState, differ
+from lightning_omni.strategy.loops.leased_data import LeasedData, has_lightning_sampler, size_of
 from lightning_omni.strategy.loops.progress import RunProgress
 from lightning_omni.strategy.loops.validation import PublishedValidation
 from lightning_omni.strategy.schedules.pacing import Schedule
-from lightning_omni.strategy.schedules.plateaus import Plateaus
-from lightning_omni.strategy.schedules.run import RunSchedulers
+from lightning_omni.strategy.schedules.run_schedulers import Plateaus, RunSchedulers
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.messages import Batch, EpochPlan, SnapshotId
-from lightning_omni.wire.progress import Progress
+from lightning_omni.wire.messages import Batch, EpochPlan
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
-
-
-class Entered(NamedTuple):
-    """The position in a run at which a group joins it.
-
-    Attributes:
-        plan: plan of the current epoch.
-        samples: samples of this epoch trained when the groups last began to compute.
-        progress: progress of the run then; earlier epochs may have had other lengths.
-        validations: validations that callbacks have received: `PublishedValidation.state`.
-        split: mark of the trained part of a dataset: `lightning_omni.strategy.loops.leased_data.split_of`.
-    """
-
-    plan: EpochPlan
-    samples: int
-    progress: Progress | None
-    validations: Mapping[str, Any]
-    split: int
-
-    def check(self, plan: EpochPlan, split: int) -> None:
-        """Raise `ConfigurationError` unless the data of a group that joins here has the same plan and split."""
-        if plan != self.plan:
-            raise ConfigurationError(
-                f"this group's data is not that of the run that it joins, {plan} against {self.plan}: give all the"
-                " same dataset, batch size, limits and validation="
-            )
-        if split != self.split:
-            raise ConfigurationError(
-                "this group's training data is another part of its dataset than that of the run that it joins, so that"
-                " groups would train on what others validate with: split with one seed in all groups, as"
-                " random_split(dataset, lengths, generator=torch.Generator().manual_seed(0))"
-            )
-
-
-@dataclass
-class _Epoch:
-    """The state of the current epoch, which is dropped at its end.
-
-    Attributes:
-        plan: plan of its data, if they are leased.
-        validates: whether all groups validate after this batch; None leaves it to Lightning.
-        is_due: whether the other groups, too, validate after this batch without being notified.
-        is_over: whether this group has trained its last batch.
-        is_skipped: whether another group has ended the epoch early.
-        is_check: whether all groups synchronize after this batch without a validation.
-        is_counted: whether this group's last batch has counted the epoch for schedules.
-        is_last: whether no group trains on after this synchronization, where all have heard of a stop.
-        has_ended: whether a group is already at its end, so that none validates.
-        window: ``accumulate_grad_batches`` in this group's last batch; 0 before the first one.
-    """
-
-    plan: EpochPlan | None = None
-    validates: bool | None = None
-    is_due: bool = False
-    is_over: bool = False
-    is_skipped: bool = False
-    is_check: bool = False
-    is_counted: bool = False
-    is_last: bool = False
-    has_ended: bool = False
-    window: int = 0
 
 
 class EpochDriver:
@@ -148,10 +96,10 @@ class EpochDriver:
         self.schedulers = RunSchedulers(self.run, self._steps)
         self._plateaus = Plateaus()
         self.published.on_heard = self._step_plateaus
-        self._epoch = _Epoch()
+        self._epoch = EpochState()
         self._begun = -1
         self._started = self._stopping = self._have_differed = False
-        self._entered: Entered | None = None
+        self._entered: EntryPoint | None = None
         self.on_parted: Callable[[], None] = lambda: None
         self.check_every = 0
         self.on_check: Callable[[], None] = lambda: None
@@ -181,9 +129,9 @@ class EpochDriver:
         self.schedulers.start(count_from_here=self.leases is not None)
         self._pace()
 
-    def enter(self, entered: Entered, schedule: Schedule) -> None:
+    def enter(self, entered: EntryPoint, schedule: Schedule) -> None:
         """Join a run that is under way, before this group's loops begin; schedulers continue from ``schedule``."""
-        self._entered, self.schedule, self.run.past = entered, schedule, entered.progress
+        self._entered, self.schedulers.bases, self.run.past = entered, schedule, entered.progress
 
     def finish(self) -> None:
         """Return the loops and the schedulers to Lightning, at the end of the run or after a failure."""
@@ -197,7 +145,7 @@ class EpochDriver:
         self.published.forget()
         self.run.forget()
         self.schedulers.forget()
-        self._epoch, self._entered = _Epoch(), None
+        self._epoch, self._entered = EpochState(), None
         self._trainer, self._world = None, None
 
     @property
@@ -209,7 +157,7 @@ class EpochDriver:
     def _is_for_user(self) -> bool:
         """Return whether user code, and not the loops, iterates a training loader: in a hook, or after the fit."""
         trainer = self._trainer
-        return trainer is None or (_private.is_inside_a_hook(trainer) and not _private.loops_iterate(trainer))
+        return trainer is None or (is_inside_hook(trainer) and not loops_iterate(trainer))
 
     @property
     def world(self) -> World:
@@ -226,26 +174,6 @@ class EpochDriver:
         self.data.leases = leases
         self.data.start()
 
-    @property
-    def progress(self) -> Progress | None:
-        return self.run.progress
-
-    @progress.setter
-    def progress(self, progress: Progress | None) -> None:
-        self.run.progress = progress
-
-    @property
-    def schedule(self) -> Schedule:
-        return self.schedulers.bases
-
-    @schedule.setter
-    def schedule(self, schedule: Schedule) -> None:
-        self.schedulers.bases = schedule
-
-    @property
-    def max_steps(self) -> int:
-        return self.run.max_steps
-
     # --- An epoch ----------------------------------------------------------------------------------------------------
 
     def begin(self, epoch: int) -> None:
@@ -255,13 +183,13 @@ class EpochDriver:
         self._begun = epoch
         self.data.adopt()
         self.world.enter_compute()
-        self.is_open, self._epoch = True, _Epoch()
-        self.is_open_ended = self.data.is_dynamic or self._is_shrunk or self._goes_on_alone
+        self.is_open, self._epoch = True, EpochState()
+        self.is_open_ended = self.data.is_dynamic or self._is_shrunk or self._is_resumed_by_one_group
         self.is_cut_short = False
         if self.leases is not None:
             self._begin_leased(self.leases, self.run.begin(epoch))
         else:
-            self.progress = None  # drops the last epoch's, which was leased if a reload has brought several loaders
+            self.run.progress = None  # drops the last epoch's, which was leased if a reload has brought several loaders
             self.published.begin(None)
         self._have_parted()
 
@@ -286,7 +214,7 @@ class EpochDriver:
             else:
                 leases.begin(self._dealt(plan))
         elif self.is_open_ended:
-            leases.begin_local(plan, goes_on=True)
+            leases.begin_local(plan, resumed=True)
             if not self.schedulers.are_paced:  # the remaining samples may form more batches than under DDP
                 self._pace()
         self.run.limit_steps(self.is_open_ended)
@@ -312,15 +240,15 @@ class EpochDriver:
     @property
     def samples(self) -> int:
         """Return the samples of the current epoch that are trained, as far as this rank knows."""
-        return self.run.now().samples if self.progress is not None else 0
+        return self.run.now().samples if self.run.progress is not None else 0
 
     @property
     def _is_shrunk(self) -> bool:
         """Return whether one group has fewer ranks than the run began with, so that its epoch has more batches."""
-        return self.leases is not None and self.leases.is_local and self.world.data_place[1] < self.leases.world_size
+        return self.leases is not None and self.leases.is_local and self.world.data_rank[1] < self.leases.world_size
 
     @property
-    def _goes_on_alone(self) -> bool:
+    def _is_resumed_by_one_group(self) -> bool:
         """Return whether a single group resumes an epoch that several groups had begun.
 
         The epoch then ends when its samples are trained, because the batch count in the checkpoint is that of one of
@@ -330,7 +258,7 @@ class EpochDriver:
 
     def go_on(self) -> None:
         """Begin a resumed epoch, for which Lightning calls no first hook, after its loader has begun to iterate."""
-        if self._goes_on_alone:
+        if self._is_resumed_by_one_group:
             self.data.assign()  # drops the batches that the loader has taken
             self.begin(self.trainer.current_epoch)
 
@@ -380,20 +308,8 @@ class EpochDriver:
             self.run.stop_here()  # `end` reports it to the other groups
 
     def _check_window(self) -> None:
-        """Refuse a change of ``accumulate_grad_batches`` inside an epoch, if the run counts its steps in samples.
-
-        The steps of an epoch are computed from its samples with one window, and groups would change it at different
-        samples.
-        """
-        before, self._epoch.window = self._epoch.window, int(self.trainer.accumulate_grad_batches)
-        counts = self.schedulers.count_steps or self.max_steps != -1
-        if counts and before not in (0, self._epoch.window):
-            raise UnsupportedError(
-                f"accumulate_grad_batches has changed from {before} to {self._epoch.window} inside an epoch. With"
-                " several groups, max_steps and schedulers with interval='step' count the samples of all groups, as"
-                " many for each step of an epoch: change it in on_train_epoch_start, as GradientAccumulationScheduler"
-                " does, or use groups=1"
-            )
+        counts = self.schedulers.count_steps or self.run.max_steps != -1
+        self._epoch.check_window(int(self.trainer.accumulate_grad_batches), counts)
 
     @property
     def _is_limit_reached_by_hand(self) -> bool:
@@ -406,19 +322,21 @@ class EpochDriver:
         complete = self._epoch.is_over if self.is_open_ended else trainer.is_last_batch
         is_cut_short = int(not complete or self._epoch.is_skipped)
         is_limit_reached = self.run.is_limit_reached
-        stops = _private.stops_now(trainer) or is_limit_reached
+        stops = should_stop_now(trainer) or is_limit_reached
+        # Groups whose data is not leased count their own steps, and the others reach the limit without a message.
+        ends_others = stops if self.data.is_dynamic or self.is_open_ended else should_stop_now(trainer)
         if self.world.is_computing and not self._stopping and (stops or not complete):
-            self.leave("end" if stops else "skip" if self.is_open_ended else "")
+            self.leave("end" if ends_others else "skip" if self.is_open_ended else "")
         self._synchronize(module, is_end=True)
-        trained = self._trained
+        trained = self.run.trained(self.is_open_ended)
         if self.world.executor.exchanges:
-            mine = int(stops or self._stopping), int(_private.stops_now(trainer)), is_cut_short, trained
+            mine = int(stops or self._stopping), int(should_stop_now(trainer)), is_cut_short, trained
             ends, was_asked, is_cut_short, trained = self.world.all_reduce_max(mine)
             # Any rank may request the stop, even now. A group that received a stop has a limit, but has requested none.
             trainer.should_stop |= bool(ends) and (bool(was_asked) or not is_limit_reached)
         self.is_open = False
         if self._epoch.is_skipped and not self._epoch.is_counted:  # the group that skips has done so in its last batch
-            _private.step_schedules_by_epoch(trainer)
+            step_schedules_by_epoch(trainer)
         self.run.end(trainer.current_epoch, trained if is_cut_short else None)
         self._follow_schedulers()
         self.schedulers.catch_up()
@@ -432,49 +350,19 @@ class EpochDriver:
         if not self.world.executor.exchanges:
             return
         trainer, by_hand = self.trainer, self.run.by_hand
-        own = OwnEnd.of(trainer, by_hand.unstepped if by_hand is not None else 0)
-        stops, *marks = self.world.all_reduce_max([int(_private.stops_now(trainer)), *own.marks])
+        own = EpochEnd.of(trainer, by_hand.unstepped if by_hand is not None else 0)
+        stops, *marks = self.world.all_reduce_max([int(should_stop_now(trainer)), *own.marks])
         trainer.should_stop |= bool(stops)
         if not self._have_differed and differ(marks):
             self._have_differed = True
             self._warn(f"OmniStrategy: {own.sentence(self.world)}")
-
-    @property
-    def _trained(self) -> int:
-        """Return the samples of the current epoch that are trained; Lightning may have counted its batches."""
-        if self.progress is None:
-            return 0
-        if self.is_open_ended or self.data.is_dynamic:
-            self.run.keep_up()
-            return self.progress.samples
-        return _private.batches_trained(self.trainer) * self.progress.reference.batch
-
-    def moment(self) -> tuple[Progress | None, SnapshotId]:
-        """Return the run's progress and its epoch's trained samples, for a checkpoint of one group or after the fit.
-
-        Return no progress where Lightning's own counts suffice, because several groups have never trained the run.
-        """
-        if not self.run.is_counted_together:
-            return None, SnapshotId()
-        if self.progress is None or self.leases is None:
-            return self.run.past, SnapshotId()
-        cut = SnapshotId()
-        if self.is_open:
-            self.run.keep_up()
-            if self.is_open_ended:
-                spans = self.leases.trained_spans
-                cut = SnapshotId(epoch=self.progress.epochs, total=self.leases.total, trained=spans)
-        return self.progress, cut
 
     def expected_batches(self, done: int) -> int | None:
         """Estimate this rank's batches in this epoch, of which ``done`` are trained; None if Lightning knows it."""
         plan = self._epoch.plan
         if plan is None or self.leases is None or not self.is_open_ended:
             return None
-        if self._epoch.is_over:
-            return done
-        seen = min(self.run.seen, plan.budget)
-        return max(done + 1, -(-done * plan.budget // seen) if seen else self.run.now().batches)
+        return done if self._epoch.is_over else self.run.expected_batches(plan, done)
 
     def stepped_by_batches(self, configs: list[Any]) -> list[Any]:
         if not (self.is_open and self.is_open_ended and self._epoch.plan is not None):
@@ -499,7 +387,7 @@ class EpochDriver:
         own last batch.
         """
         trainer = self._trainer
-        if trainer is None or not (self.is_open and self.is_open_ended) or _private.loops_iterate(trainer):
+        if trainer is None or not (self.is_open and self.is_open_ended) or loops_iterate(trainer):
             return batches
         trained = trainer.fit_loop.batch_idx + 1
         return trained if trained and trainer.is_last_batch else max(batches, trained + 1)
@@ -509,7 +397,7 @@ class EpochDriver:
 
         A group that has joined on its own returns its untrained samples; the other groups continue.
         """
-        if self.world.enlistment is not None:
+        if self.world.registration is not None:
             self.leave("")
             return
         if self.world.is_computing:
@@ -518,11 +406,11 @@ class EpochDriver:
         self.world.enter_world(module)
 
     def leave(self, stop: str) -> None:
-        """End the epoch early in this group; ``stop`` is how the other groups end it: see `messages.LeaveEpoch`."""
+        """End the epoch early in this group; ``stop`` is how the other groups end it: see `messages.Leave`."""
         control = self.world.control
         if control is None:
             return
-        self.world.channel.finish_exchanges()  # the server would reject pushes that arrive after the message
+        self.world.exchange.finish_exchanges()  # the server would reject pushes that arrive after the message
         if self.leases is not None and self.data.is_dynamic:
             self.leases.leave(stop)
         elif stop:
@@ -535,7 +423,7 @@ class EpochDriver:
             return  # no training is under way: validation after the fit, or without one
         if self.published.evaluates or self.published.version is not None:
             return
-        stops = _private.stops_now(self.trainer) and not self._stopping
+        stops = should_stop_now(self.trainer) and not self._stopping
         if self.world.is_computing and stops and not self._epoch.is_due:  # otherwise the others learn of it later
             self.leave("validate")
         self._synchronize(module)
@@ -554,16 +442,16 @@ class EpochDriver:
         self.published.end_all()
         self.world.enter_world(module)
         trainer, mine = self.trainer, self.trainer.global_step
-        counts = _private.step_counters(trainer)
+        counts = step_counters(trainer)
         # The server tells groups of dynamic data alike of a stop; others may meet here before they have heard of it.
-        stops = not self.data.is_dynamic and (self._stopping or _private.stops_now(trainer))
+        stops = not self.data.is_dynamic and (self._stopping or should_stop_now(trainer))
         marks = int(stops), int(is_end)
         *counts, is_last, has_ended = self.world.all_reduce_max(
             [*(counts if self.world.is_recorder else [0] * len(counts)), *marks]
         )
-        _private.set_step_counters(trainer, self.published.not_before(counts))
-        _private.average_no_later(trainer)
-        _private.share_saves(trainer, self.world.broadcast_from_recorder)
+        set_step_counters(trainer, self.published.not_before(counts))
+        lower_last_average_step(trainer)
+        copy_checkpoint_records(trainer, self.world.broadcast_from_recorder)
         if self.run.step_limit == mine:
             self.run.stop_here()
         if is_last:
@@ -597,12 +485,12 @@ class EpochDriver:
         coming = leases.peek()
         if coming is not None and coming.interval <= leases.interval:
             return ""
-        self.world.channel.finish_exchanges()  # there is nothing to compute while this group waits for the others
+        self.world.exchange.finish_exchanges()  # there is nothing to compute while this group waits for the others
         return leases.ask()
 
     def _set_last_batch(self, is_last: bool) -> None:
-        _private.be_open_ended(self.trainer)
-        _private.set_last_batch(self.trainer, is_last)
+        make_epoch_open_ended(self.trainer)
+        set_last_batch(self.trainer, is_last)
         plan = self._epoch.plan
         self.is_cut_short = is_last and plan is not None and self.run.limits.cut_short(plan, self.run.now())
         if self.is_cut_short and plan is not None:
@@ -615,9 +503,10 @@ class EpochDriver:
         progress, trainer = self.run.now(), self.trainer
         if self.run.limits.steps_left(progress.steps_before(plan.epoch + 1)) == 0:
             self.run.stop_here()
+            steps = self.run.max_steps
             self._info(
-                f"OmniStrategy: max_steps={self.max_steps} reached: the groups have trained as many samples as"
-                f" {self.max_steps} steps of all {self.world.size} ranks; this group made {trainer.global_step} steps"
+                f"OmniStrategy: max_steps={steps} reached: the groups have trained as many samples as {steps} steps of"
+                f" all {self.world.size} ranks; this group made {trainer.global_step} steps"
             )
         return self.run.limits.validates_at_end(plan, progress)
 
@@ -630,23 +519,23 @@ class EpochDriver:
         if epoch.is_check:
             self._check()
             return False
-        if _private.validates_by_time(trainer):
+        if validates_by_time(trainer):
             return any(self.world.all_reduce_max([int(is_due())]))  # the clocks of ranks differ
-        if self.published.is_on and not self._stopping and not _private.stops_now(trainer):
+        if self.published.is_on and not self._stopping and not should_stop_now(trainer):
             if not epoch.is_over:
                 self.published.end_known()
-                return not _private.stops_now(trainer) and self.published.is_due(self._coming)
+                return not should_stop_now(trainer) and self.published.is_due(self._coming)
             epoch.validates = self.published.end_all() or epoch.validates
-        elif not (self.published.is_on or self._stopping) and _private.stops_now(trainer):
+        elif not (self.published.is_on or self._stopping) and should_stop_now(trainer):
             epoch.is_due = self._is_due_without_stop(is_due)
         if epoch.validates is None:
             return is_due()
-        return _private.validates_this_epoch(trainer) and (epoch.validates or _private.stops_now(trainer))
+        return validates_this_epoch(trainer) and (epoch.validates or should_stop_now(trainer))
 
     def _is_due_without_stop(self, is_due: Callable[[], bool]) -> bool:
         """Return whether all groups would validate after this batch without the stop that this rank has requested."""
         if self._epoch.validates is not None:
-            return self._epoch.validates and _private.validates_this_epoch(self.trainer)
+            return self._epoch.validates and validates_this_epoch(self.trainer)
         self.trainer.should_stop = False
         try:
             return is_due()
@@ -668,7 +557,7 @@ class EpochDriver:
         self.before_validation(self.trainer.lightning_module)
         if self._epoch.has_ended:
             return []
-        before = _private.metrics_by_now(self.trainer)
+        before = cached_metrics(self.trainer)
         returned = self._validate_together(run)
         if not self.world.is_computing:  # without a batch, the loop calls no hook of its end
             self.after_validation()
@@ -677,11 +566,11 @@ class EpochDriver:
 
     def _validate_together(self, run: Callable[[], Any]) -> Any:
         live = self.world.process_groups.live  # all ranks have just agreed on it
-        is_whole = live.size() == self.world.size and self.world.enlistment is None
-        if is_whole or not all(map(is_given, _private.validation_loaders(self.trainer))):
+        is_whole = live.size() == self.world.size and self.world.registration is None
+        if is_whole or not all(map(has_lightning_sampler, validation_loaders(self.trainer))):
             return run()
         alike = self.world.tensor_parallel  # number of neighbours that get the same samples
-        with _private.dealt_out(self.trainer, live.rank() // alike, live.size() // alike):
+        with divide_validation_data(self.trainer, live.rank() // alike, live.size() // alike):
             return run()
 
     @property
@@ -709,20 +598,10 @@ class EpochDriver:
     def before_regroup(self) -> Spans:
         """Give untrained samples back to the server before a change of groups; return the known trained ranges."""
         self.published.end_all()
-        spans = self._spans_here()
+        spans = self.run.known_spans()
         if self.data.is_dynamic and self.is_open:
             self.leave("")
         return spans
-
-    def _spans_here(self) -> Spans:
-        leases = self.leases
-        if leases is None:
-            return ()
-        before = size_of(self.run.trained_spans(self.trainer.current_epoch)) if leases.is_as_ddp else 0
-        if not before:
-            return leases.trained_spans
-        # The loader of a resumed epoch of one group starts again, as under DDP: only the number of samples is known.
-        return ((0, min(before + size_of(leases.trained_spans), leases.total)),)
 
     def after_regroup(self, spans: Spans, before: Executor) -> None:
         """Continue the epoch with its remaining samples, after a change of groups."""
@@ -735,7 +614,7 @@ class EpochDriver:
             self.run.advance(size_of(spans))
             self.published.go_on(plan, size_of(spans), self.world.executor.exchanges)
             if self.world.executor.control is None:
-                self.leases.begin_local(rest, goes_on=True)
+                self.leases.begin_local(rest, resumed=True)
             elif before.control is None:
                 self.leases.begin(self._dealt(rest))
             else:

@@ -16,7 +16,13 @@ from lightning_omni.errors import UnsupportedError
 from lightning_omni.runtime import World
 from lightning_omni.runtime.data.loader import RankLeases, lease, why_not_leased
 from lightning_omni.server.event_log import Spans
-from lightning_omni.strategy import _private
+from lightning_omni.strategy.lightning_internals.loops import validates_this_epoch
+from lightning_omni.strategy.lightning_internals.progress import (
+    accumulation_windows,
+    batches_started,
+    batches_trained,
+    manual_steps,
+)
 from lightning_omni.wire.messages import EpochPlan
 from lightning_omni.wire.progress import Progress, ReferenceBatch
 
@@ -162,7 +168,7 @@ class LeasedData:
 
     def _refuse_to_join(self) -> None:
         """Raise `UnsupportedError` if groups may join: data that cannot be leased has no samples for them."""
-        if self._world is not None and self._world.enlistment is not None:
+        if self._world is not None and self._world.registration is not None:
             raise UnsupportedError(
                 "elastic=True deals the samples of an epoch out to the groups that there are, and this training data is"
                 " several loaders, has a sampler of its own, is iterable, is no plain DataLoader, or is drawn by"
@@ -197,7 +203,7 @@ class LeasedData:
         """Set the leases' index of this rank in its group, and the group's ``shares``, if they are unequal."""
         world = self._world
         if self.leases is not None and world is not None:
-            self.leases.assign(*world.data_place, world.executor.control, world.generation, shares)
+            self.leases.assign(*world.data_rank, world.executor.control, world.generation, shares)
 
     def weigh(self, loss: Tensor) -> Tensor:
         """Return the loss times this rank's weight: more, if it has more of the group's batch than others."""
@@ -243,7 +249,7 @@ class FitLimits:
         past, past_batches = None, None
         if before is not None and is_next:
             past, past_batches = before.steps_before(epoch), before.batches_before(epoch)
-        if past is None and (windows := _private.accumulation_windows(self._trainer, epoch)):
+        if past is None and (windows := accumulation_windows(self._trainer, epoch)):
             past = sum(-(-batches // window) for window in windows)
         return Progress(reference, batches, epoch, size_of(trained), past, past_batches)
 
@@ -251,7 +257,7 @@ class FitLimits:
         trainer, epoch = self._trainer, progress.epochs
         interval = trainer.val_check_batch  # None if val_check_interval is a duration
         every, offset = 0, 0
-        if _private.validates_this_epoch(trainer) and interval not in (None, float("inf")):
+        if validates_this_epoch(trainer) and interval not in (None, float("inf")):
             # Without check_val_every_n_epoch, the batches of earlier epochs count, too.
             done = progress.batches_before(epoch) if trainer.check_val_every_n_epoch is None else 0
             every = int(interval) * progress.reference.batch
@@ -287,8 +293,8 @@ class FitLimits:
         """Return the progress at the start of a fit by Lightning's counts; in manual optimization steps are batches."""
         trainer, loop = self._trainer, self._trainer.fit_loop
         is_inside = loop.restarted_mid_epoch or loop.restarted_on_epoch_end
-        batches = _private.batches_trained(trainer) if is_inside else 0
-        begun = _private.batches_begun(trainer)
+        batches = batches_trained(trainer) if is_inside else 0
+        begun = batches_started(trainer)
         steps = int(trainer.global_step) if self.by_hand is None else begun
         if batches >= trainer.num_training_batches:  # saved after the last batch, before the hooks of the epoch's end
             return replace(progress, epochs=progress.epochs + 1, samples=0, past=steps, past_batches=begun)
@@ -323,16 +329,16 @@ class StepsByHand:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        batches = _private.batches_begun(trainer)
-        self.counts = batches, _private.steps_by_hand(trainer) if batches else 0
+        batches = batches_started(trainer)
+        self.counts = batches, manual_steps(trainer) if batches else 0
         self._before = self.unstepped = 0
 
     def begin_batch(self) -> None:
-        self._before = _private.steps_by_hand(self._trainer)
+        self._before = manual_steps(self._trainer)
 
     def end_batch(self) -> None:
         batches, steps = self.counts
-        taken = _private.steps_by_hand(self._trainer) - self._before
+        taken = manual_steps(self._trainer) - self._before
         self.counts = batches + 1, steps + taken
         self.unstepped = 0 if taken else self.unstepped + 1
 
@@ -342,16 +348,16 @@ class StepsByHand:
         return batches * steps // max(1, counted)
 
 
-class GivenRank(int):
+class LightningRank(int):
     """A rank that OmniStrategy has passed to a sampler."""
 
 
-def is_given(loader: object) -> bool:
+def has_lightning_sampler(loader: object) -> bool:
     """Return whether a loader's sampler is Lightning's, with a rank from OmniStrategy, and not a user's own.
 
     Return False for an object that is not a DataLoader, such as an empty list.
     """
-    return isinstance(getattr(getattr(loader, "sampler", None), "rank", None), GivenRank)
+    return isinstance(getattr(getattr(loader, "sampler", None), "rank", None), LightningRank)
 
 
 def draws_batches(training_step: Callable[..., Any]) -> bool:

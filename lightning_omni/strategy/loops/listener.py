@@ -14,13 +14,25 @@ from lightning_omni.errors import UnsupportedError
 from lightning_omni.metrics import Staleness
 from lightning_omni.runtime.data.balance import Balance
 from lightning_omni.runtime.model.meshes import ModelParallel
-from lightning_omni.strategy import _private
+from lightning_omni.strategy.checkpoints.hooks import SavingStrategy
 from lightning_omni.strategy.grouping import GroupedStrategy
-from lightning_omni.strategy.live_metrics import ProgressDisplay, live_metrics
+from lightning_omni.strategy.lightning_internals.callbacks import (
+    add_listener,
+    clear_current_hook,
+    is_inside_hook,
+    remove_listener,
+)
+from lightning_omni.strategy.lightning_internals.loops import control_loops, release_loops
+from lightning_omni.strategy.lightning_internals.metrics import (
+    align_collective_metrics,
+    collective_metrics,
+    logs_now,
+    patch_list_gather,
+    restore_list_gather,
+)
 from lightning_omni.strategy.loops.driver import EpochDriver
-from lightning_omni.strategy.saving import SavingStrategy
-from lightning_omni.strategy.signals import Signals
-from lightning_omni.strategy.waiting import whereabouts
+from lightning_omni.strategy.loops.live_metrics import ProgressDisplay, live_metrics
+from lightning_omni.strategy.signals import Signals, training_position
 from lightning_omni.topology import Topology
 from lightning_omni.tuning.model.steps import straggler_sentence
 
@@ -31,8 +43,8 @@ if TYPE_CHECKING:
 class Listener:
     """A listener to one fit, outside the list of callbacks.
 
-    `_private.listen` registers its hooks, and `_private.control_loops` its decisions for the loops.
-    `_private.LoopControl` describes the methods that the loops call.
+    `add_listener` registers its hooks, and `control_loops` its decisions for the loops.
+    `LoopControl` describes the methods that the loops call.
 
     Args:
         strategy: the strategy that it notifies.
@@ -55,17 +67,17 @@ class Listener:
         self._trainer, self._signals = trainer, signals
         self._staleness = Staleness()
         self._display = ProgressDisplay()
-        _private.forget_hook(trainer)
-        _private.listen(trainer, self)
-        _private.control_loops(trainer, self)
+        clear_current_hook(trainer)
+        add_listener(trainer, self)
+        control_loops(trainer, self)
         world = strategy.world
-        _private.join_lists(lambda: world.executor.exchanges and not world.is_computing)
-        world.where = partial(whereabouts, trainer)
+        patch_list_gather(lambda: world.executor.exchanges and not world.is_computing)
+        world.where = partial(training_position, trainer)
 
     def close(self) -> None:
-        _private.stop_listening(self._trainer)
-        _private.release_loops(self._trainer)
-        _private.separate_lists()
+        remove_listener(self._trainer)
+        release_loops(self._trainer)
+        restore_list_gather()
         self._display.release()
 
     # --- Control of the loops ----------------------------------------------------------------------------------------
@@ -99,7 +111,7 @@ class Listener:
 
     def run(self, run: Callable[[], None]) -> None:
         """Run the fit loop for the Trainer, or nested inside a hook, as a learning-rate finder does."""
-        if _private.is_inside_a_hook(self._trainer):
+        if is_inside_hook(self._trainer):
             self._nested.run(run)
         else:
             self._strategy.epochs.run.restored()
@@ -153,7 +165,7 @@ class Listener:
         """Begin a batch before any callback does."""
         if self._nested.is_running:
             return
-        strategy, traffic = self._strategy, self._strategy.world.channel.traffic
+        strategy, traffic = self._strategy, self._strategy.world.exchange.traffic
         self._signals.agree_alone()
         strategy.follow_recorder()
         strategy.grouping.begin_batch()
@@ -174,13 +186,13 @@ class Listener:
         strategy, world = self._strategy, self._strategy.world
         strategy.merged.step_done()
         if world.control is not None:
-            strategy.step_times.end(world.channel.traffic.seconds, world.channel.traffic.moved)
+            strategy.step_times.end(world.exchange.traffic.seconds, world.exchange.traffic.moved)
             world.control.report_timings(*strategy.step_times.means)
-            world.control.got_on(has_trained=True)
+            world.control.report_progress(has_trained=True)
         strategy.balance.end_batch()
         strategy.epochs.end_batch()
         self._display.show(trainer, strategy.epochs.expected_batches(batch_idx + 1))
-        if _private.logs_now(trainer):
+        if logs_now(trainer):
             values = strategy.balance.metrics()
             if world.control is not None:
                 self._watch_staleness()
@@ -194,7 +206,7 @@ class Listener:
 
     def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
         """Check for a signal to leave, if this group has joined on its own and validates for all groups."""
-        if self._strategy.epochs.published.evaluates and self._strategy.world.enlistment is not None:
+        if self._strategy.epochs.published.evaluates and self._strategy.world.registration is not None:
             self._signals.agree()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -229,12 +241,12 @@ class Listener:
     def _log_together(self) -> None:
         """Agree on the metrics of an epoch in which there were several groups, or may have been."""
         world = self._strategy.world
-        mine = _private.logged_together(self._trainer, world.compute_group)
+        mine = collective_metrics(self._trainer, world.compute_group)
         # `enc_hook` converts NumPy's booleans.
         of_all = world.process_groups.live.contribute(
             "the metrics of an epoch", msgspec.json.encode(mine, enc_hook=bool)
         )
-        _private.log_together(self._trainer, world.compute_group, [msgspec.json.decode(each) for _, each in of_all])
+        align_collective_metrics(self._trainer, world.compute_group, [msgspec.json.decode(each) for _, each in of_all])
 
     def _watch_staleness(self) -> None:
         world = self._strategy.world

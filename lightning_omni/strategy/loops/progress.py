@@ -16,8 +16,14 @@ from typing import TYPE_CHECKING
 from lightning_omni.runtime import World
 from lightning_omni.runtime.state.checkpoint import Saved
 from lightning_omni.server.event_log import Spans
-from lightning_omni.strategy import _private
-from lightning_omni.strategy.declared import reloads
+from lightning_omni.strategy.lightning_internals.callbacks import reloads
+from lightning_omni.strategy.lightning_internals.progress import (
+    accumulation_windows,
+    batches_resumed,
+    batches_trained,
+    progress_counters,
+    set_progress_counters,
+)
 from lightning_omni.strategy.loops.leased_data import FitLimits, LeasedData, StepsByHand, size_of
 from lightning_omni.wire.messages import EpochPlan, SnapshotId
 from lightning_omni.wire.progress import Progress
@@ -85,7 +91,7 @@ class RunProgress:
         before, self._limits = self._limits, FitLimits(trainer, ranks_per_batch)
         if before is not None and self._limits.by_hand is not None and before.by_hand is not None:
             self._limits.by_hand = before.by_hand  # in a further fit the loops' counts are no longer this rank's own
-        self._resumed_batches = trainer.current_epoch, _private.batches_resumed(trainer)
+        self._resumed_batches = trainer.current_epoch, batches_resumed(trainer)
         self.step_limit = None
         if self._data.leases is None:
             return
@@ -190,10 +196,10 @@ class RunProgress:
 
     def align(self, all_reduce_max: Callable[[list[int]], list[int]]) -> None:
         """Give ranks of different groups the same counts; otherwise they would validate at different batches."""
-        mine, by_hand = _private.progress_counters(self.trainer), self.by_hand
+        mine, by_hand = progress_counters(self.trainer), self.by_hand
         *theirs, batches, steps = all_reduce_max([*mine, *(by_hand.counts if by_hand is not None else (0, 0))])
         if mine != theirs:
-            _private.set_progress_counters(self.trainer, theirs)
+            set_progress_counters(self.trainer, theirs)
         if by_hand is not None:
             by_hand.counts = batches, steps
 
@@ -211,6 +217,50 @@ class RunProgress:
             here = min(self.progress.batches, trained // self.progress.reference.batch)
             batches = self.progress.batches_before(epoch) + here
         self.progress = self.past = replace(self.progress, epochs=epoch + 1, samples=0, past=over, past_batches=batches)
+
+    # --- Positions ---------------------------------------------------------------------------------------------------
+
+    def moment(self, is_open: bool, is_open_ended: bool) -> tuple[Progress | None, SnapshotId]:
+        """Return the run's progress and its epoch's trained samples, for a checkpoint of one group or after the fit.
+
+        Return no progress where Lightning's own counts suffice, because several groups have never trained the run.
+        """
+        leases = self._data.leases
+        if not self.is_counted_together:
+            return None, SnapshotId()
+        if self.progress is None or leases is None:
+            return self.past, SnapshotId()
+        cut = SnapshotId()
+        if is_open:
+            self.keep_up()
+            if is_open_ended:
+                cut = SnapshotId(epoch=self.progress.epochs, total=leases.total, trained=leases.trained_spans)
+        return self.progress, cut
+
+    def trained(self, is_open_ended: bool) -> int:
+        """Return the samples of the current epoch that are trained; Lightning may have counted its batches."""
+        if self.progress is None:
+            return 0
+        if is_open_ended or self._data.is_dynamic:
+            self.keep_up()
+            return self.progress.samples
+        return batches_trained(self.trainer) * self.progress.reference.batch
+
+    def known_spans(self) -> Spans:
+        """Return the ranges of the current epoch that this rank knows to be trained."""
+        leases = self._data.leases
+        if leases is None:
+            return ()
+        before = size_of(self.trained_spans(self.trainer.current_epoch)) if leases.is_as_ddp else 0
+        if not before:
+            return leases.trained_spans
+        # The loader of a resumed epoch of one group starts again, as under DDP: only the number of samples is known.
+        return ((0, min(before + size_of(leases.trained_spans), leases.total)),)
+
+    def expected_batches(self, plan: EpochPlan, done: int) -> int:
+        """Estimate this rank's batches in an open-ended epoch, of which ``done`` are trained."""
+        seen = min(self.seen, plan.budget)
+        return max(done + 1, -(-done * plan.budget // seen) if seen else self.now().batches)
 
     # --- Steps -------------------------------------------------------------------------------------------------------
 
@@ -238,7 +288,7 @@ class RunProgress:
         is_alike = batches != math.inf and not reloads(trainer)
         if epochs is not None and epochs >= 0 and is_alike:
             accumulated = int(trainer.accumulate_grad_batches)
-            windows = _private.accumulation_windows(trainer, epochs)[epoch:] or [accumulated] * (epochs - epoch)
+            windows = accumulation_windows(trainer, epochs)[epoch:] or [accumulated] * (epochs - epoch)
             if progress is None:
                 made = self._resumed_batches[1] // accumulated
             else:

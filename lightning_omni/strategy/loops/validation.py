@@ -21,8 +21,16 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DistributedSampler
 
 from lightning_omni.runtime import World
-from lightning_omni.strategy import _private
-from lightning_omni.strategy.loops.leased_data import is_given
+from lightning_omni.strategy.lightning_internals.callbacks import averaged_models
+from lightning_omni.strategy.lightning_internals.metrics import cached_metrics
+from lightning_omni.strategy.lightning_internals.progress import set_step_counters, step_counters
+from lightning_omni.strategy.lightning_internals.validation import (
+    capture_metrics,
+    divide_validation_data,
+    end_validation,
+    validation_loaders,
+)
+from lightning_omni.strategy.loops.leased_data import has_lightning_sampler
 from lightning_omni.wire.messages import Batch, EpochPlan
 from lightning_omni.wire.progress import Progress
 
@@ -89,7 +97,7 @@ class PublishedValidation:
 
     def begin(self, plan: EpochPlan | None, trained: int = 0, is_dynamic: bool = True) -> None:
         """Begin an epoch: see `go_on`. All ranks call it, with the same number of steps taken."""
-        self._counters, self._steps = _private.step_counters(self._joined[0]), 0
+        self._counters, self._steps = step_counters(self._joined[0]), 0
         self._trained, self._passed = trained, 0
         self.go_on(plan, trained, is_dynamic)
 
@@ -112,7 +120,7 @@ class PublishedValidation:
         """
         trainer, world = self._joined
         self._plan, self._have_all_ended = plan, False
-        self.is_on = world.edits.are_validations_apart = False
+        self.is_on = world.external_writes.are_validations_apart = False
         if not (self.is_wanted and world.executor.exchanges and trainer.enable_validation):
             return
         reason = "the samples are dealt out beforehand" if plan is None or not is_dynamic else self._reason()
@@ -122,7 +130,7 @@ class PublishedValidation:
                 self._info(f'OmniStrategy: validation="published" is validation="wait" here: {reason}')
             return
         assert plan is not None
-        self.is_on = world.edits.are_validations_apart = plan.validate_every > 0
+        self.is_on = world.external_writes.are_validations_apart = plan.validate_every > 0
         self._passed = max(self._passed, self._point(trained)) if self.is_on else 0
 
     def dealt(self, plan: EpochPlan) -> EpochPlan:
@@ -136,12 +144,14 @@ class PublishedValidation:
             return f"{type(world.method).__name__} evaluates the mean of all groups' weights"
         if any(part.head is not None for part in world.parts):
             return "the merged head is at the server, and goes on there"
-        if _private.averaged_models(trainer):
+        if averaged_models(trainer):
             return "a WeightAveraging callback evaluates its own weights"
-        loaders = _private.validation_loaders(trainer)
+        loaders = validation_loaders(trainer)
         if not any(trainer.num_val_batches):
             return "the validation data has no batch"
-        if not all(is_given(loader) and isinstance(loader.sampler, DistributedSampler) for loader in loaders):
+        if not all(
+            has_lightning_sampler(loader) and isinstance(loader.sampler, DistributedSampler) for loader in loaders
+        ):
             return "the validation data has a sampler of its own, or is iterable, so that one group cannot read it all"
         return ""
 
@@ -177,8 +187,8 @@ class PublishedValidation:
         try:
             with (
                 world.versions.loaded(number) as cut,
-                _private.dealt_out(trainer, world.members.index(world.rank), len(world.members)),
-                _private.metrics_held_back(trainer) as found,
+                divide_validation_data(trainer, world.members.index(world.rank), len(world.members)),
+                capture_metrics(trainer) as found,
             ):
                 returned = run()
                 buffers = dict(trainer.lightning_module.named_buffers())
@@ -202,7 +212,7 @@ class PublishedValidation:
         is_first = False
         while self._ended < self._joined[1].core.last_answer.validations:
             is_first = self._end_next()
-        if is_first and self._joined[1].enlistment is not None:
+        if is_first and self._joined[1].registration is not None:
             self.on_ended()
             self._release()
 
@@ -257,20 +267,20 @@ class PublishedValidation:
         if result is not None:
             found = tree_map(partial(_put, world.device), result["metrics"])
             self._steps = max(int(result["steps"]), self._steps + 1)
-            own = _private.step_counters(trainer)
-            _private.set_step_counters(trainer, self._after(self._steps))
+            own = step_counters(trainer)
+            set_step_counters(trainer, self._after(self._steps))
             self.version = Version(self._ended, result["buffers"])
             try:
-                before = _private.metrics_by_now(trainer)
+                before = cached_metrics(trainer)
                 with world.versions.own_weights():
-                    _private.end_validation(trainer, found, has_started=self._ended in self._begun)
+                    end_validation(trainer, found, has_started=self._ended in self._begun)
                 self.on_heard(before)
             finally:
                 self.version = None
-                _private.set_step_counters(trainer, own)
+                set_step_counters(trainer, own)
         if not any(number > self._ended for number in self._begun):
             world.versions.forget_evaluated()
-        if world.enlistment is None:  # where groups join, their state is stored before the release
+        if world.registration is None:  # where groups join, their state is stored before the release
             self._release()
         return is_first
 
@@ -280,7 +290,7 @@ class PublishedValidation:
         """Return the step counters of a validation, ``steps`` after the epoch's begin. All ranks get the same."""
         trainer, _ = self._joined
         automatic, manual, batches = self._counters
-        own = _private.step_counters(trainer)
+        own = step_counters(trainer)
         each = -(-(own[1] - manual) // max(1, own[2] + 1 - batches))  # steps per batch, in manual optimization
         return [automatic + (steps if own[0] > automatic else 0), manual + each * steps, batches + steps - 1]
 

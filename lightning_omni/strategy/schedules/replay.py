@@ -21,7 +21,7 @@ Counts = tuple[int, ...]
 """A scheduler's count, and the count that it would have if it had kept pace; or an empty tuple."""
 
 
-class Standing(NamedTuple):
+class SchedulerSnapshot(NamedTuple):
     """The state of a scheduler at a moment of a run.
 
     Attributes:
@@ -33,11 +33,11 @@ class Standing(NamedTuple):
     groups: list[dict[str, Any]]
 
 
-def standing(scheduler: Any) -> Standing | None:
+def standing(scheduler: Any) -> SchedulerSnapshot | None:
     """Return the present state of a scheduler; None if it is not torch's."""
     if not described(scheduler)[0]:
         return None
-    return Standing(_copied(scheduler.state_dict()), _bare(scheduler.optimizer.param_groups))
+    return SchedulerSnapshot(_copied(scheduler.state_dict()), _bare(scheduler.optimizer.param_groups))
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def described(scheduler: Any) -> list[Any]:
 
 def advanced(
     scheduler: Any, state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], count: int
-) -> Standing | None:
+) -> SchedulerSnapshot | None:
     """Return a scheduler's state at a count, with the parameter groups that it sets on the way there.
 
     Args:
@@ -96,7 +96,7 @@ def advanced(
             StepCounts().reach(made, count, made.step)
     except Exception:  # a function of the user may raise anything
         return None
-    return Standing(made.state_dict(), _bare(optimizer.param_groups))
+    return SchedulerSnapshot(made.state_dict(), _bare(optimizer.param_groups))
 
 
 def _bare(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -123,7 +123,7 @@ def caught_up(
     schedulers: Sequence[Any],
     optimizers: Sequence[Optimizer],
     counts: Sequence[Counts],
-    earlier: Mapping[Any, Standing | None],
+    earlier: Mapping[Any, SchedulerSnapshot | None],
 ) -> list[Counts]:
     """Set the schedulers in a checkpoint to its moment, as if they had kept pace; changed in place.
 
@@ -160,8 +160,8 @@ def caught_up(
 
 
 def _returned(
-    scheduler: Any, earlier: Standing | None, groups: Sequence[Mapping[str, Any]], now: int, then: int
-) -> Standing | None:
+    scheduler: Any, earlier: SchedulerSnapshot | None, groups: Sequence[Mapping[str, Any]], now: int, then: int
+) -> SchedulerSnapshot | None:
     """Return a scheduler's state at a count between an earlier state and now.
 
     Return None if its own steps since the earlier state do not explain its parameter groups. The scheduler is

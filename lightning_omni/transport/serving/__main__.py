@@ -21,10 +21,10 @@ import msgspec
 import torch
 
 from lightning_omni.server.core import ServerCore
-from lightning_omni.transport import base as transport
+from lightning_omni.transport import registry
 from lightning_omni.transport.serving.process import Ready, ServerSettings, ignore_signals, raise_limit_of_files
 from lightning_omni.transport.serving.startup import core_from, load_plugins
-from lightning_omni.transport.serving.state_directory import EMBEDDED_PATIENCE, ShareDirectory, StateDirectory
+from lightning_omni.transport.serving.state_directory import EMBEDDED_RECONNECT_TIMEOUT, ShareDirectory, StateDirectory
 from lightning_omni.transport.serving.supervisor import ORPHANED, Lifeline, can_supervise, preload, supervise
 from lightning_omni.transport.zeromq.addresses import remove_if_abandoned
 
@@ -106,15 +106,15 @@ def _restore(settings: ServerSettings, core: ServerCore) -> StateDirectory | Non
     if settings.number:
         ShareDirectory(settings.state).restore(core, settings.restore)
         return None
-    states = StateDirectory(settings.state, settings.save_every, EMBEDDED_PATIENCE)
+    states = StateDirectory(settings.state, settings.save_every, EMBEDDED_RECONNECT_TIMEOUT)
     if text := states.restore(core):
         _log.warning("%s", text)
     return states
 
 
-def _listen(settings: ServerSettings, core: ServerCore, again: str) -> transport.Served:
+def _listen(settings: ServerSettings, core: ServerCore, again: str) -> registry.Served:
     """Return the driver of the state machine, bound to a new address or to that of an earlier server (``again``)."""
-    chosen = transport.from_wire(settings.transport)
+    chosen = registry.from_wire(settings.transport)
     if settings.number:
         if settings.state:
             threading.Thread(target=_end_with_coordinator, name="omni-coordinator", daemon=True).start()

@@ -11,8 +11,8 @@ from lightning_omni.methods.model.master import resolver
 from lightning_omni.methods.model.modules import module_resolver
 from lightning_omni.server.core import ServerCore
 from lightning_omni.server.event_log import RecordFile
-from lightning_omni.transport import base as transport
-from lightning_omni.transport.base import Transport
+from lightning_omni.transport import registry
+from lightning_omni.transport.registry import Transport
 from lightning_omni.transport.serving.process import ServerSettings
 from lightning_omni.wire.formats.base import load_format
 
@@ -23,7 +23,7 @@ def load_plugins(settings: ServerSettings) -> list[type[Transport]]:
         methods.load(path)
     for path in settings.wire_formats:
         load_format(path)
-    return [transport.load(path) for path in settings.transports]
+    return [registry.load(path) for path in settings.transports]
 
 
 def core_from(settings: ServerSettings) -> ServerCore:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import io
 import logging
 import os
 import re
@@ -26,45 +25,49 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from torch import Tensor
 
 from lightning_omni.checks import counted
-from lightning_omni.errors import ConfigurationError, MalformedMessage, OmniError
+from lightning_omni.errors import ConfigurationError, OmniError
 from lightning_omni.server.core import ServerCore
 from lightning_omni.server.membership.roster import AGAIN
-from lightning_omni.server.service import as_tensor
-from lightning_omni.wire.codec import Packed, pack, unpack
+from lightning_omni.transport.serving.save_files import (
+    ENDED,
+    JOURNAL,
+    LENGTH,
+    NEW,
+    SAVED,
+    SHARE,
+    file_of,
+    numbers_in,
+    read,
+    share_directory,
+    write_save,
+)
+from lightning_omni.wire.codec import Packed, pack
 from lightning_omni.wire.journal import AnyEntry, Entry, RestartedEntry
 
 _log = logging.getLogger(__name__)
 
 EVERY = 30.0
 """Seconds between two saves."""
-PATIENCE = 300.0
+RECONNECT_TIMEOUT = 300.0
 """Seconds for which ranks look for a standalone server that is gone."""
-EMBEDDED_PATIENCE = 60.0
+EMBEDDED_RECONNECT_TIMEOUT = 60.0
 """Seconds for which ranks look for an embedded server that is gone; rank 0 starts it again."""
-SHARE = 0.02
+LARGEST_FRACTION = 0.02
 """The largest fraction of its time that the server spends on saves; it saves a larger state less often."""
-ENDED = "ended"
-"""The file name of the last save of a run that ended early."""
-_SAVED, _JOURNAL, _NEW, _LOCK = "state-", "journal-", "new", "lock"
+_LOCK = "lock"
 _BEGUN = "begun-"
 """Prefix of an empty file that names a run whose groups join on their own, until it is saved: see `_as_begun`."""
 _GAP = "gap-"
 """Prefix that a journal gets when an entry could not be written: renaming needs no space on the disk."""
-_SHARE = "share-"
-"""Prefix of the directories of the other servers, each of which holds a partition of the parameters."""
-_ATTEMPTS = 5
-"""Attempts to read a save while a server may write the next one."""
 _PAUSE = 0.25
 """Seconds between two checks whether the run is over."""
 _RELEASE = 10.0
 """Seconds for which a server waits for the lock of its directory."""
-_MARK = b"lightning-omni state\n"
 _NOT_SAVED = (
     "the server's state could not be saved in %s; the last save stays, if there is one, and the next one is tried when"
     " it is due: %s"
@@ -77,8 +80,6 @@ _NAME = re.compile(r"[\w+-]{1,200}", re.ASCII)
 """Names of runs that are valid as file names."""
 _MILLISECOND = 1_000_000
 """Nanoseconds."""
-_LENGTH = 4
-"""Bytes of the length in front of a journal's entry, or of a save's plain part."""
 
 
 class StateDirectory:
@@ -87,7 +88,7 @@ class StateDirectory:
     Args:
         path: the directory; it is created if missing, and only its user may enter it.
         every: seconds between two saves.
-        patience: seconds for which ranks look for the server when it is gone.
+        reconnect_timeout: seconds for which ranks look for the server when it is gone.
         servers: number of servers, each of which holds a partition of the parameters; this one coordinates.
 
     Attributes:
@@ -105,8 +106,10 @@ class StateDirectory:
         >>> folder.cleanup()
     """
 
-    def __init__(self, path: str | Path, every: float = EVERY, patience: float = PATIENCE, servers: int = 1) -> None:
-        self._path, self._every, self._patience = Path(path), every, patience
+    def __init__(
+        self, path: str | Path, every: float = EVERY, reconnect_timeout: float = RECONNECT_TIMEOUT, servers: int = 1
+    ) -> None:
+        self._path, self._every, self._reconnect_timeout = Path(path), every, reconnect_timeout
         self._others = [share_directory(path, number) for number in range(1, servers)]
         self.restored = 0
         self._is_whole = True  # whether all servers have written the last save
@@ -119,25 +122,25 @@ class StateDirectory:
             raise ConfigurationError(f"--state {path}: another server saves its state there; pass another") from None
         except OSError as error:
             raise ConfigurationError(f"--state {path}: {error.strerror}; pass a directory of your own") from error
-        shares = [share_directory(path, number) for number in _numbers(self._path, _SHARE)]
+        shares = [share_directory(path, number) for number in numbers_in(self._path, SHARE)]
         if servers == 1:
             _remove_leftovers(self._path, shares)
-        if len(shares) + 1 != servers and any(_numbers(folder, _SAVED) for folder in (self._path, *shares)):
+        if len(shares) + 1 != servers and any(numbers_in(folder, SAVED) for folder in (self._path, *shares)):
             os.close(self._lock)
             raise ConfigurationError(
                 f"--state {path}: a save of {counted(len(shares) + 1, 'server')} lies there; pass --servers"
                 f" {len(shares) + 1}, or another directory"
             )
         for folder in (self._path, *shares):
-            for begun in folder.glob(f"{_NEW}-*"):  # by a server that was killed while writing
+            for begun in folder.glob(f"{NEW}-*"):  # by a server that was killed while writing
                 begun.unlink(missing_ok=True)
         for folder in shares[servers - 1 :]:  # left by a run that is over
             with contextlib.suppress(OSError):
                 folder.rmdir()
-        files = [number for folder in self._folders for number in _numbers(folder, _SAVED)]
-        self._number = max(files + _numbers(self._path, _JOURNAL) + _numbers(self._path, _GAP), default=0)
+        files = [number for folder in self._folders for number in numbers_in(folder, SAVED)]
+        self._number = max(files + numbers_in(self._path, JOURNAL) + numbers_in(self._path, _GAP), default=0)
         self._gap = 0  # number of the last journal that lacks an entry
-        self._troubles = _Troubles(self._path)
+        self._failures = _FailureLog(self._path)
         self._journal: int | None = None
         self._writer: threading.Thread | None = None
         self._due = self._latest = self._asked = 0.0
@@ -153,13 +156,13 @@ class StateDirectory:
         Raises:
             ConfigurationError: this server cannot continue the saved run.
         """
-        core.reconnect_timeout, core.started_at_ms = self._patience, self._start()
+        core.reconnect_timeout, core.started_at_ms = self._reconnect_timeout, self._start()
         saves = self._whole()
         self._remove_parts(set(saves[-1:]))
         if not saves:
             core.roster.numbers.lost = self._lost()
             return ""
-        if max(_numbers(self._path, _GAP), default=0) >= saves[-1]:
+        if max(numbers_in(self._path, _GAP), default=0) >= saves[-1]:
             self._keep_ended(saves[-1])
             _log.warning(
                 "no server can go on with the run in %s, because not all that its ranks were told could be written"
@@ -168,9 +171,9 @@ class StateDirectory:
             )
             return ""
         last = self.restored = saves[-1]
-        path = _file(self._path, _SAVED, last)
+        path = file_of(self._path, SAVED, last)
         state = read(path)
-        journals = [number for number in _numbers(self._path, _JOURNAL) if number >= last]
+        journals = [number for number in numbers_in(self._path, JOURNAL) if number >= last]
         entries = [entry for number in journals for entry in self._entries(number)]
         core.load(state, entries, time.monotonic())
         self._went_on, self._begun = True, _as_begun(core)
@@ -197,7 +200,7 @@ class StateDirectory:
             self._note_begun(core)
             self._poll(core)
         except OSError as error:  # the directory is not even readable
-            self._troubles.write(_NOT_SAVED, error)
+            self._failures.write(_NOT_SAVED, error)
 
     def _poll(self, core: ServerCore) -> None:
         now = time.monotonic()
@@ -213,8 +216,8 @@ class StateDirectory:
             core.journal.saves += 1
             self._remove_before(self._number)
             if self._gap < self._number:
-                self._gap, core.reconnect_timeout = 0, self._patience
-                self._troubles.end()
+                self._gap, core.reconnect_timeout = 0, self._reconnect_timeout
+                self._failures.end()
         if now < self._due and not core.journal.is_due:
             return
         awaits_others = bool(self._others) and not self._is_whole and now < self._latest
@@ -231,13 +234,13 @@ class StateDirectory:
         if core.roster.run:
             self._forget_begun()
         with contextlib.suppress(OSError):
-            if core.over and (saves := _numbers(self._path, _SAVED)):  # its weights may still be of use
+            if core.over and (saves := numbers_in(self._path, SAVED)):  # its weights may still be of use
                 self._keep_ended(saves[-1])
             self._remove_before(self._number + 1)
         # Another server may still be writing the last save, so its number is not used again.
         self._number = self._number if self._others else 0
         self._due, self._latest, self._went_on, self._is_whole = 0.0, 0.0, False, True
-        self._gap, core.reconnect_timeout = 0, self._patience
+        self._gap, core.reconnect_timeout = 0, self._reconnect_timeout
 
     def close(self, core: ServerCore | None = None) -> None:
         """Stop saving, after a last save of a run that has not ended.
@@ -267,14 +270,14 @@ class StateDirectory:
         except (OSError, MemoryError, RuntimeError, OmniError) as error:  # an optimizer's state may hold anything
             if self._journal is None or core.journal.write is None:  # else the last save's journal is of use
                 self._lose(core, error)
-            self._troubles.write(_NOT_SAVED, error)
+            self._failures.write(_NOT_SAVED, error)
             self._forget_begun()
             return
         if self._others:
             core.save_partitions(self._number)
         self._is_whole = False
         took = time.monotonic() - began
-        self._due = began + max(self._every, took / SHARE)
+        self._due = began + max(self._every, took / LARGEST_FRACTION)
         self._latest = self._due + self._every  # even if groups then wait for answers
         self._writer = threading.Thread(
             target=self._write, args=(self._number, packed, buffer), name="omni-save", daemon=True
@@ -282,22 +285,22 @@ class StateDirectory:
         self._writer.start()
 
     def _write(self, number: int, packed: Packed, buffer: Tensor) -> None:
-        error = _write_save(self._path, number, packed, buffer)
+        error = write_save(self._path, number, packed, buffer)
         self._forget_begun()
         if error:
-            self._troubles.write(_NOT_SAVED, error)
+            self._failures.write(_NOT_SAVED, error)
         elif not self._others:
             with contextlib.suppress(OSError):
                 self._remove_before(number)
 
     def _open_journal(self, core: ServerCore) -> None:
-        journal = os.open(_file(self._path, _JOURNAL, self._number), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        journal = os.open(file_of(self._path, JOURNAL, self._number), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         self._close_journal()
         self._journal = journal
 
         def write(entry: Entry) -> None:
             data = msgspec.msgpack.encode(entry)
-            data = len(data).to_bytes(_LENGTH, "little") + data
+            data = len(data).to_bytes(LENGTH, "little") + data
             try:
                 if os.write(journal, data) != len(data):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -313,13 +316,13 @@ class StateDirectory:
         """Mark the journal as incomplete: no server can continue from it until the state is saved again."""
         core.journal.write, core.reconnect_timeout, self._gap = None, 0.0, self._number
         with contextlib.suppress(OSError):
-            if journals := _numbers(self._path, _JOURNAL):
-                _file(self._path, _JOURNAL, journals[-1]).rename(_file(self._path, _GAP, self._gap))
-            for kind in (_JOURNAL, _GAP):  # earlier ones are of no use
-                for number in _numbers(self._path, kind):
+            if journals := numbers_in(self._path, JOURNAL):
+                file_of(self._path, JOURNAL, journals[-1]).rename(file_of(self._path, _GAP, self._gap))
+            for kind in (JOURNAL, _GAP):  # earlier ones are of no use
+                for number in numbers_in(self._path, kind):
                     if number < self._gap:
-                        _file(self._path, kind, number).unlink()
-        self._troubles.write(_LOST, error)
+                        file_of(self._path, kind, number).unlink()
+        self._failures.write(_LOST, error)
 
     def _note_begun(self, core: ServerCore) -> None:
         """Record a run that groups join on their own: if this server is lost now, they begin the run again."""
@@ -346,14 +349,14 @@ class StateDirectory:
         """Rename a save that no server continues from to `ENDED`; saves of several servers stay unchanged."""
         if not self._others:
             with contextlib.suppress(OSError):
-                _file(self._path, _SAVED, number).rename(self._path / ENDED)
+                file_of(self._path, SAVED, number).rename(self._path / ENDED)
 
     def _entries(self, number: int) -> Iterator[Entry]:
         """Yield the entries of a journal, whose last one may be incomplete and is then left out."""
-        data, decode = _file(self._path, _JOURNAL, number).read_bytes(), msgspec.msgpack.Decoder(AnyEntry).decode
+        data, decode = file_of(self._path, JOURNAL, number).read_bytes(), msgspec.msgpack.Decoder(AnyEntry).decode
         position = 0
-        while position + _LENGTH <= len(data):
-            start = position + _LENGTH
+        while position + LENGTH <= len(data):
+            start = position + LENGTH
             position = start + int.from_bytes(data[position:start], "little")
             if position > len(data):
                 return
@@ -369,21 +372,21 @@ class StateDirectory:
         return [self._path, *self._others]
 
     def _whole(self) -> list[int]:
-        return sorted(set.intersection(*(set(_numbers(folder, _SAVED)) for folder in self._folders)))
+        return sorted(set.intersection(*(set(numbers_in(folder, SAVED)) for folder in self._folders)))
 
     def _remove_parts(self, but: set[int]) -> None:
         """Remove all saves but these numbers, with several servers, some of which may lack a save."""
         for folder in self._folders if self._others else ():
-            for number in set(_numbers(folder, _SAVED)) - but:
-                _file(folder, _SAVED, number).unlink(missing_ok=True)
+            for number in set(numbers_in(folder, SAVED)) - but:
+                file_of(folder, SAVED, number).unlink(missing_ok=True)
 
     def _remove_before(self, before: int) -> None:
         for folder in self._folders:
-            for kind in (_SAVED, _JOURNAL, _GAP):
-                for number in _numbers(folder, kind):
+            for kind in (SAVED, JOURNAL, _GAP):
+                for number in numbers_in(folder, kind):
                     if number < before:
                         with contextlib.suppress(OSError):
-                            _file(folder, kind, number).unlink()
+                            file_of(folder, kind, number).unlink()
 
     def _close_journal(self) -> None:
         if self._journal is not None:
@@ -410,7 +413,7 @@ class ShareDirectory:
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
-        self._troubles = _Troubles(self._path)
+        self._failures = _FailureLog(self._path)
         self._writer: threading.Thread | None = None
         try:
             self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -428,7 +431,7 @@ class ShareDirectory:
             ConfigurationError: the save does not exist.
         """
         if number:
-            core.load(read(_file(self._path, _SAVED, number)), (), 0.0)
+            core.load(read(file_of(self._path, SAVED, number)), (), 0.0)
         core.on_save = lambda number: self._save(core, number)
 
     def _save(self, core: ServerCore, number: int) -> None:
@@ -437,7 +440,7 @@ class ShareDirectory:
         try:
             packed, buffer = pack(core.state())
         except (MemoryError, RuntimeError, OmniError) as error:  # an optimizer's state may hold anything
-            self._troubles.write(_NOT_SAVED, error)
+            self._failures.write(_NOT_SAVED, error)
             return
         self._writer = threading.Thread(
             target=self._write, args=(number, packed, buffer), name="omni-save", daemon=True
@@ -445,13 +448,13 @@ class ShareDirectory:
         self._writer.start()
 
     def _write(self, number: int, packed: Packed, buffer: Tensor) -> None:
-        if error := _write_save(self._path, number, packed, buffer):
-            self._troubles.write(_NOT_SAVED, error)
+        if error := write_save(self._path, number, packed, buffer):
+            self._failures.write(_NOT_SAVED, error)
         else:
-            self._troubles.end()
+            self._failures.end()
 
 
-class _Troubles:
+class _FailureLog:
     """A log that reports once that saving fails, and once that it works again; a full disk fails every save."""
 
     def __init__(self, folder: Path) -> None:
@@ -475,16 +478,6 @@ def _as_begun(core: ServerCore) -> str:
     return f"{core.roster.run}{AGAIN}" if core.roster.joining else core.roster.numbers.claimed
 
 
-def share_directory(path: str | Path, number: int) -> Path:
-    """Return the directory in which a server saves its share of a state.
-
-    Args:
-        path: state directory of the coordinating server.
-        number: number of the server.
-    """
-    return Path(path) / f"{_SHARE}{number}"
-
-
 def _take(lock: int) -> None:
     """Lock a file; raise `BlockingIOError` if another process does not release it.
 
@@ -501,122 +494,14 @@ def _take(lock: int) -> None:
         time.sleep(_PAUSE)
 
 
-def _file(folder: Path, kind: str, number: int) -> Path:
-    return folder / f"{kind}{number:08d}"
-
-
-def _numbers(folder: Path, kind: str) -> list[int]:
-    try:
-        names = os.listdir(folder)
-    except FileNotFoundError:  # its server has not started yet
-        return []
-    found = (name.removeprefix(kind) for name in names if name.startswith(kind))
-    return sorted(int(number) for number in found if number.isdigit())
-
-
 def _remove_leftovers(path: Path, shares: list[Path]) -> None:
     """Remove the saves of the other servers that match no save of server 0, also from the list."""
-    saved = set(_numbers(path, _SAVED))
+    saved = set(numbers_in(path, SAVED))
     for folder in list(shares):
-        numbers = _numbers(folder, _SAVED)
+        numbers = numbers_in(folder, SAVED)
         if numbers and saved.isdisjoint(numbers):
             for number in numbers:
-                _file(folder, _SAVED, number).unlink(missing_ok=True)
+                file_of(folder, SAVED, number).unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 folder.rmdir()
             shares.remove(folder)
-
-
-def _write_save(folder: Path, number: int, packed: Packed, buffer: Tensor) -> OSError | None:
-    new, head = folder / f"{_NEW}-{os.getpid()}", msgspec.msgpack.encode(packed)
-    try:
-        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", buffering=0) as file:
-            for part in (_MARK, len(head).to_bytes(_LENGTH, "little"), head, buffer.numpy().data):
-                _write_whole(file, part)
-            os.fsync(file.fileno())
-        new.rename(_file(folder, _SAVED, number))
-        _sync(folder)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            new.unlink(missing_ok=True)
-        return error
-    return None
-
-
-def read(path: str | Path) -> dict[str, Any]:
-    """Return the contents of a save: see `lightning_omni.server.core.ServerCore.state`.
-
-    Raises:
-        ConfigurationError: the file is not a valid save.
-    """
-    try:
-        data = Path(path).read_bytes()
-        head = len(_MARK) + _LENGTH
-        if data[: len(_MARK)] != _MARK:
-            raise MalformedMessage("it does not begin as one")
-        start = head + int.from_bytes(data[len(_MARK) : head], "little")
-        packed = msgspec.msgpack.decode(memoryview(data)[head:start], type=Packed)
-        # A copy, because the offset in the file is aligned for no dtype.
-        tree: dict[str, Any] = unpack(packed, as_tensor(bytes(memoryview(data)[start:])))
-        return tree
-    except (OSError, ValueError, MalformedMessage, msgspec.MsgspecError) as error:
-        raise ConfigurationError(f"{path}: no saved state: {error}; remove it to begin without") from error
-
-
-def saved_weights(path: str | Path) -> dict[str, Tensor]:
-    """Return the weights of the last save in a server's directory, for ``module.load_state_dict(..., strict=False)``.
-
-    A server may be using the directory meanwhile.
-
-    Args:
-        path: the directory.
-
-    Raises:
-        ConfigurationError: the directory does not exist, it has no readable save, or several servers have saved a share
-            of the weights each.
-    """
-    folder = Path(path)
-    if not folder.is_dir():
-        raise ConfigurationError(f"{path}: there is no such directory; pass the one that the server was given: --state")
-    if any(folder.glob(f"{_SHARE}*")):
-        raise ConfigurationError(
-            f"{path}: several servers have saved a share of the weights each, and the module's shapes are in none of"
-            " them; start lightning-omni serve again, or load a checkpoint"
-        )
-    state = _last_of(folder)
-    return {
-        name: weight for part in state["services"]["Snapshots"]["parts"] for name, weight in part["weights"].items()
-    }
-
-
-def _last_of(folder: Path) -> dict[str, Any]:
-    """Return the last save of a single server, which may replace it meanwhile."""
-    for attempt in range(_ATTEMPTS):
-        numbers = _numbers(folder, _SAVED)
-        file = _file(folder, _SAVED, numbers[-1]) if numbers else folder / ENDED
-        if not (numbers or file.exists()):
-            break
-        try:
-            return read(file)
-        except ConfigurationError:
-            # The server has meanwhile written another save and removed this one.
-            if attempt == _ATTEMPTS - 1 or file.exists():
-                raise
-    raise ConfigurationError(
-        f"{folder}: nothing is saved there. A server saves when training has begun, and removes its saves when a run"
-        " has ended in good order; then load a checkpoint that the Trainer has saved"
-    )
-
-
-def _write_whole(file: io.FileIO, part: bytes | memoryview) -> None:
-    view = memoryview(part)
-    while view:
-        view = view[file.write(view) :]
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -2,7 +2,7 @@
 
 from lightning_omni.transport.zeromq.client import ControlConnection, DataConnection
 from lightning_omni.transport.zeromq.peers import PeerConnections, PeerSocket
-from lightning_omni.transport.zeromq.server import Server
+from lightning_omni.transport.zeromq.server import ZeroMQServer
 from lightning_omni.transport.zeromq.transport import ZeroMQ
 
 __all__ = [
@@ -10,6 +10,6 @@ __all__ = [
     "DataConnection",
     "PeerConnections",
     "PeerSocket",
-    "Server",
     "ZeroMQ",
+    "ZeroMQServer",
 ]

@@ -22,9 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from lightning_omni.checks import counted
 from lightning_omni.errors import INTERRUPTED, ConnectionLost, MalformedMessage, OmniError, Refused
-from lightning_omni.transport.base import PATIENCE, Control, Data, answer_of, refused_return
-from lightning_omni.transport.zeromq import memory_segments as segments
-from lightning_omni.transport.zeromq import shared_memory as sharing
+from lightning_omni.transport.connections import REQUEST_TIMEOUT, Control, Data, answer_of, refused_return
 from lightning_omni.transport.zeromq.addresses import (
     beside,
     check_address,
@@ -45,8 +43,15 @@ from lightning_omni.transport.zeromq.frames import (
 )
 from lightning_omni.transport.zeromq.keys import RunKeys
 from lightning_omni.transport.zeromq.peers import PeerWires
-from lightning_omni.transport.zeromq.shared_memory import Place, Places, Sharing
-from lightning_omni.transport.zeromq.suspend_aware_clock import AwakeClock
+from lightning_omni.transport.zeromq.shared_memory import (
+    MemoryRange,
+    MemoryRanges,
+    Sharing,
+    can_share_memory,
+    decode_record,
+    shared_zeros,
+)
+from lightning_omni.transport.zeromq.suspend_aware_clock import SuspendAwareClock
 from lightning_omni.wire import handshake
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats.base import RAW, WireFormat
@@ -140,9 +145,9 @@ class ControlConnection(Control):
             raise
         self._wire, self._monitor = self._dialed.wire, self._dialed.monitor
         self.heartbeat_timeout, self.servers = welcome.heartbeat_timeout, welcome.servers
-        self.patience, self.returns = welcome.reconnect_timeout, welcome.started_at_ms
+        self.reconnect_timeout, self.server_epoch = welcome.reconnect_timeout, welcome.started_at_ms
         self.data_address = data_address(address, welcome.data_port)
-        shares = shared_memory and is_private(address) and segments.is_offered()
+        shares = shared_memory and is_private(address) and can_share_memory()
         self.session = Session(self.data_address, rank, self._secret, self.keys, memory_path(address) if shares else "")
         if shared_memory and not shares:
             _log.info("tensors are sent through sockets: shared memory needs Linux, and no server on a TCP port")
@@ -153,7 +158,7 @@ class ControlConnection(Control):
     # --- Requests, from the rank's own thread ------------------------------------------------------------------------
 
     def request_payload(
-        self, message: m.Message, expect: type[T], payload: bytes = b"", timeout: float = PATIENCE
+        self, message: m.Message, expect: type[T], payload: bytes = b"", timeout: float = REQUEST_TIMEOUT
     ) -> tuple[T, list[bytes]]:
         self.check()
         data = m.encode(message)
@@ -163,7 +168,7 @@ class ControlConnection(Control):
                 f" the control channel, which takes {m.LARGEST_INLINE}; bring it over the data channel"
             )
         self._outside.send_multipart([data, payload] if payload else [data])
-        clock = AwakeClock()
+        clock = SuspendAwareClock()
         deadline = clock() + timeout
         while True:
             if self._outside.poll(_SLICE):
@@ -189,23 +194,23 @@ class ControlConnection(Control):
         session = self.session
         if address:
             session = dataclasses.replace(session, address=beside(address, self.address), memory="")
-        return DataConnection(session, partial(self.check_stands, self.returns), timeout)
+        return DataConnection(session, partial(self.check_same_server, self.server_epoch), timeout)
 
-    def wait_for_return(self) -> None:
-        while self.is_away:
+    def wait_for_server(self) -> None:
+        while self.is_server_gone:
             self.check()
             time.sleep(_PAUSE)
         self.check()
 
-    def wait_for_another(self, returns: int) -> None:
-        while self.returns < returns:
+    def wait_for_server_epoch(self, server_epoch: int) -> None:
+        while self.server_epoch < server_epoch:
             self.check()
             time.sleep(_PAUSE)
 
     def empty(self, nbytes: int) -> Tensor:
         if self.session.memory:
             try:
-                return segments.empty(nbytes)
+                return shared_zeros(nbytes)
             except OSError as error:
                 self.session = dataclasses.replace(self.session, memory="")
                 _log.warning("no shared memory is available, tensors are sent through sockets: %s", error)
@@ -278,21 +283,21 @@ class ControlConnection(Control):
             gone = self._serve()
             if gone is None:
                 continue
-            if self._ended is None and self.patience and self._return():
+            if self._ended is None and self.reconnect_timeout and self._return():
                 continue
             self.end(gone)
             return
 
     def _return(self) -> bool:
         """Dial until another server continues in place of the lost one; return whether one does."""
-        self.is_away = True
+        self.is_server_gone = True
         if self.records:
             text = "the parameter server at %s is gone; it is looked for over %.0f s"
-            _log.warning(text, self.address, self.patience)
+            _log.warning(text, self.address, self.reconnect_timeout)
         assert self._dialed is not None
         self._dialed.close()
         try:
-            self._dialed, welcome = self._join(self.patience, returns=True)
+            self._dialed, welcome = self._join(self.reconnect_timeout, returns=True)
         except (OmniError, zmq.ZMQError) as error:
             if isinstance(error, Refused):
                 self.end(refused_return(error))
@@ -300,7 +305,7 @@ class ControlConnection(Control):
         self._wire, self._monitor = self._dialed.wire, self._dialed.monitor
         address = data_address(self.address, welcome.data_port)
         self.session = Session(address, self.rank, self._secret, self.keys, self._memory)
-        self.came_back(welcome)
+        self.reconnected(welcome)
         if self._unanswered is not None:
             self._send(self._unanswered)
         return True
@@ -310,7 +315,7 @@ class ControlConnection(Control):
         poller = zmq.Poller()
         for wire in (self._inside, self._wire, self._monitor):
             poller.register(wire, zmq.POLLIN)
-        clock = AwakeClock()
+        clock = SuspendAwareClock()
         last_seen = beat = clock()
         while not self._closing:
             ready = dict(poller.poll(int(max(0.0, beat - clock()) * 1000) + 1))
@@ -426,14 +431,14 @@ class DataConnection(Data):
             raise
         self._wire = self._dialed.wire
         self._sharing = Sharing(session.memory, session.rank, session.secret, min(timeout, CONNECT_TIME))
-        self._offered: set[Place] = set()
-        self._awaited: tuple[Place, Tensor] | None = None
+        self._offered: set[MemoryRange] = set()
+        self._awaited: tuple[MemoryRange, Tensor] | None = None
 
     def send(self, message: m.Message, payload: Tensor | None = None, into: Tensor | None = None) -> None:
-        room = self._sharing.place(into)
+        room = self._sharing.range_of(into)
         if room in self._offered:  # the answer missing so far may still be written there; this one travels by socket
             room = None
-        places = Places(self._sharing.place(payload), room)
+        places = MemoryRanges(self._sharing.range_of(payload), room)
         self._awaited = None
         if room is not None and into is not None:
             self._offered.add(room)
@@ -456,16 +461,20 @@ class DataConnection(Data):
         if isinstance(answer, m.LargeMessage):
             long = self._assemble(answer, torch.empty(answer.nbytes, dtype=torch.uint8))
             answer = m.decode(long.numpy().data, at="rank", channel=m.DATA)
-        place, room = self._awaited or (None, None)
-        if place is not None:
-            self._offered.discard(place)
+        memory, room = self._awaited or (None, None)
+        if memory is not None:
+            self._offered.discard(memory)
         if isinstance(answer, m.RefusedMessage) and self._has_broken:  # ZeroMQ has reconnected, without admission
             self._raise_why_it_broke()
         answer = answer_of(answer, expect)
         nbytes = getattr(answer, "nbytes", 0)
         self.moved += nbytes
         if rest:
-            if sharing.decode(rest[0].buffer, Places) != Places(answer=place) or room is None or room.numel() < nbytes:
+            if (
+                decode_record(rest[0].buffer, MemoryRanges) != MemoryRanges(answer=memory)
+                or room is None
+                or room.numel() < nbytes
+            ):
                 raise MalformedMessage("the answer lies where there was no room for it")
             self.shared += nbytes
             return answer, room[:nbytes]
@@ -489,7 +498,7 @@ class DataConnection(Data):
 
     def _raise_why_it_broke(self) -> NoReturn:
         """Raise the error of the control connection, on which an ending server soon sends its reason."""
-        clock = AwakeClock()
+        clock = SuspendAwareClock()
         deadline = clock() + min(GRACE, TOLD_WHY)
         while clock() < deadline:
             self._check()
@@ -497,7 +506,7 @@ class DataConnection(Data):
         raise ConnectionLost(_BROKEN)
 
     def _receive(self) -> list[Any]:
-        clock = AwakeClock()
+        clock = SuspendAwareClock()
         deadline, broke = clock() + self._timeout, math.inf
         while not self._wire.poll(_SLICE):
             self._check()

@@ -2,15 +2,23 @@
 
 On the data channel a message is one frame. Its payload follows in ZeroMQ messages of two frames: an empty frame, and at
 most half a megabyte of bytes. (One frame of 100 MB is half as fast, because it cannot be copied out while the rest
-arrives.) If the payload is in memory that both processes share, a second frame of the message holds its range
-(`sharing`), and nothing follows. A larger message is announced by a `LargeMessage` and sent in such pieces, too. On the
-control channel, message and payload are the frames of one ZeroMQ message.
+arrives.) If the payload is in memory that both processes share, a second frame of the message holds its range, and
+nothing follows. A larger message is announced by a `LargeMessage` and sent in such pieces, too. On the control channel,
+message and payload are the frames of one ZeroMQ message.
+
+Large answers are sent piece by piece, so that only their receiver waits and the other groups are hardly delayed. A
+joining group reads all weights. Sent at once, these would occupy the server and the link as long as an exchange of
+one more group, and all other exchanges would wait. Sending costs a few times as much as a copy, whose duration is
+measured, and is spread over many times as long.
+
+Rule: an answer is consistent. It is copied before the next message, and the weights may change while it is sent.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -19,8 +27,7 @@ from torch import Tensor
 
 from lightning_omni.errors import MalformedMessage
 from lightning_omni.transport.zeromq.keys import HANDSHAKE_TIME
-from lightning_omni.transport.zeromq.shared_memory import NOWHERE, Places
-from lightning_omni.transport.zeromq.shared_memory import encode as encode_places
+from lightning_omni.transport.zeromq.shared_memory import NO_RANGES, MemoryRanges, encode_record
 from lightning_omni.wire.messages import LargeMessage, Message, encode
 
 CHUNK = 1 << 19
@@ -74,7 +81,7 @@ class Assembly:
         places: ranges of shared memory that were sent with the message.
     """
 
-    def __init__(self, message: Message, buffer: Tensor, places: Places = NOWHERE) -> None:
+    def __init__(self, message: Message, buffer: Tensor, places: MemoryRanges = NO_RANGES) -> None:
         self.message = message
         self.places = places
         self.buffer = buffer
@@ -187,10 +194,10 @@ class Untaken:
             del self._sent[peer], self._sizes[peer]
 
 
-def message_frames(message: Message, places: Places = NOWHERE) -> Iterator[list[Any]]:
+def message_frames(message: Message, places: MemoryRanges = NO_RANGES) -> Iterator[list[Any]]:
     """Yield the ZeroMQ messages of a message on the data channel: one, or several for a long message."""
     data = encode(message)
-    behind = [encode_places(places)] if places != NOWHERE else []
+    behind = [encode_record(places)] if places != NO_RANGES else []
     if len(data) <= CHUNK:
         yield [data, *behind]
         return
@@ -207,3 +214,80 @@ def configure(socket: zmq.Socket[bytes], largest_frame: int) -> None:
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEPT_ALIVE)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEPT_ALIVE)
+
+
+LONGER = 40.0
+"""Duration of sending as a multiple of that of a copy.
+
+Sending costs about three copies: into the socket, into the system, and the encryption. So it takes at most a tenth of
+one core meanwhile.
+"""
+LONGEST = 20.0
+"""The longest duration of sending in seconds: a joining group is to train, too."""
+
+
+@dataclass
+class _Stream:
+    """An answer that is being sent.
+
+    Attributes:
+        socket: socket to send on.
+        peer: identity of the receiver.
+        pieces: remaining pieces.
+        interval: seconds between two pieces.
+        due: when the next piece may be sent.
+    """
+
+    socket: zmq.Socket[bytes]
+    peer: bytes
+    pieces: Iterator[memoryview]
+    interval: float
+    due: float
+
+
+class PacedAnswers:
+    """The large answers that are being sent.
+
+    Args:
+        clock: returns seconds, on the clock of the loop that waits until a piece is `due`.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._streams: deque[_Stream] = deque()
+
+    @property
+    def due(self) -> float:
+        """Return when the next piece of any answer may be sent; infinity without any."""
+        return min((each.due for each in self._streams), default=float("inf"))
+
+    def begin(self, socket: zmq.Socket[bytes], peer: bytes, payload: Tensor) -> None:
+        """Start to send the payload of an answer whose message has been sent.
+
+        Args:
+            socket: a ROUTER.
+            peer: identity of the receiver, which waits for this payload and is sent nothing else on this socket
+                meanwhile.
+            payload: uint8, one-dimensional; it may change at once.
+        """
+        began = self._clock()
+        copy = payload.clone()
+        now = self._clock()
+        count = max(1, -(-copy.numel() // CHUNK))
+        interval = min(LONGER * (now - began), LONGEST) / count
+        self._streams.append(_Stream(socket, peer, chunks(copy), interval, now))
+
+    def send(self, attached: Container[bytes]) -> None:
+        """Send the pieces that are due.
+
+        Args:
+            attached: open connections; answers to others are dropped.
+        """
+        now = self._clock()
+        for stream in [each for each in self._streams if each.due <= now]:
+            piece = next(stream.pieces, None)
+            if piece is None or stream.peer not in attached:
+                self._streams.remove(stream)
+                continue
+            stream.socket.send_multipart([stream.peer, CHUNK_MARK, piece], copy=True)
+            stream.due = now + stream.interval

@@ -55,7 +55,7 @@ def key_of_environment() -> bytes | None:
     return _parse(text, f"the environment variable {ENVIRONMENT}", remedy) if text else None
 
 
-def load(path: Path | None = None) -> bytes:
+def load_key(path: Path | None = None) -> bytes:
     """Return the key for a server that is running.
 
     Args:
@@ -79,10 +79,10 @@ def load(path: Path | None = None) -> bytes:
 
 
 def is_open_to_others(path: Path | None = None) -> bool:
-    """Return whether other users may read or write the file that `load` reads; False for the environment variable.
+    """Return whether other users may read or write the file that `load_key` reads; False for the environment variable.
 
     Args:
-        path: as for `load`.
+        path: as for `load_key`.
     """
     if path is None and os.environ.get(ENVIRONMENT):
         return False
@@ -99,7 +99,7 @@ def load_or_create(path: Path | None = None) -> tuple[bytes, Path | None]:
         ConfigurationError: the file does not hold a key, or cannot be read or created.
     """
     if path is None and os.environ.get(ENVIRONMENT):
-        return load(), None
+        return load_key(), None
     file = path or default_path()
     try:
         if not file.exists():
@@ -109,7 +109,7 @@ def load_or_create(path: Path | None = None) -> tuple[bytes, Path | None]:
             f"cannot make the key file {file} ({error.strerror}); name another one with --key-file, or set"
             f" {ENVIRONMENT}"
         ) from error
-    return load(file), file
+    return load_key(file), file
 
 
 def _create(file: Path) -> None:

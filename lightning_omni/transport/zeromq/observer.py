@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 import zmq
 
 from lightning_omni.errors import ConnectionLost
-from lightning_omni.transport.base import answer_of
+from lightning_omni.transport.connections import answer_of
 from lightning_omni.transport.zeromq.addresses import check_address
 from lightning_omni.transport.zeromq.dialing import Dialed, dial
 from lightning_omni.transport.zeromq.frames import LARGEST_ANSWER_FRAME, PROBE
@@ -21,7 +21,7 @@ from lightning_omni.wire import handshake
 from lightning_omni.wire import messages as m
 
 Answer = TypeVar("Answer", bound=m.Message)
-PATIENCE = 30.0
+ANSWER_TIMEOUT = 30.0
 """Seconds to wait for any one answer: meanwhile the server may be busy with an update of a large model."""
 
 
@@ -192,7 +192,7 @@ class Observer:
         return began
 
     def _receive(self, expect: type[Answer]) -> Answer:
-        wire, deadline = self._dialed.wire, time.monotonic() + PATIENCE
+        wire, deadline = self._dialed.wire, time.monotonic() + ANSWER_TIMEOUT
         poller = zmq.Poller()
         for each in (wire, self._dialed.monitor):
             poller.register(each, zmq.POLLIN)
@@ -206,4 +206,4 @@ class Observer:
                     raise zmq.Again
         except zmq.Again:
             raise ConnectionLost(f"the parameter server at {self.address} is gone") from None
-        raise ConnectionLost(f"the parameter server at {self.address} did not answer within {PATIENCE:.0f} s")
+        raise ConnectionLost(f"the parameter server at {self.address} did not answer within {ANSWER_TIMEOUT:.0f} s")

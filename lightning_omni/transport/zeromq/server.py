@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,10 +16,8 @@ from torch import Tensor
 from lightning_omni.errors import ConfigurationError, MalformedMessage, ProtocolError, Refused
 from lightning_omni.server import Out, ServerCore
 from lightning_omni.server.replication import COORDINATOR
-from lightning_omni.transport.base import refusal
+from lightning_omni.transport.registry import refusal
 from lightning_omni.transport.serving.build_info import about
-from lightning_omni.transport.zeromq import memory_segments as segments
-from lightning_omni.transport.zeromq import shared_memory as sharing
 from lightning_omni.transport.zeromq.addresses import CONTROL, DATA, PrivateDirectory, memory_path, tcp_endpoint
 from lightning_omni.transport.zeromq.frames import (
     CHUNK_MARK,
@@ -30,16 +27,23 @@ from lightning_omni.transport.zeromq.frames import (
     PROBE,
     Assembly,
     Copies,
+    PacedAnswers,
     Untaken,
     message_frames,
 )
-from lightning_omni.transport.zeromq.guard import ConnectionGuard
+from lightning_omni.transport.zeromq.guard import ConnectionGuard, RefusalLog
 from lightning_omni.transport.zeromq.keys import RunKeys
-from lightning_omni.transport.zeromq.pacing import PacedAnswers
-from lightning_omni.transport.zeromq.rate_limits import RefusalLog
 from lightning_omni.transport.zeromq.server_link import CoordinatorLink, reachable
-from lightning_omni.transport.zeromq.shared_memory import NOWHERE, Place, Places, SegmentSocket, SharedMemory
-from lightning_omni.transport.zeromq.suspend_aware_clock import AwakeClock
+from lightning_omni.transport.zeromq.shared_memory import (
+    NO_RANGES,
+    MemoryRange,
+    MemoryRanges,
+    SegmentSocket,
+    SharedMemory,
+    can_share_memory,
+    decode_record,
+)
+from lightning_omni.transport.zeromq.suspend_aware_clock import SuspendAwareClock
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.messages.servers import FollowerProof
 
@@ -57,10 +61,12 @@ BURST = 64
 """Messages read from one socket before the other one is polled."""
 ANSWERED_STRANGERS = 8
 """Refusals sent to one unadmitted connection; further ones are only counted."""
+COUNTED_STRANGERS = 4096
+"""Connections whose refusals are counted, those that were refused last."""
 _LARGEST_FRAMES = {m.CONTROL: LARGEST_CONTROL_FRAME, m.DATA: LARGEST_DATA_FRAME}
 
 
-class Server:
+class ZeroMQServer:
     """A parameter server on two sockets: control and data.
 
     Args:
@@ -90,7 +96,7 @@ class Server:
         shared_memory: bool = True,
     ) -> None:
         self.core = core
-        self._clock = AwakeClock()
+        self._clock = SuspendAwareClock()
         self._directory, self._encryption = directory, encryption
         keys, self._context = RunKeys(core.key, encryption), zmq.Context()
         self._guard = ConnectionGuard(self._context, keys)
@@ -122,14 +128,14 @@ class Server:
         self.shared = SharedMemory(
             core.data_connection, lambda: sum(served.buffer.numel() for served in core.optimizers)
         )
-        if directory is not None and shared_memory and segments.is_offered():
+        if directory is not None and shared_memory and can_share_memory():
             self._segment_socket = SegmentSocket(memory_path(self.address), self.shared)
-        self._answer_places: dict[tuple[bytes, int], Place] = {}
+        self._answer_ranges: dict[tuple[bytes, int], MemoryRange] = {}
         self._assemblies: dict[bytes, Assembly] = {}
         self._copies, self._untaken = Copies(), Untaken()
         self._paced = PacedAnswers(self._clock)
         self._buffers: dict[bytes, dict[int, Tensor]] = {}
-        self._refusals: Counter[bytes] = Counter()
+        self._refusals: dict[bytes, int] = {}
         self._turned_away = 0
         self._guard.start()
 
@@ -156,7 +162,7 @@ class Server:
         if self._coordinator is not None:
             self._coordinator.watch(poller)
         due = self._clock()
-        while not until() and (self._coordinator is None or self._coordinator.stands):
+        while not until() and (self._coordinator is None or self._coordinator.is_connected):
             awaited = min(due, self.core.due, self._paced.due) - self._clock()
             ready = dict(poller.poll(int(max(0.0, awaited) * 1000) + 1))
             try:
@@ -262,7 +268,7 @@ class Server:
             message = self.core.decode(m.DATA, frames[0].buffer)
             if isinstance(message, m.AttachProof):
                 return self._decide(m.DATA, peer, message, frames[0])
-            places = sharing.decode(frames[1].buffer, Places) if len(frames) == 2 else NOWHERE
+            places = decode_record(frames[1].buffer, MemoryRanges) if len(frames) == 2 else NO_RANGES
             assembly = self._begin(peer, message, places)
         else:
             raise MalformedMessage(f"{len(frames)} frames on the data channel")
@@ -276,7 +282,7 @@ class Server:
         del self._assemblies[peer]
         return self.core.receive(m.DATA, peer, assembly.message, assembly.buffer, self._clock())
 
-    def _begin(self, peer: bytes, message: m.Message, places: Places) -> Assembly:
+    def _begin(self, peer: bytes, message: m.Message, places: MemoryRanges) -> Assembly:
         """Start to assemble a message whose payload follows in chunks or is in shared memory."""
         nbytes = self.core.check_payload(peer, message)
         is_kept = self.core.keeps_payload(message)
@@ -291,12 +297,12 @@ class Server:
         self._assemblies[peer] = assembly
         return assembly
 
-    def _offer(self, peer: bytes, message: m.Message, place: Place | None) -> None:
+    def _offer(self, peer: bytes, message: m.Message, memory: MemoryRange | None) -> None:
         """Store the range for the payload of an answer; it replaces that for an earlier answer."""
-        self._answer_places.pop(key := _key(peer, message), None)
-        if place is not None:
-            self.shared.at(peer, place)  # raises now if the range does not exist
-            self._answer_places[key] = place
+        self._answer_ranges.pop(key := _key(peer, message), None)
+        if memory is not None:
+            self.shared.at(peer, memory)  # raises now if the range does not exist
+            self._answer_ranges[key] = memory
 
     def _buffer(self, peer: bytes, nbytes: int) -> Tensor:
         """Return memory for a payload, reused from an earlier one of its size: fresh memory is slow to touch."""
@@ -341,7 +347,7 @@ class Server:
                 del kept[peer]
         self.shared.keep(attached)
         self._untaken.tidy()
-        self._answer_places = {key: place for key, place in self._answer_places.items() if key[0] in attached}
+        self._answer_ranges = {key: memory for key, memory in self._answer_ranges.items() if key[0] in attached}
         if self._segment_socket is not None:
             self._segment_socket.tidy()
 
@@ -350,7 +356,7 @@ class Server:
             if self._coordinator is not None and item.peer == COORDINATOR:
                 self._coordinator.send(item.message)
                 continue
-            if isinstance(item.message, m.RefusedMessage) and not self._worth_an_answer(item):
+            if isinstance(item.message, m.RefusedMessage) and not self._deserves_answer(item):
                 continue
             if item.channel == m.CONTROL:
                 parts = [part if isinstance(part, bytes) else part.numpy().tobytes() for part in item.payload]
@@ -361,41 +367,41 @@ class Server:
                     self._reach([item.peer, *multipart])
                 continue
             socket = self._sockets[m.DATA]
-            place = self._put(item)
-            for frames in message_frames(item.message, Places(answer=place)):
+            memory = self._put(item)
+            for frames in message_frames(item.message, MemoryRanges(answer=memory)):
                 socket.send_multipart([item.peer, *frames])
-            for part in item.payload if place is None else ():
+            for part in item.payload if memory is None else ():
                 assert isinstance(part, Tensor)
                 if item.may_take_long and part.numel() > LITTLE:
                     self._paced.begin(socket, item.peer, part)
                     continue
                 self._copies.send(socket, item.peer, part)  # the weights change while the sockets still send
 
-    def _put(self, item: Out) -> Place | None:
+    def _put(self, item: Out) -> MemoryRange | None:
         """Copy an answer's payload to the range that its receiver offered; return the range, or None if none fits."""
-        place = self._answer_places.pop(_key(item.peer, item.message), None)
-        if place is None or len(item.payload) != 1:
+        memory = self._answer_ranges.pop(_key(item.peer, item.message), None)
+        if memory is None or len(item.payload) != 1:
             return None
         (part,) = item.payload
-        if not isinstance(part, Tensor) or not 0 < part.numel() <= place.nbytes:
+        if not isinstance(part, Tensor) or not 0 < part.numel() <= memory.nbytes:
             return None
         try:
-            room = self.shared.at(item.peer, place)
+            room = self.shared.at(item.peer, memory)
         except MalformedMessage:  # the leader released it meanwhile
             return None
         room[: part.numel()].copy_(part)
-        return place
+        return memory
 
-    def _worth_an_answer(self, item: Out) -> bool:
+    def _deserves_answer(self, item: Out) -> bool:
         assert isinstance(item.message, m.RefusedMessage)
-        self._refusals[item.peer] += 1
+        count = self._refusals[item.peer] = self._refusals.pop(item.peer, 0) + 1
+        if len(self._refusals) > COUNTED_STRANGERS:
+            del self._refusals[next(iter(self._refusals))]  # the one whose last refusal is the longest ago
         # After a server's restart, ZeroMQ may deliver earlier messages before the rank itself has reconnected.
         is_usual = item.message.code == "stranger" and self.core.resumed
-        if self._refusals[item.peer] == 1 and not is_usual:
+        if count == 1 and not is_usual:
             self._refusal_log.write(f"refused a {item.channel} message", item.message.reason)
-        if len(self._refusals) > 4096:
-            self._refusals.clear()
-        return self._refusals[item.peer] <= ANSWERED_STRANGERS or item.message.code not in ("malformed", "stranger")
+        return count <= ANSWERED_STRANGERS or item.message.code not in ("malformed", "stranger")
 
 
 def _key(peer: bytes, message: m.Message) -> tuple[bytes, int]:

@@ -14,7 +14,7 @@ from lightning_omni.transport.zeromq.addresses import EVERYWHERE, check_address,
 from lightning_omni.transport.zeromq.dialing import Dialed, dial
 from lightning_omni.transport.zeromq.frames import LARGEST_ANSWER_FRAME, PROBE
 from lightning_omni.transport.zeromq.keys import RunKeys
-from lightning_omni.transport.zeromq.suspend_aware_clock import AwakeClock
+from lightning_omni.transport.zeromq.suspend_aware_clock import SuspendAwareClock
 from lightning_omni.wire import handshake
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.messages import servers as sm
@@ -66,12 +66,12 @@ class CoordinatorLink:
         except BaseException:
             self._context.term()
             raise
-        self._timeout, self._clock = welcome.heartbeat_timeout, AwakeClock()
+        self._timeout, self._clock = welcome.heartbeat_timeout, SuspendAwareClock()
         self._last_received = self._clock()
         self._ended = False
 
     @property
-    def stands(self) -> bool:
+    def is_connected(self) -> bool:
         """Return whether the connection is open and the coordinating server not silent for too long."""
         return not self._ended and self._clock() - self._last_received < self._timeout
 

@@ -1,34 +1,48 @@
 """Payloads that are not sent: a leader shares memory with a server on its machine, and messages hold ranges in it.
 
 The memory's descriptor is sent over a socket in the run's private directory, with a proof that the sender owns an
-admitted data connection. Messages on that connection then have a second frame, `Places`, instead of a payload, and so
-do their answers.
+admitted data connection. Messages on that connection then have a second frame, `MemoryRanges`, instead of a payload,
+and so do their answers.
 
 Rule 1: the server copies a push out of the leader's memory before it reads it, and copies an answer into it. Neither
 side waits for the other to release memory, and no message refers to data that a dead process left half written.
 Rule 2: a connection may share a few times the size of the server's parameters, and loses all of it when its rank is
 lost.
+
+Memory that processes of one machine share: created and sealed by one, checked and mapped by another. Linux only.
+
+A segment is a memfd: it has a descriptor but no name, and it disappears with the last process that holds it, however
+that ends.
+
+Rule 1: a process maps no memory that the creator could shorten, because access to removed pages would end it by SIGBUS.
+Rule 2: the contents of another process's segment may change while they are read. They are copied first, and the copy is
+checked.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
+import mmap
 import os
 import select
 import socket
 import struct
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
+import torch
 from torch import Tensor
 
 from lightning_omni.errors import MalformedMessage, Refused
 from lightning_omni.server.service import Peer
-from lightning_omni.transport.zeromq import memory_segments as segments
 from lightning_omni.wire.handshake import is_equal, share_mac
 
 _log = logging.getLogger(__name__)
@@ -47,7 +61,7 @@ _LARGEST = 16 << 10
 Anything = TypeVar("Anything")
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class MemoryRange(msgspec.Struct, frozen=True, array_like=True):
     """A range of bytes: the segment of a connection, the start in it, and the size."""
 
     segment: int
@@ -55,7 +69,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
 
 
-class Places(msgspec.Struct, frozen=True, array_like=True):
+class MemoryRanges(msgspec.Struct, frozen=True, array_like=True):
     """The ranges of payloads in shared memory.
 
     Attributes:
@@ -63,11 +77,11 @@ class Places(msgspec.Struct, frozen=True, array_like=True):
         answer: range for the answer's payload.
     """
 
-    payload: Place | None = None
-    answer: Place | None = None
+    payload: MemoryRange | None = None
+    answer: MemoryRange | None = None
 
 
-NOWHERE = Places()
+NO_RANGES = MemoryRanges()
 
 
 class Share(msgspec.Struct, frozen=True, array_like=True):
@@ -99,10 +113,10 @@ class Shared(msgspec.Struct, frozen=True, array_like=True):
     refused: str = ""
 
 
-encode = msgspec.msgpack.encode
+encode_record = msgspec.msgpack.encode
 
 
-def decode(data: Any, kind: type[Anything]) -> Anything:
+def decode_record(data: Any, kind: type[Anything]) -> Anything:
     """Decode a message about memory.
 
     Raises:
@@ -132,9 +146,9 @@ class Sharing:
         self._numbers: dict[int, int] = {}  # the server's number of each local segment
         self._count = 0
 
-    def place(self, tensor: Tensor | None) -> Place | None:
+    def range_of(self, tensor: Tensor | None) -> MemoryRange | None:
         """Return the range of a tensor of bytes for the server; None if its memory cannot be shared."""
-        if not self._path or tensor is None or not tensor.numel() or (found := segments.find(tensor)) is None:
+        if not self._path or tensor is None or not tensor.numel() or (found := find_segment(tensor)) is None:
             return None
         segment, start = found
         if segment.number not in self._numbers:
@@ -144,10 +158,10 @@ class Sharing:
                 self._path = ""
                 _log.warning("memory cannot be shared with the server, tensors are sent through sockets: %s", error)
                 return None
-        return Place(self._numbers[segment.number], start, tensor.numel())
+        return MemoryRange(self._numbers[segment.number], start, tensor.numel())
 
-    def _hand_over(self, segment: segments.Segment) -> None:
-        released = [here for here in self._numbers if not segments.is_in_use(here)]
+    def _hand_over(self, segment: Segment) -> None:
+        released = [here for here in self._numbers if not is_segment_in_use(here)]
         self._count += 1
         share = Share(
             self._rank, self._count, segment.nbytes, tuple(self._numbers.pop(here) for here in released[:MOST_SEGMENTS])
@@ -156,8 +170,8 @@ class Sharing:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as wire:
             wire.settimeout(self._timeout)
             wire.connect(self._path)
-            socket.send_fds(wire, [encode(share)], [segment.descriptor])
-            answer = decode(wire.recv(_LARGEST), Shared)
+            socket.send_fds(wire, [encode_record(share)], [segment.descriptor])
+            answer = decode_record(wire.recv(_LARGEST), Shared)
         if answer.refused:
             raise Refused("memory", answer.refused)
         if not is_equal(answer.mac, share.proof(self._secret, "server")):
@@ -202,20 +216,20 @@ class SharedMemory:
         most, total = MOST_TIMES * self._held() + SLACK, sum(tensor.numel() for tensor in mapped.values())
         if len(mapped) >= MOST_SEGMENTS or total + share.nbytes > most:
             raise Refused("memory", f"{total + share.nbytes} bytes in {len(mapped) + 1} segments; {most} may be shared")
-        mapped[share.segment] = segments.open_shared(descriptor, share.nbytes)
+        mapped[share.segment] = open_segment(descriptor, share.nbytes)
         self._last[peer] = share.segment
         return Shared(mac=share.proof(secret, "server"))
 
-    def at(self, peer: Peer, place: Place) -> Tensor:
+    def at(self, peer: Peer, memory: MemoryRange) -> Tensor:
         """Return the bytes of a range. They may change at any time.
 
         Raises:
             MalformedMessage: the range does not exist.
         """
-        segment = self._segments.get(peer, {}).get(place.segment)
-        if segment is None or not 0 <= place.start <= place.start + place.nbytes <= segment.numel():
-            raise MalformedMessage(f"there are no {place.nbytes} bytes at {place.start} of segment {place.segment}")
-        return segment[place.start : place.start + place.nbytes]
+        segment = self._segments.get(peer, {}).get(memory.segment)
+        if segment is None or not 0 <= memory.start <= memory.start + memory.nbytes <= segment.numel():
+            raise MalformedMessage(f"there are no {memory.nbytes} bytes at {memory.start} of segment {memory.segment}")
+        return segment[memory.start : memory.start + memory.nbytes]
 
     @property
     def nbytes(self) -> int:
@@ -294,10 +308,10 @@ class SegmentSocket:
             try:
                 if len(descriptors) != 1 or flags & socket.MSG_CTRUNC:
                     raise MalformedMessage("one descriptor was expected, and none or several came")
-                answer = self._memory.take(decode(data, Share), descriptors[0])
+                answer = self._memory.take(decode_record(data, Share), descriptors[0])
             except (MalformedMessage, Refused) as error:
                 answer = Shared(refused=str(error))
-            wire.send(encode(answer))
+            wire.send(encode_record(answer))
         except BlockingIOError:
             return
         except OSError:  # the other end is gone
@@ -326,3 +340,100 @@ def _user_of(wire: socket.socket) -> int:
     credentials = struct.Struct("3i")
     _, user, _ = credentials.unpack(wire.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))
     return int(user)
+
+
+if sys.platform == "linux":
+    import fcntl
+
+_NUMBERS = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A segment that this process has created.
+
+    Attributes:
+        number: number that no other segment of this process has had.
+        descriptor: descriptor to pass to other processes.
+        address: address of its first byte in this process.
+        nbytes: its size.
+    """
+
+    number: int
+    descriptor: int
+    address: int
+    nbytes: int
+
+
+_made: dict[int, Segment] = {}
+"""The segments whose memory this process still uses, by number."""
+
+
+def can_share_memory() -> bool:
+    """Return whether this system offers such memory."""
+    return sys.platform == "linux" and hasattr(os, "memfd_create")
+
+
+def shared_zeros(nbytes: int) -> Tensor:
+    """Return zeros, uint8, ``(nbytes,)``, in a segment of their own, which lives as long as the tensor.
+
+    Raises:
+        OSError: no such memory is available.
+    """
+    if sys.platform != "linux":
+        raise OSError("only Linux has memfd_create")
+    descriptor = os.memfd_create("lightning-omni", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        # Allocates the pages, so that a memory limit fails here and not at the first access.
+        os.posix_fallocate(descriptor, 0, max(nbytes, 1))
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        memory = mmap.mmap(descriptor, max(nbytes, 1), flags=mmap.MAP_SHARED)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
+    segment = Segment(next(_NUMBERS), descriptor, tensor.data_ptr(), nbytes)
+    _made[segment.number] = segment
+    weakref.finalize(memory, _forget, segment).atexit = False
+    return tensor
+
+
+def find_segment(tensor: Tensor) -> tuple[Segment, int] | None:
+    """Return this process's segment that holds a tensor of bytes, and the offset in it; None if no segment does."""
+    start = tensor.data_ptr()
+    for segment in list(_made.values()):
+        if segment.address <= start and start + tensor.numel() <= segment.address + segment.nbytes:
+            return segment, start - segment.address
+    return None
+
+
+def is_segment_in_use(number: int) -> bool:
+    """Return whether the memory of a segment of this process is still in use."""
+    return number in _made
+
+
+def open_segment(descriptor: int, nbytes: int) -> Tensor:
+    """Map another process's segment: uint8, ``(nbytes,)``. The caller keeps the descriptor.
+
+    Raises:
+        Refused: the memory is not safe to access.
+    """
+    if sys.platform != "linux":
+        raise Refused("memory", "only Linux has memory that is safe to share")
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)  # only a memfd has seals
+        if not seals & fcntl.F_SEAL_SHRINK:
+            raise Refused("memory", "this memory is not sealed against shrinking")
+        if os.fstatvfs(descriptor).f_bsize != mmap.PAGESIZE:  # huge pages may run out on access
+            raise Refused("memory", "this memory is made of huge pages")
+        if not 0 < nbytes <= os.fstat(descriptor).st_size:
+            raise Refused("memory", f"this memory has {os.fstat(descriptor).st_size} bytes, {nbytes} were announced")
+        return torch.frombuffer(mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED), dtype=torch.uint8)
+    except (OSError, ValueError) as error:
+        raise Refused("memory", f"this memory cannot be mapped: {error}") from error
+
+
+def _forget(segment: Segment) -> None:
+    _made.pop(segment.number, None)
+    with contextlib.suppress(OSError):
+        os.close(segment.descriptor)

@@ -9,7 +9,7 @@ LONGEST = 2.0
 """The most seconds that count between two readings. Loops read their clock several times a second."""
 
 
-class AwakeClock:
+class SuspendAwareClock:
     """A monotonic clock that stops with its process.
 
     A job that is stopped and resumed (Ctrl-Z and ``fg``, ``scontrol suspend``, a migrated virtual machine) resumes as a
@@ -21,7 +21,7 @@ class AwakeClock:
 
     Example:
         >>> moments = iter([0.0, 0.5, 1.0, 61.0, 61.5])
-        >>> clock = AwakeClock(now=lambda: next(moments))
+        >>> clock = SuspendAwareClock(now=lambda: next(moments))
         >>> [clock() for _ in range(4)]
         [0.5, 1.0, 3.0, 3.5]
     """

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from lightning_omni.errors import OmniError
 from lightning_omni.server.core import ServerCore
-from lightning_omni.transport.base import Transport, register
+from lightning_omni.transport.registry import Transport, register
 from lightning_omni.transport.zeromq.addresses import (
     PrivateDirectory,
     check_address,
@@ -19,7 +19,7 @@ from lightning_omni.transport.zeromq.addresses import (
 )
 from lightning_omni.transport.zeromq.client import ControlConnection
 from lightning_omni.transport.zeromq.keys import check_encryption
-from lightning_omni.transport.zeromq.server import Server
+from lightning_omni.transport.zeromq.server import ZeroMQServer
 from lightning_omni.wire.layout import Layout
 
 
@@ -46,12 +46,16 @@ class ZeroMQ(Transport, frozen=True, kw_only=True, tag="zeromq"):
     def check_address(self, address: str) -> None:
         check_address(address)
 
-    def serve(self, core: ServerCore, host: str = "", port: int = 0, data_port: int = 0) -> Server:
+    def serve(self, core: ServerCore, host: str = "", port: int = 0, data_port: int = 0) -> ZeroMQServer:
         if host or not is_offered():
-            return Server(core, host or "127.0.0.1", port, data_port, encryption=self.encryption)
-        return Server(core, directory=PrivateDirectory(), encryption=self.encryption, shared_memory=self.shared_memory)
+            return ZeroMQServer(core, host or "127.0.0.1", port, data_port, encryption=self.encryption)
+        return ZeroMQServer(
+            core, directory=PrivateDirectory(), encryption=self.encryption, shared_memory=self.shared_memory
+        )
 
-    def follow(self, core: ServerCore, coordinator: str, host: str = "", port: int = 0, data_port: int = 0) -> Server:
+    def follow(
+        self, core: ServerCore, coordinator: str, host: str = "", port: int = 0, data_port: int = 0
+    ) -> ZeroMQServer:
         if not host and not is_private(coordinator):
             host = own_host(coordinator)
         server = self.serve(core, host, port, data_port)
@@ -62,12 +66,12 @@ class ZeroMQ(Transport, frozen=True, kw_only=True, tag="zeromq"):
             raise
         return server
 
-    def serve_again(self, core: ServerCore, address: str) -> Server:
+    def serve_again(self, core: ServerCore, address: str) -> ZeroMQServer:
         if not is_private(address):
             parts = urlsplit(address)
-            return Server(core, parts.hostname or "", parts.port or 0, encryption=self.encryption)
+            return ZeroMQServer(core, parts.hostname or "", parts.port or 0, encryption=self.encryption)
         directory = PrivateDirectory(at=directory_of(address))
-        return Server(core, directory=directory, encryption=self.encryption, shared_memory=self.shared_memory)
+        return ZeroMQServer(core, directory=directory, encryption=self.encryption, shared_memory=self.shared_memory)
 
     def join(
         self,

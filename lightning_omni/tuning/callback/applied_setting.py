@@ -14,8 +14,8 @@ from lightning_omni.methods import method_named, with_period
 from lightning_omni.runtime.data.balance import Balance
 from lightning_omni.runtime.parallel_state import Communication
 from lightning_omni.runtime.state.rollback import RollbackPoint
-from lightning_omni.strategy._private import average_from_here, averages_in
 from lightning_omni.strategy.hooks import OmniStrategyHooks
+from lightning_omni.strategy.lightning_internals.callbacks import averaged_tensors, restart_empty_averages
 from lightning_omni.tuning.callback.fit_space import FitSpace
 from lightning_omni.tuning.callback.guards.losses import DivergenceGuard
 from lightning_omni.tuning.callback.hyperparameters import Hyperparameters
@@ -115,7 +115,7 @@ class AppliedSetting:
         """Restore the user's own setting, in one group. All ranks call it."""
         run, own = self._run, self._run.own
         hyperparameters = run.hyperparameters()
-        run.strategy.form_one()
+        run.strategy.merge_groups()
         hyperparameters.set_momentum(own.momentum)
         hyperparameters.make_default()
         hyperparameters.scale(1 / run.state.scaled)
@@ -158,8 +158,8 @@ class AppliedSetting:
         if self._guard is None:
             return
         world = self._run.world
-        before, self._exchanged = self._exchanged, world.channel.traffic.seconds
-        applied = world.core.last_answer.applied if world.channel.traffic.seconds != before else None
+        before, self._exchanged = self._exchanged, world.exchange.traffic.seconds
+        applied = world.core.last_answer.applied if world.exchange.traffic.seconds != before else None
         self._guard.batch_done(loss, world.executor.exchanges, applied)
 
     @property
@@ -186,7 +186,7 @@ class AppliedSetting:
         """
         run, state, was = self._run, self._run.state, self._run.setting
         assert self._before is not None
-        run.strategy.form_one()
+        run.strategy.merge_groups()
         self.return_to(self._before)
         state.is_final = True
         if was.groups == 1 and (was.all_reduce, was.further) == (run.own.all_reduce, run.own.further):
@@ -201,12 +201,12 @@ class AppliedSetting:
 
     def _now(self) -> RollbackPoint:
         run = self._run
-        return RollbackPoint.of(run.module, run.trainer.optimizers, run.world.core, averages_in(run.trainer))
+        return RollbackPoint.of(run.module, run.trainer.optimizers, run.world.core, averaged_tensors(run.trainer))
 
     def return_to(self, point: RollbackPoint) -> None:
         """Restore a rollback point, where all ranks are one group. All ranks call it."""
-        point.put_back(self._run.world.core)
-        average_from_here(self._run.trainer)
+        point.restore(self._run.world.core)
+        restart_empty_averages(self._run.trainer)
         self._run.world.reduction.forget()
 
     # --- Trials of the user's own setting -----------------------------------------------------------------------------
@@ -227,7 +227,7 @@ class AppliedSetting:
         """
         run, state = self._run, self._run.state
         speeds, state.before_trial = state.speeds, state.setting
-        run.strategy.form_one()
+        run.strategy.merge_groups()
         before = self._now()
         if starts_over:
             assert self._before is not None
@@ -261,7 +261,7 @@ class AppliedSetting:
     def return_to_one_group(self, setting: Setting) -> None:
         """Train with a setting of one group from now on, and choose no other any more. All ranks call it."""
         run, state = self._run, self._run.state
-        run.strategy.form_one()
+        run.strategy.merge_groups()
         self._train_in_one_group(setting, setting.lr / run.own.lr / state.scaled)
         state.is_final = True
         self.watch(state.divergence_threshold)

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.methods import METHODS, method_named, text_of
-from lightning_omni.strategy._private import has_hook_for_gradients
+from lightning_omni.strategy.lightning_internals.strategies import has_ddp_comm_hook
 from lightning_omni.tuning.callback.hyperparameters import Hyperparameters
 from lightning_omni.tuning.callback.tuned_run import TunedRun
 from lightning_omni.tuning.model.forecast import Setting
@@ -159,8 +159,8 @@ class FitSpace:
 
     def _all_reduces(self) -> tuple[str, ...]:
         """Return the usable all-reduce formats: none with sparse gradients or a user's communication hook."""
-        is_given = has_hook_for_gradients(self._run.strategy)
-        return () if is_given or self._has_sparse_gradients else DEFAULT_ALL_REDUCES
+        has_lightning_sampler = has_ddp_comm_hook(self._run.strategy)
+        return () if has_lightning_sampler or self._has_sparse_gradients else DEFAULT_ALL_REDUCES
 
     def _methods(self) -> tuple[str, ...]:
         """Return the methods with known costs that groups of this run can use."""

@@ -17,9 +17,9 @@ from torch import Tensor
 from lightning_omni.errors import ConfigurationError, OmniError
 from lightning_omni.runtime.data.balance import Balance, gather_values
 from lightning_omni.runtime.timing import wait_for
-from lightning_omni.strategy._private import will_step
-from lightning_omni.strategy.declared import loader_of
 from lightning_omni.strategy.hooks import OmniStrategyHooks
+from lightning_omni.strategy.lightning_internals.callbacks import loader_of
+from lightning_omni.strategy.lightning_internals.loops import will_step
 from lightning_omni.tuning.callback.applied_setting import AppliedSetting
 from lightning_omni.tuning.callback.fit_space import FitSpace
 from lightning_omni.tuning.callback.guards.speed import SpeedRecord
@@ -265,7 +265,7 @@ class OnlineTuner:
     def begin(self, hyperparameters: Hyperparameters) -> None:
         """Begin the run in one group with the user's own setting, and time it."""
         run = self._run
-        run.strategy.form_one()
+        run.strategy.merge_groups()
         run.state.own, run.state.reference = None, float(run.batch(run.world.size))
         spec = self._space.specification(hyperparameters, self._applied.seconds_to_form)
         run.state.own = spec.start

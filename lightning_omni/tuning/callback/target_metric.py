@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.strategy import NAMESPACES
-from lightning_omni.strategy.declared import callbacks_of
+from lightning_omni.strategy.lightning_internals.callbacks import callbacks_of
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer

@@ -17,9 +17,10 @@ from typing_extensions import override
 
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.methods import AsyncSGD, Method
-from lightning_omni.strategy._private import has_hook_for_gradients, stops_now, will_step
-from lightning_omni.strategy.declared import is_fast_dev_run
 from lightning_omni.strategy.hooks import OmniStrategyHooks
+from lightning_omni.strategy.lightning_internals.callbacks import is_fast_dev_run
+from lightning_omni.strategy.lightning_internals.loops import should_stop_now, will_step
+from lightning_omni.strategy.lightning_internals.strategies import has_ddp_comm_hook
 from lightning_omni.tuning.callback.applied_setting import AppliedSetting
 from lightning_omni.tuning.callback.fit_space import FitSpace
 from lightning_omni.tuning.callback.guards.forecast_check import ForecastCheck
@@ -127,7 +128,7 @@ class TunedFit(Fit):
                 f'space={{"all_reduce": {options.space["all_reduce"]!r}}}: it is forecast from the first batches, whose'
                 " gradients are averaged as they are; leave Compression(all_reduce=...) of the strategy out"
             )
-        if "all_reduce" in options.space and has_hook_for_gradients(strategy):
+        if "all_reduce" in options.space and has_ddp_comm_hook(strategy):
             raise ConfigurationError(
                 f'space={{"all_reduce": {options.space["all_reduce"]!r}}} and ddp_comm_hook=: both say how'
                 " gradients are averaged; leave one of them out"
@@ -157,7 +158,7 @@ class TunedFit(Fit):
         run = self.run
         run.strategy.arrangement.stash()
         run.begin()
-        if run.broadcast(stops_now(run.trainer)):
+        if run.broadcast(should_stop_now(run.trainer)):
             self._disable("training was stopped before the first batch")
             return
         try:
@@ -299,7 +300,7 @@ class TunedFit(Fit):
         if not is_inside or run.problem or not run.may_change_inside:
             return
         # No rank may have accumulated gradients without a step, or a callback that stops the run.
-        if not any(run.world.all_reduce_max([int(not will_step(trainer) or stops_now(trainer))])):
+        if not any(run.world.all_reduce_max([int(not will_step(trainer) or should_stop_now(trainer))])):
             may_change = run.options.retune_every is not None and not self.online.is_timing
             self._react(self.check.validated, may_change, ends_epoch=False)
 
@@ -351,9 +352,9 @@ class TunedFit(Fit):
             return
         run.has_ended_epoch = True
         self.speeds.epoch_done()
-        self.online.epoch_done(is_last=stops_now(run.trainer) or epoch >= run.epochs)
+        self.online.epoch_done(is_last=should_stop_now(run.trainer) or epoch >= run.epochs)
         is_due = options.retune_every is not None and epoch % options.retune_every == 0
-        may_change = is_due and run.state.setting is not None and not stops_now(run.trainer)
+        may_change = is_due and run.state.setting is not None and not should_stop_now(run.trainer)
         may_change &= run.may_change_again(epoch)
         self._react(lambda: self.check.epoch_done() or self.speeds.reason(), may_change, ends_epoch=True)
         run.has_ended_epoch = False

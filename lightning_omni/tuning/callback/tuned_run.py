@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_omni.runtime.world import World
 from lightning_omni.serialization import Serializable
-from lightning_omni.strategy.declared import callbacks_of, loader_of
 from lightning_omni.strategy.hooks import OmniStrategyHooks
+from lightning_omni.strategy.lightning_internals.callbacks import callbacks_of, loader_of
 from lightning_omni.topology import Topology
 from lightning_omni.trace import reaches
 from lightning_omni.tuning.callback.guards.losses import TrainingLosses
@@ -314,7 +314,7 @@ class TunedRun:
     @property
     def _limits(self) -> list[float]:
         """Return the limits of the run, in epochs."""
-        most, steps = self.trainer.max_epochs, self.strategy.epochs.max_steps
+        most, steps = self.trainer.max_epochs, self.strategy.epochs.run.max_steps
         by_epochs = [] if most in (None, -1) else [float(most or 0)]
         return by_epochs if steps == -1 else [*by_epochs, steps * self.window / self.batches]
 

@@ -23,8 +23,8 @@ from typing_extensions import override
 from lightning_omni.checks import check_choice, check_kind, check_number
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.strategy.arguments import refuses_unknown
-from lightning_omni.strategy.declared import is_fast_dev_run
 from lightning_omni.strategy.hooks import OmniStrategyHooks
+from lightning_omni.strategy.lightning_internals.callbacks import is_fast_dev_run
 from lightning_omni.strategy.namespaces import need_namespace
 from lightning_omni.tuning.device import DeviceReport, DeviceSetting, tune_device
 from lightning_omni.tuning.device.comparison import TOLERANCE

@@ -43,7 +43,7 @@ class Memory:
     """A reusable buffer on the CPU, for one payload at a time.
 
     Args:
-        empty: returns memory of a number of bytes, all zeros; see `lightning_omni.transport.base.Control.empty`.
+        empty: returns memory of a number of bytes, all zeros; see `lightning_omni.transport.connections.Control.empty`.
     """
 
     def __init__(self, empty: Callable[[int], Tensor] | None = None) -> None:

@@ -122,8 +122,8 @@ from lightning_omni.wire.messages.training import (
 from lightning_omni.wire.messages.validation import (
     AskValidations,
     ClaimValidation,
-    Evaluation,
     EvaluationPublished,
+    EvaluationResult,
     PublishEvaluation,
     ReadEvaluation,
     ReleaseVersion,
@@ -167,8 +167,8 @@ __all__ = [
     "EpochLeft",
     "EpochOpened",
     "EpochPlan",
-    "Evaluation",
     "EvaluationPublished",
+    "EvaluationResult",
     "Evict",
     "FetchMessage",
     "FormGroups",
@@ -290,7 +290,7 @@ ToData = (
     | Uploaded
     | Downloaded
     | EvaluationPublished
-    | Evaluation
+    | EvaluationResult
     | RunStateStored
     | StoredRunState
 )

@@ -63,7 +63,7 @@ class ReadEvaluation(Message, frozen=True, kw_only=True):
     number: int
 
 
-class Evaluation(Message, frozen=True, kw_only=True):
+class EvaluationResult(Message, frozen=True, kw_only=True):
     """The result of a validation, as in `PublishEvaluation`; the tensors follow. It is void if its group is gone."""
 
     packed: Packed

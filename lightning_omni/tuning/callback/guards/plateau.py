@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from lightning_omni.runtime.state.rollback import RollbackPoint
-from lightning_omni.strategy._private import put_averages, will_step
+from lightning_omni.strategy.lightning_internals.callbacks import copy_averages_to_module
+from lightning_omni.strategy.lightning_internals.loops import will_step
 from lightning_omni.tuning.callback.applied_setting import AppliedSetting
 from lightning_omni.tuning.callback.guards.losses import TrainingLosses, TrialOutcome, is_falling
 from lightning_omni.tuning.callback.guards.speed import SpeedHistory, SpeedRecord
@@ -193,7 +194,7 @@ class PlateauGuard:
         outcome = TrialOutcome.of(self._losses(trial), self._run.state.losses)
         if self._run.broadcast(outcome) == TrialOutcome.WORSE:
             self._applied.return_to(trial.before)
-            put_averages(self._run.trainer)
+            copy_averages_to_module(self._run.trainer)
 
     def _losses(self, trial: UserSettingTrial) -> list[float]:
         """Return the mean loss of each batch over ranks. All ranks call it."""

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_omni.strategy.declared import loader_of
 from lightning_omni.strategy.hooks import strategy_of
+from lightning_omni.strategy.lightning_internals.callbacks import loader_of
 from lightning_omni.tuning.callback.tuned_run import TunedRun
 from lightning_omni.tuning.model.steps import StepTimer
 from lightning_omni.tuning.search import constants as c

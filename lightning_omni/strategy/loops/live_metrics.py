@@ -229,7 +229,7 @@ class Reporting:
         method, fragments = world.method, world.method.fragments
         due = [method.steps_to_push(part.replica) for part in world.parts if part.head is None]
         every = method.push_period * (fragments - 1)  # from the first fragment to the last
-        if not steps or not due or not world.executor.exchanges or world.enlistment is not None:
+        if not steps or not due or not world.executor.exchanges or world.registration is not None:
             return ""
         if steps >= max(due) + every:
             return ""

@@ -1,12 +1,16 @@
-"""A check that members of a compute group leave a loop without Lightning after the same number of steps.
+"""Checks that ranks which share collectives fail together, and leave a loop without Lightning together.
 
-If one of them has left its loop, after Ctrl-C or without further batches, another would wait in its next step until
-torch's collectives time out, and so would the first, where all ranks synchronize. The check ends their group instead.
+If a member of a compute group has left its loop, after Ctrl-C or without further batches, another would wait in its
+next step until torch's collectives time out, and so would the first, where all ranks synchronize. `ExitCheck` ends
+their group instead.
 
 Rule 1: a step costs nothing. Members communicate by the store of torch's process groups, and only once one of them has
 left its loop.
 Rule 2: the others wait for a slow member. Only a member that has begun a collective which the first will never join
 waits in vain, and process groups count their collectives.
+
+A rank that holds a part of a model and has failed alone, or was interrupted, is at another collective than its peers,
+which would mistake its next one for theirs. `failed_at_one_place` therefore compares reports of failures in the store.
 """
 
 from __future__ import annotations
@@ -14,7 +18,8 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
@@ -25,7 +30,7 @@ from torch.distributed import DistStoreError
 
 from lightning_omni.errors import RankLost
 from lightning_omni.runtime._private import collectives_of, store_of
-from lightning_omni.runtime.parallel_state import Place
+from lightning_omni.runtime.parallel_state import ParallelState
 
 WITHIN = 10.0
 """Seconds in which all members of an interrupted group must have left their loops."""
@@ -38,15 +43,15 @@ _REMEDY = (
 _loops = count()
 
 
-class Leaving:
+class ExitCheck:
     """A check that the members of this rank's group leave a loop together. All ranks create one for each loop.
 
     Attributes:
         steps: number of steps that this rank has begun.
     """
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, parallel: ParallelState) -> None:
+        self._parallel = parallel
         self.steps = 0
         self._loop, self._times = next(_loops), 0
         self._collectives = 0
@@ -95,15 +100,15 @@ class Leaving:
         """
         if not self._is_needed:
             return
-        place, control = self._place, self._place.control
+        parallel, control = self._parallel, self._parallel.control
         is_interrupted, self._is_interrupted = self._is_interrupted, False
         since = self._count() - self._collectives
         self._times += 1
-        store, keys = self._store, [self._key(member) for member in place.members]
-        limit = time.monotonic() + (WITHIN if is_interrupted else place.options.timeout.total_seconds())
+        store, keys = self._store, [self._key(member) for member in parallel.members]
+        limit = time.monotonic() + (WITHIN if is_interrupted else parallel.options.timeout.total_seconds())
         try:
-            store.set(self._key(place.rank), str(self.steps))
-            store.set(self._key("first"), f"{place.rank} {self.steps} {since}")
+            store.set(self._key(parallel.rank), str(self.steps))
+            store.set(self._key("first"), f"{parallel.rank} {self.steps} {since}")
             while not _are_there(store, keys):
                 if control is None or control.cause is not None:
                     return  # this rank's next call raises the cause
@@ -113,8 +118,8 @@ class Leaving:
                     if not is_interrupted:
                         return
                     self._end(is_interrupted, f"other members of its compute group have not within {WITHIN:.0f} s")
-            theirs = {member: int(store.get(key)) for member, key in zip(place.members, keys, strict=True)}
-            store.delete_key(self._key(place.rank, self._times - 1))  # read by all members, as they are here
+            theirs = {member: int(store.get(key)) for member, key in zip(parallel.members, keys, strict=True)}
+            store.delete_key(self._key(parallel.rank, self._times - 1))  # read by all members, as they are here
         except RankLost:
             raise
         except RuntimeError:  # the store's process is gone, and the server knows of it
@@ -128,7 +133,7 @@ class Leaving:
         if is_interrupted:
             left = f"was interrupted (Ctrl-C) after {self.steps} steps and has left its loop"
             remedy = "catch KeyboardInterrupt outside `with world.training():`, or end the loop alike on all ranks"
-        raise RankLost(f"rank {self._place.rank} {left}, and {but}: {remedy}")
+        raise RankLost(f"rank {self._parallel.rank} {left}, and {but}: {remedy}")
 
     def _watch_others(self, is_over: threading.Event) -> None:
         """Report, in a separate thread, that this rank waits for another member which has left the loop."""
@@ -144,27 +149,27 @@ class Leaving:
                 _, steps, since = map(int, self._store.get(first).split())
                 mine = (self.steps, self._count() - self._collectives)
                 if times == self._times and mine > (steps, since) and mine == before:
-                    self._store.set(self._key("waits", times + 1), str(self._place.rank))
+                    self._store.set(self._key("waits", times + 1), str(self._parallel.rank))
                 before = mine
             except RuntimeError:  # the store's process is gone
                 continue
 
     @property
     def _is_needed(self) -> bool:
-        return self._place.is_computing and len(self._place.members) > 1
+        return self._parallel.is_computing and len(self._parallel.members) > 1
 
     @property
     def _store(self) -> Any:
-        return store_of(self._place.process_groups.original)
+        return store_of(self._parallel.process_groups.original)
 
     def _key(self, what: Any, times: int | None = None) -> str:
         times = self._times if times is None else times
-        return f"lightning-omni/left/{self._loop}/{times}/{self._place.members[0]}/{what}"
+        return f"lightning-omni/left/{self._loop}/{times}/{self._parallel.members[0]}/{what}"
 
     def _count(self) -> int:
         """Return the number of collectives inside its compute group that this rank has begun."""
         try:
-            return sum(map(collectives_of, self._place.groups_inside))
+            return sum(map(collectives_of, self._parallel.groups_inside))
         except KeyError:  # other groups are being formed
             return 0
 
@@ -176,3 +181,37 @@ def _are_there(store: Any, keys: list[str]) -> bool:
     except DistStoreError:
         return False
     return True
+
+
+def forget(group: Any, rank: int) -> None:
+    """Delete this rank's report from an earlier run of this process, in a process group of all ranks."""
+    store_of(group).delete_key(_key(rank))
+
+
+def failed_at_one_place(group: Any, rank: int, ranks: Sequence[int], where: str, within: float) -> bool:
+    """Return whether all of these ranks report a failure at the same line of the program; each waits for the others.
+
+    Args:
+        group: a process group that contains these ranks.
+        rank: this rank.
+        ranks: all of them, including this one.
+        where: position of this rank's failure; see `place_of`.
+        within: seconds to wait for the others' reports.
+    """
+    store, keys = store_of(group), [_key(each) for each in ranks]
+    try:
+        store.set(_key(rank), where)
+        store.wait(keys, timedelta(seconds=within))
+        return all(store.get(key) == where.encode() for key in keys)
+    except RuntimeError:  # a rank has not reported in time, or the store's process is gone
+        return False
+
+
+def place_of(error: BaseException) -> str:
+    """Return the position in the program at which an error was raised."""
+    frames = (f"{frame.f_code.co_filename}:{line}" for frame, line in traceback.walk_tb(error.__traceback__))
+    return f"{type(error).__name__} at {' '.join(frames)}"
+
+
+def _key(rank: int) -> str:
+    return f"lightning-omni/failed/{rank}"

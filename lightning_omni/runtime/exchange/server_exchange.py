@@ -17,16 +17,15 @@ from torch import Tensor
 from lightning_omni.errors import ProtocolError, Refused
 from lightning_omni.group.core import Action, LastAnswer, Outgoing, ServerRequest
 from lightning_omni.methods import Exchange, Publish, Pulled, ReadInbox, ReadPeer, Receive, SendPeer
-from lightning_omni.runtime.exchange.compressed_broadcast import CodedAnswer, decoded
-from lightning_omni.runtime.exchange.members import PREFIX, GroupMembers
-from lightning_omni.runtime.exchange.other_groups import OtherGroups
+from lightning_omni.runtime.exchange.group_broadcast import PREFIX, CompressedBroadcast, GroupBroadcast, decoded
+from lightning_omni.runtime.exchange.peer_exchange import PeerExchange
 from lightning_omni.runtime.model.replica import Part
-from lightning_omni.runtime.parallel_state import Place
+from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.runtime.state.server_store import ServerStore
 from lightning_omni.runtime.timing import wait_for
 from lightning_omni.server.collectives import UPLOADED_ELSEWHERE
 from lightning_omni.server.epochs.epoch import STOPS
-from lightning_omni.transport.base import Control
+from lightning_omni.transport.connections import Control
 from lightning_omni.transport.requests import Requests, check_alike
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats.base import RAW, Memory, WireFormat, check_size
@@ -55,7 +54,7 @@ class Traffic:
     shared: int = 0
 
 
-class Channel:
+class ServerExchange:
     """A rank's exchanges with the server and with other groups. Every rank of a group makes the same calls.
 
     Attributes:
@@ -66,13 +65,13 @@ class Channel:
         store: access to the state that the servers hold of the run as a whole.
     """
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, parallel: ParallelState) -> None:
+        self._parallel = parallel
         self.traffic = Traffic()
         self.synchronizations = 0
-        self.members = GroupMembers(place)
-        self.peers = OtherGroups(place, self.members, self.synchronize, self.timed)
-        self.store = ServerStore(place, self._free_connections)
+        self.members = GroupBroadcast(parallel)
+        self.peers = PeerExchange(parallel, self.members, self.synchronize, self.timed)
+        self.store = ServerStore(parallel, self._free_connections)
         self._requests: Requests | None = None
         self._under_way: dict[int, ServerRequest] = {}
         self._travels: ServerRequest | None = None
@@ -113,10 +112,10 @@ class Channel:
 
         A group has one exchange in flight: the answer to another optimizer's request is received first, and kept.
         """
-        part = self._place.parts[ask.optimizer]
-        if self._place.share is not None:
+        part = self._parallel.parts[ask.optimizer]
+        if self._parallel.share is not None:
             ask = self._part_of_member(ask)
-        if self._place.speaks:
+        if self._parallel.exchanges:
             with self.timed():
                 requests = self._free_connections()
                 requests.send(self._said(ask, part, requests.count), self._rooms(ask, part, requests.count))
@@ -129,40 +128,40 @@ class Channel:
         if isinstance(need, Exchange) and need.note:
             note = msgspec.msgpack.decode(self.members.broadcast_bytes(msgspec.msgpack.encode(need.note)), type=float)
             ask = ask._replace(need=msgspec.structs.replace(need, note=note))
-        return ask if self._place.is_leader else ask._replace(epoch=-1, trained=0)
+        return ask if self._parallel.is_leader else ask._replace(epoch=-1, trained=0)
 
     def receive(self, index: int) -> Pulled:
         """Return the answer to the last request for an optimizer, on every member of the group."""
-        ask, part = self._under_way.pop(index), self._place.parts[index]
-        layout = part.replica.layout.fragment(ask.fragment, self._place.method.fragments)
-        memory = part.memory(PREFIX, self._place.empty)[: PREFIX + (layout.nbytes if ask.pulls else 0)]
+        ask, part = self._under_way.pop(index), self._parallel.parts[index]
+        layout = part.replica.layout.fragment(ask.fragment, self._parallel.method.fragments)
+        memory = part.memory(PREFIX, self._parallel.empty)[: PREFIX + (layout.nbytes if ask.pulls else 0)]
         return self._share(ask, layout, memory)
 
     def _room(self, ask: ServerRequest, part: Part) -> Tensor | None:
         """Return memory for the tensors of an answer, in their encoding, on ranks that exchange with the server."""
         if not ask.pulls:
             return None
-        layout = part.replica.layout.fragment(ask.fragment, self._place.method.fragments)
+        layout = part.replica.layout.fragment(ask.fragment, self._parallel.method.fragments)
         if (answers := self._answers(ask)) != RAW:
-            part.coded = part.coded or Memory(self._place.empty)
+            part.coded = part.coded or Memory(self._parallel.empty)
             return part.coded.room(answers.sizes(layout)[1])
         if not ask.waits:  # meanwhile the group trains, and its weights are compared with the last answer's
             part.into, part.spare = part.spare, part.into
-        return part.memory(PREFIX, self._place.empty)[PREFIX : PREFIX + layout.nbytes]
+        return part.memory(PREFIX, self._parallel.empty)[PREFIX : PREFIX + layout.nbytes]
 
     def _answers(self, ask: ServerRequest) -> WireFormat:
-        return self._place.core.wire_format.answers if isinstance(ask.need, Exchange) else RAW
+        return self._parallel.core.wire_format.answers if isinstance(ask.need, Exchange) else RAW
 
     def finish_exchanges(self) -> None:
         """Wait for the exchanges in flight, and let the method apply the answers. All members of the group call it."""
         for index in list(self._under_way):
-            self._place.core.apply_answer(index, self.receive(index))
+            self._parallel.core.apply_answer(index, self.receive(index))
 
     def _said(self, ask: ServerRequest, part: Part, servers: int) -> list[Outgoing]:
-        memories = part.outs(servers, self._place.empty)
+        memories = part.outs(servers, self._parallel.empty)
         if servers == 1:
-            return [self._place.core.send(ask, part.replica.layout, memories[0])]
-        return self._place.core.send_parts(ask, self._place.split_of(part, servers), memories)
+            return [self._parallel.core.send(ask, part.replica.layout, memories[0])]
+        return self._parallel.core.send_parts(ask, self._parallel.split_of(part, servers), memories)
 
     def _rooms(self, ask: ServerRequest, part: Part, servers: int) -> Sequence[Tensor | None] | None:
         """Return memory for the tensors of all servers' answers; None if it is allocated when they arrive."""
@@ -171,14 +170,18 @@ class Channel:
             return [room]
         if room is None or self._answers(ask) != RAW:
             return None
-        return self._place.split_of(part, servers).fragment(ask.fragment, self._place.method.fragments).memories(room)
+        return (
+            self._parallel.split_of(part, servers)
+            .fragment(ask.fragment, self._parallel.method.fragments)
+            .memories(room)
+        )
 
     def fetch(self, index: int) -> Pulled:
         """Fetch the server's weights for this group, although its method did not request them."""
-        return self.ask_weights(self._place.core.fetch(index))
+        return self.ask_weights(self._parallel.core.fetch(index))
 
     def ask(self, message: m.Message, expect: type[_Answer], payload: Tensor | None = None) -> tuple[_Answer, Tensor]:
-        """Send a message on the data channel, to the coordinating server if there are several, and wait for its answer.
+        """Send a message to the coordinating server, on the data connection, and wait for its answer.
 
         Returns:
             The answer and its payload, uint8.
@@ -200,18 +203,18 @@ class Channel:
         Returns:
             The number and the bytes of each live rank, in rank order.
         """
-        assert self._place.control is not None
+        assert self._parallel.control is not None
         brought = len(payload) > m.LARGEST_INLINE
-        message = m.Contribute(number=self.synchronizations, what=what, uploaded=brought, where=self._place.where())
+        message = m.Contribute(number=self.synchronizations, what=what, uploaded=brought, where=self._parallel.where())
         self.synchronizations += 1
-        gathered, parts = self._contribute(self._place.control, message, payload)
+        gathered, parts = self._contribute(self._parallel.control, message, payload)
         if gathered.must_download:
             _, payload_of_all = self.ask(m.Download(number=gathered.number), m.Downloaded)
             parts = [part.numpy().tobytes() for part in payload_of_all.split(list(gathered.sizes))]
         return list(zip(gathered.ranks, parts, strict=True))
 
     def _contribute(self, control: Control, message: m.Contribute, payload: bytes) -> tuple[m.Gathered, list[bytes]]:
-        timeout = self._place.options.timeout.total_seconds()
+        timeout = self._parallel.options.timeout.total_seconds()
         while message.uploaded:
             self.bring(payload)
             try:
@@ -234,7 +237,7 @@ class Channel:
         The host waits for the device before it reads the clock, so that the remaining backward pass does not count.
         This costs nothing, because the copies of an exchange wait for the device in any case.
         """
-        wait_for(self._place.device)
+        wait_for(self._parallel.device)
         began, requests, between = time.perf_counter(), self._requests, self.peers.moved
         moved, shared = (requests.moved, requests.shared) if requests is not None else (0, 0)
         yield
@@ -249,16 +252,16 @@ class Channel:
         if not applied and in_row == 1:
             _log.warning(
                 "group %d made a push that is not finite; it was refused, and the weights did not change",
-                self._place.group,
+                self._parallel.group,
             )
 
     def _share(self, ask: ServerRequest, layout: Layout, memory: Tensor) -> Pulled:
         """Return the server's answer on all members of the group; the leader receives and broadcasts it."""
-        part, by_member = self._place.parts[ask.optimizer], self._place.share is not None
+        part, by_member = self._parallel.parts[ask.optimizer], self._parallel.share is not None
         coded, answer = self._coded(ask, layout), None
         letter = memory if coded is None else part.handed.room(PREFIX + coded.nbytes)
         with self.timed():
-            if self._place.speaks:
+            if self._parallel.exchanges:
                 parts = None if coded is None else coded.parts(letter[PREFIX:])
                 answer = self._receive(ask, layout, memory[PREFIX:], parts)
                 _write(answer, letter[:PREFIX])
@@ -273,31 +276,31 @@ class Channel:
         if received.staleness >= 0:
             part.staleness[received.staleness] += 1
         tensors = layout.views(memory[PREFIX:]) if ask.pulls else ()
-        pulled = self._place.core.receive(received, tensors, clock, note, ask.fragment)
+        pulled = self._parallel.core.receive(received, tensors, clock, note, ask.fragment)
         self.warn_of_refusal(received.applied, received.refused_in_row)
         return pulled
 
-    def _coded(self, ask: ServerRequest, layout: Layout) -> CodedAnswer | None:
+    def _coded(self, ask: ServerRequest, layout: Layout) -> CompressedBroadcast | None:
         """Return the encoded answer to broadcast, if it has fewer bytes than its tensors; otherwise None."""
         answers = self._answers(ask)
-        if answers == RAW or not ask.pulls or len(self._place.members) == 1 or self._place.share is not None:
+        if answers == RAW or not ask.pulls or len(self._parallel.members) == 1 or self._parallel.share is not None:
             return None
-        assert self._place.control is not None
-        coded = CodedAnswer(answers, self._divided(ask, layout, self._place.control.servers))
+        assert self._parallel.control is not None
+        coded = CompressedBroadcast(answers, self._divided(ask, layout, self._parallel.control.servers))
         return coded if coded.are_sizes_known and coded.nbytes < layout.nbytes else None
 
     def _divided(self, ask: ServerRequest, layout: Layout, servers: int) -> Split:
         if servers == 1:
             return Split.whole(layout)
-        return self._place.split_of(self._place.parts[ask.optimizer], servers).fragment(
-            ask.fragment, self._place.method.fragments
+        return self._parallel.split_of(self._parallel.parts[ask.optimizer], servers).fragment(
+            ask.fragment, self._parallel.method.fragments
         )
 
     def _receive(self, ask: ServerRequest, layout: Layout, into: Tensor, coded: Sequence[Tensor] | None) -> m.Weights:
         """Receive the servers' answer into ``into``, or encoded into ``coded``, on ranks that exchange with them."""
         answers = self._answers(ask)
         is_flat = answers == RAW or not ask.pulls
-        requests, part = self._servers(), self._place.parts[ask.optimizer]
+        requests, part = self._servers(), self._parallel.parts[ask.optimizer]
         split = self._divided(ask, layout, requests.count)
         if ask.optimizer in self._arrived:
             received = self._arrived.pop(ask.optimizer)
@@ -344,11 +347,11 @@ class Channel:
 
     def _servers(self) -> Requests:
         if self._requests is None:
-            assert self._place.control is not None
-            timeout, by_member = self._place.options.timeout.total_seconds(), self._place.share is not None
+            assert self._parallel.control is not None
+            timeout, by_member = self._parallel.options.timeout.total_seconds(), self._parallel.share is not None
             largest = self._largest_in_replica if by_member else int
-            share = None if self._place.share is None else self._place.share[0]
-            self._requests = Requests(self._place.control.attach_all(timeout, share), by_member, largest)
+            share = None if self._parallel.share is None else self._parallel.share[0]
+            self._requests = Requests(self._parallel.control.attach_all(timeout, share), by_member, largest)
         return self._requests
 
     def _largest_in_replica(self, number: int) -> int:

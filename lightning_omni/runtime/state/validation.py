@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import torch
 
 from lightning_omni.methods import Pulled
-from lightning_omni.runtime.exchange.channel import Channel
-from lightning_omni.runtime.model.external_writes import Edits
+from lightning_omni.runtime.exchange.server_exchange import ServerExchange
+from lightning_omni.runtime.model.external_writes import ExternalWrites
 from lightning_omni.runtime.model.replica import fingerprint
-from lightning_omni.runtime.parallel_state import Place
+from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.runtime.state.server_store import ServerSnapshot
 from lightning_omni.topology import RECORDER
 from lightning_omni.wire import messages as m
@@ -27,11 +27,11 @@ _SAMPLED = 1 << 12
 _Answer = TypeVar("_Answer", bound=m.Message)
 
 
-class Versions:
+class ValidationSnapshots:
     """The published weights of validations, for one rank."""
 
-    def __init__(self, place: Place, channel: Channel, edits: Edits) -> None:
-        self._place, self._channel, self._edits = place, channel, edits
+    def __init__(self, parallel: ParallelState, exchange: ServerExchange, edits: ExternalWrites) -> None:
+        self._parallel, self._exchange, self._external_writes = parallel, exchange, edits
         self._evaluated: list[list[int]] = []
 
     def claim(self, epoch: int, passed: int) -> int:
@@ -40,7 +40,7 @@ class Versions:
         Returns:
             The number of the validation that it is to evaluate, or 0.
         """
-        message = m.ClaimValidation(epoch=epoch, generation=self._place.generation, passed=passed)
+        message = m.ClaimValidation(epoch=epoch, generation=self._parallel.generation, passed=passed)
         return self._ask(message, m.ValidationClaimed).number
 
     def ask(self) -> m.Validations:
@@ -53,17 +53,17 @@ class Versions:
         Yields:
             The cut of the weights, on the leader; an empty one on its peers.
         """
-        for part in self._place.parts:
-            self._edits.check(part)
-        self._channel.finish_exchanges()
-        snapshot = self._channel.store.snapshot(with_state=False, version=number) if self._place.is_leader else None
-        for index in range(len(self._place.parts)):
+        for part in self._parallel.parts:
+            self._external_writes.check(part)
+        self._exchange.finish_exchanges()
+        snapshot = self._exchange.store.snapshot(with_state=False, version=number) if self._parallel.is_leader else None
+        for index in range(len(self._parallel.parts)):
             self._load(index, snapshot)
         self._evaluated.append(self._marks())
         try:
             yield SnapshotId() if snapshot is None else snapshot.cut
         finally:
-            for part in self._place.parts:
+            for part in self._parallel.parts:
                 part.replica.restore()
 
     @contextmanager
@@ -75,7 +75,7 @@ class Versions:
         if not self._evaluated:
             yield
             return
-        own = [(weight, weight.clone()) for part in self._place.parts for weight in part.replica.weights()]
+        own = [(weight, weight.clone()) for part in self._parallel.parts for weight in part.replica.weights()]
         before = self._marks()
         yield
         after = self._marks()
@@ -88,30 +88,30 @@ class Versions:
         self._evaluated.clear()
 
     def _marks(self) -> list[int]:
-        return [fingerprint(each, _SAMPLED) for part in self._place.parts for each in part.replica.ordered]
+        return [fingerprint(each, _SAMPLED) for part in self._parallel.parts for each in part.replica.ordered]
 
     def _load(self, index: int, snapshot: ServerSnapshot | None) -> None:
-        replica = self._place.parts[index].replica
+        replica = self._parallel.parts[index].replica
         memory = torch.zeros(replica.layout.nbytes, dtype=torch.uint8)
         tensors, clock = replica.layout.views(memory), replica.clock
         if snapshot is not None:
             weights = snapshot.parts[index]["weights"]
             for name, tensor in zip(replica.parameters, tensors, strict=True):
                 tensor.copy_(weights[name])
-        self._channel.members.broadcast(memory)
+        self._exchange.members.broadcast(memory)
         replica.stash()
         replica.load(Pulled(tensors, clock))
 
     def publish(self, number: int, result: dict[str, Any]) -> None:
         """Publish the result of a validation to all ranks. Every member calls it; the leader sends its own."""
-        if self._place.is_leader:
+        if self._parallel.is_leader:
             packed, buffer = pack(result)
             message = m.PublishEvaluation(number=number, packed=packed, nbytes=buffer.numel())
-            self._channel.ask(message, m.EvaluationPublished, buffer)
+            self._exchange.ask(message, m.EvaluationPublished, buffer)
 
     def read(self, number: int) -> dict[str, Any] | None:
         """Return the result of a complete validation; None if its group died meanwhile."""
-        evaluation, buffer = self._channel.ask(m.ReadEvaluation(number=number), m.Evaluation)
+        evaluation, buffer = self._exchange.ask(m.ReadEvaluation(number=number), m.EvaluationResult)
         if evaluation.is_void:
             return None
         tree: dict[str, Any] = unpack(evaluation.packed, buffer, copy=True)
@@ -119,16 +119,16 @@ class Versions:
 
     def ask_for_recorder(self) -> bool:
         """Return whether the recorder is in this group, by the server's present status."""
-        if self._place.enlistment is None:
-            return RECORDER in self._place.members
-        is_here = self._place.follow_recorder(asks=self._place.is_leader)
-        return bool(self._channel.members.broadcast_bytes(b"here" if is_here else b""))
+        if self._parallel.registration is None:
+            return RECORDER in self._parallel.members
+        is_here = self._parallel.follow_recorder(asks=self._parallel.is_leader)
+        return bool(self._exchange.members.broadcast_bytes(b"here" if is_here else b""))
 
     def release(self, number: int) -> None:
         """Report, on the recorder, that no checkpoint of validations up to this one is saved any more."""
-        if self._place.is_recorder:
+        if self._parallel.is_recorder:
             self._ask(m.ReleaseVersion(number=number), m.VersionReleased)
 
     def _ask(self, message: m.Message, expect: type[_Answer]) -> _Answer:
-        assert self._place.control is not None
-        return self._place.control.request(message, expect)
+        assert self._parallel.control is not None
+        return self._parallel.control.request(message, expect)

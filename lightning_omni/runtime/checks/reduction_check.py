@@ -33,7 +33,7 @@ def ranks_elsewhere(what: Module | Optimizer, members: Collection[int]) -> set[i
         return set()
 
 
-class FirstSteps:
+class ReductionCheck:
     """A check of gradients at an optimizer's first step: of the loop, of new groups, and of unfrozen parameters.
 
     Args:

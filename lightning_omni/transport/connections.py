@@ -1,13 +1,7 @@
-"""The transport between ranks and server: connections as both sides use them. No sockets, clocks or threads.
+"""A rank's connections, as both sides of a transport use them. No sockets, clocks or threads.
 
 A transport provides for a rank its control connection (`Control`), its data connection (`Data`) and a leader's
-connections to other leaders (`Peers`), and for the server the driver of its state machine (`Served`). The transport of
-a run is one value, a `Transport`. The default is ZeroMQ.
-
-Rule 1: messages on a control connection arrive in order, and so do messages on a data connection.
-Rule 2: a request has one answer. A refusal is raised as `Refused`, and the end of the run as the error that caused it.
-Rule 3: if a control connection ends without a goodbye, the driver calls `ServerCore.hang_up`: its rank is lost.
-Rule 4: the server trusts no sender. It calls `ServerCore.check_payload` before it allocates memory for a payload.
+connections to other leaders (`Peers`); see `lightning_omni.transport.registry`.
 """
 
 from __future__ import annotations
@@ -17,39 +11,34 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import msgspec
 import torch
 from torch import Tensor
 
 from lightning_omni.errors import (
-    ConfigurationError,
     ConnectionLost,
     Evicted,
     MalformedMessage,
     OmniError,
-    ProtocolError,
     RankLost,
     Refused,
     is_failure_reason,
 )
 from lightning_omni.group.sharded_inbox import ShardedInbox
 from lightning_omni.methods import Inbox
-from lightning_omni.registry import Registry, to_wire
-from lightning_omni.server.core import ServerCore
-from lightning_omni.server.service import Out, Peer
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats.base import RAW, WireFormat
 from lightning_omni.wire.layout import Layout
 
 _log = logging.getLogger(__name__)
 Answer = TypeVar("Answer", bound=m.Message)
-PATIENCE = 1800.0
+REQUEST_TIMEOUT = 1800.0
 """Default seconds that a request waits for its answer."""
 
 
-class ServerAway(ConnectionLost):
+class ServerUnavailable(ConnectionLost):
     """The loss of a server that another one may replace; requests must be repeated to that one."""
 
 
@@ -75,16 +64,16 @@ class Control(ABC):
         servers: number of servers that hold a partition of the parameters each; see `attach_all`.
         has_finished: whether the run is at its end when this rank leaves.
         progress: count of this rank's progress, and of its checks while it waits for the server.
-        patience: seconds for which the rank looks for a server that is gone; 0 if its loss ends the run.
-        returns: number that identifies the server among those that continue a run one after the other; larger for later
-            ones, and equal at all ranks of a group, whenever they joined.
-        is_away: whether the server is gone and the rank looks for it.
+        reconnect_timeout: seconds for which the rank looks for a server that is gone; 0 if its loss ends the run.
+        server_epoch: number that identifies the server among those that continue a run one after the other; larger for
+            later ones, and equal at all ranks of a group, whenever they joined.
+        is_server_gone: whether the server is gone and the rank looks for it.
     """
 
     servers = 1
-    patience = 0.0
-    returns = 0
-    is_away = False
+    reconnect_timeout = 0.0
+    server_epoch = 0
+    is_server_gone = False
     has_finished = False
 
     def __init__(self, address: str, rank: int, on_end: Callable[[OmniError], None] | None = None) -> None:
@@ -102,7 +91,7 @@ class Control(ABC):
 
     @abstractmethod
     def request_payload(
-        self, message: m.Message, expect: type[Answer], payload: bytes = b"", timeout: float = PATIENCE
+        self, message: m.Message, expect: type[Answer], payload: bytes = b"", timeout: float = REQUEST_TIMEOUT
     ) -> tuple[Answer, list[bytes]]:
         """Send a message and wait for its answer.
 
@@ -171,9 +160,11 @@ class Control(ABC):
             The first connection is to the coordinating server. With ``share``, the last one is to that server; the two
             may be the same connection.
         """
-        if self.patience:
+        if self.reconnect_timeout:
             numbers = range(self.servers) if share is None else sorted({0, share})
-            return [LastingData(self, partial(self._find, number), partial(self.attach, timeout)) for number in numbers]
+            return [
+                ReconnectingData(self, partial(self._find, number), partial(self.attach, timeout)) for number in numbers
+            ]
         others = self.request(m.AskServerAddresses(), m.ServerAddresses).addresses if self.servers > 1 else ()
         addresses = ("", *others)
         if share is not None:
@@ -189,43 +180,43 @@ class Control(ABC):
         """Return whether this rank logs for the run, by the last status."""
         return self.rank == (self.status.recorder if self.status is not None else 0)
 
-    def stands(self, returns: int) -> bool:
-        """Return whether a server is present, and is the one for which ``returns`` had this value."""
-        return not self.is_away and self.returns == returns
+    def is_same_server(self, server_epoch: int) -> bool:
+        """Return whether a server is present, and is the one for which ``server_epoch`` had this value."""
+        return not self.is_server_gone and self.server_epoch == server_epoch
 
-    def check_stands(self, returns: int) -> None:
-        """Raise the error that ended this rank's run, or `ServerAway` if the server is gone or was replaced.
+    def check_same_server(self, server_epoch: int) -> None:
+        """Raise the error that ended this rank's run, or `ServerUnavailable` if the server is gone or was replaced.
 
         Args:
-            returns: value of `returns` for that server.
+            server_epoch: value of `server_epoch` for that server.
         """
         self.check()
-        if not self.stands(returns):
-            raise ServerAway(f"the parameter server at {self.address} is gone")
+        if not self.is_same_server(server_epoch):
+            raise ServerUnavailable(f"the parameter server at {self.address} is gone")
 
-    def wait_for_return(self) -> None:
+    def wait_for_server(self) -> None:
         """Wait until a server is present.
 
         Raises:
             ConnectionLost: no server will continue.
         """
         self.check()
-        if self.is_away:
+        if self.is_server_gone:
             raise ConnectionLost(f"the parameter server at {self.address} is gone")
 
-    def wait_for_another(self, returns: int) -> None:
-        """Wait until a server is present whose ``returns`` is at least this.
+    def wait_for_server_epoch(self, server_epoch: int) -> None:
+        """Wait until a server is present whose ``server_epoch`` is at least this.
 
         Raises:
             ConnectionLost: no server will continue.
         """
         self.check()
-        if self.returns < returns:
+        if self.server_epoch < server_epoch:
             raise ConnectionLost(f"the parameter server at {self.address} is gone")
 
-    def came_back(self, welcome: m.Welcome) -> None:
+    def reconnected(self, welcome: m.Welcome) -> None:
         """Continue with a server that replaces the one that was gone."""
-        self.returns, self.is_away = max(self.returns + 1, welcome.started_at_ms), False
+        self.server_epoch, self.is_server_gone = max(self.server_epoch + 1, welcome.started_at_ms), False
         if self.records:
             lost = max(0, (self.status.clock if self.status is not None else 0) - welcome.clock)
             _log.warning(
@@ -237,7 +228,7 @@ class Control(ABC):
             )
 
     def request(
-        self, message: m.Message, expect: type[Answer], payload: bytes = b"", timeout: float = PATIENCE
+        self, message: m.Message, expect: type[Answer], payload: bytes = b"", timeout: float = REQUEST_TIMEOUT
     ) -> Answer:
         """Send a request whose answer has no payload; see `request_payload`."""
         return self.request_payload(message, expect, payload, timeout)[0]
@@ -260,7 +251,7 @@ class Control(ABC):
         """Set seconds for the next heartbeat: compute time, whole step, exchange."""
         self._timings = (compute, step, exchange)
 
-    def got_on(self, has_trained: bool = False) -> None:
+    def report_progress(self, has_trained: bool = False) -> None:
         """Record progress of this rank, for instance a batch.
 
         Args:
@@ -270,7 +261,7 @@ class Control(ABC):
         self._has_trained |= has_trained
         self._is_judged = self._has_trained
 
-    def takes_time(self) -> None:
+    def suspend_stall_check(self) -> None:
         """Suspend the check for progress until this rank makes progress again."""
         self._is_judged = False
 
@@ -365,7 +356,7 @@ class Data(ABC):
         """Close the connection at once."""
 
 
-class LastingData(Data):
+class ReconnectingData(Data):
     """A data connection that outlasts its server: an unanswered message is repeated to the server that continues.
 
     Args:
@@ -408,15 +399,15 @@ class LastingData(Data):
         return self._control
 
     @property
-    def returns(self) -> int:
-        """Return the connected server's value of `Control.returns`."""
-        return self._returns
+    def server_epoch(self) -> int:
+        """Return the connected server's value of `Control.server_epoch`."""
+        return self._server_epoch
 
     def send_part(self, message: m.Message, payload: Tensor | None = None, into: Tensor | None = None) -> None:
         """Send to the current server, like `send`.
 
         Raises:
-            ServerAway: the server is gone.
+            ServerUnavailable: the server is gone.
         """
         with self._telling():
             self._data.send(message, payload, into)
@@ -425,7 +416,7 @@ class LastingData(Data):
         """Receive from the current server, like `receive`.
 
         Raises:
-            ServerAway: the server is gone.
+            ServerUnavailable: the server is gone.
         """
         with self._telling():
             answer = self._data.receive(expect, into)
@@ -434,7 +425,7 @@ class LastingData(Data):
 
     def renew(self) -> None:
         """Connect to the current server, if it is another one."""
-        if not self._control.stands(self._returns):
+        if not self._control.is_same_server(self._server_epoch):
             self._reconnect()
 
     @contextmanager
@@ -442,9 +433,9 @@ class LastingData(Data):
         try:
             yield
         except (ConnectionLost, Refused) as error:
-            if isinstance(error, ServerAway) or self._control.stands(self._returns):
+            if isinstance(error, ServerUnavailable) or self._control.is_same_server(self._server_epoch):
                 raise
-            raise ServerAway(str(error)) from error
+            raise ServerUnavailable(str(error)) from error
 
     def _reconnect(self) -> None:
         self._before = self._before[0] + self._data.moved, self._before[1] + self._data.shared
@@ -453,22 +444,22 @@ class LastingData(Data):
 
     def _return(self, error: OmniError) -> None:
         """Repeat the unanswered message to the server that continues; raise the error if no other server does."""
-        if self._said is None or self._control.stands(self._returns):
+        if self._said is None or self._control.is_same_server(self._server_epoch):
             raise error
         self._reconnect()
         self.send(*self._said)
 
     def _connect(self) -> None:
         while True:
-            self._control.wait_for_return()
-            self._returns = self._control.returns
+            self._control.wait_for_server()
+            self._server_epoch = self._control.server_epoch
             try:
                 address = self._find()
-                if not self._control.stands(self._returns):
+                if not self._control.is_same_server(self._server_epoch):
                     continue
                 self._data = self._open(address)
             except (ConnectionLost, Refused):
-                if self._control.stands(self._returns):
+                if self._control.is_same_server(self._server_epoch):
                     raise
             else:
                 return
@@ -515,10 +506,10 @@ class Peers(Protocol):
 
 
 @runtime_checkable
-class PeersOfShares(Peers, Protocol):
+class ShardedPeers(Peers, Protocol):
     """The connections of a member that has a share of the model to its counterparts in other groups.
 
-    The members of a group use them to agree: see `lightning_omni.runtime.exchange.sharded_peer_exchange`.
+    The members of a group use them to agree: see `lightning_omni.runtime.exchange.peer_exchange`.
     """
 
     def hold(self, group: int, optimizer: int) -> int:
@@ -557,194 +548,3 @@ def answer_of(message: m.Message, expect: type[Answer]) -> Answer:
         kind = RankLost if message.code == "barred" else Evicted
         raise kind(f"this rank's group is out of the run: {message.reason}")
     raise Refused(message.code, message.reason)
-
-
-# --- Server ----------------------------------------------------------------------------------------------------------
-
-
-class Served(Protocol):
-    """A listening server, which drives a `ServerCore`."""
-
-    @property
-    def address(self) -> str:
-        """Return the address at which ranks join."""
-
-    def run(self, until: Callable[[], bool]) -> None:
-        """Serve until ``until()`` is true, which is called several times a second."""
-
-    def farewell(self, reason: str) -> None:
-        """Notify the other ranks that the rank that owns this server has ended, unless the run has."""
-
-    def close(self) -> None:
-        """Stop listening once the last messages are sent."""
-
-
-def allowed(core: ServerCore, channel: m.Channel, peer: Peer, data: bytes | memoryview, nbytes: int) -> m.Message:
-    """Decode and check a message before its payload of ``nbytes``, for a transport that receives it first.
-
-    Raises:
-        ProtocolError: the message is invalid or not allowed; answer with `refusal`, and do not keep the payload.
-    """
-    message = core.decode(channel, data)
-    if channel == m.CONTROL:
-        if nbytes > m.LARGEST_INLINE:
-            raise MalformedMessage(f"{nbytes} bytes of payload on the control channel, which takes {m.LARGEST_INLINE}")
-    elif (expected := core.check_payload(peer, message)) != nbytes:
-        raise MalformedMessage(f"{nbytes} bytes of payload came, {expected} were announced")
-    return message
-
-
-def refusal(core: ServerCore, channel: m.Channel, peer: Peer, error: ProtocolError) -> list[Out]:
-    """Return the answers to a message that was not allowed."""
-    if isinstance(error, Refused):  # the server has counted it
-        return [Out(peer, channel, m.RefusedMessage(code=error.code, reason=str(error))), *core.replication.drain()]
-    return [*core.refuse(channel, peer, str(error)), *core.replication.drain()]
-
-
-# --- Transports ------------------------------------------------------------------------------------------------------
-
-
-class Transport(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
-    """A way for the ranks of a run and its server to communicate: its settings, and both ends.
-
-    (A msgspec struct cannot be an abstract base class, so methods raise errors.)
-    """
-
-    def check_address(self, address: str) -> None:
-        """Raise `ConfigurationError` unless this is a possible address of a server."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what its addresses are")
-
-    def serve(self, core: ServerCore, host: str = "", port: int = 0, data_port: int = 0) -> Served:
-        """Listen as a server.
-
-        Args:
-            core: state machine of the server.
-            host: address of this machine to listen on; empty if all ranks are on it, for the fastest connection.
-            port: port to listen on, if the transport has ports; 0 for a free one.
-            data_port: port for tensors, if the transport has a separate one; 0 for a free one.
-
-        Raises:
-            ConfigurationError: it cannot listen there.
-        """
-        raise NotImplementedError(f"{type(self).__name__} cannot serve")
-
-    def follow(self, core: ServerCore, coordinator: str, host: str = "", port: int = 0, data_port: int = 0) -> Served:
-        """Listen as a server that holds a partition, and join the coordinating server.
-
-        Args:
-            core: state machine of the server, with the number of its share.
-            coordinator: address of the coordinating server. When that is gone, `Served.run` returns.
-            host: as in `serve`.
-            port: as in `serve`.
-            data_port: as in `serve`.
-
-        Raises:
-            ConfigurationError: it cannot listen there, or the transport does not support several servers.
-            ConnectionLost: the coordinating server cannot be reached.
-            Refused: the coordinating server refuses this one.
-        """
-        raise ConfigurationError(
-            f"transport={name_of(self)}: with it one server holds all weights; pass Server(count=1)"
-        )
-
-    def join(
-        self,
-        address: str,
-        key: bytes,
-        run: str,
-        rank: int,
-        world_size: int,
-        layout: Layout,
-        on_end: Callable[[OmniError], None] | None = None,
-        silence: float = 0.0,
-    ) -> Control:
-        """Join a run as a rank.
-
-        Args:
-            address: address of the server.
-            key: the run's shared secret.
-            run: a name on which all ranks of the run agree.
-            rank: this rank.
-            world_size: number of ranks; 0 if this one was not announced and joins a running run, under its own number.
-            layout: the parameters of all optimizers; every rank must have the same.
-            on_end: called, perhaps from another thread, when this rank must stop.
-            silence: seconds without a sign of life after which the server may end the connection, if the transport can
-                send such signs without Python; 0 for never.
-
-        Raises:
-            ConnectionLost: the server cannot be reached.
-            Refused: the server refuses this rank.
-        """
-        raise NotImplementedError(f"{type(self).__name__} cannot join")
-
-    def serve_again(self, core: ServerCore, address: str) -> Served:
-        """Listen at the address of a server that is gone, to continue its run.
-
-        Raises:
-            ConfigurationError: it cannot listen there, or the transport does not support this.
-        """
-        raise ConfigurationError(f"transport={name_of(self)}: with it no server goes on in the place of another")
-
-    def clear(self, address: str) -> None:
-        """Remove remains of a server that is gone at this address, before this process ends."""
-
-
-TRANSPORTS: dict[str, type[Transport]] = {}
-"""Every transport by its name in messages."""
-_registry = Registry(
-    TRANSPORTS, Transport, "transport", "transport", "lightning_omni.transport.Transport", "--transport"
-)
-
-
-def name_of(transport: Transport) -> str:
-    """Return the name of a transport in messages."""
-    return str(type(transport).__struct_config__.tag)
-
-
-def from_wire(plain: Mapping[str, Any]) -> Transport:
-    """Return a transport from plain data.
-
-    Raises:
-        MalformedMessage: unknown transport, or wrong settings.
-    """
-    return _registry.from_wire(plain)
-
-
-def register(kind: type[Transport]) -> type[Transport]:
-    """Register your own transport under its tag. This is a class decorator.
-
-    The embedded server imports the module of a run's transport; a standalone server needs the argument
-    ``lightning-omni serve --transport module:Class``.
-
-    Raises:
-        ConfigurationError: the name is in use.
-    """
-    return _registry.register(kind)
-
-
-def load(path: str) -> type[Transport]:
-    """Import and register a transport from its path ``module:Class``.
-
-    Raises:
-        ConfigurationError: it cannot be imported, or is no transport.
-    """
-    return _registry.load(path)
-
-
-__all__ = [
-    "TRANSPORTS",
-    "Address",
-    "Control",
-    "Data",
-    "Peers",
-    "Served",
-    "Transport",
-    "allowed",
-    "answer_of",
-    "from_wire",
-    "load",
-    "name_of",
-    "refusal",
-    "register",
-    "to_wire",
-]

@@ -11,14 +11,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_omni.errors import RankLost, UnsupportedError
-from lightning_omni.runtime.checks.failing import have_failed_alike, place_of
+from lightning_omni.runtime.checks.exits import failed_at_one_place, place_of
 from lightning_omni.runtime.model.sharded import is_sharded, named_rows, reshard, state_rows, tensors_of, whole
 from lightning_omni.runtime.state.distributed_checkpoint import is_folder
-from lightning_omni.strategy import _private
-from lightning_omni.strategy.checkpoints.contents import Checkpoints
-from lightning_omni.strategy.checkpoints.loop_progress import cut_short, end_whole_epoch
+from lightning_omni.strategy.checkpoints.contents import Checkpoints, cut_short, end_whole_epoch
 from lightning_omni.strategy.grouping import GroupedStrategy
 from lightning_omni.strategy.joining.run_state import RunStates
+from lightning_omni.strategy.lightning_internals.progress import progress_counters
 from lightning_omni.strategy.signals import Signals
 from lightning_omni.topology import RECORDER
 
@@ -57,7 +56,7 @@ class SavingStrategy(GroupedStrategy):
     def _take_time(self) -> None:
         self.signals.pause()
         if self._world is not None and self.world.control is not None:
-            self.world.control.takes_time()
+            self.world.control.suspend_stall_check()
 
     @property
     def _is_asynchronous(self) -> bool:
@@ -87,7 +86,7 @@ class SavingStrategy(GroupedStrategy):
                 super().barrier(name)
             return
         world = self.world
-        if world.control is not None and not world.is_leader and (world.enlistment or RECORDER in world.members):
+        if world.control is not None and not world.is_leader and (world.registration or RECORDER in world.members):
             world.control.wait_for_end(SAVING)
 
     @override
@@ -103,7 +102,7 @@ class SavingStrategy(GroupedStrategy):
         self._take_time()
         self._check_failed_alike()
         if self._world is not None:
-            reshard(self.world.held.sharded)
+            reshard(self.world.wrapper.sharded)
             self.world.agree_on_recorder()
         read = super().lightning_module_state_dict
         if not self._is_asynchronous:
@@ -118,11 +117,11 @@ class SavingStrategy(GroupedStrategy):
         if not (self.has_failed and self.is_sharded) or self._world is None:
             return
         world = self._world
-        if not (world.enlistment or self.saves_folders or world.is_with_recorder):  # this rank saves nothing
+        if not (world.registration or self.saves_folders or world.is_with_recorder):  # this rank saves nothing
             return
-        where = f"{_private.progress_counters(self._trainer)} {self._failed_at}"
+        where = f"{progress_counters(self._trainer)} {self._failed_at}"
         group = world.process_groups.original
-        if not have_failed_alike(group, world.rank, world.members, where, SAVING):
+        if not failed_at_one_place(group, world.rank, world.members, where, SAVING):
             raise RankLost(
                 "no checkpoint is saved: the ranks of a group hold the model together, and not all of them have failed"
                 " at one place, so that they cannot put it together"
@@ -141,7 +140,7 @@ class SavingStrategy(GroupedStrategy):
         own: dict[str, Any] = super().optimizer_state(optimizer)
         if self.run_states.is_described:
             return {"state": {}, "param_groups": own["param_groups"]}
-        if self._is_asynchronous and (self.world.hands_over if self.saves_folders else self.world.is_recorder):
+        if self._is_asynchronous and (self.world.owns_state if self.saves_folders else self.world.is_recorder):
             own = self.checkpoints.state_of(self.world, getattr(optimizer, "optimizer", optimizer), own)
         return self._put_together(own)
 

@@ -1,0 +1,138 @@
+"""Communication inside a group: answers that one member has received for others, and numbers to agree on.
+
+One rank exchanges with other groups or the server, and passes the answer on: the leader to its whole group; where the
+members hold the model together, the rank that exchanges a share to those with the same share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_omni.runtime.model.replica import Part
+from lightning_omni.runtime.parallel_state import ParallelState
+from lightning_omni.wire.codec import Packed, pack, unpack
+from lightning_omni.wire.formats.base import WireFormat, decode
+from lightning_omni.wire.partition import Split
+
+PREFIX = 128
+"""Bytes of further information in front of the tensors that a rank broadcasts."""
+_LETTER = 1024
+"""Bytes of a leader's note that one broadcast holds; a longer note takes two."""
+
+
+class GroupBroadcast:
+    """The members of this rank's group. All of them make the same calls."""
+
+    def __init__(self, parallel: ParallelState) -> None:
+        self._parallel = parallel
+
+    def broadcast(self, memory: Tensor) -> None:
+        """Broadcast from the leader to its group."""
+        if len(self._parallel.members) == 1:
+            return
+        self._broadcast(memory, self._parallel.compute_group)
+
+    def broadcast_to_replicas(self, memory: Tensor) -> None:
+        """Broadcast from the rank that exchanges a share of the model to the members that have the same share."""
+        if self._parallel.replicas > 1:
+            self._broadcast(memory, self._parallel.replica_group)
+
+    def _broadcast(self, memory: Tensor, group: Any) -> None:
+        shared = memory.to(self._parallel.device) if self._parallel.device.type != "cpu" else memory
+        dist.broadcast(shared, group=group, group_src=0)
+        if shared is not memory:
+            memory.copy_(shared)
+
+    def broadcast_bytes(self, note: bytes) -> bytes:
+        """Return the leader's note, on every member of its group."""
+        if len(self._parallel.members) == 1:
+            return note
+        return _broadcast_bytes(note if self._parallel.is_leader else None, self.broadcast)
+
+    def broadcast_tree_to_replicas(self, tree: Any) -> Any:
+        """Return plain data and tensors of the rank that exchanges a share of the model, on all with the same share."""
+        if self._parallel.replicas == 1:
+            return tree
+        packed, buffer = pack(tree if self._parallel.exchanges else {})
+        mine = msgspec.msgpack.encode((packed, buffer.numel())) if self._parallel.exchanges else None
+        theirs = _broadcast_bytes(mine, self.broadcast_to_replicas)
+        packed, size = msgspec.msgpack.decode(theirs, type=tuple[Packed, int])
+        flat = buffer if self._parallel.exchanges else torch.empty(size, dtype=torch.uint8)
+        if size:
+            self.broadcast_to_replicas(flat)
+        return tree if self._parallel.exchanges else unpack(packed, flat, copy=True)
+
+    def largest(self, numbers: Sequence[int]) -> list[int]:
+        """Return the largest of each number over the ranks with which this one holds a replica of the model."""
+        return self._parallel.process_groups.largest(numbers, self._parallel.holder_group)
+
+
+def _broadcast_bytes(note: bytes | None, broadcast: Callable[[Tensor], None]) -> bytes:
+    """Return the note of one rank, which is None on the others, on all ranks of a process group."""
+    letter = torch.zeros(8 + _LETTER, dtype=torch.uint8)
+    if note:  # torch takes no empty buffer
+        beginning = torch.frombuffer(bytearray(note[:_LETTER]), dtype=torch.uint8)
+        letter[:8].view(torch.int64)[0] = len(note)
+        letter[8 : 8 + beginning.numel()] = beginning
+    broadcast(letter)
+    size = int(letter[:8].view(torch.int64)[0])
+    if size <= _LETTER:
+        return letter[8 : 8 + size].numpy().tobytes()
+    long = torch.zeros(size, dtype=torch.uint8)
+    if note is not None:
+        long.copy_(torch.frombuffer(bytearray(note), dtype=torch.uint8))
+    broadcast(long)
+    return long.numpy().tobytes()
+
+
+@dataclass(frozen=True)
+class CompressedBroadcast:
+    """An answer that a leader broadcasts to its group as received, so that it crosses the group's links in few bytes.
+
+    Attributes:
+        answers: wire format of the answer.
+        split: division of its tensors over the servers.
+    """
+
+    answers: WireFormat
+    split: Split
+
+    @cached_property
+    def _bounds(self) -> list[tuple[int, int]]:
+        return [self.answers.sizes(share) for share in self.split.shares]
+
+    @property
+    def are_sizes_known(self) -> bool:
+        """Return whether the encoded sizes are known before the answer arrives."""
+        return all(smallest == largest for smallest, largest in self._bounds)
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(_aligned(largest) for _, largest in self._bounds)
+
+    def parts(self, coded: Tensor) -> list[Tensor]:
+        places = accumulate((_aligned(largest) for _, largest in self._bounds), initial=0)
+        return [coded[place : place + largest] for place, (_, largest) in zip(places, self._bounds, strict=False)]
+
+    def decode(self, coded: Tensor, into: Tensor, part: Part) -> None:
+        self.split.write(into, decoded(self.answers, self.parts(coded), self.split, part))
+
+
+def _aligned(nbytes: int) -> int:
+    """Round up to a multiple of 8 bytes, so that numbers of any kind may follow."""
+    return -(-nbytes // 8) * 8
+
+
+def decoded(answers: WireFormat, payloads: Sequence[Tensor], split: Split, part: Part) -> list[Tensor]:
+    """Decode each server's part of an answer, in the layout of its share."""
+    shares = zip(payloads, split.shares, part.backs(len(payloads)), strict=True)
+    return [decode(answers, payload, share, memory) for payload, share, memory in shares]

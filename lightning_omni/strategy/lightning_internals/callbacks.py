@@ -1,0 +1,230 @@
+"""Calls of callbacks' hooks, the averages of weights that callbacks hold, and undeclared attributes of Trainers."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.nn import Module
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_omni.runtime.model.contiguous import write
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule, Trainer
+    from pytorch_lightning.callbacks import Callback
+    from torch.utils.data import DataLoader
+
+
+def is_inside_hook(trainer: Trainer) -> bool:
+    """Return whether Lightning is calling a hook of the module, a callback or the strategy now."""
+    return trainer.lightning_module._current_fx_name is not None
+
+
+def current_hook(trainer: Trainer) -> str:
+    """Return the name of the hook that Lightning is calling; an empty string if there is none."""
+    return trainer.lightning_module._current_fx_name or ""
+
+
+def clear_current_hook(trainer: Trainer) -> None:
+    """Clear the name of the current hook, which an earlier fit left behind if it was interrupted in a hook."""
+    trainer.lightning_module._current_fx_name = None
+
+
+def deciding_callbacks(trainer: Trainer) -> list[str]:
+    """Return the state keys of callbacks that save, stop or tune; state keys include the callbacks' settings."""
+    names = {"ModelCheckpoint", "EarlyStopping", "OmniTuner"}
+    kinds = ((each, {kind.__name__ for kind in type(each).__mro__}) for each in callbacks_of(trainer))
+    return [each.state_key for each, its in kinds if names & its]
+
+
+def without_rank_zero_only(function: Callable[[str], None]) -> Callable[[str], None]:
+    """Return the function that `rank_zero_only` decorates, for messages of other ranks."""
+    plain: Callable[[str], None] = inspect.unwrap(function)
+    return plain
+
+
+_BEFORE_TRAINING = ("setup", "on_fit_start", "on_train_start", "on_train_epoch_start")
+
+
+_FOR_RANK_ZERO = rank_zero_only(lambda: None).__code__  # every function that it decorates has this code
+
+
+def call_rank_zero_hooks(trainer: Trainer) -> None:
+    """Call the hooks before training that only rank 0 runs, on a rank that becomes rank 0 during the run.
+
+    Later hooks may need their results, as in ThroughputMonitor.
+    """
+    module = trainer.lightning_module
+    for name in _BEFORE_TRAINING:
+        stage = {"stage": "fit"} if name == "setup" else {}
+        with _inside_hook(module, name):
+            for each in (*callbacks_of(trainer), module):
+                hook: Any = getattr(each, name, None)
+                if _is_for_rank_zero(hook):
+                    hook(**stage) if each is module else hook(trainer, module, **stage)
+
+
+def show_progress_bar(trainer: Trainer, is_in_epoch: bool) -> None:
+    """Enable and start the progress bar on a rank that becomes rank 0 during the run, perhaps inside an epoch."""
+    bar = trainer.progress_bar_callback
+    if bar is None:
+        return
+    try:
+        bar.enable()
+    except NotImplementedError:  # the user's own bar was never disabled
+        return
+    bar.on_train_start(trainer, trainer.lightning_module)
+    if is_in_epoch:
+        bar.on_train_epoch_start(trainer, trainer.lightning_module)
+
+
+def _is_for_rank_zero(function: Any) -> bool:
+    """Return whether `rank_zero_only` decorates a function, perhaps under other decorators."""
+    while function is not None and getattr(function, "__code__", None) is not _FOR_RANK_ZERO:
+        function = getattr(function, "__wrapped__", None)
+    return function is not None
+
+
+class _CallbackRelay:
+    """A replacement for the function by which Lightning calls callbacks; it calls a listener first."""
+
+    def __init__(self, call_callbacks: Callable[..., None]) -> None:
+        self.call_callbacks = call_callbacks
+        self.listeners: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        self.held_back: WeakKeyDictionary[Any, Collection[str]] = WeakKeyDictionary()
+
+    def __call__(
+        self, trainer: Trainer, hook_name: str, *args: Any, monitoring_callbacks: bool | None = None, **kwargs: Any
+    ) -> None:
+        hook = getattr(self.listeners.get(trainer), hook_name, None)
+        if hook is not None and monitoring_callbacks is not True:  # Lightning calls those in a second round
+            with _inside_hook(trainer.lightning_module, hook_name):
+                hook(trainer, trainer.lightning_module, *args, **kwargs)
+        if hook_name in self.held_back.get(trainer, ()):
+            return
+        self.call_callbacks(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
+
+
+@contextmanager
+def _inside_hook(module: LightningModule, name: str) -> Iterator[None]:
+    """Return a context in which ``module.log`` is called in the hook of this name."""
+    before, module._current_fx_name = module._current_fx_name, name
+    try:
+        yield
+    finally:
+        module._current_fx_name = before
+
+
+def call_module(trainer: Trainer) -> Any:
+    """Return the module of the Trainer's own namespace through which its loops call hooks."""
+    own = next(kind for kind in type(trainer).__mro__ if kind.__module__.endswith("trainer.trainer"))
+    return sys.modules[own.__module__.removesuffix("trainer") + "call"]
+
+
+def add_listener(trainer: Trainer, listener: Any) -> None:
+    """Call the listener's methods of the same name before any callback's hooks, from now on.
+
+    The listener need not be in ``trainer.callbacks``.
+    """
+    calls = call_module(trainer)
+    if not isinstance(calls._call_callback_hooks, _CallbackRelay):
+        calls._call_callback_hooks = _CallbackRelay(calls._call_callback_hooks)
+    calls._call_callback_hooks.listeners[trainer] = listener
+
+
+def remove_listener(trainer: Trainer) -> None:
+    """Undo `add_listener`."""
+    calls = call_module(trainer)
+    relay = calls._call_callback_hooks
+    if isinstance(relay, _CallbackRelay):
+        relay.listeners.pop(trainer, None)
+        if not relay.listeners:
+            calls._call_callback_hooks = relay.call_callbacks
+
+
+def callbacks_of(trainer: Trainer) -> list[Callback]:
+    """Return the Trainer's callbacks, in the order in which they are called."""
+    callbacks: list[Callback] = cast(Any, trainer).callbacks
+    return callbacks
+
+
+def is_fast_dev_run(trainer: Trainer) -> bool:
+    """Return whether the Trainer runs only a few batches, as a smoke test."""
+    return bool(cast(Any, trainer).fast_dev_run)
+
+
+def reloads(trainer: Trainer) -> bool:
+    """Return whether loaders are made again every few epochs, perhaps with another length."""
+    return bool(cast(Any, trainer).reload_dataloaders_every_n_epochs)
+
+
+def loader_of(trainer: Trainer) -> DataLoader[Any]:
+    """Return the Trainer's training data, where that is one DataLoader."""
+    return cast("DataLoader[Any]", trainer.train_dataloader)
+
+
+def averaged_models(trainer: Trainer) -> list[Any]:
+    """Return the models in which WeightAveraging callbacks hold their averages."""
+    return [average for _, average in _averaging(trainer) if isinstance(average, AveragedModel)]
+
+
+def _averaging(trainer: Trainer) -> Iterator[tuple[Any, Module]]:
+    """Yield Lightning's callbacks that average weights, each with the module of its averages, where that exists."""
+    for callback in callbacks_of(trainer):
+        if isinstance(average := getattr(callback, "_average_model", None), Module):
+            yield callback, average
+
+
+def averaged_tensors(trainer: Trainer) -> Iterator[Tensor]:
+    """Yield the averages of weights that Lightning's callbacks hold, and how many updates each contains."""
+    for callback, average in _averaging(trainer):
+        yield from (*average.parameters(), *average.buffers())
+        if hasattr(callback, "n_averaged"):  # StochasticWeightAveraging creates it with its first update
+            if callback.n_averaged is None:
+                callback.n_averaged = torch.tensor(callback._init_n_averaged, device=trainer.strategy.root_device)
+            yield callback.n_averaged
+
+
+def copy_averages_to_module(trainer: Trainer) -> None:
+    """Copy the averages of callbacks into the module, at the end of training, as the callbacks themselves do."""
+    for callback, average in _averaging(trainer):
+        if isinstance(average, AveragedModel):
+            callback._copy_average_to_current(trainer.lightning_module)
+        elif trainer.current_epoch > getattr(callback, "swa_end", math.inf):
+            callback.transfer_weights(average, trainer.lightning_module)
+
+
+@torch.no_grad()
+def restart_empty_averages(trainer: Trainer) -> None:
+    """Set averages that contain no weights yet to the current weights, after weights were set back.
+
+    Until its first update a callback holds a copy of the weights from before training. If no update follows, the
+    callback would copy these old weights into the module at the end.
+    """
+    for callback, average in _averaging(trainer):
+        counted, kept = (average, average.module) if isinstance(average, AveragedModel) else (callback, average)
+        if getattr(counted, "n_averaged", None) == 0:
+            own, copies = ((*each.parameters(), *each.buffers()) for each in (trainer.lightning_module, kept))
+            for tensor, copied in zip(own, copies, strict=False):
+                write(copied, tensor)
+
+
+def averages_weights(trainer: Trainer) -> bool:
+    """Return whether a callback averages weights in a copy of the module, even before the callback is set up."""
+    return any(hasattr(callback, "_average_model") for callback in callbacks_of(trainer))
+
+
+def lower_last_average_step(trainer: Trainer) -> None:
+    """Lower WeightAveraging's last update step to the current step, so that it continues after steps were set back."""
+    averaging: list[Any] = [each for each in callbacks_of(trainer) if hasattr(each, "_latest_update_step")]
+    for each in averaging:
+        each._latest_update_step = min(each._latest_update_step, trainer.global_step)

@@ -1,0 +1,299 @@
+"""Control of Lightning's loops: when an epoch begins and ends, when to validate, and the loops' next decision."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from typing_extensions import override
+
+from lightning_omni.strategy.lightning_internals.callbacks import call_module
+from lightning_omni.strategy.lightning_internals.schedulers import (
+    intercept_scheduler_steps,
+    with_schedulers,
+)
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
+    from pytorch_lightning.loops.evaluation_loop import _EvaluationLoop
+    from pytorch_lightning.loops.fit_loop import _FitLoop
+    from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
+
+    _Trainer = Trainer
+else:
+    _EvaluationLoop = _FitLoop = _TrainingEpochLoop = _Trainer = object
+
+
+def make_epoch_open_ended(trainer: Trainer) -> None:
+    """Make the epoch end with the leases, and not after a number of batches."""
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    fetcher.length = float("inf")
+    fetcher.done = False
+
+
+def set_last_batch(trainer: Trainer, is_last: bool) -> None:
+    """Set whether the loop treats the current batch as the epoch's last."""
+    trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = is_last
+
+
+def will_step(trainer: Trainer) -> bool:
+    """Return whether the current batch ends an accumulation window."""
+    return not trainer.fit_loop._should_accumulate()
+
+
+def validates_this_epoch(trainer: Trainer) -> bool:
+    """Return whether validation is enabled and due in this epoch."""
+    return bool(trainer.enable_validation and trainer.fit_loop.epoch_loop._should_check_val_epoch())
+
+
+def validates_by_time(trainer: Trainer) -> bool:
+    """Return whether ``val_check_interval`` is a duration."""
+    return getattr(trainer, "_val_check_time_interval", None) is not None
+
+
+def should_stop_now(trainer: Trainer) -> bool:
+    """Return whether ``should_stop`` is set and min_epochs and min_steps allow to stop."""
+    return bool(trainer.should_stop and trainer.fit_loop._can_stop_early)
+
+
+def set_batch_agreement(trainer: Trainer, agree: Callable[[], None] | None) -> None:
+    """Set the collective before every training batch, in place of Lightning's broadcast of SIGTERM; None undoes it."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    if agree is None:
+        vars(loop).pop("_broadcast_sigterm_tensor", None)
+    else:
+        loop._broadcast_sigterm_tensor = agree
+
+
+def seed_workers(trainer: Trainer, loader: object, rank: int) -> None:
+    """Seed a loader's workers by this rank, where `seed_everything` requests that.
+
+    Lightning does so later, by the rank inside the Trainer's group, for loaders without a seed function.
+    """
+    if hasattr(loader, "worker_init_fn"):
+        package = call_module(trainer).__name__.removesuffix(".call")
+        sys.modules[f"{package}.connectors.data_connector"]._auto_add_worker_init_fn(loader, rank)
+
+
+class LoopControl(Protocol):
+    """A controller that decides for the loops when an epoch begins and ends, and when to validate."""
+
+    @property
+    def step_limit(self) -> int | None:
+        """Return the number of steps that the loops use as max_steps; None for their own."""
+
+    @property
+    def is_open_ended(self) -> bool:
+        """Return whether an epoch ends when `set_last_batch` sets it, whatever the number of batches."""
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Return whether max_steps end the epoch before its samples do, so that schedules by epoch do not count it."""
+
+    def run(self, run: Callable[[], None]) -> None:
+        """Run the fit loop."""
+
+    def begin_setup(self) -> None:
+        """Prepare for the loop to make its loaders, for the first time or again."""
+
+    def begin_epoch(self, iterate: Callable[[], None]) -> None:
+        """Begin an epoch; ``iterate`` starts the loader."""
+
+    def epoch_has_ended(self) -> None:
+        """End an epoch after all its hooks, before the loop checks whether training ends."""
+
+    def begin_fetch(self) -> None:
+        """Prepare for the loop to fetch a batch from the loader."""
+
+    def end_fetch(self) -> None:
+        """Note that the loader has returned or failed."""
+
+    def validates(self, is_due: Callable[[], bool]) -> bool:
+        """Return whether to validate after this batch; ``is_due`` returns the loop's own decision."""
+
+    def validate(self, run: Callable[[], Any]) -> Any:
+        """Run the validation loop."""
+
+    def stepped_by_batches(self, configs: list[Any]) -> list[Any]:
+        """Return the schedulers that the loop steps by the number of this rank's batch."""
+
+    def step_schedule(self, scheduler: Any, step: Callable[[], Any]) -> None:
+        """Make the loop's call ``step`` of the module's ``lr_scheduler_step``."""
+
+    def own_batches(self, batches: float) -> float:
+        """Return the ``num_training_batches`` that user code reads; ``batches`` is Lightning's value."""
+
+
+class _ControlledTrainer(_Trainer):
+    """A mixin for the Trainer's own class."""
+
+    _control: LoopControl
+
+    @property
+    @override
+    def num_training_batches(self) -> float:
+        batches = super().num_training_batches
+        return batches if vars(self).get("_estimates") else self._control.own_batches(batches)
+
+    @property
+    @override
+    def estimated_stepping_batches(self) -> float:
+        vars(self)["_estimates"] = True  # the estimate for all epochs uses the number of batches under DDP
+        try:
+            return super().estimated_stepping_batches
+        finally:
+            del vars(self)["_estimates"]
+
+
+class _ControlledFitLoop(_FitLoop):
+    """A mixin for the fit loop's own class."""
+
+    _control: LoopControl
+
+    @override
+    def run(self) -> None:
+        self._control.run(super().run)
+
+    @override
+    def setup_data(self) -> None:
+        self._control.begin_setup()
+        with _iterating(self):
+            super().setup_data()
+
+    @override
+    def on_advance_end(self) -> None:
+        super().on_advance_end()
+        self._control.epoch_has_ended()
+
+    @property
+    @override
+    def done(self) -> bool:
+        loop, limit = self.epoch_loop, self._control.step_limit
+        is_reached = limit is not None and -1 < limit <= loop.global_step
+        if is_reached and self.max_batches != 0 and (loop.max_steps == -1 or self.trainer.should_stop):
+            return True  # another group has stopped the run, and Lightning's message would say that max_steps have
+        with _with_max_steps(loop, limit):
+            return super().done
+
+
+class _ControlledEpochLoop(_TrainingEpochLoop):
+    """A mixin for the epoch loop's own class."""
+
+    _control: LoopControl
+
+    @override
+    def on_run_start(self, data_fetcher: Any) -> None:
+        self._control.begin_epoch(_iterating(self.trainer.fit_loop)(partial(super().on_run_start, data_fetcher)))
+
+    @override
+    def _on_before_fetch(self) -> None:
+        super()._on_before_fetch()
+        self._control.begin_fetch()
+
+    @override
+    def _on_after_fetch(self) -> None:
+        self._control.end_fetch()
+        super()._on_after_fetch()
+
+    @property
+    @override
+    def _is_training_done(self) -> bool:
+        with _with_max_steps(self, self._control.step_limit):
+            return super()._is_training_done
+
+    @override
+    def _num_ready_batches_reached(self) -> bool:
+        if self._control.is_open_ended:
+            return self.batch_progress.is_last_batch
+        return super()._num_ready_batches_reached()
+
+    @override
+    def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
+        if interval == "epoch" and self._control.is_cut_short:
+            return
+        configs = self.trainer.lr_scheduler_configs
+        due = self._control.stepped_by_batches(configs) if interval == "step" else configs
+        with with_schedulers(self.trainer, due), intercept_scheduler_steps(self.trainer, self._control.step_schedule):
+            super().update_lr_schedulers(interval, update_plateau_schedulers)
+
+    @override
+    def _should_check_val_fx(self, data_fetcher: Any) -> bool:
+        return self._control.validates(partial(super()._should_check_val_fx, data_fetcher))
+
+
+class _ControlledValidationLoop(_EvaluationLoop):
+    """A mixin for the validation loop's own class."""
+
+    _control: LoopControl
+
+    @override
+    def run(self) -> Any:
+        return self._control.validate(super().run)
+
+
+@contextmanager
+def _iterating(fit_loop: Any) -> Iterator[None]:
+    """Return a context in which `loops_iterate` returns True."""
+    fit_loop._iterates = True
+    try:
+        yield
+    finally:
+        vars(fit_loop).pop("_iterates", None)
+
+
+def loops_iterate(trainer: Trainer) -> bool:
+    """Return whether the loops begin to iterate the training data; learning-rate finders do this inside a hook."""
+    return hasattr(trainer.fit_loop, "_iterates")
+
+
+class _ShownLimit(int):
+    """A number of steps that Lightning's message shows as the user's max_steps."""
+
+    shown: int
+
+    @override
+    def __repr__(self) -> str:
+        return repr(self.shown)
+
+
+@contextmanager
+def _with_max_steps(epoch_loop: Any, max_steps: int | None) -> Iterator[None]:
+    """Return a context in which the loop has this max_steps; all other code reads the user's."""
+    before = epoch_loop.max_steps
+    if max_steps is not None:
+        epoch_loop.max_steps = _ShownLimit(max_steps)
+        epoch_loop.max_steps.shown = before
+    try:
+        yield
+    finally:
+        epoch_loop.max_steps = before
+
+
+def control_loops(trainer: Trainer, control: LoopControl) -> None:
+    """Install ``control``, which decides for the Trainer's loops from now on; their public interface stays the same."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    for loop, mixin in (
+        (trainer, _ControlledTrainer),
+        (trainer.fit_loop, _ControlledFitLoop),
+        (epoch_loop, _ControlledEpochLoop),
+        (epoch_loop.val_loop, _ControlledValidationLoop),
+    ):
+        _restore_class(loop)
+        own = type(loop)
+        fields = {"_control": control, "__module__": own.__module__, "__doc__": own.__doc__}
+        loop.__class__ = type(own.__name__, (mixin, own), fields)
+
+
+def release_loops(trainer: Trainer) -> None:
+    """Undo `control_loops`."""
+    for loop in (trainer, trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop):
+        _restore_class(loop)
+
+
+def _restore_class(loop: Any) -> None:
+    if isinstance(loop, (_ControlledTrainer, _ControlledFitLoop, _ControlledEpochLoop, _ControlledValidationLoop)):
+        del type(loop)._control  # the class is freed late and must not keep the run alive
+        loop.__class__ = type(loop).__mro__[2]

@@ -1,0 +1,201 @@
+"""Metrics: the logger connector's results, and the gathering of torchmetrics' lists."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.utilities.data import dim_zero_cat
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+from lightning_omni.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
+
+
+def cached_metrics(trainer: Trainer) -> dict[str, Any]:
+    """Return the callback metrics without computing any; a metric that was computed again is another tensor."""
+    return dict(trainer._logger_connector._callback_metrics)
+
+
+def logs_now(trainer: Trainer) -> bool:
+    """Return whether Lightning sends the metrics of this batch to the loggers."""
+    return bool(trainer._logger_connector.should_update_logs)
+
+
+def cached_metric_values(trainer: Trainer) -> dict[str, float]:
+    """Return the last callback metrics; ``callback_metrics`` would compute those of the new epoch."""
+    return {name: float(value) for name, value in trainer._logger_connector._callback_metrics.items()}
+
+
+def set_cached_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:
+    """Set the metrics that callbacks and schedulers read until there are newer ones."""
+    known = {name: torch.tensor(value, device=trainer.strategy.root_device) for name, value in metrics.items()}
+    trainer._logger_connector._callback_metrics.update(known)
+
+
+class _UnevenListGather:
+    """A replacement for the method by which a metric gathers the states of all ranks: see `patch_list_gather`."""
+
+    def __init__(self, sync: Callable[..., None], is_needed: Callable[[], bool]) -> None:
+        self.sync, self.is_needed = sync, is_needed
+
+    def __get__(self, metric: Any, owner: Any = None) -> Any:
+        return self if metric is None else partial(self._join, metric)
+
+    def _join(self, metric: Any, dist_sync_fn: Any = None, process_group: Any = None) -> None:
+        sync = partial(self.sync, metric, dist_sync_fn, process_group)
+        lists = {name: own for name in metric._reductions if isinstance(own := getattr(metric, name), list)}
+        if not lists or dist_sync_fn is not gather_all_tensors or not self.is_needed():
+            sync()
+            return
+        group = process_group or metric.process_group or dist.group.WORLD
+        of_each = dict(zip(lists, zip(*_sizes(lists.values(), group, metric.device), strict=True), strict=True))
+        for name, sizes in of_each.items():
+            most, dims, kind = max(sizes)
+            missing = most - len(lists[name])
+            if missing and min(sizes)[0] >= 0 and not (lists[name] and metric._reductions[name] is dim_zero_cat):
+                device = lists[name][0].device if lists[name] else metric.device
+                empty = torch.empty([0] * dims, dtype=_DTYPES[kind], device=device)
+                setattr(metric, name, [*lists[name], *[empty] * missing])
+        sync()
+        for name, sizes in of_each.items():
+            if metric._reductions[name] is None and min(sizes)[0] >= 0:
+                lengths = [length for length, *_ in sizes]  # gathered entries are in the order of indices, then ranks
+                joined = enumerate(getattr(metric, name))
+                ours = [each for index, each in joined if index // len(lengths) < lengths[index % len(lengths)]]
+                setattr(metric, name, ours)
+
+
+_DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16),
+    *(torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128),
+)
+
+
+def _sizes(lists: Iterable[list[Any]], group: Any, device: torch.device) -> list[list[tuple[int, int, int]]]:
+    """Return for each rank and each list its length (-1 if it has no tensors), and its tensors' dimensions and type."""
+    mine = torch.tensor([_size(each) for each in lists], device=device)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    return [[(length, dims, kind) for length, dims, kind in each.tolist()] for each in everyone]
+
+
+def _size(entries: list[Any]) -> tuple[int, int, int]:
+    if not all(isinstance(each, Tensor) and each.dtype in _DTYPES for each in entries):
+        return -1, 0, 0
+    return (len(entries), entries[0].dim(), _DTYPES.index(entries[0].dtype)) if entries else (0, 0, 0)
+
+
+def patch_list_gather(is_needed: Callable[[], bool]) -> None:
+    """Patch metrics so that they can gather lists (of one tensor per batch or image) of different lengths.
+
+    torchmetrics gathers the first tensor of all ranks, then the second, and so on; ranks with fewer tensors are in
+    another collective by then. ``is_needed`` returns whether ranks may have trained different numbers of batches.
+    """
+    restore_list_gather()
+    Metric._sync_dist = _UnevenListGather(Metric._sync_dist, is_needed)  # type: ignore[method-assign,assignment]
+
+
+def restore_list_gather() -> None:
+    """Undo `patch_list_gather`."""
+    joined = vars(Metric)["_sync_dist"]
+    if isinstance(joined, _UnevenListGather):
+        Metric._sync_dist = joined.sync  # type: ignore[method-assign]
+
+
+_METADATA = (
+    "fx",
+    "name",
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "enable_graph",
+    "add_dataloader_idx",
+    "metric_attribute",
+)
+"""The metadata of a result that ranks exchange."""
+
+
+def collective_metrics(trainer: Trainer, group: Any) -> list[Any]:
+    """Return the metrics of the last epoch that ranks reduce by collectives, as keys and plain values.
+
+    ``group`` is the process group that was ``dist.group.WORLD`` in the epoch.
+    """
+    results: Any = trainer.fit_loop.epoch_loop._results
+    found = []
+    for key, result in results.items():
+        meta, reduce_fx = result.meta, result.meta.reduce_fx
+        if meta.on_epoch and not result.has_reset and _is_collective(result, group):
+            dtype = str(result.value.dtype).removeprefix("torch.") if result.is_tensor else ""
+            is_torchs = getattr(torch, reduce_fx.__name__, None) is reduce_fx
+            reduced = (reduce_fx.__name__, is_torchs, meta.sync.should, meta.sync.group is not None)
+            told = {name: getattr(meta, name) for name in _METADATA}
+            found.append((key, dtype, reduced, told))
+    return found
+
+
+def _is_collective(result: Any, group: Any) -> bool:
+    """Return whether all ranks compute a result together."""
+    sync = result.meta.sync
+    if sync.rank_zero_only:
+        return False
+    if not result.is_tensor:
+        return bool(result.value.sync_on_compute)
+    return bool(sync.should) and (sync.group is None or sync.group is group)
+
+
+def align_collective_metrics(trainer: Trainer, group: Any, of_all: Sequence[list[Any]]) -> None:
+    """Make all ranks reduce every metric that any rank has logged in the epoch, in the same order.
+
+    A group that trains few batches may not reach the batch in which a program logs a metric. Lightning reduces on each
+    rank the metrics that this rank has logged, so that different metrics of two ranks would be combined.
+
+    Args:
+        trainer: the Trainer, after its epoch.
+        group: as in `collective_metrics`.
+        of_all: results of `collective_metrics` of all ranks, in the order of ranks.
+
+    Raises:
+        UnsupportedError: another rank has logged a metric object that the module does not have here.
+    """
+    results: Any = trainer.fit_loop.epoch_loop._results
+    doubles = {key for logged in of_all for key, dtype, *_ in logged if dtype == "float64"}
+    for key, dtype, reduced, told in {each[0]: each for logged in of_all for each in logged}.values():
+        result = results.pop(key, None)
+        if result is None:
+            result = _placeholder_result(trainer, group if reduced[-1] else None, bool(dtype), reduced, told)
+        if result.has_reset or not result.update_called:  # this rank has not logged it in this epoch and adds nothing
+            result.has_reset, result._computed, result._update_count = False, None, 1
+        if dtype:  # a reduction needs one type on all ranks
+            result.value = result.value.to(torch.float64 if key in doubles else torch.float32)
+        results[key] = result
+
+
+def _placeholder_result(trainer: Trainer, group: Any, is_tensor: bool, reduced: Any, told: Mapping[str, Any]) -> Any:
+    """Return a result with the metadata of another rank, to which this rank adds nothing."""
+    results: Any = trainer.fit_loop.epoch_loop._results
+    made: Any = sys.modules[type(results).__module__]
+    name, is_torchs, should, _ = reduced
+    meta = made._Metadata(**told, reduce_fx=getattr(torch if is_torchs else builtins, name))
+    meta.sync = made._Sync(_should=should, fn=trainer.strategy.reduce, _group=group)
+    result = made._ResultMetric(meta, is_tensor).to(trainer.strategy.root_device)
+    if not is_tensor:
+        try:
+            result.value = attrgetter(meta.metric_attribute)(trainer.lightning_module)
+        except AttributeError as error:
+            raise UnsupportedError(
+                f"self.log({meta.name!r}, ...): another rank has logged the metric {meta.metric_attribute}, and the"
+                " LightningModule has none here: make metrics where all ranks do, as in __init__"
+            ) from error
+    return result

@@ -1,0 +1,102 @@
+"""Private attributes of Lightning's strategies and launchers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+from lightning_omni.strategy import NAMESPACES
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
+
+
+FIRST_BARRIER = "run-stage"
+"""Name of the first barrier after Lightning has registered its signal handlers."""
+
+
+def set_ddp_options(strategy: Any, options: dict[str, Any]) -> None:
+    """Set the keyword arguments with which DDPStrategy wraps the module."""
+    strategy._ddp_kwargs = options
+
+
+def model_parallel_options(strategy: Any) -> dict[str, Any] | None:
+    """Return the arguments of Lightning's ModelParallelStrategy by name; None if ``strategy`` is of another class."""
+    kind = type(strategy)
+    if kind.__name__ != "ModelParallelStrategy" or kind.__module__ not in _MODEL_PARALLEL_MODULES:
+        return None
+    names = ("data_parallel_size", "tensor_parallel_size", "save_distributed_checkpoint", "process_group_backend")
+    return {name: getattr(strategy, f"_{name}") for name in (*names, "timeout")}
+
+
+_MODEL_PARALLEL_MODULES = tuple(f"{name}.strategies.model_parallel" for name in NAMESPACES)
+
+
+def set_device_mesh(module: Any, mesh: Any) -> None:
+    """Set the ``self.device_mesh`` that the user's ``configure_model`` reads."""
+    module._device_mesh = mesh
+
+
+def exclude_from_broadcast(module: Any, names: list[str]) -> None:
+    """Exclude parameters from DDPStrategy's broadcast before an evaluation: each rank has other rows of them."""
+    module._ddp_params_and_buffers_to_ignore = names
+
+
+@contextmanager
+def keep_on_device(strategy: Any) -> Iterator[None]:
+    """Return a context in which a strategy's ``teardown`` leaves the module on its device.
+
+    ModelParallelStrategy does the same. FSDP2 cannot move a module after an error in its forward or backward pass,
+    because its parameters are still gathered.
+    """
+    module = strategy.lightning_module
+    if module is not None:
+        vars(module)["cpu"] = lambda: module
+    try:
+        yield
+    finally:
+        if module is not None:
+            del vars(module)["cpu"]
+
+
+def set_launcher(strategy: Any, launcher: Any) -> None:
+    """Set the launcher that the Trainer calls."""
+    strategy._launcher = launcher
+
+
+def start_method(strategy: Any) -> str:
+    """Return how DDPStrategy starts its processes."""
+    return str(strategy._start_method)
+
+
+def set_start_method(strategy: Any, name: str) -> None:
+    """Set how the strategy starts its processes."""
+    strategy._start_method = name
+
+
+def collective_timeout(strategy: Any) -> Any:
+    """Return DDPStrategy's timeout for collectives."""
+    return strategy._timeout
+
+
+def has_model_averaging(strategy: Any) -> bool:
+    """Return whether DDPStrategy was configured for post-local SGD."""
+    return strategy._model_averaging_period is not None
+
+
+def has_ddp_comm_hook(strategy: Any) -> bool:
+    """Return whether DDPStrategy has a communication hook; a DDP module can have only one."""
+    return strategy._ddp_comm_hook is not None
+
+
+def mark_terminated(trainer: Trainer) -> None:
+    """Set ``trainer.received_sigterm``."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def set_rank(rank: int) -> None:
+    """Set the rank by which `rank_zero_only` decides."""
+    rank_zero_only.rank = rank  # type: ignore[attr-defined]

@@ -1,0 +1,217 @@
+"""The transports between ranks and server, and their registry. No sockets, clocks or threads.
+
+A transport provides for a rank its control connection (`Control`), its data connection (`Data`) and a leader's
+connections to other leaders (`Peers`), and for the server the driver of its state machine (`Served`). The transport of
+a run is one value, a `Transport`. The default is ZeroMQ.
+
+Rule 1: messages on a control connection arrive in order, and so do messages on a data connection.
+Rule 2: a request has one answer. A refusal is raised as `Refused`, and the end of the run as the error that caused it.
+Rule 3: if a control connection ends without a goodbye, the driver calls `ServerCore.hang_up`: its rank is lost.
+Rule 4: the server trusts no sender. It calls `ServerCore.check_payload` before it allocates memory for a payload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from lightning_omni.errors import (
+    ConfigurationError,
+    MalformedMessage,
+    OmniError,
+    ProtocolError,
+    Refused,
+)
+from lightning_omni.registry import Registry, to_wire
+from lightning_omni.server.core import ServerCore
+from lightning_omni.server.service import Out, Peer
+from lightning_omni.transport.connections import Control
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.layout import Layout
+
+# --- Server ----------------------------------------------------------------------------------------------------------
+
+
+class Served(Protocol):
+    """A listening server, which drives a `ServerCore`."""
+
+    @property
+    def address(self) -> str:
+        """Return the address at which ranks join."""
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Serve until ``until()`` is true, which is called several times a second."""
+
+    def farewell(self, reason: str) -> None:
+        """Notify the other ranks that the rank that owns this server has ended, unless the run has."""
+
+    def close(self) -> None:
+        """Stop listening once the last messages are sent."""
+
+
+def allowed(core: ServerCore, channel: m.Channel, peer: Peer, data: bytes | memoryview, nbytes: int) -> m.Message:
+    """Decode and check a message before its payload of ``nbytes``, for a transport that receives it first.
+
+    Raises:
+        ProtocolError: the message is invalid or not allowed; answer with `refusal`, and do not keep the payload.
+    """
+    message = core.decode(channel, data)
+    if channel == m.CONTROL:
+        if nbytes > m.LARGEST_INLINE:
+            raise MalformedMessage(f"{nbytes} bytes of payload on the control channel, which takes {m.LARGEST_INLINE}")
+    elif (expected := core.check_payload(peer, message)) != nbytes:
+        raise MalformedMessage(f"{nbytes} bytes of payload came, {expected} were announced")
+    return message
+
+
+def refusal(core: ServerCore, channel: m.Channel, peer: Peer, error: ProtocolError) -> list[Out]:
+    """Return the answers to a message that was not allowed."""
+    if isinstance(error, Refused):  # the server has counted it
+        return [Out(peer, channel, m.RefusedMessage(code=error.code, reason=str(error))), *core.replication.drain()]
+    return [*core.refuse(channel, peer, str(error)), *core.replication.drain()]
+
+
+# --- Transports ------------------------------------------------------------------------------------------------------
+
+
+class Transport(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
+    """A way for the ranks of a run and its server to communicate: its settings, and both ends.
+
+    (A msgspec struct cannot be an abstract base class, so methods raise errors.)
+    """
+
+    def check_address(self, address: str) -> None:
+        """Raise `ConfigurationError` unless this is a possible address of a server."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what its addresses are")
+
+    def serve(self, core: ServerCore, host: str = "", port: int = 0, data_port: int = 0) -> Served:
+        """Listen as a server.
+
+        Args:
+            core: state machine of the server.
+            host: address of this machine to listen on; empty if all ranks are on it, for the fastest connection.
+            port: port to listen on, if the transport has ports; 0 for a free one.
+            data_port: port for tensors, if the transport has a separate one; 0 for a free one.
+
+        Raises:
+            ConfigurationError: it cannot listen there.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot serve")
+
+    def follow(self, core: ServerCore, coordinator: str, host: str = "", port: int = 0, data_port: int = 0) -> Served:
+        """Listen as a server that holds a partition, and join the coordinating server.
+
+        Args:
+            core: state machine of the server, with the number of its share.
+            coordinator: address of the coordinating server. When that is gone, `Served.run` returns.
+            host: as in `serve`.
+            port: as in `serve`.
+            data_port: as in `serve`.
+
+        Raises:
+            ConfigurationError: it cannot listen there, or the transport does not support several servers.
+            ConnectionLost: the coordinating server cannot be reached.
+            Refused: the coordinating server refuses this one.
+        """
+        raise ConfigurationError(
+            f"transport={name_of(self)}: with it one server holds all weights; pass Server(count=1)"
+        )
+
+    def join(
+        self,
+        address: str,
+        key: bytes,
+        run: str,
+        rank: int,
+        world_size: int,
+        layout: Layout,
+        on_end: Callable[[OmniError], None] | None = None,
+        silence: float = 0.0,
+    ) -> Control:
+        """Join a run as a rank.
+
+        Args:
+            address: address of the server.
+            key: the run's shared secret.
+            run: a name on which all ranks of the run agree.
+            rank: this rank.
+            world_size: number of ranks; 0 if this one was not announced and joins a running run, under its own number.
+            layout: the parameters of all optimizers; every rank must have the same.
+            on_end: called, perhaps from another thread, when this rank must stop.
+            silence: seconds without a sign of life after which the server may end the connection, if the transport can
+                send such signs without Python; 0 for never.
+
+        Raises:
+            ConnectionLost: the server cannot be reached.
+            Refused: the server refuses this rank.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot join")
+
+    def serve_again(self, core: ServerCore, address: str) -> Served:
+        """Listen at the address of a server that is gone, to continue its run.
+
+        Raises:
+            ConfigurationError: it cannot listen there, or the transport does not support this.
+        """
+        raise ConfigurationError(f"transport={name_of(self)}: with it no server goes on in the place of another")
+
+    def clear(self, address: str) -> None:
+        """Remove remains of a server that is gone at this address, before this process ends."""
+
+
+TRANSPORTS: dict[str, type[Transport]] = {}
+"""Every transport by its name in messages."""
+_registry = Registry(
+    TRANSPORTS, Transport, "transport", "transport", "lightning_omni.transport.Transport", "--transport"
+)
+
+
+def name_of(transport: Transport) -> str:
+    """Return the name of a transport in messages."""
+    return str(type(transport).__struct_config__.tag)
+
+
+def from_wire(plain: Mapping[str, Any]) -> Transport:
+    """Return a transport from plain data.
+
+    Raises:
+        MalformedMessage: unknown transport, or wrong settings.
+    """
+    return _registry.from_wire(plain)
+
+
+def register(kind: type[Transport]) -> type[Transport]:
+    """Register your own transport under its tag. This is a class decorator.
+
+    The embedded server imports the module of a run's transport; a standalone server needs the argument
+    ``lightning-omni serve --transport module:Class``.
+
+    Raises:
+        ConfigurationError: the name is in use.
+    """
+    return _registry.register(kind)
+
+
+def load(path: str) -> type[Transport]:
+    """Import and register a transport from its path ``module:Class``.
+
+    Raises:
+        ConfigurationError: it cannot be imported, or is no transport.
+    """
+    return _registry.load(path)
+
+
+__all__ = [
+    "TRANSPORTS",
+    "Served",
+    "Transport",
+    "allowed",
+    "from_wire",
+    "load",
+    "name_of",
+    "refusal",
+    "register",
+    "to_wire",
+]
