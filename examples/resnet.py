@@ -120,8 +120,8 @@ def main() -> None:
     """Train in three ways from the same weights, and print how long each took."""
     parser = argparse.ArgumentParser(description="Train a small ResNet with workers of unequal speed.")
     parser.add_argument("--speeds", type=float, nargs="+", default=[1, 1, 1, 0.25], help="one for each worker")
-    parser.add_argument("--target", type=float, default=0.8, help="validation accuracy that ends training")
-    parser.add_argument("--batches", type=int, default=400, help="batches of each worker, at most")
+    parser.add_argument("--target", type=float, default=0.7, help="validation accuracy that ends training")
+    parser.add_argument("--batches", type=int, default=200, help="batches of each worker, at most")
     parser.add_argument("--lr", type=float, default=0.1, help="learning rate")
     parser.add_argument("--short", action="store_true", help="train two workers for 16 batches only")
     arguments = parser.parse_args()
@@ -139,7 +139,7 @@ def main() -> None:
         print(f"workers of speed {' : '.join(f'{speed:g}' for speed in arguments.speeds)}")
         for name, outcome in rows.items():
             print(f"{name:42}{outcome}")
-        print(groups.report())
+        print(str(groups.report()))
 
 
 if __name__ == "__main__":
