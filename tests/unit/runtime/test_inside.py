@@ -300,9 +300,9 @@ def test_what_is_unfrozen_while_it_is_gathered_is_trained() -> None:
             {"server": Server(record="run.jsonl")},
             ["Server(record='run.jsonl')", "leave record= or model_parallel= out"],
         ),
-        ({"merged": "head"}, ["merged='head'", "leave merged= out"]),
+        ({"merged": "head"}, ["merged='head'", "leave merged= or model_parallel= out"]),
         ({"validation": "published"}, ['validation="published"', 'validation="wait"']),
-        ({"find_unused_parameters": True}, ["find_unused_parameters=True", "leave it out"]),
+        ({"find_unused_parameters": True}, ["find_unused_parameters=True", "leave it or model_parallel= out"]),
     ],
     ids=str,
 )

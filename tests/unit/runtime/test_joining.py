@@ -586,7 +586,7 @@ def test_a_rank_knows_whether_its_group_may_come_again(code: str, kind: type) ->
     [
         ("", 10, 1, ""),  # it was in no run
         ("a-run 0", 0, 1, ""),
-        ("a-run 3", 3, 1, "joined again 3 times in a row (max_rejoins=) and does so no more"),
+        ("a-run 3", 3, 1, "joined again 3 times in a row (Elastic(max_rejoins=...)) and does so no more"),
         ("a-run 2", 3, 4, "not all of its ranks were started by this process"),
         ("a-run 2", 3, 1, None),
     ],
