@@ -57,7 +57,7 @@ from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats.base import RAW, WireFormat
 from lightning_omni.wire.handshake import NONCE_BYTES, hello_of
 from lightning_omni.wire.layout import Layout
-from lightning_omni.wire.sanitize import quoted
+from lightning_omni.wire.quoting import quoted
 
 _log = logging.getLogger(__name__)
 

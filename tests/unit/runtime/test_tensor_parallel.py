@@ -275,7 +275,7 @@ class Own(ModelParallelStrategy):
         ({"method": "diloco:period=4,fragments=2"}, ["fragments=2", "model_parallel=ModelParallelStrategy("]),
         ({"server": Server(record="run.jsonl")}, ["record='run.jsonl'", "model_parallel=ModelParallelStrategy("]),
         ({"merged": "head"}, ["merged='head'", "model_parallel=ModelParallelStrategy("]),
-        ({"process_group": "some"}, ["process_group='some'", "leave it out"]),
+        ({"process_group": "some"}, ["process_group='some'", "leave it or model_parallel= out"]),
     ],
     ids=["a subclass", "no rank", "rebalance", "fragments", "record", "merged head", "process group"],
 )
