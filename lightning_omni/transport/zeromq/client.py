@@ -267,7 +267,7 @@ class ControlConnection(Control):
             self.keys,
             self.address,
             f"no parameter server answers at {self.address}; check server=, that `lightning-omni serve` runs there"
-            " with a host= that this machine can reach, and that no firewall is in between",
+            " with a --host that this machine can reach, and that no firewall is in between",
             timeout,
         )
 
