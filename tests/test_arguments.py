@@ -18,7 +18,8 @@ from core import ModelParallel, Space, WorldOptions, check_whole, refuses_unknow
 from processes import interpret
 from pytorch_lightning import Trainer
 
-from lightning_omni import FSDP, Compression, Elastic, Server
+import lightning_omni as omni
+from lightning_omni import FSDP, Compression, Elastic, Server, methods, simulator
 from lightning_omni.errors import ConfigurationError, UnknownArgument, UnsupportedError
 from lightning_omni.methods import DiLoCo
 from lightning_omni.simulator import Cluster
@@ -307,3 +308,19 @@ def test_several_groups_refuse_a_process_group_of_the_users() -> None:
     OmniStrategy(groups=2).check_several(trainer)
     with pytest.raises(UnsupportedError, match="process_group= is that of each compute group"):
         OmniStrategy(groups=2, process_group=object()).check_several(trainer)
+
+
+MOST_ARGUMENTS = 14
+
+
+def test_public_constructors_and_functions_have_few_arguments() -> None:
+    counts = {}
+    for module in (omni, methods, simulator):
+        for name in module.__all__:
+            found = getattr(module, name)
+            if inspect.isfunction(found) or (inspect.isclass(found) and found.__init__ is not object.__init__):
+                parameters = inspect.signature(found.__init__ if inspect.isclass(found) else found).parameters.values()
+                named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+                counts[name] = len(named) - inspect.isclass(found)
+    assert {"OmniStrategy", "WorldOptions", "simulate", "Server"} <= counts.keys()
+    assert {name: count for name, count in counts.items() if count > MOST_ARGUMENTS} == {}
