@@ -139,7 +139,10 @@ def test_neighbours_stay_together_and_groups_differ_by_no_more_than_them(
 
 @pytest.mark.parametrize(
     ("ranks", "groups", "says"),
-    [(5, 1, "5 ranks, of which 2 hold a model together: pass shards="), (4, 3, "groups=3, but 2 ranks hold a model")],
+    [
+        (5, 1, "5 ranks, of which 2 hold a model together: pass FSDP\\(shards="),
+        (4, 3, "groups=3, but 2 ranks hold a model"),
+    ],
 )
 def test_ranks_that_cannot_stay_together_are_refused(ranks: int, groups: int, says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -36,10 +37,10 @@ from lightning_omni.strategy.lightning_internals.callbacks import (
     show_progress_bar,
     without_rank_zero_only,
 )
-from lightning_omni.strategy.lightning_internals.loops import validates_by_time
+from lightning_omni.strategy.lightning_internals.loops import validates_by_time, will_step
 from lightning_omni.strategy.lightning_internals.strategies import has_model_averaging, set_ddp_options, set_rank
 from lightning_omni.strategy.loops.driver import EpochDriver
-from lightning_omni.strategy.loops.live_metrics import Reporting, StepTimes
+from lightning_omni.strategy.loops.live_metrics import Reporting, StepTimes, gathering_sentence
 from lightning_omni.strategy.optimizers import Merged, Proxies, Trainable, check_wrapped
 from lightning_omni.wire.compression import Compression
 
@@ -84,7 +85,7 @@ class GroupedStrategy(_Base):
         self.reporting = Reporting()
         self.step_times = StepTimes()
         self._one, self._several = Grouping(self), SeveralGroups(self)
-        self._is_told_to_record = self._took_over = False
+        self._is_told_to_record = self._took_over = self._has_gathered = self.has_failed = False
         self.has_had_groups = False
 
     @contextmanager
@@ -299,6 +300,99 @@ class GroupedStrategy(_Base):
         if self._world is None and self._last_report is not None:
             return self._last_report
         return self.reporting.report(self.world, self.step_times.bytes_per_step)
+
+    # --- Regrouping --------------------------------------------------------------------------------------------------
+
+    def regroup(self, groups: int, by_speed: bool = False) -> None:
+        """Change the number of compute groups during a fit. Weights, optimizer state and data position are kept.
+
+        Call it on every rank from a training hook at a batch boundary (``on_train_batch_end``, for example), after the
+        same number of batches on each rank. Batches that were drawn but not trained return to the pool.
+
+        Args:
+            groups: the new number of groups, 1 to the number of live ranks, or of replicas of a sharded model.
+            by_speed: puts ranks of similar speed into one group, so that no slow rank delays a fast group;
+                ``rebalance="auto"`` must have measured every rank.
+
+        Raises:
+            ConfigurationError: ``groups`` is out of range, this is no batch boundary, or speeds are not known.
+        """
+        world, trainer = self.world, self._trainer
+        if not self._is_fitting(trainer) or not self.proxies:
+            raise ConfigurationError(
+                "regroup() works while trainer.fit runs; before that, pass groups= to OmniStrategy"
+            )
+        if trainer.fit_loop.batch_idx >= 0 and self.epochs.is_open and not will_step(trainer):
+            raise ConfigurationError(
+                "regroup() inside an accumulation window would mix gradients of different groups; call it when"
+                " accumulate_grad_batches batches are complete"
+            )
+        world.check_regroup(groups)
+        if groups > 1:
+            for optimizer in self.optimizers:
+                world.check_optimizer(optimizer)
+            self.merged.check(trainer)
+        is_unchanged = groups == len(world.live_groups)
+        speeds = self.balance.speeds_of_all(world) if by_speed else None
+        if is_unchanged and (groups == 1 or not by_speed):
+            return
+        self.form(groups, speeds)
+        if not self.epochs.is_open:
+            world.enter_world(self.pl_module)  # between epochs: hooks are for all ranks together
+        self.announce_groups()
+
+    # --- Collectives -------------------------------------------------------------------------------------------------
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather over the default process group; while several groups train, this is the compute group."""
+        world = self._world
+        trains = world is not None and world.is_computing and not self.epochs.published.evaluates
+        if trains and group in (None, dist.group.WORLD) and not self._has_gathered:
+            self._has_gathered = True
+            self.rank_zero_warn(gathering_sentence(self.world))
+        with self.waiting():
+            return super().all_gather(tensor, group=group, sync_grads=sync_grads)
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the default process group, without counting the wait as compute time.
+
+        Groups train different numbers of batches. Lightning divides a metric of an epoch by the mean of these numbers,
+        which torch would round to an integer; this reduces it as a float. A ``sync_dist_group=dist.group.WORLD`` of the
+        training step was the compute group; it is replaced by the group of all ranks.
+        """
+        if self.has_had_groups and self._world is not None and self._world.is_begun and not self._world.is_computing:
+            if group is not None and group is self._world.compute_group:
+                group = None
+            is_mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
+            if is_mean and isinstance(tensor, Tensor) and tensor.dtype == torch.long:
+                tensor = tensor.float()
+        with self.waiting():
+            return super().reduce(tensor, group=group, reduce_op=reduce_op)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Broadcast over the default process group, without counting the wait as compute time."""
+        with self.waiting():
+            return super().broadcast(obj, src)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Reduce a decision with "all" or "any" over the default process group, which may be smaller than the world.
+
+        A rank that has failed returns its own decision: callbacks that save because of the error call this, and the
+        other ranks may never call it.
+        """
+        if self.has_failed:
+            return decision
+        with self.waiting():
+            agreed = self.grouping.reduce_boolean_decision(decision, every=all) if self._world is not None else None
+        return super().reduce_boolean_decision(decision, all=all) if agreed is None else agreed  # by `reduce`
+
+    @staticmethod
+    def _is_fitting(trainer: Trainer) -> bool:
+        return trainer.state.fn is not None and trainer.state.fn.value == "fit"
 
 
 class Grouping:

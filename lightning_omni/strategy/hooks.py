@@ -11,7 +11,6 @@ from dataclasses import replace
 from multiprocessing import get_all_start_methods
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
@@ -35,7 +34,7 @@ from lightning_omni.strategy.joining.rejoin import Rejoining
 from lightning_omni.strategy.joining.run_state import RunStates
 from lightning_omni.strategy.launcher import describe_exit, exit_process, is_interactive
 from lightning_omni.strategy.lightning_internals.callbacks import averages_weights, callbacks_of
-from lightning_omni.strategy.lightning_internals.loops import loops_iterate, seed_workers, will_step
+from lightning_omni.strategy.lightning_internals.loops import loops_iterate, seed_workers
 from lightning_omni.strategy.lightning_internals.strategies import (
     FIRST_BARRIER,
     collective_timeout,
@@ -50,10 +49,9 @@ from lightning_omni.strategy.lightning_internals.strategies import (
 )
 from lightning_omni.strategy.loops.leased_data import LightningRank, draws_batches, has_lightning_sampler
 from lightning_omni.strategy.loops.listener import Listener, NestedRuns
-from lightning_omni.strategy.loops.live_metrics import gathering_sentence
 from lightning_omni.strategy.namespaces import namespace_of, need_namespace, new_in, strategy_class_in
 from lightning_omni.strategy.optimizers import Merged, Proxies, explain_unused
-from lightning_omni.strategy.signals import Signals, end_in_one_line
+from lightning_omni.strategy.signals import Signals, end_in_one_line, requeue_signal
 from lightning_omni.topology import check_groups
 from lightning_omni.transport.serving import ServerProcess
 from lightning_omni.wire import messages as m
@@ -173,7 +171,7 @@ class OmniStrategyHooks(SavingStrategy):
         self.signals = Signals(self.terminated_class)
         self.rejoining = Rejoining()
         self.checkpoints = Checkpoints(self.rank_zero_warn)
-        self._has_gathered = self.has_failed = self.is_writing = False
+        self.has_failed = self.is_writing = False
         self._failed_at = ""
         self.arrangement = Arrangement(self)
         self.on_ready: list[Callable[[], None]] = []
@@ -365,8 +363,8 @@ class OmniStrategyHooks(SavingStrategy):
         if self._is_fitting(trainer):
             self.grouping.check(trainer)
             self.run_states.check(trainer)
-            self.signals.prepare(_requeue_signal(self.cluster_environment))
-            self._listener = Listener(self, self.nested, trainer, self.signals, self._form_wanted_groups)
+            self.signals.prepare(requeue_signal(self.cluster_environment))
+            self._listener = Listener(self, self.nested, trainer, self.signals, self.arrangement.form_wanted_groups)
             self.epochs.connect(trainer, self.world)
         super().setup(trainer)
         if self._is_fitting(trainer):
@@ -612,63 +610,6 @@ class OmniStrategyHooks(SavingStrategy):
         self.checkpoints.forget()
         self.nested, self.merged, self.proxies = NestedRuns(self), Merged(self.merged.name), Proxies()
 
-    # --- Regrouping --------------------------------------------------------------------------------------------------
-
-    def regroup(self, groups: int, by_speed: bool = False) -> None:
-        """Change the number of compute groups during a fit. Weights, optimizer state and data position are kept.
-
-        Call it on every rank from a training hook at a batch boundary (``on_train_batch_end``, for example), after the
-        same number of batches on each rank. Batches that were drawn but not trained return to the pool.
-
-        Args:
-            groups: the new number of groups, 1 to the number of live ranks, or of replicas of a sharded model.
-            by_speed: puts ranks of similar speed into one group, so that no slow rank delays a fast group;
-                ``rebalance="auto"`` must have measured every rank.
-
-        Raises:
-            ConfigurationError: ``groups`` is out of range, this is no batch boundary, or speeds are not known.
-        """
-        world, trainer = self.world, self._trainer
-        if not self._is_fitting(trainer) or not self.proxies:
-            raise ConfigurationError(
-                "regroup() works while trainer.fit runs; before that, pass groups= to OmniStrategy"
-            )
-        if trainer.fit_loop.batch_idx >= 0 and self.epochs.is_open and not will_step(trainer):
-            raise ConfigurationError(
-                "regroup() inside an accumulation window would mix gradients of different groups; call it when"
-                " accumulate_grad_batches batches are complete"
-            )
-        world.check_regroup(groups)
-        if groups > 1:
-            for optimizer in self.optimizers:
-                world.check_optimizer(optimizer)
-            self.merged.check(trainer)
-        is_unchanged = groups == len(world.live_groups)
-        speeds = self.balance.speeds_of_all(world) if by_speed else None
-        if is_unchanged and (groups == 1 or not by_speed):
-            return
-        self.form(groups, speeds)
-        if not self.epochs.is_open:
-            world.enter_world(self.pl_module)  # between epochs: hooks are for all ranks together
-        self.announce_groups()
-
-    def _form_wanted_groups(self) -> None:
-        """Form as many groups as an operator of the run has requested. All ranks call it between two epochs."""
-        world = self.world
-        if world.control is None or world.registration is not None or not self.proxies:
-            return
-        status = world.control.status
-        [wanted] = world.all_reduce_max([status.wanted_groups if status is not None else 0])
-        if wanted in (0, len(world.live_groups)):
-            return
-        if self.arrangement.is_stashed:
-            self.rank_zero_info(f"OmniStrategy: {wanted} groups were asked for; OmniTuner decides how many there are")
-            return
-        try:
-            self.regroup(wanted)
-        except (ConfigurationError, UnsupportedError) as error:
-            self.rank_zero_info(f"OmniStrategy: {wanted} groups were asked for, and cannot be formed: {error}")
-
     # --- Data --------------------------------------------------------------------------------------------------------
 
     @property
@@ -700,67 +641,7 @@ class OmniStrategyHooks(SavingStrategy):
             return "training_step draws from it (dataloader_iter)"
         return "" if has_lightning_sampler(loader) else "it has a DistributedSampler of its own"
 
-    # --- Collectives -------------------------------------------------------------------------------------------------
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather over the default process group; while several groups train, this is the compute group."""
-        world = self._world
-        trains = world is not None and world.is_computing and not self.epochs.published.evaluates
-        if trains and group in (None, dist.group.WORLD) and not self._has_gathered:
-            self._has_gathered = True
-            self.rank_zero_warn(gathering_sentence(self.world))
-        with self.waiting():
-            return super().all_gather(tensor, group=group, sync_grads=sync_grads)
-
-    @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the default process group, without counting the wait as compute time.
-
-        Groups train different numbers of batches. Lightning divides a metric of an epoch by the mean of these numbers,
-        which torch would round to an integer; this reduces it as a float. A ``sync_dist_group=dist.group.WORLD`` of the
-        training step was the compute group; it is replaced by the group of all ranks.
-        """
-        if self.has_had_groups and self._world is not None and self._world.is_begun and not self._world.is_computing:
-            if group is not None and group is self._world.compute_group:
-                group = None
-            is_mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
-            if is_mean and isinstance(tensor, Tensor) and tensor.dtype == torch.long:
-                tensor = tensor.float()
-        with self.waiting():
-            return super().reduce(tensor, group=group, reduce_op=reduce_op)
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Broadcast over the default process group, without counting the wait as compute time."""
-        with self.waiting():
-            return super().broadcast(obj, src)
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Reduce a decision with "all" or "any" over the default process group, which may be smaller than the world.
-
-        A rank that has failed returns its own decision: callbacks that save because of the error call this, and the
-        other ranks may never call it.
-        """
-        if self.has_failed:
-            return decision
-        with self.waiting():
-            agreed = self.grouping.reduce_boolean_decision(decision, every=all) if self._world is not None else None
-        return super().reduce_boolean_decision(decision, all=all) if agreed is None else agreed  # by `reduce`
-
-    # --- Shorthand ---------------------------------------------------------------------------------------------------
-
-    @staticmethod
-    def _is_fitting(trainer: Trainer) -> bool:
-        return trainer.state.fn is not None and trainer.state.fn.value == "fit"
-
 
 def strategy_of(trainer: Trainer) -> OmniStrategyHooks:
     """Return the strategy of a Trainer that has an OmniStrategy."""
     return cast(OmniStrategyHooks, trainer.strategy)
-
-
-def _requeue_signal(environment: Any) -> int | None:
-    """Return the signal on which Lightning requeues the SLURM job; None if it does not."""
-    return getattr(environment, "requeue_signal", None) if getattr(environment, "auto_requeue", False) else None

@@ -305,3 +305,8 @@ def end_in_one_line(error: BaseException) -> None:
             before(kind, raised, traceback)
 
     sys.excepthook = hook
+
+
+def requeue_signal(environment: Any) -> int | None:
+    """Return the signal on which Lightning requeues the SLURM job; None if it does not."""
+    return getattr(environment, "requeue_signal", None) if getattr(environment, "auto_requeue", False) else None

@@ -143,8 +143,7 @@ def test_the_weights_go_back_to_the_last_save_when_the_server_dies() -> None:
         "async_sgd",
         2,
         ServerRestart(0.09, 0.1),
-        evaluate=lambda model: {"x": 0.0},
-        evaluation=Evaluation(every_seconds=0.003),
+        evaluation=Evaluation(lambda model: {"x": 0.0}, every_seconds=0.003),
     )
     times, updates = trace.evaluated["time"], trace.evaluated["update"]
     of = {round(1e3 * time): int(count) for time, count in zip(times, updates, strict=True)}
