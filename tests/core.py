@@ -24,7 +24,7 @@ from lightning_omni.methods.model.master import rebuild as rebuild
 from lightning_omni.methods.model.replica import copies as copies
 from lightning_omni.methods.model.totals import Total as Total
 from lightning_omni.runtime import WorldOptions as WorldOptions
-from lightning_omni.runtime.data.loader import lease as lease
+from lightning_omni.runtime.data.leased_loader import lease as lease
 from lightning_omni.runtime.model.meshes import ModelParallel as ModelParallel
 from lightning_omni.runtime.model.replica import ModelReplica as ModelReplica
 from lightning_omni.server import Out as Out

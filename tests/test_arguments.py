@@ -35,6 +35,8 @@ ROOT = Path(__file__).parent.parent
         (OmniStrategy, {"group": 2}, "OmniStrategy(group=2): there is no argument group; did you mean groups=2?"),
         (OmniStrategy, {"find_unused_parameter": True}, "did you mean find_unused_parameters=True?"),
         (OmniStrategy, {"bucket_cap": 1}, "did you mean bucket_cap_mb=1?"),
+        (OmniStrategy, {"host": "10.0.0.9"}, "there is no argument host; pass server=Server(host='10.0.0.9')"),
+        (OmniStrategy, {"shards": 2}, "there is no argument shards; pass model_parallel=FSDP(shards=2)"),
         (OmniStrategy, {"xyz": 1}, "it takes groups, method, data"),
         (OmniStrategy, {"device_ids": [0]}, "Lightning passes it to DistributedDataParallel"),
         (OmniTuner, {"buget": 0.2}, "OmniTuner(buget=0.2): there is no argument buget; did you mean budget=0.2?"),
@@ -107,7 +109,7 @@ BAD: dict[Any, dict[str, list[Any]]] = {
         "all_reduce": [8, "int8", None, "powersgd:0"],
     },
     Server: {
-        "address": [3],
+        "address": [3, "per-node"],
         "count": [0, -1, 1.5, "3", "per-rank", None, True],
         "host": [3],
         "encryption": ["on please", True, 3],

@@ -289,7 +289,7 @@ def plain_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
 def changing_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found in loops with more than weights, or with other groups in the middle."""
     loops: dict[str, dict[str, Any]] = {**BESIDE, **LAID, **REGROUPED, **UNLIKE, **FORGOTTEN, **WITHOUT_STEPS}
-    loops |= {**THEN_ONE, **SHORT, "alone": {"alone": 0}}
+    loops |= {**THEN_ONE, **SHORT, "plain DDP after two groups": {"then": "ddp"}, "alone": {"alone": 0}}
     return run_loops(tmp_path_factory.mktemp("changing"), loops)
 
 
@@ -395,10 +395,17 @@ def test_a_step_outside_training_is_refused_with_the_remedy(plain_loops: list[di
 def test_a_loop_of_one_group_after_one_of_several_begins_with_one_optimizer_state(
     changing_loops: list[dict[str, Any]], name: str
 ) -> None:
-    """They have left each rank another one, or only rank 0 any: members of one group would train different weights."""
+    """Where it steps at the workers they have left each rank another: members would train different weights."""
     one, other = (each[name] for each in changing_loops)
     assert one[1] == other[1]
-    assert (one[0], other[0]) == ([0, 2], [0, 2 if "local" in name else 0])
+    assert one[0] == other[0] == [0, 2]
+
+
+def test_a_loop_of_plain_ddp_after_one_of_several_groups_begins_with_the_servers_optimizer_state(
+    changing_loops: list[dict[str, Any]],
+) -> None:
+    one, other = (each["plain DDP after two groups"] for each in changing_loops)
+    assert one == other
 
 
 def test_a_rank_that_synchronizes_alone_ends_the_loop_for_all_and_what_each_called_is_named(

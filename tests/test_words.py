@@ -325,7 +325,7 @@ def test_no_page_has_two_versions_of_a_line(page: Path) -> None:
 
 SHARDED_MODELS = re.compile(
     r"lightning_omni/(runtime|strategy)/"  # ranks, and Lightning's hooks, hold models that FSDP or a mesh shards
-    r"|lightning_omni/group/sharded_inbox|tests/unit/runtime/test_together"  # gossip between groups that hold such models
+    r"|lightning_omni/group/sharded_inbox|tests/unit/runtime/test_together"  # gossip between groups of such models
     r"|examples/studies/char_gpt|tests/((scripts|benchmarks|unit/\w+)/)?(test_)?(inside|joining|tensor_parallel|private|arguments|user_code)"
 )
 """Files in which a name may contain `shard`: a piece of a model that FSDP or tensor parallelism has made."""

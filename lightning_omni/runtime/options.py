@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Literal
 
@@ -74,6 +74,8 @@ class Server:
         text = (str, type(None))
         address = 'the address of a server, such as "tcp://host:5555", or None'
         check_kind("Server(address", self.address, text, address)
+        if self.address == "per-node":
+            raise ConfigurationError('Server(address="per-node"): it is no address; pass Server(count="per-node")')
         if self.count != "per-node":
             check_whole("Server(count", self.count, 'a number of servers, 1 or more, or "per-node"', low=1)
         check_kind("Server(host", self.host, text, "an address, or None")
@@ -102,8 +104,8 @@ class Server:
             )
         if self.count != 1:
             raise ConfigurationError(
-                f"Server(address={address!r}, count={self.count!r}): the number of servers is set where they are"
-                " started, with lightning-omni serve --servers N; leave count= out"
+                f"{self.given_count} and the server at {address}: the number of servers is set where they are"
+                " started, with lightning-omni serve --servers N; leave it out"
             )
 
     @classmethod
@@ -119,6 +121,14 @@ class Server:
             return given
         return cls(count="per-node") if given == "per-node" else cls(address=given)
 
+    @property
+    def given_count(self) -> str:
+        """Return the number of servers as a user writes it, for messages."""
+        others = (each for each in fields(self) if each.name not in ("address", "count"))
+        if self.count == "per-node" and all(getattr(self, each.name) == each.default for each in others):
+            return 'server="per-node"'
+        return f"Server(count={self.count!r})"
+
     def resolved_transport(self) -> Transport:
         """Return the transport as a value."""
         if self.transport is None:
@@ -127,8 +137,8 @@ class Server:
         check_kind("Server(transport", self.transport, Transport, wanted)
         if TRANSPORTS.get(name_of(self.transport)) is not type(self.transport):
             raise ConfigurationError(
-                f"transport={type(self.transport).__name__}(): the server, a process of its own, cannot be told of it;"
-                " give its class the decorator @lightning_omni.transport.registry.register"
+                f"Server(transport={type(self.transport).__name__}()): the server, a process of its own, cannot be told"
+                " of it; give its class the decorator @lightning_omni.transport.registry.register"
             )
         if self.encryption != "curve":
             raise ConfigurationError(
@@ -145,8 +155,8 @@ class Elastic:
     Args:
         join: whether the ranks of this launcher are one group of a run in which groups join and leave, each with its
             own launcher. The group joins the run at the server's address, or begins it if it is the first, and may
-            leave at any time: see docs/how-to/joining.md. None means True if LIGHTNING_OMNI_SERVER is set and no server
-            is passed to OmniStrategy, and otherwise False.
+            leave at any time: see docs/how-to/joining.md. None means True if OmniStrategy takes the address from
+            LIGHTNING_OMNI_SERVER, because it was passed none, and otherwise False.
         max_rejoins: with ``join``, how often in a row a group that was evicted by mistake (because its machine was
             suspended or its link failed) rejoins as a new group: if the script ends with that error, its process runs
             its command again, after 1, 2, 4, ... seconds. 0 disables this. Only OmniStrategy uses it.
@@ -191,7 +201,7 @@ class Elastic:
         Raises:
             ConfigurationError: the argument is none of these.
         """
-        wanted = "True, or rules such as Elastic(join=True, max_rejoins=3), or None"
+        wanted = "True, False, rules such as Elastic(join=True, max_rejoins=3), or None"
         check_kind("elastic", given, (bool, Elastic, type(None)), wanted)
         return given if isinstance(given, Elastic) else cls(join=given)
 
@@ -213,7 +223,7 @@ def sharding_of(given: object) -> Sharding:
 class WorldOptions:
     """All settings of a run except its size, for `World`. All ranks must pass the same.
 
-    `OmniStrategy` takes the same values.
+    `OmniStrategy` takes the same values, except that a mesh is Lightning's ModelParallelStrategy there.
 
     Args:
         groups: number of compute groups, or None for one group per node.
@@ -296,8 +306,8 @@ class WorldOptions:
     def _check_join(self) -> None:
         if self.server.address is None:
             raise ConfigurationError(
-                "elastic=True without server=: pass the address at which lightning-omni serve runs,"
-                ' such as "tcp://host:5555"'
+                "elastic=True without the address of a server: pass the one at which lightning-omni serve runs, such as"
+                ' server="tcp://host:5555"'
             )
         if self.groups not in (None, 1):
             raise ConfigurationError(
@@ -322,8 +332,8 @@ class WorldOptions:
         check_by_member(self.resolved_method(), given)
         if server.count != 1:
             raise ConfigurationError(
-                f"Server(count={server.count!r}) and {given}: each member of a group has a server for its share, so"
-                " their number is that of the shards; leave count= out"
+                f"{server.given_count} and {given}: each member of a group has a server for its share, so their number"
+                " is that of the shards; leave it out"
             )
         if server.record is not None:
             raise ConfigurationError(

@@ -299,8 +299,8 @@ class World(ParallelState):
             if self._clocks == before:
                 self._warn_of_no_update(leaving.steps)
             self._forget_own()
-            if self.owns_state and self.executor.control is not None:
-                self.states.take_back()
+            if self.executor.control is not None:
+                self.states.take_back_in_groups()
             self.close()
         except BaseException as error:
             self.explain(error)

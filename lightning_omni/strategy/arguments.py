@@ -12,7 +12,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Any, Literal, TypeVar
 
@@ -24,12 +24,17 @@ from lightning_omni.methods import Method
 from lightning_omni.runtime.model.meshes import FSDP, ModelParallel, Sharding, shown
 from lightning_omni.runtime.options import Elastic, Server, WorldOptions
 from lightning_omni.strategy.lightning_internals.strategies import model_parallel_options
+from lightning_omni.wire.compression import Compression
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
 _OF_LIGHTNING = ("module", "device_ids")
 """Arguments that Lightning itself passes to DistributedDataParallel."""
 
 _NONE: Mapping[str, Any] = {}
+
+_VALUES: Mapping[str, Any] = {"compression": Compression, "server": Server, "elastic": Elastic, "model_parallel": FSDP}
+_WITHIN = {each.name: f"{name}={kind.__name__}" for name, kind in _VALUES.items() for each in fields(kind)}
+"""The value to which an argument belongs, by the argument's name, as in ``host``: ``server=Server``."""
 
 GROUPS, METHOD, DATA = "LIGHTNING_OMNI_GROUPS", "LIGHTNING_OMNI_METHOD", "LIGHTNING_OMNI_DATA"
 SERVER = "LIGHTNING_OMNI_SERVER"
@@ -47,11 +52,16 @@ _NAMES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def refuse_unknown(
-    owner: str, given: Mapping[str, Any], known: Iterable[str], others: Mapping[str, Any] = _NONE
+    owner: str,
+    given: Mapping[str, Any],
+    known: Iterable[str],
+    others: Mapping[str, Any] = _NONE,
+    within: Mapping[str, str] = _NONE,
 ) -> None:
     """Reject unknown keyword arguments of a class.
 
-    ``known`` are names of its own arguments, ``others`` those that it passes on, by the class that takes them.
+    ``known`` are names of its own arguments, ``others`` those that it passes on, by the class that takes them, and
+    ``within`` are values that it takes, by the names of their arguments.
 
     Raises:
         UnknownArgument: an argument is unknown; the message has the most similar name.
@@ -63,6 +73,8 @@ def refuse_unknown(
             near = difflib.get_close_matches(name, names, n=1)
             takes = ", ".join([*own, *(f"and what {whose} takes" for whose in others)])
             meant = f"did you mean {near[0]}={value!r}?" if near else f"it takes {takes}"
+            if name in within:
+                meant = f"pass {within[name]}({name}={value!r})"
             raise UnknownArgument(f"{owner}({name}={value!r}): there is no argument {name}; {meant}")
 
 
@@ -97,7 +109,7 @@ def refuse_unknown_of_ddp(strategy: Any, own: type, given: Mapping[str, Any]) ->
                 f"{name}={given[name]!r}: Lightning passes it to DistributedDataParallel itself; leave it out"
             )
     passed_on = {base.__name__: [*_parameters(base), *ddp]}
-    refuse_unknown(type(strategy).__name__, given, _parameters(own), passed_on)
+    refuse_unknown(type(strategy).__name__, given, _parameters(own), passed_on, _WITHIN)
 
 
 def sharding_of(given: object) -> tuple[Sharding, dict[str, Any]]:

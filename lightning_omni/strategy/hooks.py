@@ -58,6 +58,7 @@ from lightning_omni.topology import check_groups
 from lightning_omni.transport.serving import ServerProcess
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.compression import Compression
+from lightning_omni.wire.formats import WireFormat
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
@@ -129,7 +130,7 @@ class OmniStrategyHooks(SavingStrategy):
         *,
         data: Literal["dynamic", "static"] | None = None,
         rebalance: Literal["off", "auto"] = "off",
-        compression: str | Compression = "fp32",
+        compression: str | WireFormat | Compression = "fp32",
         overlap: bool = False,
         server: str | Server | None = None,
         elastic: bool | Elastic | None = None,
@@ -228,8 +229,8 @@ class OmniStrategyHooks(SavingStrategy):
         super()._configure_launcher()
         if self.saves_folders and type(self.checkpoint_io) is not self.plain_checkpoint_io:
             raise UnsupportedError(
-                f"FSDP(distributed_checkpoint=True) and {type(self.checkpoint_io).__name__}: each rank writes its share"
-                " by itself, and there is no whole checkpoint to hand to a CheckpointIO; leave one of them out"
+                f"{self.given_folders} and {type(self.checkpoint_io).__name__}: each rank writes its share by itself,"
+                " and there is no whole checkpoint to hand to a CheckpointIO; leave one of them out"
             )
         ranks = asked = self.num_nodes * self.num_processes
         groups = self._world_options.groups

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import hashlib
@@ -533,6 +534,23 @@ def go_on(first: str) -> list[Any]:
     return [states, net.weight.tolist()]
 
 
+def then_ddp(then: str) -> list[Any]:
+    """A loop of plain DistributedDataParallel after one of two groups with the same optimizer: weights and momentum."""
+    assert then == "ddp"
+    net, world = torch.nn.Linear(4, 1), World(2)
+    raw = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+    model, optimizer = world.wrap(net), OmniOptimizer(raw, world)
+    loops: list[tuple[Any, Any, Any]] = [(world.training(), model, optimizer)]
+    loops.append((contextlib.nullcontext(), torch.nn.parallel.DistributedDataParallel(net), raw))
+    for training, trained, steps in loops:
+        with training:
+            for _ in range(4):
+                steps.zero_grad()
+                trained(torch.randn(8, 4) + world.rank).square().mean().backward()
+                steps.step()
+    return [net.weight.tolist(), raw.state[net.weight]["momentum_buffer"].tolist()]
+
+
 def synchronize(alone: int) -> str:
     """Why a loop ends in which one rank synchronizes, to evaluate, and the other does not."""
     world = World(2)
@@ -584,6 +602,7 @@ def main() -> None:
         "short": fall_short,
         "regrouped": lambda **options: regroup(options["regrouped"]),
         "first": go_on,
+        "then": then_ddp,
         "alone": synchronize,
         "page": follow,
     }

@@ -38,7 +38,7 @@ class SlowNet(Net):
         return super().training_step(batch, batch_idx)
 
     def configure_optimizers(self) -> Any:
-        if "inside" not in OPTIONS.get("strategy", {}):
+        if "model_parallel" not in OPTIONS.get("strategy", {}):
             return super().configure_optimizers()
         return torch.optim.SGD([each for each in self.parameters() if each.requires_grad], lr=0.05, momentum=0.9)
 

@@ -222,15 +222,21 @@ def main() -> None:
         "ddp": lambda: fit(pl.strategies.DDPStrategy(), 2, [Again(1)], "adamw"),
         "one": lambda: fit(groups(groups=1), 2, [Again(1)], "adamw"),
         "remedy": lambda: fit(groups(groups=1, find_unused_parameters=True), 1, [Thaw(3)]),
-        "tuned": lambda: fit(groups(groups=2, record=str(FOLDER / "tuned")), 2, [Again(1)], "adamw", save="tuned"),
+        "tuned": lambda: fit(
+            groups(groups=2, server=omni.Server(record=str(FOLDER / "tuned"))), 2, [Again(1)], "adamw", save="tuned"
+        ),
         "resumed": lambda: fit(groups(groups=2), 3, [Again(1)], "adamw", resume="tuned"),
         "ddp resumed": lambda: fit(pl.strategies.DDPStrategy(), 3, [Again(1)], "adamw", resume="tuned"),
         "thawed": lambda: fit(groups(groups=2), 1, [Thaw(3)]),
         "dropped": lambda: fit(groups(groups=2), 2, [Drop()], "adamw"),
-        "late": lambda: fit(groups(groups=4, record=str(FOLDER / "late")), 2, [Add(2, ranks=(0, 2))]),
+        "late": lambda: fit(
+            groups(groups=4, server=omni.Server(record=str(FOLDER / "late"))), 2, [Add(2, ranks=(0, 2))]
+        ),
         "mean": lambda: fit(groups(groups=4, method="local_sgd:period=2"), 2, [Again(1)]),
         "gossip": lambda: fit(groups(groups=4, method="gossip"), 2, [Add(2)]),
-        "outer": lambda: fit(groups(groups=2, method="diloco:period=2", record=str(FOLDER / "outer")), 2, [Again(1)]),
+        "outer": lambda: fit(
+            groups(groups=2, method="diloco:period=2", server=omni.Server(record=str(FOLDER / "outer"))), 2, [Again(1)]
+        ),
         "regrouped": lambda: fit(groups(groups=4), 2, [Add(1), Regroup({2: 2, 3: 1, 4: 4})]),
         "written": lambda: fit(groups(groups=2), 2, [Add(2), Write()], "adamw"),
         "head": lambda: fit(groups(groups=2, merged="head.2"), 2, [Again(1)]),

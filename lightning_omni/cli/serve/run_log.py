@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from lightning_omni.cli.console import log
-from lightning_omni.wire.sanitize import quoted
+from lightning_omni.wire.quoting import quoted
 
 if TYPE_CHECKING:
     from lightning_omni.server.core import ServerCore

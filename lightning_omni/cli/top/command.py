@@ -34,8 +34,8 @@ def top(
     """
     # Imported here, so that --help does not wait for torch.
     from lightning_omni.cli.console import show
-    from lightning_omni.cli.top.live_table import AGAIN, watch
-    from lightning_omni.cli.top.overview import Rates, picture
+    from lightning_omni.cli.top.groups_table import Rates, picture
+    from lightning_omni.cli.top.screen import AGAIN, watch
     from lightning_omni.transport.zeromq.keys import load_key
     from lightning_omni.transport.zeromq.observer import Observer
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.runtime.data.loader import RankLeases
+from lightning_omni.runtime.data.leased_loader import RankLeases
 from lightning_omni.runtime.timing import Clock, HostClock, clock_of, wait_for
 from lightning_omni.runtime.world import World
 from lightning_omni.tuning.model import constants as c

@@ -232,7 +232,7 @@ class GroupJoin:
         core = self._parallel.core
         mine = m.method_to_wire(core.method), to_wire(core.wire_format), core.overlaps
         theirs = joined.method, joined.wire_format, joined.overlap
-        for name, own, other in zip(("method", "wire", "overlap"), mine, theirs, strict=True):
+        for name, own, other in zip(("method", "compression", "overlap"), mine, theirs, strict=True):
             if own != other:
                 raise ConfigurationError(f"{name}={own}: the run that this group joins has {other}; pass the same")
 

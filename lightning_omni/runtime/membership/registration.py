@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from lightning_omni.errors import ConnectionLost, OmniError, RankLost, Refused
 from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.server.membership.roster import origin
+from lightning_omni.transport.zeromq import ZeroMQ
 from lightning_omni.transport.zeromq.keys import load_key
 from lightning_omni.transport.zeromq.observer import Observer
 from lightning_omni.wire.messages import GroupRegistered
@@ -99,10 +100,12 @@ class GroupRegistration:
         return answer.run, answer.first, answer.announced, answer.silence
 
     def _connect(self, options: WorldOptions) -> None:
+        transport = options.server.resolved_transport()
         assert options.server.address is not None
+        assert isinstance(transport, ZeroMQ)  # `WorldOptions` refuses others
         self.close()
         try:
-            self._observer = Observer(options.server.address, load_key(), options.server.encryption)
+            self._observer = Observer(options.server.address, load_key(), transport.encryption)
         except ConnectionLost as error:
             name, _ = comes_back_to()
             if not name:

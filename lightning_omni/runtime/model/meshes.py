@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -32,7 +32,7 @@ class FSDP:
             smallest group.
         distributed_checkpoint: whether a checkpoint is a folder to which each rank writes its shard
             (torch.distributed.checkpoint, as ModelParallelStrategy saves it), instead of one file that rank 0 writes.
-            Both kinds can be loaded in any case.
+            Both kinds can be loaded in any case. Only OmniStrategy uses it.
 
     Raises:
         ConfigurationError: an argument is wrong; the message names it.
@@ -52,6 +52,10 @@ class FSDP:
             check_whole("FSDP(shards", self.shards, ranks, low=2)
         check_kind("FSDP(distributed_checkpoint", self.distributed_checkpoint, bool, "True or False")
 
+    def __str__(self) -> str:
+        values = ((each.name, getattr(self, each.name), each.default) for each in fields(self))
+        return f"FSDP({', '.join(f'{name}={value!r}' for name, value, default in values if value != default)})"
+
 
 @dataclass(frozen=True)
 class ModelParallel:
@@ -65,7 +69,7 @@ class ModelParallel:
         distributed_checkpoint: whether each rank writes its shard of a checkpoint, as with `FSDP`.
 
     Raises:
-        ConfigurationError: a size is neither a positive number nor ``"auto"``.
+        ConfigurationError: an argument is wrong; the message names it.
 
     Example:
         >>> ModelParallel(tensor_parallel_size=2, data_parallel_size=2).sizes([4])
@@ -83,6 +87,8 @@ class ModelParallel:
         for name, size in self._sizes.items():
             if size != "auto":
                 check_whole(name, size, 'a number of ranks, 1 or more, or "auto"', 1)
+        name = "ModelParallelStrategy(save_distributed_checkpoint"
+        check_kind(name, self.distributed_checkpoint, bool, "True or False")
 
     @property
     def _sizes(self) -> dict[str, int | str]:
@@ -125,7 +131,7 @@ Sharding = FSDP | ModelParallel | None
 
 def shown(sharding: Sharding) -> str:
     """Return the argument as a user writes it, for messages."""
-    return 'model_parallel="fsdp"' if isinstance(sharding, FSDP) else f"model_parallel={sharding}"
+    return 'model_parallel="fsdp"' if sharding == FSDP() else f"model_parallel={sharding}"
 
 
 def evenly(ranks: int, groups: int, sharding: Sharding) -> Topology:
@@ -175,9 +181,8 @@ def sizes_in(
     shards = sharding.shards if isinstance(sharding, FSDP) else None
     each = shards or sizes[0]
     if isinstance(sharding, FSDP) and any(size % each or each < min(size, 2) for size in sizes):
-        given = shown(sharding) if shards is None else f"FSDP(shards={shards})"
         raise ConfigurationError(
-            f"{given} and groups of {' or '.join(map(str, sizes))} ranks: a group holds the model once"
+            f"{shown(sharding)} and groups of {' or '.join(map(str, sizes))} ranks: a group holds the model once"
             " or several times, in as many shards as any other group, so that its size is a multiple of their number,"
             " 2 or more; pass FSDP(shards=...) that divides the size of every group, or another groups="
         )

@@ -11,7 +11,7 @@ import msgspec
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.runtime.state.distributed_checkpoint import Folder
 from lightning_omni.wire.messages import SnapshotId
-from lightning_omni.wire.progress import Progress
+from lightning_omni.wire.steps_and_samples import Progress
 
 ENTRY = "omni"
 """The name of the entry that is added to a checkpoint."""

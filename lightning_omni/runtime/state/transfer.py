@@ -171,10 +171,19 @@ class StateTransfer:
         """Call `take_back` on all ranks, which are one group; its first replica requests the state for all."""
         if self._parallel.share is None:
             return self.take_back()
-        mine = self.take_back() if self._parallel.exchanges else ()
-        self._share([part for part in self._parallel.parts if not self._parallel.steps_here(part)])
+        mine = self.take_back_in_groups()
         spans = self._exchange.members.broadcast_bytes(msgspec.msgpack.encode(mine))
         return msgspec.msgpack.decode(spans, type=tuple[tuple[int, int], ...])
+
+    def take_back_in_groups(self) -> tuple[tuple[int, int], ...]:
+        """Call `take_back` on a group's first replica, and load its state into the others. All ranks call it.
+
+        Returns:
+            The ranges of the epoch that are trained, on the rank that has requested the state.
+        """
+        mine = self.take_back() if self._parallel.exchanges else ()
+        self._share([part for part in self._parallel.parts if not self._parallel.steps_here(part)])
+        return mine
 
     def take_back(self) -> tuple[tuple[int, int], ...]:
         """Load the server's state into this rank's optimizers, which then step by themselves or are saved.

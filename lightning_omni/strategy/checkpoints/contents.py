@@ -30,7 +30,7 @@ from lightning_omni.runtime.state.server_store import ServerSnapshot
 from lightning_omni.strategy.loops.driver import EpochDriver
 from lightning_omni.strategy.loops.validation import Version
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.progress import Progress
+from lightning_omni.wire.steps_and_samples import Progress
 
 if TYPE_CHECKING:
     from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO as _Base

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_omni.errors import RankLost, UnsupportedError
 from lightning_omni.runtime.checks.exits import failed_at_one_place, place_of
+from lightning_omni.runtime.model.meshes import FSDP
 from lightning_omni.runtime.model.sharded import is_sharded, named_rows, reshard, state_rows, tensors_of, whole
 from lightning_omni.runtime.state.distributed_checkpoint import is_folder
 from lightning_omni.strategy.checkpoints.contents import Checkpoints, cut_short, end_whole_epoch
@@ -52,6 +53,13 @@ class SavingStrategy(GroupedStrategy):
         """Return whether each member of a group writes its shards of a checkpoint to a folder."""
         sharding = self._world_options.model_parallel
         return sharding is not None and sharding.distributed_checkpoint
+
+    @property
+    def given_folders(self) -> str:
+        """Return the argument that makes `saves_folders` true as a user writes it, for messages."""
+        if isinstance(self._world_options.model_parallel, FSDP):
+            return "FSDP(distributed_checkpoint=True)"
+        return "ModelParallelStrategy(save_distributed_checkpoint=True)"
 
     def _take_time(self) -> None:
         self.signals.pause()
@@ -187,8 +195,8 @@ class SavingStrategy(GroupedStrategy):
     def _save_folder(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
         if storage_options is not None or "://" in str(filepath):
             raise UnsupportedError(
-                f"FSDP(distributed_checkpoint=True) and a checkpoint at {filepath}: each rank writes its share to files"
-                " of its own; save it in a folder that all of them see, or pass distributed_checkpoint=False"
+                f"{self.given_folders} and a checkpoint at {filepath}: each rank writes its share to files of its own;"
+                " save it in a folder that all of them see, or pass False"
             )
         path = Path(self.broadcast(str(filepath))).expanduser()
         if self.world.is_with_recorder:

@@ -40,7 +40,7 @@ from lightning_omni.strategy.lightning_internals.schedulers import replaces_sche
 from lightning_omni.strategy.loops.epoch import EntryPoint
 from lightning_omni.strategy.schedules.replay import described
 from lightning_omni.wire.codec import pack
-from lightning_omni.wire.progress import Progress
+from lightning_omni.wire.steps_and_samples import Progress
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer

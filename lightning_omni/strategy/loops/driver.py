@@ -14,7 +14,7 @@ import msgspec
 from torch.nn import Module
 
 from lightning_omni.runtime import World
-from lightning_omni.runtime.data.loader import RankLeases
+from lightning_omni.runtime.data.leased_loader import RankLeases
 from lightning_omni.runtime.executor import Executor
 from lightning_omni.runtime.state.checkpoint import Saved
 from lightning_omni.server.event_log import Spans
@@ -33,7 +33,8 @@ from lightning_omni.strategy.lightning_internals.progress import set_step_counte
 from lightning_omni.strategy.lightning_internals.schedulers import step_schedules_by_epoch
 from lightning_omni.strategy.lightning_internals.validation import divide_validation_data, validation_loaders
 from lightning_omni.strategy.loops.epoch import EntryPoint, EpochEnd, EpochState, differ
-from lightning_omni.strategy.loops.leased_data import LeasedData, has_lightning_sampler, size_of
+from lightning_omni.strategy.loops.leased_data import LeasedData, has_lightning_sampler
+from lightning_omni.strategy.loops.limits import size_of
 from lightning_omni.strategy.loops.progress import RunProgress
 from lightning_omni.strategy.loops.validation import PublishedValidation
 from lightning_omni.strategy.schedules.pacing import Schedule

@@ -17,7 +17,7 @@ from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.runtime import World
 from lightning_omni.strategy.lightning_internals.progress import batches_trained
 from lightning_omni.wire.messages import EpochPlan
-from lightning_omni.wire.progress import Progress
+from lightning_omni.wire.steps_and_samples import Progress
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer

@@ -1,11 +1,10 @@
-"""The training data of a fit: the loaders that are leased, and the meaning of Lightning's limits for leased data."""
+"""The training data of a fit: the loaders that are leased."""
 
 from __future__ import annotations
 
 import inspect
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -14,20 +13,10 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.runtime import World
-from lightning_omni.runtime.data.loader import RankLeases, lease, why_not_leased
-from lightning_omni.server.event_log import Spans
-from lightning_omni.strategy.lightning_internals.loops import validates_this_epoch
-from lightning_omni.strategy.lightning_internals.progress import (
-    accumulation_windows,
-    batches_started,
-    batches_trained,
-    manual_steps,
-)
-from lightning_omni.wire.messages import EpochPlan
-from lightning_omni.wire.progress import Progress, ReferenceBatch
+from lightning_omni.runtime.data.leased_loader import RankLeases, lease, why_not_leased
 
 if TYPE_CHECKING:
-    from pytorch_lightning import Trainer
+    pass
 
 
 class LeasedData:
@@ -211,143 +200,6 @@ class LeasedData:
         return loss if weight == 1.0 else loss * weight
 
 
-class FitLimits:
-    """Lightning's limits (max_steps, limit_train_batches, val_check_interval) for all ranks together.
-
-    Lightning counts the batches and steps of one rank, which are equal on all ranks of DDP, but not among groups.
-    Limits are therefore those of DDP, in samples: see `lightning_omni.wire.progress`.
-
-    Args:
-        trainer: the Trainer that has the limits.
-        ranks_per_batch: as in `EpochPlan`.
-
-    Attributes:
-        max_steps: steps of DDP after which the user wants the run to end, or -1.
-        by_hand: count of the user's steps in manual optimization; None with automatic optimization.
-    """
-
-    def __init__(self, trainer: Trainer, ranks_per_batch: int = 1) -> None:
-        self._trainer, self._ranks_per_batch = trainer, ranks_per_batch
-        self.max_steps: int = trainer.max_steps
-        automatic = trainer.lightning_module.automatic_optimization
-        self.by_hand = None if automatic else StepsByHand(trainer)
-
-    def reference(self, leases: RankLeases) -> ReferenceBatch:
-        """Return the batch of one step of DDP at the moment; accumulation may have a schedule."""
-        return ReferenceBatch(leases.world_size, leases.batch_size, int(self._trainer.accumulate_grad_batches))
-
-    def progress(self, leases: RankLeases, epoch: int, trained: Spans, before: Progress | None = None) -> Progress:
-        """Return the run's progress when an epoch begins, or is resumed with some of its samples trained.
-
-        ``before`` is the progress at the end of the last epoch.
-        """
-        reference = self.reference(leases)
-        there = -(-leases.total // reference.batch)
-        limit = self._trainer.fit_loop.max_batches  # a callback may have set it larger than the data
-        batches = min(int(limit), there) if limit != float("inf") else there
-        is_next = before is not None and epoch - before.epochs in (0, 1)
-        past, past_batches = None, None
-        if before is not None and is_next:
-            past, past_batches = before.steps_before(epoch), before.batches_before(epoch)
-        if past is None and (windows := accumulation_windows(self._trainer, epoch)):
-            past = sum(-(-batches // window) for window in windows)
-        return Progress(reference, batches, epoch, size_of(trained), past, past_batches)
-
-    def plan(self, leases: RankLeases, progress: Progress, trained: Spans) -> EpochPlan:
-        trainer, epoch = self._trainer, progress.epochs
-        interval = trainer.val_check_batch  # None if val_check_interval is a duration
-        every, offset = 0, 0
-        if validates_this_epoch(trainer) and interval not in (None, float("inf")):
-            # Without check_val_every_n_epoch, the batches of earlier epochs count, too.
-            done = progress.batches_before(epoch) if trainer.check_val_every_n_epoch is None else 0
-            every = int(interval) * progress.reference.batch
-            offset = done % int(interval) * progress.reference.batch
-        return EpochPlan(
-            epoch=epoch,
-            total=leases.total,
-            batch_size=leases.batch_size,
-            # In manual optimization the number of batches that make max_steps is not known in advance.
-            budget=progress.budget(leases.total, epoch, self.max_steps if self.by_hand is None else -1),
-            validate_every=every,
-            validate_offset=offset,
-            trained=trained,
-            ranks_per_batch=self._ranks_per_batch,
-        )
-
-    @staticmethod
-    def cut_short(plan: EpochPlan, progress: Progress) -> bool:
-        """Return whether max_steps end the epoch before its samples do."""
-        return plan.budget < progress.budget(plan.total, plan.epoch)
-
-    def validates_at_end(self, plan: EpochPlan, progress: Progress) -> bool:
-        """Return whether val_check_interval requires a validation at the end of the epoch."""
-        is_cut_short = self.cut_short(plan, progress)
-        if self._trainer.val_check_batch == float("inf"):
-            return not is_cut_short
-        if not plan.validate_every:
-            return False
-        end = plan.budget if is_cut_short else progress.samples_an_epoch
-        return (end + plan.validate_offset) % plan.validate_every == 0
-
-    def counted(self, progress: Progress) -> Progress:
-        """Return the progress at the start of a fit by Lightning's counts; in manual optimization steps are batches."""
-        trainer, loop = self._trainer, self._trainer.fit_loop
-        is_inside = loop.restarted_mid_epoch or loop.restarted_on_epoch_end
-        batches = batches_trained(trainer) if is_inside else 0
-        begun = batches_started(trainer)
-        steps = int(trainer.global_step) if self.by_hand is None else begun
-        if batches >= trainer.num_training_batches:  # saved after the last batch, before the hooks of the epoch's end
-            return replace(progress, epochs=progress.epochs + 1, samples=0, past=steps, past_batches=begun)
-        past = steps - batches // progress.reference.window
-        return replace(progress, past=past, past_batches=begun - batches)
-
-    def steps_left(self, taken: int) -> int | None:
-        """Return the steps of DDP that are left after ``taken`` steps; None if there is no limit."""
-        if self.max_steps == -1:
-            return None
-        return max(0, self.max_steps - (taken if self.by_hand is None else self.by_hand.steps_of(taken)))
-
-    def is_reached_by_hand(self, progress: Progress) -> bool:
-        """Return whether DDP would have taken ``max_steps`` by now, in manual optimization."""
-        if self.by_hand is None or self.max_steps == -1:
-            return False
-        return self.by_hand.steps_of(progress.steps) >= self.max_steps  # without accumulation, steps are batches
-
-
-class StepsByHand:
-    """The count of the user's steps in manual optimization, of which a batch may have several, or a fraction.
-
-    Each rank counts the steps in its own batches; another group may have more or fewer batches.
-
-    Args:
-        trainer: the Trainer whose loops count steps and batches.
-
-    Attributes:
-        counts: batches, and the steps that were taken in them; the same on all members of a group.
-        unstepped: batches since the last step.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        batches = batches_started(trainer)
-        self.counts = batches, manual_steps(trainer) if batches else 0
-        self._before = self.unstepped = 0
-
-    def begin_batch(self) -> None:
-        self._before = manual_steps(self._trainer)
-
-    def end_batch(self) -> None:
-        batches, steps = self.counts
-        taken = manual_steps(self._trainer) - self._before
-        self.counts = batches + 1, steps + taken
-        self.unstepped = 0 if taken else self.unstepped + 1
-
-    def steps_of(self, batches: int) -> int:
-        """Return the steps in a number of batches, by this rank's ratio of steps to batches."""
-        counted, steps = self.counts
-        return batches * steps // max(1, counted)
-
-
 class LightningRank(int):
     """A rank that OmniStrategy has passed to a sampler."""
 
@@ -373,8 +225,3 @@ def split_of(dataset: object) -> int:
         mark = zlib.crc32(indices.numpy().tobytes(), mark)
         dataset = dataset.dataset
     return mark
-
-
-def size_of(spans: Spans) -> int:
-    """Return the number of samples in ranges of an epoch."""
-    return sum(stop - start for start, stop in spans)

@@ -24,9 +24,10 @@ from lightning_omni.strategy.lightning_internals.progress import (
     progress_counters,
     set_progress_counters,
 )
-from lightning_omni.strategy.loops.leased_data import FitLimits, LeasedData, StepsByHand, size_of
+from lightning_omni.strategy.loops.leased_data import LeasedData
+from lightning_omni.strategy.loops.limits import FitLimits, StepsByHand, size_of
 from lightning_omni.wire.messages import EpochPlan, SnapshotId
-from lightning_omni.wire.progress import Progress
+from lightning_omni.wire.steps_and_samples import Progress
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer

@@ -32,7 +32,7 @@ from lightning_omni.strategy.lightning_internals.validation import (
 )
 from lightning_omni.strategy.loops.leased_data import has_lightning_sampler
 from lightning_omni.wire.messages import Batch, EpochPlan
-from lightning_omni.wire.progress import Progress
+from lightning_omni.wire.steps_and_samples import Progress
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer

@@ -17,7 +17,7 @@ from lightning_omni.strategy.loops.progress import RunProgress
 from lightning_omni.strategy.schedules.pacing import Pacer, Schedule, StepCounts, arrive, counts_of, reach_all
 from lightning_omni.strategy.schedules.replay import Counts, SchedulerSnapshot, caught_up, standing
 from lightning_omni.wire.messages import EpochPlan
-from lightning_omni.wire.progress import Progress
+from lightning_omni.wire.steps_and_samples import Progress
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer

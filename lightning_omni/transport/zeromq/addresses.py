@@ -186,7 +186,7 @@ def _make(base: Path | None) -> tuple[Path, int]:
             problems.append(f"{place}: {error.strerror or error}")
     raise ConfigurationError(
         f"no directory for the sockets of this run: {'; '.join(problems)}; set TMPDIR to a directory of this machine"
-        ' with a short path, or pass host="127.0.0.1" to use TCP'
+        ' with a short path, or pass Server(host="127.0.0.1") to use TCP'
     )
 
 

@@ -57,7 +57,7 @@ from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats.base import RAW, WireFormat
 from lightning_omni.wire.handshake import NONCE_BYTES, hello_of
 from lightning_omni.wire.layout import Layout
-from lightning_omni.wire.sanitize import quoted
+from lightning_omni.wire.quoting import quoted
 
 _log = logging.getLogger(__name__)
 
@@ -267,7 +267,7 @@ class ControlConnection(Control):
             self.keys,
             self.address,
             f"no parameter server answers at {self.address}; check server=, that `lightning-omni serve` runs there"
-            " with a host= that this machine can reach, and that no firewall is in between",
+            " with a --host that this machine can reach, and that no firewall is in between",
             timeout,
         )
 

@@ -115,7 +115,8 @@ class ZeroMQServer:
             self.close()
             where = f"{host}:{number}" if directory is None else endpoint
             is_taken = error.errno in (zmq.EADDRINUSE, errno.EACCES)
-            remedy = "another port (--port; 0 takes a free one)" if is_taken else "an address of this machine (host=)"
+            here = "an address of this machine (Server(host=...), or serve --host)"
+            remedy = "another port (--port; 0 takes a free one)" if is_taken else here
             raise ConfigurationError(
                 f"cannot listen on {where}: {zmq.strerror(error.errno or 0)}; pass {remedy}"
             ) from error

@@ -60,7 +60,7 @@ class CoordinatorLink:
                 keys,
                 coordinator,
                 f"no parameter server answers at {coordinator}, which is to coordinate this one; check the address,"
-                " that it runs there with a host= that this machine can reach, and that no firewall is in between",
+                " that it runs there with a --host that this machine can reach, and that no firewall is in between",
                 CONNECT_TIME,
             )
         except BaseException:

@@ -23,7 +23,7 @@ from lightning_omni.tuning.report import Round, RunTimes
 from lightning_omni.tuning.search import Choice, Dimension, Search, TrainedSegment
 from lightning_omni.tuning.search import constants as c
 from lightning_omni.tuning.trainer import batch_size_of, check_tunable
-from lightning_omni.wire.progress import ReferenceBatch
+from lightning_omni.wire.steps_and_samples import ReferenceBatch
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer

@@ -8,7 +8,7 @@ import msgspec
 
 from lightning_omni.wire.codec import Packed
 from lightning_omni.wire.messages.base import Message
-from lightning_omni.wire.progress import Progress
+from lightning_omni.wire.steps_and_samples import Progress
 
 
 class SnapshotId(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +36,7 @@ class SnapshotId(msgspec.Struct, frozen=True, kw_only=True):
         """Return the run's progress at this cut: inside the epoch, a rank's own count of samples is approximate.
 
         Example:
-            >>> from lightning_omni.wire.progress import ReferenceBatch
+            >>> from lightning_omni.wire.steps_and_samples import ReferenceBatch
             >>> cut = SnapshotId(epoch=2, total=320, trained=((0, 64), (96, 128)))
             >>> cut.progress(Progress(ReferenceBatch(4, 8), batches=10, epochs=2, samples=64)).samples
             96

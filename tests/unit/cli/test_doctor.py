@@ -24,7 +24,7 @@ from test_server_core import Link, expect_refusal
 
 from lightning_omni.cli import main
 from lightning_omni.cli.console import command_output
-from lightning_omni.cli.top import live_table
+from lightning_omni.cli.top import screen
 from lightning_omni.server import ServerCore
 from lightning_omni.transport.serving.build_info import about, versions
 from lightning_omni.transport.zeromq import ZeroMQServer
@@ -151,7 +151,7 @@ def test_in_a_terminal_in_which_nothing_can_be_written_over_the_table_is_printed
 ) -> None:
     for name, value in {"TTY_COMPATIBLE": "1", "TERM": "dumb"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(live_table, "watch", lambda *_: pytest.fail("nothing would be seen"))
+    monkeypatch.setattr(screen, "watch", lambda *_: pytest.fail("nothing would be seen"))
     with serving() as server:
         assert main(["top", server.address, "--every", "0.1"]) == 0
     assert "No run: the server waits for ranks." in capsys.readouterr().out

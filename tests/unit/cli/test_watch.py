@@ -27,8 +27,8 @@ from rich.console import Console
 from runs import free_port, search_path
 
 from lightning_omni.cli import main
-from lightning_omni.cli.top.live_table import BAR, DOWN, EVICT, GROUPS, QUIT, SAVE, UP, View, keys_of, press
-from lightning_omni.cli.top.overview import GroupsTable, Rates, picture
+from lightning_omni.cli.top.groups_table import GroupsTable, Rates, picture
+from lightning_omni.cli.top.screen import BAR, DOWN, EVICT, GROUPS, QUIT, SAVE, UP, View, keys_of, press
 from lightning_omni.errors import ConfigurationError, OmniError, Refused
 from lightning_omni.transport.serving import http as status_http
 from lightning_omni.transport.serving.http import StatusServer

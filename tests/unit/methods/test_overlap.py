@@ -344,7 +344,7 @@ def test_a_streaming_run_is_replayed_bitwise(streaming: str, wire: Any) -> None:
 
 def test_streaming_takes_the_time_of_its_steps_where_a_fragment_travels_no_longer_than_its_delay() -> None:
     """Whole, an exchange takes 24 ms, as long as six steps; a quarter takes 6, and two steps 8."""
-    options: dict[str, Any] = {"seconds": 0.024, "max_epochs": 1, "data": ConcatDataset([DATA] * 4)}
+    options: dict[str, Any] = {"seconds": 0.024, "limits": Limits(epochs=1), "data": ConcatDataset([DATA] * 4)}
     plain, streamed = (run(f"local_sgd:period=12{more}", **options) for more in ("", ",fragments=4,delay=2"))
     computing = 0.004 * 240 * 4 / 16
     assert plain.seconds > 1.4 * computing

@@ -295,14 +295,15 @@ def test_what_is_unfrozen_while_it_is_gathered_is_trained() -> None:
     ("options", "words"),
     [
         ({"method": "diloco:period=4,fragments=2"}, ["fragments=2", "fragments=1"]),
-        ({"server": Server(count=2)}, ["Server(count=2)", "leave count= out"]),
+        ({"server": Server(count=2)}, ["Server(count=2)", "leave it out"]),
+        ({"server": "per-node"}, ['server="per-node"', "leave it out"]),
         (
             {"server": Server(record="run.jsonl")},
             ["Server(record='run.jsonl')", "leave record= or model_parallel= out"],
         ),
-        ({"merged": "head"}, ["merged='head'", "leave merged= out"]),
+        ({"merged": "head"}, ["merged='head'", "leave merged= or model_parallel= out"]),
         ({"validation": "published"}, ['validation="published"', 'validation="wait"']),
-        ({"find_unused_parameters": True}, ["find_unused_parameters=True", "leave it out"]),
+        ({"find_unused_parameters": True}, ["find_unused_parameters=True", "leave it or model_parallel= out"]),
     ],
     ids=str,
 )
@@ -311,6 +312,11 @@ def test_what_needs_the_model_whole_is_refused_at_construction(options: dict[str
         OmniStrategy(groups=2, model_parallel="fsdp", **options)
     for word in [*words, 'model_parallel="fsdp"']:
         assert word in str(caught.value)
+
+
+def test_a_refusal_names_the_sharding_as_it_was_given() -> None:
+    with pytest.raises(ConfigurationError, match=r"^merged='head' and model_parallel=FSDP\(shards=2\): "):
+        OmniStrategy(groups=2, model_parallel=FSDP(shards=2), merged="head")
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ from lightning_omni.strategy.pytorch_lightning import OmniStrategy
 from lightning_omni.topology import Topology
 from lightning_omni.transport.connections import answer_of
 from lightning_omni.transport.serving.state_directory import StateDirectory
+from lightning_omni.transport.zeromq import ZeroMQ
 from lightning_omni.transport.zeromq.observer import Observer
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack, unpack
@@ -586,7 +587,7 @@ def test_a_rank_knows_whether_its_group_may_come_again(code: str, kind: type) ->
     [
         ("", 10, 1, ""),  # it was in no run
         ("a-run 0", 0, 1, ""),
-        ("a-run 3", 3, 1, "joined again 3 times in a row (max_rejoins=) and does so no more"),
+        ("a-run 3", 3, 1, "joined again 3 times in a row (Elastic(max_rejoins=...)) and does so no more"),
         ("a-run 2", 3, 4, "not all of its ranks were started by this process"),
         ("a-run 2", 3, 1, None),
     ],
@@ -658,6 +659,21 @@ def test_a_group_that_comes_back_to_a_server_that_is_gone_hears_that_the_run_may
             GroupRegistration(options, 0, 1, lambda text: text)
 
 
+def test_a_group_registers_with_the_encryption_of_its_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Found(Exception):
+        pass
+
+    def observe(address: str, key: bytes, encryption: str) -> None:
+        raise Found(address, encryption)
+
+    monkeypatch.setenv("LIGHTNING_OMNI_KEY", "ab" * 32)
+    monkeypatch.setattr("lightning_omni.runtime.membership.registration.Observer", observe)
+    for server in (Server(SERVER, encryption="off"), Server(SERVER, transport=ZeroMQ(encryption="off"))):
+        with pytest.raises(Found) as caught:
+            GroupRegistration(WorldOptions(elastic=True, server=server), 0, 1, lambda text: text)
+        assert caught.value.args == (SERVER, "off")
+
+
 @pytest.mark.parametrize(
     ("is_saved", "listens", "kind"),
     [(False, False, RankLost), (False, True, ConnectionLost), (True, False, ConnectionLost)],
@@ -705,7 +721,8 @@ SERVER = "tcp://127.0.0.1:5555"
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"server": None}, "elastic=True without server="),
+        ({"server": None}, "elastic=True without the address of a server"),
+        ({"server": "per-node"}, "elastic=True without the address of a server"),
         ({"groups": 2}, "groups=2 and elastic=True"),
         ({"method": "gossip"}, "exchange with those that were formed with them"),
         ({"data": "static"}, 'data="static" and elastic=True'),

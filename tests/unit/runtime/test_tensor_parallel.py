@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_omni import Server
+from lightning_omni import FSDP, Server
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.runtime.model.meshes import ModelParallel, columns_of, mesh_of, rows_of, sizes_in
 from lightning_omni.runtime.model.sharded import check_clipping, check_sharded
@@ -271,13 +271,17 @@ class Own(ModelParallelStrategy):
     [
         ({"model_parallel": Own()}, ["pass", "ModelParallelStrategy(data_parallel_size"]),
         ({"model_parallel": ModelParallelStrategy(0, 2)}, ["data_parallel_size=0"]),
+        (
+            {"model_parallel": ModelParallelStrategy(1, 2, save_distributed_checkpoint="no")},  # type: ignore[arg-type]
+            ["ModelParallelStrategy(save_distributed_checkpoint='no')", "True or False"],
+        ),
         ({"rebalance": "auto"}, ['rebalance="auto"', "different parts"]),
         ({"method": "diloco:period=4,fragments=2"}, ["fragments=2", "model_parallel=ModelParallelStrategy("]),
         ({"server": Server(record="run.jsonl")}, ["record='run.jsonl'", "model_parallel=ModelParallelStrategy("]),
         ({"merged": "head"}, ["merged='head'", "model_parallel=ModelParallelStrategy("]),
-        ({"process_group": "some"}, ["process_group='some'", "leave it out"]),
+        ({"process_group": "some"}, ["process_group='some'", "leave it or model_parallel= out"]),
     ],
-    ids=["a subclass", "no rank", "rebalance", "fragments", "record", "merged head", "process group"],
+    ids=["a subclass", "no rank", "a word", "rebalance", "fragments", "record", "merged head", "process group"],
 )
 def test_what_does_not_go_with_a_mesh_is_refused_at_construction(options: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigurationError) as caught:
@@ -292,3 +296,19 @@ def test_what_the_object_says_of_checkpoints_and_process_groups_counts() -> None
     assert strategy.saves_folders
     assert (strategy.process_group_backend, strategy._timeout) == ("gloo", timedelta(minutes=3))
     assert not OmniStrategy(model_parallel=ModelParallelStrategy(1, 2, save_distributed_checkpoint=False)).saves_folders
+
+
+@pytest.mark.parametrize(
+    ("sharding", "given"),
+    [
+        (FSDP(distributed_checkpoint=True), "FSDP(distributed_checkpoint=True)"),
+        (ModelParallelStrategy(1, 2), "ModelParallelStrategy(save_distributed_checkpoint=True)"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_refused_by_the_argument_that_asked_for_it(
+    sharding: Any, given: str
+) -> None:
+    strategy = OmniStrategy(model_parallel=sharding)
+    with pytest.raises(UnsupportedError) as caught:
+        strategy.save_checkpoint({}, "s3://bucket/last.ckpt")
+    assert str(caught.value).startswith(f"{given} and a checkpoint at s3://bucket/last.ckpt")

@@ -29,7 +29,7 @@ from lightning_omni.runtime.state.checkpoint import NAME, VERSION, Saved
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack, unpack
 from lightning_omni.wire.messages import EpochPlan, SnapshotId
-from lightning_omni.wire.progress import Progress, ReferenceBatch
+from lightning_omni.wire.steps_and_samples import Progress, ReferenceBatch
 
 GROUPS = ((0,), (1,), (2,))
 PLAN = EpochPlan(epoch=3, total=400, batch_size=2, budget=400)

@@ -1048,7 +1048,7 @@ def test_a_server_that_stands_by_itself_tells_where_its_shares_are(tmp_path: Pat
 
 def test_a_server_that_was_suspended_with_the_one_that_coordinates_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     moment = 0.0
-    monkeypatch.setattr(server_link, "AwakeClock", partial(SuspendAwareClock, lambda: moment))
+    monkeypatch.setattr(server_link, "SuspendAwareClock", partial(SuspendAwareClock, lambda: moment))
     coordinator, stopping = ZeroMQServer(ServerCore(KEY, os.urandom, servers=2)), threading.Event()
     thread = threading.Thread(target=coordinator.run, args=(stopping.is_set,))
     thread.start()
@@ -1095,4 +1095,4 @@ def test_what_several_servers_cannot_do_is_refused_before_training() -> None:
         ({"transport": Stream()}, "leave count= out"),
     ):
         with pytest.raises(ConfigurationError, match=text):
-            omni.ZeroMQServer(count=2, **options)
+            omni.Server(count=2, **options)

@@ -44,7 +44,7 @@ from lightning_omni.strategy.optimizers import Merged, Proxies, check_wrapped
 from lightning_omni.strategy.schedules.pacing import Pacer, arrive
 from lightning_omni.strategy.schedules.run_schedulers import RunSchedulers
 from lightning_omni.wire.all_reduce import Exact
-from lightning_omni.wire.progress import Progress, ReferenceBatch
+from lightning_omni.wire.steps_and_samples import Progress, ReferenceBatch
 
 
 class Twice(torch.optim.SGD):

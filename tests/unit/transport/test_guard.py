@@ -24,7 +24,7 @@ from lightning_omni.transport.zeromq.guard import RefusalLog
 from lightning_omni.transport.zeromq.keys import DOMAIN, RunKeys
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.layout import Layout
-from lightning_omni.wire.sanitize import LONGEST, quoted
+from lightning_omni.wire.quoting import LONGEST, quoted
 
 KEY = bytes(32)
 LAYOUT = Layout.of({"w": torch.zeros(1)})

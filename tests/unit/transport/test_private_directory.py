@@ -172,7 +172,7 @@ def test_a_path_too_long_for_sockets_is_passed_over_and_alone_it_is_an_error(
     directory = PrivateDirectory()
     assert directory.path.parent == base
     directory.remove()
-    with pytest.raises(ConfigurationError, match=r"bytes too long for sockets; set TMPDIR .* or pass host="):
+    with pytest.raises(ConfigurationError, match=r"bytes too long for sockets; set TMPDIR .* or pass Server\(host="):
         PrivateDirectory(deep)
     assert not list(deep.iterdir())
 

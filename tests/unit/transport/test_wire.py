@@ -707,7 +707,7 @@ def test_nothing_on_the_wire_can_be_read_with_encryption(serving: Serving) -> No
 
 def test_a_port_in_use_is_named(serving: Serving) -> None:
     port = int(serving.address.rpartition(":")[2])
-    with pytest.raises(ConfigurationError, match=rf"cannot listen on 127\.0\.0\.1:{port}.*port="):
+    with pytest.raises(ConfigurationError, match=rf"cannot listen on 127\.0\.0\.1:{port}.*--port"):
         ZeroMQServer(ServerCore(KEY, secrets.token_bytes), port=port)
     with pytest.raises(ConfigurationError, match=rf"127\.0\.0\.1:{serving.core.data_port}"):
         ZeroMQServer(ServerCore(KEY, secrets.token_bytes), data_port=serving.core.data_port)

@@ -317,7 +317,7 @@ def short(method: str) -> str:
 @cache
 def trained(method: str, push: str = "fp32", pull: str = "fp32") -> Trace:
     """A run in which losses fall a hundred times, if all is well."""
-    return simulated({"push": push, "pull": pull}, method + short(method), lr=0.06, limits=Limits(epochs=3))
+    return simulated(Compression(push=push, pull=pull), method + short(method), lr=0.06, limits=Limits(epochs=3))
 
 
 def can_send(method: str, name: str) -> bool:

@@ -17,7 +17,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from lightning_omni.tuning.model.steps import parts_of_step, straggler_sentence
-from lightning_omni.wire.sanitize import quoted
+from lightning_omni.wire.quoting import quoted
 
 if TYPE_CHECKING:
     from lightning_omni.wire.messages import GroupOverview, LogEntry, Overview

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.live import Live
 
 from lightning_omni.checks import counted
-from lightning_omni.cli.top.overview import Rates, picture
+from lightning_omni.cli.top.groups_table import Rates, picture
 from lightning_omni.errors import ConnectionLost, Refused
 from lightning_omni.transport.zeromq.observer import Observer
 from lightning_omni.wire.messages import GroupOverview, GroupStatus, Overview
