@@ -85,7 +85,7 @@ class MachineComparison:
 
     @classmethod
     def of(cls, machines: DescribedMachines, momentum: float, is_adaptive: bool) -> MachineComparison:
-        """Compare on `DescribedMachines` that the user describes."""
+        """Compare on the machines that a user describes."""
         profile = machines.profile()
 
         def evidence(
@@ -176,7 +176,6 @@ def _evidence(
     all_reduces: tuple[str, ...],
     rebalance: bool,
 ) -> PlannedEvidence:
-
     ranks = len(machines.speeds)
     groups = tuple(sorted({*group_counts(ranks), machines.sites})) if methods else (1,)
     space = Space(groups, rebalance=rebalance, method=methods, wire=wires, all_reduce=all_reduces)

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from lightning_omni.checks import plain
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.methods import METHODS, method_named, text_of
 from lightning_omni.strategy.lightning_internals.strategies import has_ddp_comm_hook
@@ -159,8 +160,8 @@ class FitSpace:
 
     def _all_reduces(self) -> tuple[str, ...]:
         """Return the usable all-reduce formats: none with sparse gradients or a user's communication hook."""
-        has_lightning_sampler = has_ddp_comm_hook(self._run.strategy)
-        return () if has_lightning_sampler or self._has_sparse_gradients else DEFAULT_ALL_REDUCES
+        has_hook = has_ddp_comm_hook(self._run.strategy)
+        return () if has_hook or self._has_sparse_gradients else DEFAULT_ALL_REDUCES
 
     def _methods(self) -> tuple[str, ...]:
         """Return the methods with known costs that groups of this run can use."""
@@ -176,12 +177,12 @@ class FitSpace:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Return a value of a user-defined dimension if it can travel unchanged."""
+    """Return a value of a user-defined dimension as a plain one, if it can travel unchanged."""
     if not is_plain(value):
         raise ConfigurationError(
             f"space={{{name!r}: ...}}: current(world) returned {value!r}; return a number, a text, True or False"
         )
-    return value
+    return plain(value)
 
 
 def _text_of_wire(given: Compression) -> str:

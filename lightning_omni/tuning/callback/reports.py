@@ -48,7 +48,7 @@ class TunerReports:
     def ended(self) -> None:
         """Write the report, and inform the user if the target was not reached."""
         run, options = self._run, self._run.options
-        if run.rounds:
+        if run.rounds and run.is_rank_zero:  # a checkpoint gives all ranks the earlier searches
             self._report(TuningReport(*self._contents))
         values = [value for _, value in run.state.reached]
         if options.target is None or any(map(options.is_reached, values)):
@@ -71,7 +71,10 @@ class TunerReports:
                 logger.log_metrics(report.metrics, step=run.trainer.global_step)
             run.info(f"OmniTuner: {report.statement}")
             if run.folder is None:
-                run.info("OmniTuner: no report was written, because no logger has a folder on this machine")
+                run.info(
+                    "OmniTuner: no report was written, because nothing was chosen since the run was resumed, or no"
+                    " logger has a folder on this machine"
+                )
                 return
             files = report.save(run.folder)
             run.info(f"OmniTuner: the report is {next(each for each in files if each.suffix == '.html')}")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from lightning_omni.checks import check_kind
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods.model.master import held_by
 from lightning_omni.serialization import Serializable
@@ -32,6 +33,9 @@ class DeviceSetting(Serializable):
         compiled: names of the submodules that `torch.compile` compiles; ``""`` is the whole module.
         bf16: whether to train in ``bf16-mixed``, as in Lightning's Trainer.
 
+    Raises:
+        ConfigurationError: ``compiled`` is no tuple or list of names.
+
     Example:
         >>> DeviceSetting(channels_last=True, compiled=("",)).words
         'channels_last, compiled model'
@@ -41,6 +45,10 @@ class DeviceSetting(Serializable):
     channels_last: bool = False
     compiled: tuple[str, ...] = ()
     bf16: bool = False
+
+    def __post_init__(self) -> None:
+        check_kind("compiled", self.compiled, (tuple, list), 'names of submodules, as ("net",)')
+        object.__setattr__(self, "compiled", tuple(self.compiled))
 
     @property
     def words(self) -> str:

@@ -187,8 +187,8 @@ def seed_all(seed: int) -> None:
 
 def synchronize(device: torch.device) -> None:
     """Wait until the device has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    if device.type not in ("cpu", "meta") and hasattr(getattr(torch, device.type, None), "synchronize"):
+        getattr(torch, device.type).synchronize()
 
 
 # --- Batches ----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# --- Hardware efficiency (`profile`, `queueing`) ---------------------------------------------------------------------
+# --- Hardware efficiency (`profile`, `queueing`) ----------------------------------------------------------------------
 
 QUANTILES = 64
 """Equally likely values that represent a rank's jitter."""
@@ -35,7 +35,7 @@ OVERLAP_ROUNDS = 12
 IDLE = 0.02
 """Fraction of the time that a shared resource may be idle and still count as always busy."""
 
-# --- Statistical efficiency (`statistical`, `decay`) -----------------------------------------------------------------
+# --- Statistical efficiency (`convergence`) ---------------------------------------------------------------------------
 
 FEWEST_POINTS, MOST_POINTS = 8, 256
 """Smallest number of points of a loss curve, and the number above which neighbours are averaged."""
@@ -62,19 +62,19 @@ UNLIKELY = 8.0
 CANDIDATES = 2000
 """Number of decays that represent the likelihood."""
 
-# --- Momentum (`momentum`) -------------------------------------------------------------------------------------------
+# --- Momentum (`momentum`) --------------------------------------------------------------------------------------------
 
 LEAST_SPREAD, MOST_SPREAD = 0.5, 1.5
 """Range in which staleness acts as momentum, of its standard deviation relative to a geometric one of the same mean."""
 
-# --- Forecast (`forecast`) -------------------------------------------------------------------------------------------
+# --- Forecast (`forecast`) --------------------------------------------------------------------------------------------
 
 BLOCKS, TAIL = 8, 3
 """Equal segments over which a run averages its first losses, and the number of last ones that give its current loss."""
 THEORY_ERROR = 0.25
 """Standard deviation of the theory's log error where no prior exists."""
 
-# --- Splits of a batch, and stragglers (`batch_split`, `step_parts`) -------------------------------------------------
+# --- Splits of a batch, and stragglers (`steps`) ----------------------------------------------------------------------
 
 SPLIT_WARM_UP = 5
 """Number of first batches to skip, in which memory is allocated, kernels are selected and caches are filled."""

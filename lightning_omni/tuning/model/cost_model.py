@@ -314,7 +314,7 @@ class ClusterChange(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         if self.bandwidth is not None:
             check_number("bandwidth", self.bandwidth, "a positive number", above=0)
         if self.latency is not None:
-            check_number("latency", self.latency, "a positive number", low=0, below=math.inf)
+            check_number("latency", self.latency, "a number, 0 or more", low=0, below=math.inf)
         if self.slowest is not None:
             check_number("slowest", self.slowest, "a positive number", above=0, below=math.inf)
         if self.batch_size is not None:

@@ -75,7 +75,7 @@ class Section:
 
     @property
     def title(self) -> str:
-        name = "First search" if self.place == 0 else f"SpeedRecord {self.place}"
+        name = "First search" if self.place == 0 else f"Retuning {self.place}"
         return f"{name}, epoch {self.round.epoch}"
 
     @property

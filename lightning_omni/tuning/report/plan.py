@@ -23,6 +23,7 @@ from lightning_omni.tuning.report.texts import duration
 from lightning_omni.tuning.report.tuning import TuningReport
 from lightning_omni.tuning.search import Search, SearchSpec, Space
 from lightning_omni.tuning.search.choice import best_by_forecast, cheapest, risk_adjusted
+from lightning_omni.tuning.search.constants import QUANTILE
 from lightning_omni.tuning.search.evidence import is_faster
 from lightning_omni.tuning.search.machines import PlannedEvidence
 from lightning_omni.tuning.search.space import DEFAULT_METHODS, DEFAULT_WIRES, group_counts
@@ -315,7 +316,7 @@ def sentences(plan: Plan, samples: float | None) -> list[str]:
             " to have the same speeds"
         )
     if any(row.is_extrapolated for row in plan.rows):
-        lines.append("*: extrapolated, because no simulation had as many groups; never recommended")
+        lines.append("*: extrapolated, because no simulation had as many groups or local steps; never recommended")
     lines.append("the samples that groups need, their momentum and rate are what other tasks showed in simulation")
     return lines
 
@@ -435,7 +436,7 @@ def _draw_time(axes: Any, plan: Plan) -> None:
     rows = plan.rows
     groups = [row.setting.groups for row in rows]
     times = [plan.relative(row) for row in rows]
-    widths = [math.exp(1.2816 * plan.deviation(row)) for row in rows]
+    widths = [math.exp(QUANTILE * plan.deviation(row)) for row in rows]
     drawn = [Estimate(time, time / width, time * width) for time, width in zip(times, widths, strict=True)]
     plot_interval(axes, groups, drawn, EXPECTED)
     axes.set(ylabel="time to the target  (1: the best)", title=f"★ {plan.describe(plan.best.setting)}")

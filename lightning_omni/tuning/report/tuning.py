@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -201,7 +202,9 @@ class TuningReport:
     def table(self) -> Table:
         """Return a table for `rich.print`, with one row for each considered setting of all rounds."""
         right = [Column(head, justify="right") for head in ("samples/s", "samples", NAMES["speed_up"])]
-        table = Table(Column("setting"), Column("proposed by"), *right, title="OmniTuner", caption=self.statement)
+        table = Table(
+            Column("setting"), Column("proposed by"), *right, title="OmniTuner", caption=escape(self.statement)
+        )
         for chosen, summary in zip(self.rounds, self.summaries, strict=True):
             if len(self.rounds) > 1:
                 table.add_section()

@@ -216,6 +216,12 @@ def test_a_setting_that_cannot_be_applied_changes_nothing() -> None:
     assert all_of(model, optimizer, None) == before
 
 
+def test_the_names_of_compiled_submodules_are_a_tuple() -> None:
+    assert DeviceSetting(compiled=["net"]) == DeviceSetting(compiled=("net",))  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="compiled='net': pass names of submodules"):
+        DeviceSetting(compiled="net")  # type: ignore[arg-type]
+
+
 # --- What is kept and what is not -------------------------------------------------------------------------------------
 
 

@@ -139,7 +139,7 @@ def test_the_page_has_the_choice_its_reason_and_all_that_was_compared(
     assert f'<td class="number">{times(math.exp(segment.log_ratio))}</td>' in text
     for name in whole.summaries[0].systems:
         assert name in text
-    assert "SpeedRecord 1, epoch 7" in text
+    assert "Retuning 1, epoch 7" in text
     assert "all-reduce" in text
 
 

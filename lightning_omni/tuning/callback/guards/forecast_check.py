@@ -70,11 +70,13 @@ class ForecastCheck:
         run = self._run
         if not run.searches:
             return ""
-        predicted = run.searches[-1].prediction(run.setting).samples_per_second
+        search = run.searches[-1]
+        least = search.prediction(run.setting).samples_per_second.low
         probability = c.FALSE_ALARM * math.log2(1 + c.CHANGED)
-        if math.log(predicted.low) - speed.log_most(probability) < math.log(c.GAIN):
+        if math.log(least) - speed.log_most(probability) < math.log(c.GAIN):
             return ""
-        return f"it trains {speed.rate:.3g} samples per second, and {predicted.value:.3g} were predicted"
+        predicted = search.throughput(run.setting)  # as in the report
+        return f"it trains {speed.rate:.3g} samples per second, and {predicted:.3g} were predicted"
 
     def epoch_done(self) -> str:
         """Return why one group is to be timed again, by the speed of a whole epoch, or "". All ranks call it."""
@@ -151,7 +153,7 @@ class ForecastCheck:
         one_at_least = math.log(search.prediction(one).samples_per_second.low)
         if setting.groups == 1 or speed.log_most() - theory(setting) >= one_at_least - theory(one):
             return None
-        predicted = search.prediction(setting).samples_per_second.value
+        predicted = search.throughput(setting)
         why = (
             f"{setting.groups} groups train {speed.rate:.3g} samples per second, and {predicted:.3g} were predicted;"
             " for the samples that they need, one group is faster"
