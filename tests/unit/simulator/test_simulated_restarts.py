@@ -66,7 +66,8 @@ def run(method: str, groups: int, *events: Failure | Slowdown | ServerRestart, *
         return torch.optim.SGD(parameters, lr=1.0)
 
     cluster = Cluster.even(options.pop("devices", groups), 1e-3, **network)
-    return simulate(method, groups, cluster, Workload(Counts(), DATA, loss=loss, optimizer=optimizer), **options)
+    workload = Workload(Counts(), DATA, loss=loss, optimizer=optimizer, evaluate=options.pop("evaluate", None))
+    return simulate(method, groups, cluster, workload, **options)
 
 
 @contextmanager
@@ -143,7 +144,8 @@ def test_the_weights_go_back_to_the_last_save_when_the_server_dies() -> None:
         "async_sgd",
         2,
         ServerRestart(0.09, 0.1),
-        evaluation=Evaluation(lambda model: {"x": 0.0}, every_seconds=0.003),
+        evaluate=lambda model: {"x": 0.0},
+        evaluation=Evaluation(every_seconds=0.003),
     )
     times, updates = trace.evaluated["time"], trace.evaluated["update"]
     of = {round(1e3 * time): int(count) for time, count in zip(times, updates, strict=True)}
