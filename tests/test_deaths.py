@@ -110,7 +110,7 @@ ENDS = ("", "raise SystemExit(3)", "raise ValueError")
 STATUSES = f"""
 import atexit, os
 atexit.register(print, 'the last handler', end='; ')
-from lightning_omni.strategy.launcher import end_with
+from lightning_omni.strategy.launcher import exit_process
 for end in {ENDS}:
     if os.fork() == 0:
         break  # a copy goes on to the end of the script, as a script does
@@ -118,7 +118,7 @@ for end in {ENDS}:
     print(os.waitstatus_to_exitcode(status), flush=True)
 else:
     os._exit(0)
-end_with(1, 'rank 3 failed')
+exit_process(1, 'rank 3 failed')
 print('the script', end=', ')
 exec(end)
 """
