@@ -110,7 +110,7 @@ BAD: dict[Any, dict[str, list[Any]]] = {
         "all_reduce": [8, "int8", None, "powersgd:0"],
     },
     Server: {
-        "address": [3, "per-node"],
+        "address": [3],
         "count": [0, -1, 1.5, "3", "per-rank", None, True],
         "host": [3],
         "encryption": ["on please", True, 3],
@@ -308,6 +308,11 @@ def test_several_groups_refuse_a_process_group_of_the_users() -> None:
     OmniStrategy(groups=2).check_several(trainer)
     with pytest.raises(UnsupportedError, match="process_group= is that of each compute group"):
         OmniStrategy(groups=2, process_group=object()).check_several(trainer)
+
+
+def test_one_server_per_node_is_no_address() -> None:
+    with pytest.raises(ConfigurationError, match=r'Server\(address="per-node"\): .*pass Server\(count="per-node"\)'):
+        Server("per-node")
 
 
 MOST_ARGUMENTS = 14

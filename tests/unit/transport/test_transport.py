@@ -373,7 +373,7 @@ def test_a_transport_is_a_value_that_a_run_is_given() -> None:
     assert registry.load("stream:Stream") is Stream
     with pytest.raises(ConfigurationError, match="encryption= is ZeroMQ's"):
         WorldOptions(server=Server(transport=Stream(), encryption="off"))
-    with pytest.raises(ConfigurationError, match=r"transport=InMemory\(\): the server, a process of its own"):
+    with pytest.raises(ConfigurationError, match=r"Server\(transport=InMemory\(\)\): the server, a process of its own"):
         WorldOptions(server=Server(transport=InMemory()))
     with pytest.raises(ConfigurationError, match="stream://host:port"):
         WorldOptions(server=Server(transport=Stream(), address="tcp://10.0.0.1:5555"))
