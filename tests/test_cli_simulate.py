@@ -1,4 +1,4 @@
-"""``lightning-omni simulate`` and ``compare``: tables, pictures, traces, YAML, interruptions, and wrong settings."""
+"""``lightning-omni simulate`` of one method or several: tables, pictures, YAML, interruptions, wrong settings."""
 
 from __future__ import annotations
 
