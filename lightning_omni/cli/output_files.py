@@ -6,7 +6,6 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.palette import check_can_draw
 
 
 def check_file(option: str, path: Path) -> None:
@@ -31,20 +30,6 @@ def check_file(option: str, path: Path) -> None:
             TemporaryFile(dir=folder).close()
     except OSError as error:
         raise _unwritable(option, path, error, "file") from error
-
-
-def check_picture(option: str, path: Path) -> None:
-    """Raise an error if a picture cannot be drawn or written; see `check_file`.
-
-    Raises:
-        ConfigurationError: matplotlib is missing, or does not support the suffix; or the file cannot be written.
-    """
-    check_can_draw(f"{option}: ")
-    from matplotlib.figure import Figure  # here, because it is optional and slow
-
-    if path.suffix and path.suffix[1:].lower() not in Figure().canvas.get_supported_filetypes():
-        raise ConfigurationError(f"{option} {str(path)!r}: pass a name that ends in .png, .svg or .pdf")
-    check_file(option, path)
 
 
 def make_folder(option: str, folder: Path) -> None:

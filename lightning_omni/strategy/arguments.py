@@ -22,7 +22,7 @@ from lightning_omni.checks import check_choice, check_kind, keep_plain
 from lightning_omni.errors import ConfigurationError, UnknownArgument
 from lightning_omni.methods import Method
 from lightning_omni.runtime.model.meshes import FSDP, ModelParallel, Sharding, shown
-from lightning_omni.runtime.options import Elastic, Server, WorldOptions
+from lightning_omni.runtime.options import Elastic, Server, WorldOptions, sharding_of
 from lightning_omni.strategy.lightning_internals.strategies import model_parallel_options
 from lightning_omni.wire.compression import Compression
 
@@ -112,7 +112,7 @@ def refuse_unknown_of_ddp(strategy: Any, own: type, given: Mapping[str, Any]) ->
     refuse_unknown(type(strategy).__name__, given, _parameters(own), passed_on, _WITHIN)
 
 
-def sharding_of(given: object) -> tuple[Sharding, dict[str, Any]]:
+def split_model_parallel(given: object) -> tuple[Sharding, dict[str, Any]]:
     """Return how the members of a group hold the model, and the other arguments of a ModelParallelStrategy, by name.
 
     Raises:
@@ -122,14 +122,12 @@ def sharding_of(given: object) -> tuple[Sharding, dict[str, Any]]:
     if theirs is not None:
         names = ("data_parallel_size", "tensor_parallel_size", "save_distributed_checkpoint")
         return ModelParallel(*(theirs.pop(name) for name in names)), theirs
-    if given == "fsdp":
-        return FSDP(), {}
-    if given is not None and not isinstance(given, FSDP):
-        raise ConfigurationError(
-            f'model_parallel={given!r}: pass "fsdp", FSDP(...), None, or ModelParallelStrategy(data_parallel_size=...,'
-            " tensor_parallel_size=...) of lightning.pytorch.strategies or pytorch_lightning.strategies itself"
-        )
-    return given, {}
+    if given is None or given == "fsdp" or isinstance(given, FSDP):
+        return sharding_of(given), {}
+    raise ConfigurationError(
+        f'model_parallel={given!r}: pass "fsdp", FSDP(...), None, or ModelParallelStrategy(data_parallel_size=...,'
+        " tensor_parallel_size=...) of lightning.pytorch.strategies or pytorch_lightning.strategies itself"
+    )
 
 
 @dataclass(frozen=True)

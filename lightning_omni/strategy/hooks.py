@@ -26,7 +26,7 @@ from lightning_omni.runtime.model.meshes import FSDP, evenly, shown, sizes_in
 from lightning_omni.runtime.model.sharded import check_clipping, reshard
 from lightning_omni.runtime.process_groups import check_none_lost
 from lightning_omni.runtime.timing import clock_of
-from lightning_omni.strategy.arguments import Asked, FitOptions, refuse_unknown_of_ddp, sharding_of
+from lightning_omni.strategy.arguments import Asked, FitOptions, refuse_unknown_of_ddp, split_model_parallel
 from lightning_omni.strategy.arrangement import Arrangement
 from lightning_omni.strategy.checkpoints.contents import Checkpoints
 from lightning_omni.strategy.checkpoints.hooks import SavingStrategy
@@ -139,7 +139,7 @@ class OmniStrategyHooks(SavingStrategy):
     ) -> None:
         need_namespace(type(self))
         refuse_unknown_of_ddp(self, OmniStrategyHooks, ddp)
-        sharding, theirs = sharding_of(model_parallel)
+        sharding, theirs = split_model_parallel(model_parallel)
         ddp = {**theirs, **ddp}
         asked = self._asked = Asked(groups, method, data, server, elastic)
         with asked.naming_variables():

@@ -10,7 +10,6 @@ from lightning_omni.checks import counted
 from lightning_omni.methods import method_named, text_of, with_period
 from lightning_omni.tuning.model.convergence import Estimate
 from lightning_omni.tuning.model.forecast import Scaling, Setting
-from lightning_omni.tuning.model.profile import Profile
 from lightning_omni.tuning.search.choice import best_by_forecast, best_enumerated
 from lightning_omni.tuning.search.machines import DescribedMachines, PlannedEvidence
 from lightning_omni.tuning.search.space import DEFAULT_METHODS, DEFAULT_WIRES, SearchSpec, Space, group_counts
@@ -23,6 +22,8 @@ _PEERS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "hivemind: local updates": ((f"{_AVERAGE},dynamic_steps=true",), ("fp32", "int8"), ()),
 }
 """For each peer, the methods of this package that have its form, their wire formats, and all-reduce formats."""
+_LONG = 1e6
+"""Batches of a run, in which the time to form groups counts for nothing."""
 ASSUMED = (
     "assumed: links, steps and bytes as you gave them, and a server that updates 2 GB/s",
     "the samples that a setting needs are those that other tasks needed in simulation",
@@ -86,12 +87,15 @@ class MachineComparison:
     @classmethod
     def of(cls, machines: DescribedMachines, momentum: float, is_adaptive: bool) -> MachineComparison:
         """Compare on the machines that a user describes."""
-        profile = machines.profile()
+        profile, ranks = machines.profile(), len(machines.speeds)
+        start, batch = Setting(1, momentum, 1.0, all_reduce="fp32"), ranks * machines.batch_size
 
         def evidence(
             methods: tuple[str, ...], wires: tuple[str, ...], formats: tuple[str, ...], rebalance: bool
         ) -> PlannedEvidence:
-            return _evidence(profile, machines, momentum, is_adaptive, methods, wires, formats, rebalance)
+            groups = tuple(sorted({*group_counts(ranks), machines.sites})) if methods else (1,)
+            space = Space(groups, rebalance=rebalance, method=methods, wire=wires, all_reduce=formats)
+            return PlannedEvidence(SearchSpec(start, batch, _LONG * batch, space, Scaling(is_adaptive)), profile)
 
         ours = evidence(DEFAULT_METHODS, DEFAULT_WIRES, ("bf16",), True)
         ddp = ours.spec.start
@@ -164,28 +168,6 @@ class MachineComparison:
     def to_dict(self) -> dict[str, Any]:
         rows = [row.to_dict() for row in self.rows]
         return {"rows": rows, "verdict": self.verdict, "write": self.snippet, "assumed": list(ASSUMED)}
-
-
-def _evidence(
-    profile: Profile,
-    machines: DescribedMachines,
-    momentum: float,
-    is_adaptive: bool,
-    methods: tuple[str, ...],
-    wires: tuple[str, ...],
-    all_reduces: tuple[str, ...],
-    rebalance: bool,
-) -> PlannedEvidence:
-    ranks = len(machines.speeds)
-    groups = tuple(sorted({*group_counts(ranks), machines.sites})) if methods else (1,)
-    space = Space(groups, rebalance=rebalance, method=methods, wire=wires, all_reduce=all_reduces)
-    start = Setting(1, momentum, 1.0, all_reduce="fp32")
-    batch = ranks * machines.batch_size
-    return PlannedEvidence(SearchSpec(start, batch, _LONG * batch, space, Scaling(is_adaptive)), profile)
-
-
-_LONG = 1e6
-"""Batches of a run, in which the time to form groups counts for nothing."""
 
 
 def _gain(time: Estimate) -> str:
