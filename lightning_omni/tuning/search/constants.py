@@ -86,5 +86,5 @@ DESCRIBED_STEPS = 64
 SERVE_PER_BYTE = 5e-10
 """Assumed seconds of a described server's update for each byte of the weights."""
 BACKWARD, BUCKET = 0.67, 25e6
-"""Part of a described step that is the backward pass, in which DDP hides its all-reduce but for the last bucket; and
-the bytes of that bucket."""
+"""Assumed part of a described step that is the backward pass, in which DDP hides its all-reduce but for the last
+bucket; and the bytes of that bucket."""

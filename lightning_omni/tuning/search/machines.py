@@ -56,6 +56,8 @@ class DescribedMachines:
         site_bandwidth: bytes per second between sites; None if there is one site.
         site_latency: seconds of one message between sites.
         scatter: coefficient of variation of a rank's step times.
+        serve_per_byte: seconds of a server's update for each byte of the weights.
+        backward: part of a step that is the backward pass, in which DDP hides its all-reduce but for the last bucket.
 
     Raises:
         ConfigurationError: a number is out of range.
@@ -71,6 +73,8 @@ class DescribedMachines:
     site_bandwidth: float | None = None
     site_latency: float = 0.0
     scatter: float = 0.05
+    serve_per_byte: float = c.SERVE_PER_BYTE
+    backward: float = c.BACKWARD
 
     def __post_init__(self) -> None:
         for speed in self.speeds:
@@ -92,7 +96,7 @@ class DescribedMachines:
         between = self.site_bandwidth if self.sites > 1 and self.site_bandwidth else self.bandwidth
         latency = self.site_latency if self.sites > 1 else self.latency
         all_reduce = 2 * (ranks - 1) * (self.nbytes / ranks / between + latency)
-        exposed = max(all_reduce * min(1.0, c.BUCKET / self.nbytes), all_reduce - c.BACKWARD * self.step)
+        exposed = max(all_reduce * min(1.0, c.BUCKET / self.nbytes), all_reduce - self.backward * self.step)
         several: dict[str, Any] = {}
         if self.sites > 1:
             nodes = tuple(np.repeat(np.arange(self.sites), ranks // self.sites).tolist())
@@ -104,7 +108,7 @@ class DescribedMachines:
             own=tuple(map(tuple, own.tolist())),
             steps=(tuple((own.max(axis=0) + exposed).tolist()),),
             exchanges=((0.0,) * c.DESCRIBED_STEPS,),
-            serve=c.SERVE_PER_BYTE * self.nbytes,
+            serve=self.serve_per_byte * self.nbytes,
             nbytes=self.nbytes,
             round_trip=2 * latency,
             reduce_per_byte=2 * (ranks - 1) / ranks / between,
