@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 from typing_extensions import override
 
 from lightning_omni.checks import counted
+from lightning_omni.cli.compare.machines import SERVE_PER_BYTE, DescribedMachines
 from lightning_omni.methods import method_named, text_of, with_period
 from lightning_omni.tuning.model.convergence import Estimate
 from lightning_omni.tuning.model.forecast import Scaling, Setting
 from lightning_omni.tuning.model.profile import Profile
-from lightning_omni.tuning.search import constants as c
 from lightning_omni.tuning.search.choice import best_by_forecast, best_enumerated
-from lightning_omni.tuning.search.machines import DescribedMachines, PlannedEvidence
+from lightning_omni.tuning.search.evidence import PlannedEvidence
 from lightning_omni.tuning.search.space import DEFAULT_METHODS, DEFAULT_WIRES, SearchSpec, Space, group_counts
 
 _AVERAGE = "diloco:outer_lr=1.0,outer_momentum=0"
@@ -45,8 +45,8 @@ _FASTER = 1.05
 _LONG = 1e6
 """Batches of a run, in which the time to form groups counts for nothing."""
 _ASSUMPTIONS: tuple[dict[str, Any], ...] = (
-    {"serve_per_byte": c.SERVE_PER_BYTE / 2},
-    {"serve_per_byte": c.SERVE_PER_BYTE * 2},
+    {"serve_per_byte": SERVE_PER_BYTE / 2},
+    {"serve_per_byte": SERVE_PER_BYTE * 2},
     {"backward": 0.5},
     {"backward": 0.8},
 )
