@@ -10,7 +10,7 @@ import pytest
 
 from lightning_omni import Compression, OmniStrategy
 from lightning_omni.cli import main
-from lightning_omni.cli.compare.comparison import strategy_text
+from lightning_omni.cli.compare.comparison import MachineComparison, strategy_text
 from lightning_omni.cli.compare.machines import DescribedMachines
 from lightning_omni.tuning.model.forecast import Scaling, Setting
 from lightning_omni.tuning.search.prior import Prior, PriorTheory
@@ -93,6 +93,15 @@ def test_what_no_simulation_has_had_is_not_chosen(capsys: pytest.CaptureFixture[
     found = compared(capsys, "--speeds=16x1", "--link=1Mbit", "--model-size=50MB", "--step=0.2s")
     for row in found["rows"]:
         assert theory.covers(Setting.from_dict(row["setting"])), row
+
+
+@pytest.mark.parametrize("backward", [0.5, 0.8])
+def test_intervals_cover_other_assumptions(backward: float) -> None:
+    machines = DescribedMachines((1.0,) * 8, 0.2, 32, 50_000_000, 3e9 / 8)
+    _, ours, _ = MachineComparison.of(machines, 0.9, is_adaptive=False).rows
+    _, other, _ = MachineComparison.of(replace(machines, backward=backward), 0.9, is_adaptive=False).rows
+    assert other.setting == ours.setting
+    assert ours.time.low <= other.time.value <= ours.time.high
 
 
 def test_what_no_simulation_has_had_is_known() -> None:
