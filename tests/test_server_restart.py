@@ -16,14 +16,14 @@ import torch
 from benchmarks.server_restart import COMMAND, LISTENS, children, one_death
 from core import GAVE_UP, Layout, ZeroMQ
 from processes import Process
-from runs import free_port
+from runs import SLOWER, free_port
 from test_joining import PATIENCE, Run
 from test_private_directory import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 SAVE_EVERY = 1.0
-MOST = 60.0
+MOST = SLOWER * 60.0
 """Seconds until all ranks train on, on a machine that does other things, too; the benchmark says how many there are."""
 
 
@@ -271,7 +271,7 @@ class Saving(Run):
         self.server.expect("goes on with a run of . ranks", PATIENCE)
 
     def _wait_for_save(self) -> None:
-        began, deadline = self._saves, time.monotonic() + PATIENCE
+        began, deadline = self._saves, time.monotonic() + SLOWER * PATIENCE
         while self._saves < began + 2:  # the next one may have been under way
             assert time.monotonic() < deadline, f"nothing is saved: {self.server.output}"
             time.sleep(0.02)
