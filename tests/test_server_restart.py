@@ -307,7 +307,7 @@ def test_groups_that_have_joined_go_on_and_so_does_one_that_joins_the_server_tha
 def test_a_run_whose_server_and_groups_are_all_gone_is_trained_on_and_saved_by_a_group_that_comes_to_another_server(
     tmp_path: Path,
 ) -> None:
-    run = Saving(tmp_path)
+    run = Saving(tmp_path, "--heartbeat-timeout", "10")  # as long as the other server waits for the group that is gone
     try:
         options = {"epochs": 3, "hold": [1]}
         first = run.start("a", options)
