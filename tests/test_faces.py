@@ -242,6 +242,7 @@ WITHOUT_STEPS = {f"steps {each}": {"stepped": each} for each in ("on one rank", 
 REGROUPED = {f"regrouped, {groups} groups before": {"regrouped": groups} for groups in (1, 2)}
 THEN_ONE = {f"one group after two, {each}": {"first": each} for each in ("async_sgd", "local_sgd:period=4")}
 DISCARDED = {f"a state, {each}": {"discarded": each} for each in ("clear", "pop", "set", "write", "read")}
+OUTSIDE = {f"outside, {each} DDP": {"outside": f"{each} DDP"} for each in ("with", "without")}
 THEN_DDP = {
     f"plain DDP after two groups, {each}": {"then": each} for each in ("async_sgd", "local_sgd:period=4", "gossip")
 }
@@ -293,7 +294,7 @@ def plain_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
 def changing_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found in loops with more than weights, or with other groups in the middle."""
     loops: dict[str, dict[str, Any]] = {**BESIDE, **LAID, **REGROUPED, **UNLIKE, **FORGOTTEN, **WITHOUT_STEPS}
-    loops |= {**THEN_ONE, **SHORT, **THEN_DDP, **DISCARDED, "alone": {"alone": 0}}
+    loops |= {**THEN_ONE, **SHORT, **THEN_DDP, **DISCARDED, **OUTSIDE, "alone": {"alone": 0}}
     return run_loops(tmp_path_factory.mktemp("changing"), loops)
 
 
@@ -414,6 +415,15 @@ def test_a_loop_of_plain_ddp_after_one_of_several_groups_begins_with_one_optimiz
     assert one[2] == 0.01, "rank 0's, whose schedule has counted four steps"
     assert ["load rank 0's schedule.state_dict()" in each for each in one[3]] == [True]
     assert not other[3]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_step_outside_of_a_loop_that_trains_a_model_of_each_group_is_warned_of_once(
+    changing_loops: list[dict[str, Any]], name: str
+) -> None:
+    one, other = (each[name] for each in changing_loops)
+    assert ["each group trains a model of its own" in each for each in one] == [True] * (name == "outside, without DDP")
+    assert not other
 
 
 @pytest.mark.parametrize("name", DISCARDED)

@@ -611,6 +611,20 @@ def discard(discarded: str) -> dict[str, Any]:
     return found
 
 
+def step_outside(outside: str) -> list[str]:
+    """What is said of steps outside of a loop of groups, with DistributedDataParallel over all ranks or without."""
+    net, world, said = torch.nn.Linear(4, 1), World(2), list[str]()
+    model = world.wrap(net)
+    if outside == "with DDP":
+        model = torch.nn.parallel.DistributedDataParallel(net)
+    raw = torch.optim.SGD(net.parameters(), lr=0.01)
+    with heard(said):
+        for _ in range(2):
+            model(torch.randn(8, 4)).square().mean().backward()
+            raw.step()
+    return said
+
+
 def synchronize(alone: int) -> str:
     """Why a loop ends in which one rank synchronizes, to evaluate, and the other does not."""
     world = World(2)
@@ -664,6 +678,7 @@ def main() -> None:
         "first": go_on,
         "then": then_ddp,
         "discarded": lambda **options: discard(options["discarded"]),
+        "outside": lambda **options: step_outside(options["outside"]),
         "alone": synchronize,
         "page": follow,
     }

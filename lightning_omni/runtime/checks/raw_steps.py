@@ -5,21 +5,27 @@ With an optimizer that the user has not wrapped, each group would train a model 
 
 from __future__ import annotations
 
+import gc
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import ref
+from weakref import WeakMethod, finalize, ref
 
 import torch
 from torch.nn import Module, Parameter
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.methods.model.master import held_by
 from lightning_omni.runtime.executor import Executor
 from lightning_omni.runtime.model.sharded import local_of
 from lightning_omni.runtime.parallel_state import ParallelState
+
+_log = logging.getLogger(__name__)
 
 _REMEDY = (
     "groups would exchange nothing of it, and each would train a model of its own: wrap every optimizer before `with"
@@ -34,10 +40,40 @@ class RawStepGuard:
         self._parallel, self._executor = parallel, executor
         self._wrapped: list[ref[Module]] = []
         self._stranger = ""
+        self._outside: RemovableHandle | None = None
 
     def wrapped(self, module: Module) -> None:
         """Record that the world has wrapped a module, whose weights its groups are to train together."""
         self._wrapped.append(ref(module))
+        if self._executor().exchanges and self._outside is None:
+            warn = WeakMethod(self._warn_outside)
+
+            def before_step(optimizer: Optimizer, *_: Any) -> None:
+                if (alive := warn()) is not None:
+                    alive(optimizer)
+
+            self._outside = register_optimizer_step_pre_hook(before_step)
+            finalize(self, self._outside.remove)
+
+    def _warn_outside(self, optimizer: Optimizer) -> None:
+        """Warn once of a step outside of a loop, where gradients are averaged in the group at most."""
+        if self._parallel.control is not None or set(held_by(optimizer)).isdisjoint(self._weights()):
+            return
+        assert self._outside is not None
+        self._outside.remove()
+        modules = {id(module()) for module in self._wrapped}
+        wrappers = (each for each in gc.get_objects() if isinstance(each, DistributedDataParallel))
+        if self._parallel.rank or any(
+            id(each.module) in modules and each.process_group.size() == self._parallel.size for each in wrappers
+        ):
+            return
+        _log.warning(
+            "%s.step() outside of `with world.training():` moves weights of a module that world.wrap() has wrapped for"
+            " groups: unless your program averages the gradients of all ranks, each group trains a model of its own."
+            " Put the loop into `with world.training():`, with an OmniOptimizer, or, for plain DistributedDataParallel,"
+            " wrap the module in it",
+            type(optimizer).__name__,
+        )
 
     @contextmanager
     def watch(self, steps: Callable[[], int]) -> Iterator[None]:

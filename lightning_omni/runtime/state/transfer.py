@@ -224,7 +224,7 @@ class StateTransfer:
                     type(optimizer).__name__,
                     found["refused"],
                 )
-            elif share == mine and parallel.rank not in first and not found["refused"]:
+            elif share == mine and not found["refused"]:  # also on these ranks, since torch converts what it loads
                 load_state(optimizer, found["state"])
 
     def share_hyperparameters(self) -> None:
