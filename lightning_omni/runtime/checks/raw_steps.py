@@ -9,15 +9,15 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
-from weakref import WeakMethod, finalize, ref
+from weakref import WeakSet, ref
 
 import torch
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.methods.model.master import held_by
@@ -40,29 +40,22 @@ class RawStepGuard:
         self._parallel, self._executor = parallel, executor
         self._wrapped: list[ref[Module]] = []
         self._stranger = ""
-        self._outside: RemovableHandle | None = None
 
     def wrapped(self, module: Module) -> None:
         """Record that the world has wrapped a module, whose weights its groups are to train together."""
         self._wrapped.append(ref(module))
-        if self._executor().exchanges and self._outside is None:
-            warn = WeakMethod(self._warn_outside)
+        if self._executor().exchanges:
+            _watch_outside()
+            _outside.add(self)
 
-            def before_step(optimizer: Optimizer, *_: Any) -> None:
-                if (alive := warn()) is not None:
-                    alive(optimizer)
-
-            self._outside = register_optimizer_step_pre_hook(before_step)
-            finalize(self, self._outside.remove)
-
-    def _warn_outside(self, optimizer: Optimizer) -> None:
+    def warn_outside(self, optimizer: Optimizer) -> None:
         """Warn once of a step outside of a loop, where gradients are averaged in the group at most."""
         if self._parallel.control is not None or set(held_by(optimizer)).isdisjoint(self._weights()):
             return
-        assert self._outside is not None
-        self._outside.remove()
+        _outside.discard(self)
         modules = {id(module()) for module in self._wrapped}
-        wrappers = (each for each in gc.get_objects() if isinstance(each, DistributedDataParallel))
+        # `isinstance` would ask proxies for their class, which may be gone.
+        wrappers = (each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel))
         if self._parallel.rank or any(
             id(each.module) in modules and each.process_group.size() == self._parallel.size for each in wrappers
         ):
@@ -133,3 +126,18 @@ class RawStepGuard:
     def _sums(self) -> list[int]:
         """Return a sum over the bytes of each weight, which changes when the weight moves."""
         return [int(local_of(each).contiguous().view(-1).view(torch.uint8).sum()) for each in self._weights()]
+
+
+_outside: WeakSet[RawStepGuard] = WeakSet()
+"""The guards that have not warned yet of steps outside of loops."""
+
+
+@cache
+def _watch_outside() -> None:
+    """Watch the steps of all optimizers from now on: no hook can be removed while hooks are called."""
+
+    def warn(optimizer: Optimizer, *_: Any) -> None:
+        for guard in list(_outside):
+            guard.warn_outside(optimizer)
+
+    register_optimizer_step_pre_hook(warn)
