@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from runs import SLOWER
 from torch import Tensor
 
 from lightning_omni.group.sharded_inbox import MOST_WAITING, ShardedInbox
@@ -40,7 +41,7 @@ class Collective:
 
     def __init__(self, members: int) -> None:
         self._said: list[Sequence[int]] = [()] * members
-        self._barrier = threading.Barrier(members, timeout=30)
+        self._barrier = threading.Barrier(members, timeout=SLOWER * 30)
 
     def of(self, member: int) -> Callable[[Sequence[int]], list[int]]:
         def largest(numbers: Sequence[int]) -> list[int]:
@@ -81,7 +82,7 @@ class Groups:
             group: [self._threads.submit(does, self.members[group, member], member) for member in (0, 1)]
             for group in groups
         }
-        return {group: [each.result(timeout=60) for each in both] for group, both in futures.items()}
+        return {group: [each.result(timeout=SLOWER * 60) for each in both] for group, both in futures.items()}
 
     def close(self) -> None:
         for each in self.members.values():
@@ -98,7 +99,7 @@ def groups(tmp_path: Path) -> Iterator[Groups]:
 @contextmanager
 def busy(groups: Groups, does: Callable[[ShardedPeerExchange, int, int], None]) -> Iterator[None]:
     """A context in which the members of group 1 do something over and over, each at moments of its own."""
-    over, steps = threading.Event(), threading.Barrier(2, timeout=30)
+    over, steps = threading.Event(), threading.Barrier(2, timeout=SLOWER * 30)
 
     def act(each: ShardedPeerExchange, member: int) -> None:
         jitter, number = random.Random(member), 0
@@ -120,7 +121,7 @@ def busy(groups: Groups, does: Callable[[ShardedPeerExchange, int, int], None]) 
 
 def rounds() -> Iterator[None]:
     """Endless, but for the test's time."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + SLOWER * 60
     while True:
         assert time.monotonic() < deadline
         yield
