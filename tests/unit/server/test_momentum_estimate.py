@@ -21,16 +21,16 @@ from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 from lightning_omni.methods import AsyncSGD, HardSync, LocalSGD, Method, SoftSync
-from lightning_omni.methods.model.master import describe, hyperparameters_of, resolver
+from lightning_omni.methods.model.server_optimizer import describe, hyperparameters_of, resolver
 from lightning_omni.metrics import Staleness
 from lightning_omni.server.parameters import momentum_estimate
 from lightning_omni.server.parameters.momentum_estimate import FEWEST, total_momentum
-from lightning_omni.server.parameters.served_optimizer import ServedOptimizer
+from lightning_omni.server.parameters.served_parameters import ServedOptimizer
 from lightning_omni.simulator import Cluster, Jitter, Limits, Workload
 from lightning_omni.simulator.run import simulate
 from lightning_omni.simulator.server import SimulatedServer
 from lightning_omni.strategy.loops.live_metrics import StepTimes, live_metrics
-from lightning_omni.tuning.model.momentum import explicit_momentum
+from lightning_omni.tuning.callback.hyperparameters import explicit_momentum
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.layout import Layout
 
