@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 # means this t; the sum m + u, which equals it for small m u, would soon exceed 1.
 #
 # Rule 1: The theorems require random staleness. Workers of nearly equal speed have a nearly constant delay, which is
-# not momentum and does not help; `Implicit.holds` reports it.
+# not momentum and does not help; `ImplicitMomentum.holds` reports it.
 #
 # The server estimates the total momentum while a run trains, see `lightning_omni.server.parameters.momentum_estimate`.
 
@@ -46,7 +46,7 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
-class Implicit:
+class ImplicitMomentum:
     """The momentum that staleness adds, and the validity of the theorem behind it.
 
     Attributes:
@@ -84,7 +84,7 @@ class Implicit:
         return f"{text}: a few pushes are very late; the theorem does not hold, so search instead"
 
 
-def implicit_momentum(histogram: Sequence[int] | Array) -> Implicit:
+def implicit_momentum(histogram: Sequence[int] | Array) -> ImplicitMomentum:
     """Compute implicit momentum from measured staleness, as if that were geometric, and its distance from geometric.
 
     Args:
@@ -111,7 +111,7 @@ def implicit_momentum(histogram: Sequence[int] | Array) -> Implicit:
     momentum = mean / (1 + mean)
     geometric = (1 - momentum) * momentum**values
     beyond = max(0.0, 1 - float(geometric.sum()))
-    return Implicit(
+    return ImplicitMomentum(
         momentum=momentum,
         mean=mean,
         deviation=deviation,
@@ -139,7 +139,7 @@ def explicit_for(total: float, staleness: float) -> float:
 
 
 @dataclass(frozen=True)
-class Explicit:
+class ExplicitMomentum:
     """The explicit momentum to set in the optimizer.
 
     Attributes:
@@ -152,7 +152,7 @@ class Explicit:
     momentum: float
     first_order: float
     exceeded: bool
-    implicit: Implicit
+    implicit: ImplicitMomentum
 
     @property
     def statement(self) -> str:
@@ -164,7 +164,7 @@ class Explicit:
         return self.implicit.statement
 
 
-def explicit_momentum(total: float, histogram: Sequence[int] | Array) -> Explicit:
+def explicit_momentum(total: float, histogram: Sequence[int] | Array) -> ExplicitMomentum:
     """Compute the explicit momentum that reaches a wanted total together with the implicit one.
 
     The result is `explicit_for` of the measured mean staleness. Where the theorem does not hold (``implicit.holds``),
@@ -187,7 +187,7 @@ def explicit_momentum(total: float, histogram: Sequence[int] | Array) -> Explici
     """
     check_number("total", total, "a momentum, 0 or more and less than 1", low=0, below=1)
     implicit = implicit_momentum(histogram)
-    return Explicit(
+    return ExplicitMomentum(
         momentum=explicit_for(total, implicit.mean),
         first_order=total - implicit.momentum,
         exceeded=implicit.momentum > total,

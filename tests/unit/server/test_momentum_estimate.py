@@ -25,7 +25,7 @@ from lightning_omni.methods.model.server_optimizer import describe, hyperparamet
 from lightning_omni.metrics import Staleness
 from lightning_omni.server.parameters import momentum_estimate
 from lightning_omni.server.parameters.momentum_estimate import FEWEST, total_momentum
-from lightning_omni.server.parameters.served_parameters import ServedOptimizer
+from lightning_omni.server.parameters.served_parameters import ServedParameters
 from lightning_omni.simulator import Cluster, Jitter, Limits, Workload
 from lightning_omni.simulator.run import simulate
 from lightning_omni.simulator.server import SimulatedServer
@@ -53,7 +53,7 @@ class Quadratic:
         self.optimizer = make(parameters.values()) if method.steps_at == "server" else None
         description = describe(self.optimizer, {p: name for name, p in parameters.items()}) if self.optimizer else None
         weights = {name: p.detach() for name, p in parameters.items()}
-        self.served = ServedOptimizer(description, weights, 0, method, range(groups), resolver(()))
+        self.served = ServedParameters(description, weights, 0, method, range(groups), resolver(()))
         self.noise, self.generator = noise, generator
         self.past = [self.weights]
 
