@@ -410,7 +410,7 @@ def test_servers_that_hold_a_share_each_go_on_together_when_one_is_killed_or_all
         results = [run.result(name, rank) for name in "abc" for rank in range(ranks)]
         assert all(each["weights"] == results[0]["weights"] and each["finite"] for each in results)
         files = sorted(str(path.relative_to(tmp_path)) for path in (tmp_path / "state").rglob("*"))
-        assert files == ["state/lock", "state/share-1"]
+        assert files == ["state/lock"]
     finally:
         run.close()
 

@@ -37,7 +37,7 @@ def exchanges_of(
     methods: tuple[str, ...] = DEFAULT_METHODS
     wires: tuple[str, ...] = DEFAULT_WIRES
     if spec is not None:
-        methods, wires = spec.space.method or (spec.start.method,), spec.space.wire or (spec.start.wire,)
+        methods, wires = spec.space.method or (spec.start.method,), spec.space.compression or (spec.start.wire,)
     if method is not None:
         value = _as_option("method", lambda: method_named(method))
         methods = (text_of(value, without=("period",)),)
@@ -54,9 +54,9 @@ def exchanges_of(
 
 def _check_wire(wire: str, methods: Sequence[str]) -> None:
     """Raise a `ConfigurationError` if the wire format does not exist, or not for one of these methods."""
-    wire_format = _as_option("wire", lambda: compression_named(wire).wire_format)
+    wire_format = _as_option("compression", lambda: compression_named(wire).wire_format)
     for method in methods:
-        _as_option("wire", partial(wire_format.check, method_named(method)))
+        _as_option("compression", partial(wire_format.check, method_named(method)))
 
 
 def _asked_all_reduce(all_reduce: str, known: PlanSource) -> tuple[str, ...]:
