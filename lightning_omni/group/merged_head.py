@@ -17,20 +17,19 @@ from torch.optim import Optimizer
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods.model.head import modes_of
-from lightning_omni.methods.model.master import hyperparameters_of
+from lightning_omni.methods.model.server_optimizer import hyperparameters_of
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.activations import RAW_ACTIVATIONS, ActivationFormats, flat_of, pack_activations
-from lightning_omni.wire.codec import Packed
+from lightning_omni.wire.codec import RAW_ACTIVATIONS, ActivationFormats, Packed, flat_of, pack_activations
 
 
-class ToHead(NamedTuple):
+class HeadMessage(NamedTuple):
     """A message to the server, and its payload: uint8."""
 
     message: m.HeadForward | m.HeadBackward
     payload: Tensor
 
 
-class HeadSide:
+class MergedHeadClient:
     """The messages of one group for a merged head, in the order in which they may be sent.
 
     Args:
@@ -49,7 +48,7 @@ class HeadSide:
         >>> import torch
         >>> head = nn.Linear(2, 1)
         >>> optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
-        >>> side = HeadSide("head", 1, head, optimizer, list(head.parameters()))
+        >>> side = MergedHeadClient("head", 1, head, optimizer, list(head.parameters()))
         >>> forward = side.forward(((torch.ones(3, 2),), {}))
         >>> side.begin()
         >>> side.end()
@@ -99,7 +98,7 @@ class HeadSide:
 
     # --- Messages ----------------------------------------------------------------------------------------------------
 
-    def forward(self, tree: Any, autocast: str = "", exclusive: bool = True) -> ToHead:
+    def forward(self, tree: Any, autocast: str = "", exclusive: bool = True) -> HeadMessage:
         """Return the message with the group's batch.
 
         Args:
@@ -117,16 +116,16 @@ class HeadSide:
             autocast=autocast,
             exclusive=exclusive,
         )
-        return ToHead(message, buffer)
+        return HeadMessage(message, buffer)
 
     def backward(
         self, gradients: Sequence[Tensor | None], place: tuple[int, int] = (-1, 0), scale: float = 1.0
-    ) -> ToHead:
+    ) -> HeadMessage:
         """Return the message with the gradients of the head's output.
 
         Args:
             gradients: one for each tensor of the output; None if the loss did not depend on it.
-            place: the group's position in the epoch's data: see `lightning_omni.group.lease_client.LeaseClient.place`.
+            place: the group's position in the epoch's data: see `LeaseClient.place`.
             scale: factor for the gradients of the head's weights.
         """
         packed, buffer = pack_activations(self.wire.up, list(gradients))
@@ -142,7 +141,7 @@ class HeadSide:
             epoch=epoch,
             trained=trained,
         )
-        return ToHead(message, buffer)
+        return HeadMessage(message, buffer)
 
     def flat_of(self, packed: Packed, payload: Tensor) -> Tensor:
         """Decode the tensors of a server's answer into flat memory."""

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lightning_omni.methods import Inbox
-from lightning_omni.methods.model.totals import Total
+from lightning_omni.methods.contract import Total
 
 MOST_WAITING = 16
 """Parts that may wait for the next `take`; further ones count as lost."""

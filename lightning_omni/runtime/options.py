@@ -18,8 +18,7 @@ from lightning_omni.topology import check_groups
 from lightning_omni.transport.registry import TRANSPORTS, Transport, name_of
 from lightning_omni.transport.zeromq import ZeroMQ
 from lightning_omni.transport.zeromq.keys import key_of_environment
-from lightning_omni.wire.all_reduce import EXACT
-from lightning_omni.wire.compression import Compression
+from lightning_omni.wire.compression import EXACT, Compression
 from lightning_omni.wire.formats.base import WireFormat
 from lightning_omni.wire.partition import check_by_member
 

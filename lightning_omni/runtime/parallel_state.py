@@ -19,20 +19,20 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.group.core import GroupCore
 from lightning_omni.methods import Method
 from lightning_omni.runtime._private import forget_meshes
-from lightning_omni.runtime.membership.registration import GroupRegistration
 from lightning_omni.runtime.model.meshes import ModelParallel, columns_of, evenly, mesh_of, rows_of, sizes_in
 from lightning_omni.runtime.model.reduction import Reduction
 from lightning_omni.runtime.model.replica import Part
 from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.runtime.process_groups import ProcessGroups, check_none_lost
+from lightning_omni.runtime.registration import GroupRegistration
 from lightning_omni.runtime.server_process import RunServer
 from lightning_omni.topology import RECORDER, Topology
 from lightning_omni.transport.connections import Control
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.all_reduce import AllReduce
 from lightning_omni.wire.codec import Packed, pack, unpack
+from lightning_omni.wire.compression import AllReduce
 from lightning_omni.wire.formats.base import WireFormat
-from lightning_omni.wire.partition import Split, is_elementwise
+from lightning_omni.wire.partition import Partition, is_elementwise
 
 
 class Communication(NamedTuple):
@@ -384,15 +384,15 @@ class ParallelState:
         """Return whether the user's optimizer steps this part on every rank."""
         return self.steps_at_worker and part.head is None
 
-    def split_of(self, part: Part, servers: int) -> Split:
+    def split_of(self, part: Part, servers: int) -> Partition:
         """Return the division of an optimizer's parameters over this number of servers."""
         layout = part.replica.layout
         if part.split is None or part.split.layout is not layout or len(part.split.shares) != servers:
             at_servers = None if self.steps_here(part) else part.optimizer
             if part.head is not None:
-                part.split = Split.whole(layout, servers)
+                part.split = Partition.whole(layout, servers)
             else:
-                part.split = Split.of(layout, servers, is_elementwise(self.method, at_servers))
+                part.split = Partition.of(layout, servers, is_elementwise(self.method, at_servers))
         return part.split
 
     def empty(self, nbytes: int) -> Tensor:

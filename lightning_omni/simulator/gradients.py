@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.group.member_samples import apportion, positions
-from lightning_omni.group.merged_head import HeadSide
+from lightning_omni.group.leased_batches import apportion, positions
+from lightning_omni.group.merged_head import MergedHeadClient
 from lightning_omni.methods.model.head import check_mergeable, held_by_one, pass_through
 from lightning_omni.methods.model.modules import describe_module, tensors_of, with_tensors
 from lightning_omni.simulator.cluster import Cluster
@@ -25,9 +25,8 @@ from lightning_omni.simulator.server import HEAD, SimulatedServer
 from lightning_omni.simulator.workbench import Result, Workbench
 from lightning_omni.simulator.workload import Loss
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.activations import ActivationFormats, pack_activations, unpack_activations
-from lightning_omni.wire.all_reduce import EXACT, AllReduce, Unsent, run_through
-from lightning_omni.wire.codec import unpack
+from lightning_omni.wire.codec import ActivationFormats, pack_activations, unpack, unpack_activations
+from lightning_omni.wire.compression import EXACT, AllReduce, Unsent, run_through
 from lightning_omni.wire.formats.base import RAW, WireFormat
 from lightning_omni.wire.layout import Layout, TensorSpec
 from lightning_omni.wire.messages import Batch
@@ -188,7 +187,7 @@ class SimulatedHead:
         self.name = name
         self._module = check_mergeable(name, model)
         _, self.parameters = held_by_one(name, self._module, [optimizer])
-        self._side = HeadSide(name, HEAD, self._module, optimizer, list(self.parameters.values()))
+        self._side = MergedHeadClient(name, HEAD, self._module, optimizer, list(self.parameters.values()))
         self._server: SimulatedServer
         self._group_place = (0, -1, 0)
         self._output: Any = None

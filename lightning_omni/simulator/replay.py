@@ -15,28 +15,26 @@ from torch.optim import Optimizer
 
 from lightning_omni.errors import ConfigurationError, ProtocolError
 from lightning_omni.group.core import Action, GroupCore, ServerRequest
-from lightning_omni.group.member_samples import positions
+from lightning_omni.group.leased_batches import positions
 from lightning_omni.methods import AsyncSGD, Method
 from lightning_omni.methods.contract import Exchange, Fetch, Gradient, NextGradient, Receive, Reply, Tensors
-from lightning_omni.methods.model.master import describe, detach_state, holds, hyperparameters_of
 from lightning_omni.methods.model.replica import Hyperparameters, Pulled, Replica, copies
+from lightning_omni.methods.model.server_optimizer import describe, detach_state, holds, hyperparameters_of
 from lightning_omni.server.event_log import Event, Spans
-from lightning_omni.server.parameters.served_optimizer import ServedOptimizer
+from lightning_omni.server.parameters.served_parameters import ServedParameters
 from lightning_omni.simulator.gradients import RoundedHead
 from lightning_omni.simulator.monitor import Row, arrays
-from lightning_omni.simulator.partitioned_format import partitioned_format
-from lightning_omni.simulator.replicas import named_parameters, own_replica
-from lightning_omni.simulator.server import resolve_also
-from lightning_omni.simulator.workbench import Samples, Workbench
+from lightning_omni.simulator.server import partitioned_format, resolve_also
+from lightning_omni.simulator.workbench import Samples, Workbench, named_parameters, own_replica
 from lightning_omni.simulator.workload import Loss, MakeOptimizer
 from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.activations import RAW_ACTIVATIONS, ActivationFormats
+from lightning_omni.wire.codec import RAW_ACTIVATIONS, ActivationFormats
 from lightning_omni.wire.formats.base import RAW, Encoded, Memory, WireFormat, decode, from_wire, name_of
 from lightning_omni.wire.layout import Layout
 from lightning_omni.wire.messages import Batch
-from lightning_omni.wire.partition import Split, is_elementwise
+from lightning_omni.wire.partition import Partition, is_elementwise
 
 BatchAt = Callable[[int, range], Any]
 """A function that returns the batch of an epoch's positions: ``batches(epoch, positions)``."""
@@ -218,11 +216,11 @@ class _Replay:
         self._bench = self._new_bench()
         self._param_groups: tuple[dict[str, Any], ...] = ()
         self._is_formed = False
-        self._served: ServedOptimizer
-        self._served_head: ServedOptimizer | None = None
+        self._served: ServedParameters
+        self._served_head: ServedParameters | None = None
         self._method: Method
         self._wire_format: WireFormat
-        self._split: Split
+        self._split: Partition
         self._overlap = False
         self._out, self._in = Memory(), Memory()
         self._groups: dict[int, _Group] = {}
@@ -296,7 +294,7 @@ class _Replay:
                 self._deliver(side.evict(event.group))
 
     @staticmethod
-    def _check_clock(event: Event, served: ServedOptimizer) -> None:
+    def _check_clock(event: Event, served: ServedParameters) -> None:
         if served.master.clock != event.clock:
             raise ProtocolError(f"the record says {event}, but after it the clock is {served.master.clock}")
 
@@ -343,10 +341,10 @@ class _Replay:
         self._served.answer_in(self._wire_format.answers, self._overlap)
         self._groups = {number: self._new_group(number, topology) for number in topology.alive}
 
-    def _divided(self, servers: int) -> Split:
+    def _divided(self, servers: int) -> Partition:
         layout = Layout.of({name: parameter.detach() for name, parameter in self._body.items()})
         at_servers = self._optimizer if self._method.steps_at == "server" else None
-        return Split.of(layout, servers, is_elementwise(self._method, at_servers))
+        return Partition.of(layout, servers, is_elementwise(self._method, at_servers))
 
     def _served_of(
         self,
@@ -356,12 +354,12 @@ class _Replay:
         method: Method,
         topology: Topology,
         servers: int = 1,
-    ) -> ServedOptimizer:
+    ) -> ServedParameters:
         names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
         description = describe(optimizer, names) if optimizer is not None else None
         weights = {name: self._start[name] for name in parameters}
         resolve = resolve_also(self._optimizer)
-        return ServedOptimizer(description, weights, clock, method, topology.alive, resolve, servers=servers)
+        return ServedParameters(description, weights, clock, method, topology.alive, resolve, servers=servers)
 
     def _join(self, event: Event) -> None:
         """Add a group, which reads the weights before anything else."""

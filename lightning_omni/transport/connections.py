@@ -509,7 +509,7 @@ class Peers(Protocol):
 class ShardedPeers(Peers, Protocol):
     """The connections of a member that has a share of the model to its counterparts in other groups.
 
-    The members of a group use them to agree: see `lightning_omni.runtime.exchange.peer_exchange`.
+    The members of a group use them to agree: see `lightning_omni.runtime.group_exchange`.
     """
 
     def hold(self, group: int, optimizer: int) -> int:

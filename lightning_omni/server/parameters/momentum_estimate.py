@@ -23,7 +23,7 @@ scaling by coordinate, with weight decay inside the gradient, and with η and m 
 `MEMORY`. Gradient noise does not disturb it in a synchronous run. In an asynchronous run, noise pulls it towards the
 middle between m and 1, more so if the gradient changes less within the staleness, and less with a longer memory. A
 constant delay of s updates also yields 1 - 1 / (1 + s):
-`lightning_omni.tuning.model.momentum.implicit_momentum` reports whether staleness is random.
+`lightning_omni.tuning.callback.hyperparameters.implicit_momentum` reports whether staleness is random.
 
 The cost must be negligible, so the watched coordinates are gathered from flat buffers in one call.
 
@@ -45,7 +45,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_omni.methods.model.master import Master
+from lightning_omni.methods.model.server_optimizer import Master
 from lightning_omni.wire.layout import DTYPES, Layout
 
 RUNS, RUN = 32, 8

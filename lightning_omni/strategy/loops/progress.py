@@ -14,17 +14,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lightning_omni.runtime import World
-from lightning_omni.runtime.state.checkpoint import Saved
+from lightning_omni.runtime.state.checkpoint import RunCheckpoint
 from lightning_omni.server.event_log import Spans
 from lightning_omni.strategy.lightning_internals.callbacks import reloads
-from lightning_omni.strategy.lightning_internals.progress import (
+from lightning_omni.strategy.lightning_internals.loops import (
     accumulation_windows,
     batches_resumed,
     batches_trained,
     progress_counters,
     set_progress_counters,
 )
-from lightning_omni.strategy.loops.leased_data import LeasedData
+from lightning_omni.strategy.loops.epoch import LeasedData
 from lightning_omni.strategy.loops.limits import FitLimits, StepsByHand, size_of
 from lightning_omni.wire.messages import EpochPlan, SnapshotId
 from lightning_omni.wire.steps_and_samples import Progress
@@ -71,7 +71,7 @@ class RunProgress:
         if self.is_counted_together and trainer.max_steps != -1:
             self.step_limit = sys.maxsize  # until `start`: the loop would compare this rank's own steps with max_steps
 
-    def resume(self, saved: Saved) -> None:
+    def resume(self, saved: RunCheckpoint) -> None:
         self.resumed, self.resumed_samples, self.past = saved.cut, saved.samples, saved.progress
         self.is_counted_together = saved.progress is not None or saved.cut.epoch != -1
 

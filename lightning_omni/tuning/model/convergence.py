@@ -4,7 +4,7 @@ A curve is fitted by a decay that may level off anywhere and bend in any way bet
 
     L(t) = floor + drop (1 + t / τ)^(-p),        L(t) = floor + drop exp(-t / τ) as p → ∞ with τ / p fixed,
 
-so a forecast is as uncertain as the end of the curve leaves it. `lightning_omni.tuning.model.momentum`
+so a forecast is as uncertain as the end of the curve leaves it. `lightning_omni.tuning.callback.hyperparameters`
 covers the effect of staleness on momentum, and `lightning_omni.tuning.model.profile` the seconds per update.
 
 Rule 1: The fit needs no start and cannot fail: it searches q = 1 / p and T = τ / p, with least squares in the rest.

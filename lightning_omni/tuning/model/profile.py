@@ -36,7 +36,7 @@ from lightning_omni.tuning.model.cost_fit import fit_model
 from lightning_omni.tuning.model.cost_model import ClusterChange, CostModel, Costs, ExchangePattern, first_draw
 from lightning_omni.tuning.model.measurements import Measured, mean_samples
 from lightning_omni.tuning.model.training_plan import TrainingPlan
-from lightning_omni.wire.all_reduce import EXACT, all_reduce_of
+from lightning_omni.wire.compression import EXACT, all_reduce_of
 
 Array = np.ndarray[Any, Any]
 

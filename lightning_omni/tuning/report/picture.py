@@ -27,8 +27,7 @@ from lightning_omni.palette import (
 )
 from lightning_omni.palette import PARTS as PARTS_COLOURS
 from lightning_omni.tuning.model.convergence import Estimate
-from lightning_omni.tuning.report.summary import SearchSummary, shares
-from lightning_omni.tuning.report.texts import number, times
+from lightning_omni.tuning.report.summary import SearchSummary, number, shares, times
 
 _PART_LABELS = {
     "compute": "compute",

@@ -17,10 +17,8 @@ from lightning_omni.palette import CHOSEN, EXPECTED, can_draw, new_figure, plot_
 from lightning_omni.tuning.model.convergence import Estimate
 from lightning_omni.tuning.model.forecast import Scaling, Setting, Theory
 from lightning_omni.tuning.model.profile import BOTTLENECKS, Prediction, Profile
-from lightning_omni.tuning.report.page import TextTable, templates
-from lightning_omni.tuning.report.run import Written
-from lightning_omni.tuning.report.texts import duration
-from lightning_omni.tuning.report.tuning import TuningReport
+from lightning_omni.tuning.report.summary import ReportOrigin, duration
+from lightning_omni.tuning.report.tuning import TextTable, TuningReport, templates
 from lightning_omni.tuning.search import Search, SearchSpec, Space
 from lightning_omni.tuning.search.choice import best_by_forecast, cheapest, risk_adjusted
 from lightning_omni.tuning.search.constants import QUANTILE
@@ -88,7 +86,7 @@ class PlanSource:
 
 
 @dataclass(frozen=True)
-class Ways:
+class PossibleExchanges:
     """The possible exchanges between groups, and inside them.
 
     Args:
@@ -193,7 +191,7 @@ class Plan:
     cluster: PlannedCluster
     known: PlanSource
     theory: Theory
-    ways: Ways
+    ways: PossibleExchanges
     has_lr: bool
 
     def describe(self, setting: Setting) -> str:
@@ -406,7 +404,7 @@ def html(plan: Plan, samples: float | None, png: bytes = b"") -> str:
             sentences=sentences(plan, samples),
             picture=b64encode(png).decode(),
             table=table,
-            written=Written.now().sentence,
+            written=ReportOrigin.now().sentence,
         )
     )
 

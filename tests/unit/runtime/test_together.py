@@ -18,8 +18,8 @@ from torch import Tensor
 
 from lightning_omni.group.sharded_inbox import MOST_WAITING, ShardedInbox
 from lightning_omni.methods import Inbox
-from lightning_omni.runtime.exchange import peer_exchange
-from lightning_omni.runtime.exchange.peer_exchange import ShardedPeerExchange
+from lightning_omni.runtime import group_exchange
+from lightning_omni.runtime.group_exchange import ShardedPeerExchange
 from lightning_omni.transport.connections import Address
 from lightning_omni.transport.zeromq.keys import RunKeys
 from lightning_omni.transport.zeromq.peers import PeerWires
@@ -181,7 +181,7 @@ def test_a_part_that_is_lost_costs_all_members_what_came_with_it(
 ) -> None:
     whole = groups.wires[1, 1].send_part
     for lost in (False, True, False):
-        monkeypatch.setattr(peer_exchange, "WAIT", 0.2 if lost else 20)
+        monkeypatch.setattr(group_exchange, "WAIT", 0.2 if lost else 20)
         if lost:
             groups.wires[1, 1].send_part = lambda *_: None  # type: ignore[method-assign]
         groups.all(lambda each, member: each.send(0, 0, share(member, 1.0)), [1])
@@ -205,7 +205,7 @@ def test_no_member_waits_for_a_group_that_is_gone(groups: Groups) -> None:
 
 
 def test_a_member_that_never_has_what_another_has_gives_up(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_exchange, "PAUSES", (0.0, 0.001))
+    monkeypatch.setattr(group_exchange, "PAUSES", (0.0, 0.001))
     groups.all(lambda each, member: each.publish(0, share(member, 1.0)))
     groups.members[1, 0].publish(0, share(0, 2.0))
     assert groups.all(lambda each, _: each.read(1, 0), [0]) == {0: [None, None]}

@@ -19,13 +19,12 @@ from lightning_omni import Compression
 from lightning_omni.errors import ConfigurationError, MalformedMessage, UnsupportedError
 from lightning_omni.methods import AsyncSGD
 from lightning_omni.methods.model.head import MergedHead, check_mergeable, clip, modes_of
-from lightning_omni.methods.model.master import describe, hyperparameters_of, places_of, state_of
 from lightning_omni.methods.model.modules import class_paths, describe_module, module_resolver, rebuild_module
+from lightning_omni.methods.model.server_optimizer import describe, hyperparameters_of, places_of, state_of
 from lightning_omni.server.event_log import Event
 from lightning_omni.simulator import trace_of
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.activations import ActivationFormats, pack_activations, unpack_activations
-from lightning_omni.wire.codec import pack, unpack
+from lightning_omni.wire.codec import ActivationFormats, pack, pack_activations, unpack, unpack_activations
 from lightning_omni.wire.formats import Int8, wire_of
 from lightning_omni.wire.formats.base import to_wire
 from lightning_omni.wire.layout import Layout

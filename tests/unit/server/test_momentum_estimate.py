@@ -21,16 +21,16 @@ from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 from lightning_omni.methods import AsyncSGD, HardSync, LocalSGD, Method, SoftSync
-from lightning_omni.methods.model.master import describe, hyperparameters_of, resolver
+from lightning_omni.methods.model.server_optimizer import describe, hyperparameters_of, resolver
 from lightning_omni.metrics import Staleness
 from lightning_omni.server.parameters import momentum_estimate
 from lightning_omni.server.parameters.momentum_estimate import FEWEST, total_momentum
-from lightning_omni.server.parameters.served_optimizer import ServedOptimizer
+from lightning_omni.server.parameters.served_parameters import ServedParameters
 from lightning_omni.simulator import Cluster, Jitter, Limits, Workload
 from lightning_omni.simulator.run import simulate
 from lightning_omni.simulator.server import SimulatedServer
 from lightning_omni.strategy.loops.live_metrics import StepTimes, live_metrics
-from lightning_omni.tuning.model.momentum import explicit_momentum
+from lightning_omni.tuning.callback.hyperparameters import explicit_momentum
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.layout import Layout
 
@@ -53,7 +53,7 @@ class Quadratic:
         self.optimizer = make(parameters.values()) if method.steps_at == "server" else None
         description = describe(self.optimizer, {p: name for name, p in parameters.items()}) if self.optimizer else None
         weights = {name: p.detach() for name, p in parameters.items()}
-        self.served = ServedOptimizer(description, weights, 0, method, range(groups), resolver(()))
+        self.served = ServedParameters(description, weights, 0, method, range(groups), resolver(()))
         self.noise, self.generator = noise, generator
         self.past = [self.weights]
 

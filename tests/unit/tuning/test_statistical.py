@@ -16,6 +16,7 @@ from torchmetrics.aggregation import RunningMean
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.trace import Trace
+from lightning_omni.tuning.callback.hyperparameters import explicit_momentum, implicit_momentum
 from lightning_omni.tuning.model.convergence import (
     DecayFit,
     Diverged,
@@ -23,10 +24,6 @@ from lightning_omni.tuning.model.convergence import (
     LossCurve,
     fit_decay,
     level,
-)
-from lightning_omni.tuning.model.momentum import (
-    explicit_momentum,
-    implicit_momentum,
 )
 
 Law = Callable[[np.ndarray], np.ndarray]
