@@ -224,7 +224,7 @@ def test_compare_overlaps_what_it_can_and_says_which_methods_ran_without(
     assert same == [False, True, True, True]
     assert "local_sgd:period=2, elastic_averaging ran without" in overlapped
     assert "ran without" not in waited
-    assert "overlap=True with LocalSGD" in refusal(capsys, "simulate", "--method", "local_sgd", "--overlap")
+    assert "--overlap and method=LocalSGD" in refusal(capsys, "simulate", "--method", "local_sgd", "--overlap")
 
 
 def test_one_seed_gives_one_file(tmp_path: Path) -> None:
@@ -343,7 +343,7 @@ def test_wrong_workloads_are_told(workload: str, capsys: pytest.CaptureFixture[s
         (("--jitter", "lognormal"), "pass lognormal:0.2"),
         (("--servers", "some"), "servers='some': pass a number of servers, 1 or more, or \"per-node\""),
         (("--servers", "per-node", "--nodes", "3"), "nodes=3: 8 devices cannot be spread over them evenly"),
-        (("--overlap", "--method", "diloco"), "overlap=True with DiLoCo"),
+        (("--overlap", "--method", "diloco"), "--overlap and method=DiLoCo"),
         (("--jitter", "much"), "--jitter much: pass none, exponential"),
         (("--jitter", "exponential:0.3"), "--jitter exponential:0.3: pass none, exponential"),
         (("--cluster.devices", '[{"count": 2, "jitter": {"kind": "gamma"}}]'), 'kind="gamma": by how much?'),

@@ -20,7 +20,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "downpour": [{"n_push": 2, "n_fetch": 3, "warm_start": 4}, {"n_push": 2, "n_fetch": 2, "send": "updates"}],
     "elastic_averaging": [{"period": 3}],
     "gossip": [{"kind": "pull"}, {"kind": "push"}],
-    "local_sgd": [{"period": 3, "warmup_steps": 2}, {"period": 4, "fragments": 2, "delay": 1, "alpha": 0.25}],
+    "local_sgd": [{"period": 3, "warmup_steps": 2}, {"period": 4, "fragments": 2, "alpha": 0.25}],
     "diloco": [{"period": 3}, {"period": 4, "fragments": 2, "delay": 1}],
     "async_diloco": [{"period": 4}, {"period": 4, "fragments": 2}],
     "decoupled_diloco": [{"period": 4, "fragments": 2}],

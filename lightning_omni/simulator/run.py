@@ -7,11 +7,11 @@ from numbers import Integral
 import torch
 
 from lightning_omni.checks import check_kind
+from lightning_omni.combinations import refuse_pairs
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import HardSync, Method, checked, method_named
-from lightning_omni.methods.overlap import check_overlap
 from lightning_omni.server.event_log import Recorder
-from lightning_omni.simulator.cluster import Cluster
+from lightning_omni.simulator.cluster import Cluster, Failure
 from lightning_omni.simulator.settings import (
     Batches,
     Computation,
@@ -72,7 +72,7 @@ def simulate(
         compression: the formats in which tensors are sent, as with ``OmniStrategy(compression=...)``. Links take the
             time of the encoded bytes; the members' unsent residuals are stored as their mean.
         overlap: exchanges travel while groups compute their next gradient, as with ``OmniStrategy(overlap=True)``; for
-            methods whose optimizer steps at the server.
+            async_sgd.
         computation: how devices compute gradients; None for the defaults.
         record: receives every event at the server, as from `lightning_omni.server.ServerCore`.
         progress: True shows a progress bar; or a function, called with the fraction done and a text. With either,
@@ -115,9 +115,7 @@ def simulate(
     chosen = method_named(method) if isinstance(method, str) else checked(method)
     chosen.check(len(topology.alive))
     formats = Compression.of(compression)
-    formats.check(chosen)
-    if overlap:
-        check_overlap(chosen)
+    refuse_pairs(chosen, _features(cluster, batches.computation, formats, merged, overlap))
     check_restarts(cluster, topology, chosen, merged, record)
     formation = Formation(chosen, topology, merged, formats, overlap)
     if topology.is_synchronous:
@@ -128,6 +126,25 @@ def simulate(
         run = Simulation(workload, cluster, formation, batches, limits, evaluation, record)
         with progress_of(progress) as shown:
             return run.run(shown, returns_if_interrupted=progress is not False)
+
+
+def _features(
+    cluster: Cluster,
+    computation: Computation,
+    formats: Compression,
+    merged: str | None,
+    overlap: bool,
+) -> dict[str, str]:
+    """Return the features of `lightning_omni.combinations` that a run uses, each as the caller wrote it."""
+    rejoins = any(isinstance(event, Failure) and event.until is not None for event in cluster.events)
+    used = {
+        "merged": (merged is not None, f"merged={merged!r}"),
+        "overlap": (overlap, "overlap=True"),
+        "servers": (cluster.servers != 1, f"Cluster(servers={cluster.servers!r})"),
+        "joining": (rejoins, "Failure(until=...)"),
+        "rebalance": (computation.rebalance == "auto", 'Computation(rebalance="auto")'),
+    }
+    return {**{name: given for name, (is_used, given) in used.items() if is_used}, **formats.features}
 
 
 def check_restarts(

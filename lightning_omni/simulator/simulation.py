@@ -29,7 +29,6 @@ from lightning_omni.simulator.workload import Workload
 from lightning_omni.topology import GroupId
 from lightning_omni.trace import Trace
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.activations import ActivationFormats
 from lightning_omni.wire.layout import Layout
 from lightning_omni.wire.partition import Split, is_elementwise
 
@@ -114,8 +113,7 @@ class Simulation:
             return Gradients(self._engine, bench)
         one = self._samples.batch(self._samples.at(0, range(1)))
         sizes = head.sizes(self._model, workload.loss, one)
-        wire = ActivationFormats.of(self._wire_format)
-        return MergedHeadGradients(self._engine, bench, head, self._costs, sizes, wire)
+        return MergedHeadGradients(self._engine, bench, head, self._costs, sizes)
 
     def _form(self) -> None:
         """Form the groups at the server, and send it weights and optimizers."""
@@ -126,7 +124,7 @@ class Simulation:
             parts.append(part_of(self._head.parameters, self._optimizer, self._head.part(self._batches.seed)))
         self.server.form(method, self._wire_format, self._formation.overlap, parts)
         if self._head is not None:
-            self._head.install(self.server, ActivationFormats.of(self._wire_format))
+            self._head.install(self.server)
 
     def _add_groups(self) -> None:
         self._context = SimulationContext(

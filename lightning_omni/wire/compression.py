@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_omni.checks import check_kind
-from lightning_omni.methods import Method
-from lightning_omni.wire.all_reduce import AllReduce, all_reduce_of
-from lightning_omni.wire.formats import PerDirection, wire_of
+from lightning_omni.wire.all_reduce import EXACT, AllReduce, all_reduce_of
+from lightning_omni.wire.formats import PerDirection, TopK, wire_of
 from lightning_omni.wire.formats.base import RAW, WireFormat, to_wire
 
 
@@ -73,9 +72,16 @@ class Compression:
         """Return the format of averages as a value."""
         return all_reduce_of(self.all_reduce)
 
-    def check(self, method: Method) -> None:
-        """Raise `ConfigurationError` if a method cannot be used with the format of pushes or of pulls."""
-        self.wire_format.check(method)
+    @property
+    def features(self) -> dict[str, str]:
+        """Return the features of `lightning_omni.combinations` that these formats use, each as the user wrote it."""
+        used = {
+            "lossy": (self.wire_format != RAW, self.given),
+            "lossy_pull": (self.wire_format.answers != RAW, self.given),
+            "topk": (isinstance(self.wire_format.pushes, TopK), self.given),
+            "all_reduce": (self.all_reduce_format != EXACT, f"Compression(all_reduce={self.all_reduce!r})"),
+        }
+        return {name: given for name, (is_used, given) in used.items() if is_used}
 
     @property
     def given(self) -> str:

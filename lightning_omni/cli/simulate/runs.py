@@ -19,9 +19,9 @@ from lightning_omni.cli.output_files import check_file, make_folder
 from lightning_omni.cli.simulate.learning_rates import FIRST, SECOND, best_rate, merit
 from lightning_omni.cli.simulate.settings import SimulationSettings
 from lightning_omni.cli.simulate.task import Task
+from lightning_omni.combinations import refuse_pairs
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.methods import Method, method_named
-from lightning_omni.methods.overlap import check_overlap
+from lightning_omni.methods import AsyncSGD, Method, method_named
 from lightning_omni.palette import check_can_draw
 from lightning_omni.simulator import Cluster, StopSimulation
 from lightning_omni.simulator.run import check_restarts
@@ -80,7 +80,7 @@ class Entrant:
     @property
     def waits(self) -> bool:
         """Return whether the method has exchanges and waits for them, even if overlap is requested."""
-        return len(self.topology.alive) > 1 and self.method.steps_at == "worker"
+        return len(self.topology.alive) > 1 and not isinstance(self.method, AsyncSGD)
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def run(names: Sequence[str], settings: SimulationSettings, together: bool = Fal
     for entrant in entrants:
         entrant.check(task.cluster)
     if settings.overlap and not (together and any(not entrant.waits for entrant in entrants)):
-        check_overlap(entrants[0].method)
+        refuse_pairs(entrants[0].method, {"overlap": "--overlap"})
     files = _Files(settings.out, "comparison" if together else _file_name(names[0]), together)
     files.check([entrant.name for entrant in entrants], settings.picture)
     torch.set_num_threads(settings.threads)
@@ -202,7 +202,7 @@ def _simulated(entrant: Entrant, rate: float | None, task: Task, progress: OnPro
         task.cluster,
         replace(task.workload, optimizer=task.optimizer(rate)),
         progress=progress,
-        **{**task.options, "overlap": task.options["overlap"] and entrant.method.steps_at == "server"},
+        **{**task.options, "overlap": task.options["overlap"] and isinstance(entrant.method, AsyncSGD)},
     )
 
 
@@ -256,7 +256,7 @@ def _report(runs: Sequence[Run], task: Task, together: bool) -> None:
         print_sentence(_of_rates(runs, task))
         if waiting := [each.entrant.name for each in runs if task.options["overlap"] and each.entrant.waits]:
             without = ", ".join(waiting)
-            print_sentence(f"--overlap is for methods whose optimizer steps at the server: {without} ran without")
+            print_sentence(f"--overlap is for async_sgd: {without} ran without")
 
 
 def _of_rates(runs: Sequence[Run], task: Task) -> str:

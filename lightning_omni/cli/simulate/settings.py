@@ -161,8 +161,8 @@ class SimulationSettings:
         wire: Encoding of pushes: fp32, bf16, fp16, int8 or topk:0.01; of pushes and answers, as in {"push": "int8",
             "pull": "bf16"}.
         all_reduce: Format in which the devices of a group average gradients: fp32, bf16, fp16 or powersgd:8.
-        overlap: Groups compute their next gradient during an exchange, for methods whose optimizer steps at the server.
-            Of several methods, others run without it, and are named.
+        overlap: Groups compute their next gradient during an exchange, with async_sgd. Of several methods,
+            others run without it, and are named.
         lr: Learning rate, or several as in [0.03, 0.1]: then each method is shown with its best one, which reaches the
             target first or else has the lowest last loss. By default one method uses the workload's; of several, each
             gets its best around it.

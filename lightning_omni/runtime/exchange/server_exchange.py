@@ -307,7 +307,7 @@ class ServerExchange:
         else:
             self._travels = None
             received = requests.receive(m.Weights, split.memories(into) if is_flat and ask.pulls else None)
-        check_alike(received if part.head is None else received[:1])  # other servers hold nothing of a merged head
+        check_alike(received)
         payloads = [payload for _, payload in received]
         if not is_flat:
             for payload, share in zip(payloads, split.shares, strict=True):

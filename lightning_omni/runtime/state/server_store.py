@@ -14,7 +14,6 @@ from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.transport.requests import Requests
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, pack, unpack
-from lightning_omni.wire.layout import Layout
 from lightning_omni.wire.messages import SnapshotId
 from lightning_omni.wire.partition import Split
 
@@ -60,8 +59,6 @@ class ServerStore:
         return ServerSnapshot(cut, parts, first.get("groups", {}))
 
     def _whole(self, part: Part, shares: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        if part.head is not None:  # the server that coordinates holds all of it
-            return shares[0]
         split = self._parallel.split_of(part, len(shares))
         weights = split.merged([list(share["weights"].values()) for share in shares])
         whole = {
@@ -95,7 +92,7 @@ class ServerStore:
 
     def _cut_again(self, part: Part, seed: dict[str, Any], servers: int) -> dict[str, Any]:
         """Return a seed in the fragments of the present servers; a checkpoint may have those of others."""
-        if seed.get("method") is None or part.head is not None or self._parallel.share is not None:
+        if seed.get("method") is None or self._parallel.share is not None:
             return seed
         split = self._parallel.split_of(part, servers) if servers > 1 else Split.whole(part.replica.layout)
         return {**seed, "method": split.recut(seed["method"])}
@@ -106,13 +103,7 @@ class ServerStore:
         self._connections().own.exchange(message, m.GroupStateStored, buffer)
 
     def _share_of(self, part: Part, seed: dict[str, Any], server: int, servers: int) -> dict[str, Any]:
-        """Return one server's share of an optimizer's seed; the coordinating server gets all of a merged head."""
-        if part.head is not None:
-            if server == 0:
-                return seed
-            empty = Split.of(Layout(()), servers, elementwise=True)
-            optimizer = None if self._parallel.steps_at_worker else empty.described(seed["optimizer"], server)
-            return {**seed, "optimizer": optimizer, "weights": {}, "head": None}
+        """Return one server's share of an optimizer's seed."""
         split = self._parallel.split_of(part, servers)
         weights = split.parts(list(seed["weights"].values()))[server]
         names = [spec.name for spec in split.shares[server].specs]

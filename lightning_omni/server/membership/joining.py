@@ -78,7 +78,6 @@ class Joining(Service):
         self._stored = message.packed, as_tensor(payload)
         self._stored_at, self._called = self._collective_service.completed, self._epochs.called
         self._roster.can_continue = True
-        self._epochs.validations.give()
         self._journal.is_due = True
         return [Out(sender.peer, m.DATA, m.RunStateStored())]
 

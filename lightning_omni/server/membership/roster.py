@@ -197,13 +197,6 @@ class Roster:
         """Return the rank that forms groups, uploads the weights, logs and saves."""
         return min(self.live, default=RECORDER) if self.joining else RECORDER
 
-    def hears_first(self, group: int) -> bool:
-        """Return whether a group may receive a validation before the recorder has saved its snapshot.
-
-        Where groups join on their own, only the recorder's group may; otherwise all may.
-        """
-        return not self.joining or self.formed.group_of(self.recorder) == group
-
     @property
     def live(self) -> tuple[int, ...]:
         """Return the ranks that participate in collectives: announced or joined, not lost, and not gone."""

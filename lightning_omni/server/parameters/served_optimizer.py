@@ -383,9 +383,8 @@ class ServedOptimizer:
 
     # --- Answers -----------------------------------------------------------------------------------------------------
 
-    def answer_in(self, answers: WireFormat, overlaps: bool = False) -> None:
-        """Set the wire format of answers until the method changes, and whether groups compute during exchanges."""
-        self.method_side.overlaps = overlaps
+    def answer_in(self, answers: WireFormat) -> None:
+        """Set the wire format of answers until the method changes."""
         self._answers = RAW if answers == RAW else answers
         if answers != RAW:
             self.method_side.as_sent = self._as_sent

@@ -204,11 +204,6 @@ class Listener:
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._strategy.fails(exception)
 
-    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Check for a signal to leave, if this group has joined on its own and validates for all groups."""
-        if self._strategy.epochs.published.evaluates and self._strategy.world.registration is not None:
-            self._signals.agree()
-
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
             self._strategy.epochs.before_validation(pl_module)

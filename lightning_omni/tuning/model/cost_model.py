@@ -16,9 +16,9 @@ import msgspec
 import numpy as np
 
 from lightning_omni.checks import check_number, check_whole, keep_plain
+from lightning_omni.combinations import refuse_pairs
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method, method_named
-from lightning_omni.methods.overlap import check_overlap
 from lightning_omni.serialization import Serializable
 from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.wire.compression import Compression
@@ -199,14 +199,13 @@ class ExchangePattern(Serializable):
         Example:
             >>> ExchangePattern.of("elastic_averaging:period=8", compression="bf16", nbytes=4_000_000)
             ExchangePattern(period=8, push=2000000, pull=4000000, barrier=False, delay=0, peers=False, dynamic=False)
-            >>> ExchangePattern.of("hardsync", compression=Compression("int8", "bf16"), overlap=True, nbytes=4_096)
-            ExchangePattern(period=1, push=1056, pull=2048, barrier=True, delay=1, peers=False, dynamic=False)
+            >>> ExchangePattern.of("async_sgd", compression=Compression("int8", "bf16"), overlap=True, nbytes=4_096)
+            ExchangePattern(period=1, push=1056, pull=2048, barrier=False, delay=1, peers=False, dynamic=False)
         """
         method = method_named(method) if isinstance(method, str) else method
-        wire = Compression.of(compression).wire_format
-        wire.check(method)
-        if overlap:
-            check_overlap(method)
+        formats = Compression.of(compression)
+        refuse_pairs(method, {**formats.features, "overlap": "overlap=True"} if overlap else formats.features)
+        wire = formats.wire_format
         delay = getattr(method, "delay", int(overlap))
         if method.talks_to_peers:
             return cls._between_peers(method, wire, nbytes)

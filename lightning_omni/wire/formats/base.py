@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from lightning_omni.errors import MalformedMessage, Refused
-from lightning_omni.methods import Method
 from lightning_omni.methods.model.fragments import Piece, read, write
 from lightning_omni.registry import Registry, to_wire
 from lightning_omni.wire.layout import Layout
@@ -105,21 +104,6 @@ class WireFormat(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
     def answers(self) -> WireFormat:
         """Return the format of answers to pushes."""
         return RAW
-
-    @property
-    def activations(self) -> WireFormat:
-        """Return the format of a merged head's activations in this direction; raw by default.
-
-        A format that encodes each element separately may return itself: then the size of a payload depends only on the
-        number of elements, and no state is needed.
-        """
-        return RAW
-
-    def check(self, method: Method) -> None:
-        """Raise `ConfigurationError` if this format cannot encode a method's pushes."""
-
-    def check_answers(self, method: Method) -> None:
-        """Raise `ConfigurationError` if this format cannot encode a method's answers."""
 
     def sizes(self, layout: Layout) -> tuple[int, int]:
         """Return the smallest and the largest possible payload in bytes; equal if the size is known before encoding.

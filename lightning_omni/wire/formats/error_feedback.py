@@ -12,8 +12,6 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from lightning_omni.errors import ConfigurationError
-from lightning_omni.methods import Method
 from lightning_omni.wire.formats.base import RESIDUAL, Encoded, Memory, State, WireFormat
 from lightning_omni.wire.layout import Layout
 
@@ -35,14 +33,6 @@ class Lossy(WireFormat, frozen=True, kw_only=True):
     def expand(self, payload: Tensor, count: int) -> Tensor:
         """Return the elements, ``(count,)``, that these bytes encode. May raise any exception on other bytes."""
         raise NotImplementedError(f"{type(self).__name__} cannot expand")
-
-    def check_answers(self, method: Method) -> None:
-        if method.pushes_weights and not method.answers_changes and not method.talks_to_peers:
-            raise ConfigurationError(
-                f"Compression(pull=...) with {type(method).__name__}: what it is answered is pushed again with what was"
-                ' learned since, and rounding would swallow that; leave "pull" at "fp32", or take'
-                ' method="diloco:outer_lr=1.0,outer_momentum=0"'
-            )
 
     def sizes(self, layout: Layout) -> tuple[int, int]:
         nbytes = self.nbytes(sum(layout.reals))

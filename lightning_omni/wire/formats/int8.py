@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_omni.checks import check_whole
-from lightning_omni.wire.formats.base import WireFormat, register
+from lightning_omni.wire.formats.base import register
 from lightning_omni.wire.formats.error_feedback import Lossy
 
 
@@ -36,10 +36,6 @@ class Int8(Lossy, frozen=True, kw_only=True, tag="int8"):
 
     def __post_init__(self) -> None:
         check_whole("block", self.block, "8 or more numbers to a scale", 8)
-
-    @property
-    def activations(self) -> WireFormat:
-        return self
 
     def nbytes(self, count: int) -> int:
         return 4 * self._blocks(count) + count

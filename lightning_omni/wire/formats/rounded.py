@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_omni.wire.formats.base import WireFormat, register
+from lightning_omni.wire.formats.base import register
 from lightning_omni.wire.formats.error_feedback import Lossy
 
 
@@ -15,10 +15,6 @@ class Rounded(Lossy, frozen=True, kw_only=True):
     """A format that rounds to another dtype. A number beyond its range travels as the largest, with a residual."""
 
     dtype: ClassVar[torch.dtype]
-
-    @property
-    def activations(self) -> WireFormat:
-        return self
 
     def nbytes(self, count: int) -> int:
         return count * self.dtype.itemsize

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from lightning_omni.checks import check_number
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.methods import Method
 from lightning_omni.wire.formats.base import register
 from lightning_omni.wire.formats.error_feedback import Lossy
 
@@ -35,19 +34,6 @@ class TopK(Lossy, frozen=True, kw_only=True, tag="topk"):
 
     def __post_init__(self) -> None:
         check_number("fraction", self.fraction, "a part of the numbers, above 0 to 1", high=1, above=0)
-
-    def check(self, method: Method) -> None:
-        if method.pushes_weights:
-            raise ConfigurationError(
-                f'compression="topk:{self.fraction:g}" with {type(method).__name__}: it pushes weights, of which a part'
-                ' is none; pass "bf16" or "int8", or a method that pushes changes, such as "diloco"'
-            )
-
-    def check_answers(self, method: Method) -> None:
-        raise ConfigurationError(
-            f'Compression(pull="topk:{self.fraction:g}"): answers are not added up, and what one leaves out the next'
-            ' does not bring; pass "bf16", "fp16" or "int8"'
-        )
 
     def nbytes(self, count: int) -> int:
         return 8 * self._most(count)

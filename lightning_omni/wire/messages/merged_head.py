@@ -14,7 +14,7 @@ class HeadForward(Message, frozen=True, kw_only=True):
     Attributes:
         optimizer: number of the head, among the optimizers.
         packed: ``[arguments, keyword arguments]`` of the submodule; their tensors are in the payload, as encoded by
-            `lightning_omni.wire.activations`.
+            `lightning_omni.wire.codec`.
         training: whether each of its submodules is in training mode, itself first.
         trainable: whether each of its weights is to be trained.
         autocast: dtype of automatic mixed precision, if any.

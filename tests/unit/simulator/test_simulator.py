@@ -149,40 +149,14 @@ def tailed(groups: int, cluster: Cluster, **options: Any) -> tuple[Trace, list[E
     return run(method, groups, cluster, model=Tailed(), merged="head", record=events.append, **options), events
 
 
-@pytest.mark.parametrize("method", ["async_sgd", "hardsync", "diloco:period=3", "elastic_averaging:period=2"])
-def test_a_merged_head_is_never_stale_and_is_stepped_with_every_batch(method: str) -> None:
-    trace, events = tailed(4, Cluster.even(8, jitter=RANDOM_TIMES), method=method, limits=Limits(epochs=1))
+def test_a_merged_head_is_never_stale_and_is_stepped_with_every_batch() -> None:
+    trace, events = tailed(4, Cluster.even(8, jitter=RANDOM_TIMES), limits=Limits(epochs=1))
     head = trace_of(events, optimizer=1)
     assert head.columns()["staleness"].tolist() == [0] * head.updates
     assert head.columns()["samples"].sum() == len(DATA)
     assert {name.split(".")[0] for name in trace.weights} == {"body", "head"}
-    if method == "async_sgd":
-        assert head.updates == trace.updates
-        assert trace.mean_staleness > 1
-
-
-def test_a_simulated_run_with_a_merged_head_is_replayed_to_the_bit() -> None:
-    trace, events = tailed(4, Cluster.even(4, jitter=RANDOM_TIMES), limits=Limits(epochs=1))
-    torch.manual_seed(0)
-    samples = Samples(DATA, 0)
-    again = replay(events, Tailed(), loss, lambda *where: samples.batch(samples.at(*where)), sgd, merged="head")
-    for name, weight in trace.weights.items():
-        assert np.array_equal(weight, again.weights[name].numpy()), name
-
-
-@pytest.mark.parametrize("wire", [Compression(push="int8", pull="bf16"), "topk:0.5"], ids=str)
-def test_a_merged_head_in_a_lossy_format_learns_as_well_and_is_replayed_to_the_bit(wire: Any) -> None:
-    cluster = Cluster.even(4, jitter=RANDOM_TIMES)
-    calm: dict[str, Any] = {"method": "hardsync", "optimizer": plain, "limits": Limits(updates=15)}
-    exact, rounded = (final_loss(tailed(4, cluster, compression=each, **calm)[0]) for each in ("fp32", wire))
-    assert rounded == pytest.approx(exact, rel=0.02)
-    assert exact < 0.95 * final_loss(None)
-    trace, events = tailed(4, cluster, limits=Limits(updates=12), compression=wire)
-    torch.manual_seed(0)
-    samples = Samples(DATA, 0)
-    again = replay(events, Tailed(), loss, lambda *where: samples.batch(samples.at(*where)), sgd, merged="head")
-    for name, weight in trace.weights.items():
-        assert np.array_equal(weight, again.weights[name].numpy()), name
+    assert head.updates == trace.updates
+    assert trace.mean_staleness > 1
 
 
 @pytest.mark.parametrize(
