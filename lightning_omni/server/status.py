@@ -7,7 +7,6 @@ from collections.abc import Callable
 from statistics import fmean
 
 from lightning_omni.methods import Method
-from lightning_omni.server.parameters.momentum_estimate import total_momentum
 from lightning_omni.server.run_context import RunContext
 from lightning_omni.server.service import Out, Payload, Sender, Service
 from lightning_omni.topology import Topology
@@ -118,7 +117,6 @@ class StatusService(Service):
             lost=self._roster.lost_ranks,
             head_time=sum(head.access_time for _, head in self._store.heads),
             serve_time=fmean(self._serve_times) if self._serve_times else 0.0,
-            total_momentum=total_momentum(served.momentum_estimator for _, served in self._store.pushed),
             recorder=self._roster.recorder,
             wanted_groups=self._roster.wanted_groups,
             signal=max((members[rank].timings.signal for rank in self._roster.live if rank in members), default=0),

@@ -20,7 +20,6 @@ from lightning_omni.methods import Master, Method, Push, Reply
 from lightning_omni.methods.contract import Tensors
 from lightning_omni.methods.model.master import Resolve, check_state, describe, rebuild
 from lightning_omni.methods.model.totals import Total
-from lightning_omni.server.parameters.momentum_estimate import MomentumEstimator
 from lightning_omni.server.parameters.push_counts import PushCounts
 from lightning_omni.wire.formats.base import RAW, Memory, WireFormat, decode
 from lightning_omni.wire.layout import DTYPES, Layout, TensorSpec
@@ -68,7 +67,6 @@ class ServedOptimizer:
     Attributes:
         counts: counts of its pushes.
         is_head: whether its gradients are computed here, and no group pushes any.
-        momentum_estimator: estimator of the total momentum; None if it cannot be estimated.
     """
 
     is_head = False
@@ -115,7 +113,6 @@ class ServedOptimizer:
         self._mean = Total()
         self._averaging: dict[int, bool] = {}
         self._resumed = False
-        self.momentum_estimator = self._new_estimator(method)
 
     # --- Saved state -------------------------------------------------------------------------------------------------
 
@@ -162,12 +159,6 @@ class ServedOptimizer:
         self.counts.form()
         self._mean.clear()
         self._averaging = {}
-        self.momentum_estimator = self._new_estimator(method)  # staleness differs with other groups
-
-    def _new_estimator(self, method: Method) -> MomentumEstimator | None:
-        if self.is_head or method.steps_at != "server":
-            return None
-        return MomentumEstimator.of(self.master, self.layout, self.buffer)
 
     # --- Parameters and their groups ---------------------------------------------------------------------------------
 
@@ -261,8 +252,6 @@ class ServedOptimizer:
         self._answer = None
         with torch.no_grad():
             self.method_side.grow(start)
-        if self.momentum_estimator is not None:
-            self.momentum_estimator.grow(self.layout, self.buffer)
 
     def _arrange(self, groups: Sequence[Mapping[str, Any]], state: Mapping[int, Any]) -> None:
         copies = {
@@ -271,8 +260,6 @@ class ServedOptimizer:
         }
         self.master.arrange(groups, copies)
         self._settings = [settings_of(group) for group in groups]
-        if self.momentum_estimator is not None:
-            self.momentum_estimator.rearrange()
 
     def _in_newest(self, message: PushMessage, known: Structure) -> Sequence[Mapping[str, Any]]:
         """Return hyperparameters for the server's parameter groups: the push's, or the last ones where it has none."""
@@ -342,7 +329,7 @@ class ServedOptimizer:
         tensors = [next(views) if there else None for there in message.present]
         if finite is None and _has_finite_sum(layout, payload):
             finite = True
-        return self.take(group, message, tensors, finite, payload)
+        return self.take(group, message, tensors, finite)
 
     def take(
         self,
@@ -350,12 +337,8 @@ class ServedOptimizer:
         message: PushMessage,
         tensors: Sequence[Tensor | None],
         finite: bool | None = None,
-        payload: Tensor | None = None,
     ) -> list[Reply] | None:
-        """Merge a push whose tensors are decoded already; see `push`.
-
-        If ``payload`` is passed, too, the push counts for the estimate of the total momentum.
-        """
+        """Merge a push whose tensors are decoded already; see `push`."""
         known = self.structures.of(group)
         if message.read_at > self.master.clock:
             if self.method_side.method.resyncs:
@@ -366,20 +349,14 @@ class ServedOptimizer:
             self.counts.refuse(group)
             return None
         self.counts.accept(group)
-        present = message.present
         layout = self.layout.fragment(message.part, self._check_fragment(message))
         if unknown := len(layout.specs) - len(tensors):
-            tensors, present = [*tensors, *[None] * unknown], present + (False,) * unknown
+            tensors = [*tensors, *[None] * unknown]
         settings = self._in_newest(message, known)
         push = Push(group, message.read_at, tensors, settings, message.note, message.part)
         self.counts.merge(group, self.method_side.staleness_of(push))
         with torch.no_grad():
-            if self.momentum_estimator is None or payload is None:
-                return self.method_side.receive(push)
-            self.momentum_estimator.before(push.read_at, present, payload)
-            replies = self.method_side.receive(push)
-            self.momentum_estimator.after()
-            return replies
+            return self.method_side.receive(push)
 
     # --- Answers -----------------------------------------------------------------------------------------------------
 
@@ -486,8 +463,6 @@ class ServedOptimizer:
             for weight, value in zip(self.master.weights(), self._mean.means(), strict=True):
                 if value is not None:  # else no live group has it, or all share the master's
                     weight.copy_(value)
-            if self.momentum_estimator is not None:
-                self.momentum_estimator.forget()
         self._mean.clear()
         answered, self._averaging = self._averaging, {}
         return [(group, good) for group, good in answered.items() if group in live]

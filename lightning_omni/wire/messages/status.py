@@ -66,8 +66,6 @@ class Status(Message, frozen=True, kw_only=True):
         head_time: recent mean seconds of exclusive access to the merged head; 0 if there is none.
         serve_time: recent mean seconds of the server's own time for one push, from the arrival of the whole message
             until its answers are passed to the socket; 0 before the first, and in virtual time.
-        total_momentum: explicit momentum plus that of asynchrony, measured recently over all pushes; None while it is
-            unknown: too few pushes, an optimizer other than plain SGD, or one that steps at the workers.
         signal: the largest signal in the ranks' last heartbeats.
         recorder: the rank that logs and saves.
         wanted_groups: number of groups that an observer has requested; 0 if no request is pending.
@@ -83,7 +81,6 @@ class Status(Message, frozen=True, kw_only=True):
     lost: tuple[int, ...]
     head_time: float = 0.0
     serve_time: float = 0.0
-    total_momentum: float | None = None
     signal: int = 0
     recorder: int = 0
     wanted_groups: int = 0

@@ -60,7 +60,7 @@ def overview(*groups: m.GroupOverview, **changes: Any) -> m.Overview:
     groups = groups or (group(0), group(1))
     status = m.Status(
         sent=0.0, clock=60, updates_per_second=4.0, refused=2, strangers=3, groups=tuple(g.status for g in groups),
-        staleness=(10, 30, 15, 0, 0, 5), lost=(4, 5), head_time=0.02, serve_time=0.001, total_momentum=0.8,
+        staleness=(10, 30, 15, 0, 0, 5), lost=(4, 5), head_time=0.02, serve_time=0.001,
     )  # fmt: skip
     whole = m.Overview(
         run="a run", age=5000.0, announced=6, live=(0, 1, 2, 3), missing=(), recorder=0, status=status, groups=groups,
