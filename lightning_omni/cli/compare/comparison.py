@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_omni.checks import counted
 from lightning_omni.methods import method_named, text_of, with_period
-from lightning_omni.tuning.model.convergence import Estimate
+from lightning_omni.tuning.model.estimate import Estimate
 from lightning_omni.tuning.model.forecast import Scaling, Setting
 from lightning_omni.tuning.search.choice import best_by_forecast, best_enumerated
 from lightning_omni.tuning.search.machines import DescribedMachines, PlannedEvidence

@@ -32,8 +32,7 @@ from lightning_omni.tuning.callback.online_tuner import OnlineTuner
 from lightning_omni.tuning.callback.reports import TunerReports
 from lightning_omni.tuning.callback.target_metric import MONITORED, MonitoredMetric
 from lightning_omni.tuning.callback.tuned_run import TunedRun, TunerOptions
-from lightning_omni.tuning.model.forecast import Scaling, Setting
-from lightning_omni.tuning.model.momentum import explicit_for
+from lightning_omni.tuning.model.forecast import Scaling, Setting, explicit_for
 from lightning_omni.tuning.search import Space
 from lightning_omni.tuning.search import constants as c
 from lightning_omni.tuning.trainer import end_epoch

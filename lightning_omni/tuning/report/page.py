@@ -1,4 +1,4 @@
-"""The page of a report: one HTML file that includes its pictures and styles and needs no network.
+"""The page of a report: one HTML file that includes its styles and needs no network.
 
 This module has the content of its tables; their layout is in `templates`.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -65,23 +64,16 @@ class Section:
         place: index of the search, from 0.
         round: the search and its outcome.
         summary: its derived numbers.
-        png: its picture; None if matplotlib is missing.
     """
 
     place: int
     round: Round
     summary: SearchSummary
-    png: bytes | None
 
     @property
     def title(self) -> str:
         name = "First search" if self.place == 0 else f"Retuning {self.place}"
         return f"{name}, epoch {self.round.epoch}"
-
-    @property
-    def picture(self) -> str:
-        """Return the picture in base64; empty if there is none."""
-        return "" if self.png is None else b64encode(self.png).decode()
 
     @property
     def overview(self) -> list[str]:

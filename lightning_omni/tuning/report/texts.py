@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from lightning_omni.tuning.model.convergence import Estimate
+from lightning_omni.tuning.model.estimate import Estimate
 
 
 def number(value: float) -> str:
