@@ -124,7 +124,7 @@ class RunObservation(Service):
         self._over, self._description = over, description
         self._formed: m.FormGroups | None = None
         self._run_events: deque[RunEvent] = deque(maxlen=LONGEST_LOG)
-        self._counts: tuple[Any, ...] = (0, 0, 0, 0, "")
+        self._counts: tuple[Any, ...] = (0, 0, 0, "")
         self._saved = (0, 0.0)
         self._joined: set[int] = set()
         self._lost: set[int] = set()
@@ -225,16 +225,13 @@ class RunObservation(Service):
         self._note(self._now(), "joined", f"group {name} takes part: {ranks_text(ranks)}")
 
     def tick(self, now: float) -> None:
-        """Log ranks that joined, were lost or left since the last call, requests for groups, and the end of the run."""
+        """Log ranks that joined, were lost or left since the last call, and the end of the run."""
         roster = self._roster
         if self._journal.saves != self._saved[0]:
             self._saved = self._journal.saves, now
-        counts = (len(roster.members), len(roster.lost), len(roster.gone), roster.wanted_groups, self._over())
+        counts = (len(roster.members), len(roster.lost), len(roster.gone), self._over())
         if counts == self._counts:
             return
-        if roster.wanted_groups not in (0, self._counts[3]):
-            wanted = counted(roster.wanted_groups, "group")
-            self._note(now, "wanted", f"{wanted} asked for, from the next epoch on")
         self._counts = counts
         if new := sorted(roster.members.keys() - self._joined):
             hosts = ", ".join(sorted({roster.members[rank].host for rank in new} - {""}))

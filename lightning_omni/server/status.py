@@ -118,7 +118,6 @@ class StatusService(Service):
             head_time=sum(head.access_time for _, head in self._store.heads),
             serve_time=fmean(self._serve_times) if self._serve_times else 0.0,
             recorder=self._roster.recorder,
-            wanted_groups=self._roster.wanted_groups,
             signal=max((members[rank].timings.signal for rank in self._roster.live if rank in members), default=0),
         )
 

@@ -362,7 +362,7 @@ class OmniStrategyHooks(SavingStrategy):
             self.grouping.check(trainer)
             self.run_states.check(trainer)
             self.signals.prepare(requeue_signal(self.cluster_environment))
-            self._listener = Listener(self, self.nested, trainer, self.signals, self.arrangement.form_wanted_groups)
+            self._listener = Listener(self, self.nested, trainer, self.signals)
             self.epochs.connect(trainer, self.world)
         super().setup(trainer)
         if self._is_fitting(trainer):

@@ -797,7 +797,7 @@ def travels() -> Outcome:
     return Outcome(digest(sorted(bits)), (), bits)
 
 
-OBSERVING = ("Observe", "ObserverProof", "ObserverWelcome", "AskOverview", "Overview", "Evict", "SetGroups", "SaveNow")
+OBSERVING = ("Observe", "ObserverProof", "ObserverWelcome", "AskOverview", "Overview", "Evict", "SaveNow")
 ASKING = ("AskServer", "ServerDescription", "Echo", "Echoed")
 ENLISTING = ("RegisterGroup", "GroupRegistered", "StoreRunState", "RunStateStored", "ReadRunState", "StoredRunState")
 TRAVELLING = (

@@ -27,7 +27,7 @@ WINDOW = 10.0
 LINES = 8
 """Number of recent events that are shown."""
 UNKNOWN = "-"
-KEYS = "↑ ↓ choose a group   e evict it   b and bar its hosts   g set the number of groups   s save now   q quit"
+KEYS = "↑ ↓ choose a group   e evict it   b and bar its hosts   s save now   q quit"
 _HEADS = (
     "group", "host", "ranks", "alive", "step", "forward", "exchange", "rest", "samples/s", "share", "stale", "slowest",
     "bottleneck",

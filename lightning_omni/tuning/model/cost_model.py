@@ -246,7 +246,6 @@ class Costs(Serializable):
         exchange: a push and its answer, for a group that does not wait for other groups.
         serve: part of ``exchange`` in which the server computes; pushes queue for it.
         link: part of ``exchange`` in which a push is on the server's link; its answer takes as long the other way.
-        head_per_sample: exclusive access to a merged head, per sample of a group's batch.
         nbytes: bytes of one exchange, one way; 0 if unknown.
         period: local steps between two exchanges, H.
         servers: number of servers, each with a share of the weights, of ``serve`` and of ``link``.
@@ -263,7 +262,6 @@ class Costs(Serializable):
     exchange: float = 0.0
     serve: float = 0.0
     link: float = 0.0
-    head_per_sample: float = 0.0
     nbytes: int = 0
     period: int = 1
     servers: int = 1
@@ -340,7 +338,6 @@ class CostModel:
         own_per_byte: seconds of a byte on a group's own link, shape (draws,); it crosses the server's at the same time.
         serve: seconds of the server for a push, shape (draws,).
         link_per_byte: seconds of a byte on the server's link, shape (draws,).
-        head_per_sample: seconds at a merged head per sample of a group's batch.
         servers: number of servers, each with a partition of the parameters. The costs of an exchange are those of one
             server.
         per_node: whether each node runs one server.
@@ -366,7 +363,6 @@ class CostModel:
     link_per_byte: Array
     hand_ring: Array
     hand_hop: Array
-    head_per_sample: float
     period: int
     nbytes: int
     knows_overhead: bool
@@ -397,7 +393,6 @@ class CostModel:
             link_per_byte=costs.link / max(costs.nbytes, 1) * ones,
             hand_ring=costs.allreduce * ones,
             hand_hop=costs.allreduce_latency * ones,
-            head_per_sample=costs.head_per_sample,
             period=costs.period,
             nbytes=costs.nbytes,
             knows_overhead=True,

@@ -27,7 +27,6 @@ _COSTS = {
     "exchange": "way to the server",
     "serve": "server",
     "link": "its link",
-    "head": "merged head",
 }
 
 

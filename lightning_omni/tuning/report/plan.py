@@ -326,7 +326,6 @@ def _advice(plan: Plan) -> str:
         change, other = f"{count} servers", plan.with_cluster(servers=count)
     else:
         what = "servers twice as fast" if bottleneck == "server" else "a network twice as fast"
-        what = "a merged head twice as fast" if bottleneck == "head" else what
         faster = f"{what} would be at most {_halved(plan.best.prediction):.2f} times faster"
         return f"{BOTTLENECKS[bottleneck]} is the bottleneck; {faster}"
     gain = math.exp(plan.best.log_seconds - other.best.log_seconds)
@@ -343,7 +342,7 @@ def _halved(prediction: Prediction) -> float:
     if name in ("allreduce", "exchange"):
         return seconds / (seconds - parts[name] / 2)
     step = parts["compute"] + parts["allreduce"] + parts["exchange"]
-    rest = [parts[other] for other in ("serve", "link", "head") if other != name]
+    rest = [parts[other] for other in ("serve", "link") if other != name]
     return seconds / max(step, parts[name] / 2, *rest)
 
 

@@ -68,7 +68,6 @@ class Status(Message, frozen=True, kw_only=True):
             until its answers are passed to the socket; 0 before the first, and in virtual time.
         signal: the largest signal in the ranks' last heartbeats.
         recorder: the rank that logs and saves.
-        wanted_groups: number of groups that an observer has requested; 0 if no request is pending.
     """
 
     sent: float
@@ -83,7 +82,6 @@ class Status(Message, frozen=True, kw_only=True):
     serve_time: float = 0.0
     signal: int = 0
     recorder: int = 0
-    wanted_groups: int = 0
 
 
 class AskServer(Message, frozen=True, kw_only=True):
@@ -159,7 +157,7 @@ class GroupOverview(msgspec.Struct, frozen=True):
 class LogEntry(msgspec.Struct, frozen=True):
     """An event of the run, ``age`` seconds ago.
 
-    ``kind`` is one of ``"joined"``, ``"formed"``, ``"wanted"`` (other groups), ``"lost"``, ``"left"``, ``"over"`` and
+    ``kind`` is one of ``"joined"``, ``"formed"``, ``"lost"``, ``"left"``, ``"over"`` and
     ``"restored"``.
     """
 

@@ -40,8 +40,6 @@ from lightning_omni.simulator.engine import Engine, Priority, Timeline
 from lightning_omni.simulator.workbench import Samples
 from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace
-from lightning_omni.tuning.model.cost_model import Costs
-from lightning_omni.tuning.model.profile import Profile
 from lightning_omni.wire.formats import BF16
 from lightning_omni.wire.formats.base import register
 from lightning_omni.wire.layout import Layout
@@ -157,22 +155,6 @@ def test_a_merged_head_is_never_stale_and_is_stepped_with_every_batch() -> None:
     assert {name.split(".")[0] for name in trace.weights} == {"body", "head"}
     assert head.updates == trace.updates
     assert trace.mean_staleness > 1
-
-
-@pytest.mark.parametrize(
-    "groups", [1, pytest.param(2, marks=pytest.mark.exhaustive), 4, pytest.param(8, marks=pytest.mark.exhaustive), 16]
-)
-def test_the_hardware_model_says_how_often_an_update_comes(groups: int) -> None:
-    """16 ranks, a group's batch of 32 samples: 32 ms of one rank, and 1.6 ms at the head."""
-    cluster = Cluster.even(16, 1e-3, head_seconds_per_sample=5e-5, jitter=Jitter("lognormal", 0.1))
-    data = TensorDataset(INPUTS.repeat(40, 1), LABELS.repeat(40))  # one epoch, for at its end all groups synchronize
-    trace, _ = tailed(groups, cluster, data=data, batch_size=2 * groups, limits=Limits(updates=125))
-    profile = Profile.of(Costs(per_sample=1e-3, head_per_sample=5e-5), ranks=16, batch_size=2 * groups)
-    predicted = profile.predict(groups)
-    # Of several ranks the slowest counts, and near the point of saturation groups come in one another's way.
-    assert trace.seconds_per_update == pytest.approx(predicted.seconds_per_update.value, rel=0.2)
-    if predicted.bottleneck == "head":
-        assert trace.seconds_per_update == pytest.approx(1.6e-3, rel=0.03)
 
 
 def test_what_goes_into_the_head_and_comes_out_takes_its_time_on_the_link() -> None:
