@@ -107,53 +107,13 @@ def test_an_exception_in_one_group_is_told_to_the_others_who_go_on_and_to_who_as
 
 
 ENDS = ("", "raise SystemExit(3)", "raise ValueError")
-STATUSES = f"""
-import atexit, os
-atexit.register(print, 'the last handler', end='; ')
-from lightning_omni.strategy.launcher import exit_process
-for end in {ENDS}:
-    if os.fork() == 0:
-        break  # a copy goes on to the end of the script, as a script does
-    _, status = os.wait()
-    print(os.waitstatus_to_exitcode(status), flush=True)
-else:
-    os._exit(0)
-exit_process(1, 'rank 3 failed')
-print('the script', end=', ')
-exec(end)
-"""
-
-
-@pytest.fixture(scope="module")
-def statuses() -> dict[str, str]:
-    """What copies of a process say of which each comes to another end."""
-    done = interpret(STATUSES)
-    assert done.returncode == 0, done.stderr
-    return dict(zip(ENDS, done.stdout.splitlines(), strict=True))
-
-
-@pytest.mark.parametrize("end", ENDS)
-def test_the_status_of_a_run_that_had_a_failure_is_1_after_all_that_the_script_has_left_to_do(
-    statuses: dict[str, str], end: str
-) -> None:
-    assert statuses[end] == "the script, the last handler; 1"
-
-
 RANKS_THAT_END = {"it fails later": (1, False), "it fails first": (1, True), "it ends well": (0, False)}
 """With which status the script of another rank ends, and whether it is over when that of rank 0 comes to its end."""
-LAUNCHES = f"""
-import os, subprocess, sys, time
+COPIES = f"""
+import atexit, os, subprocess, sys, time
 from lightning_omni.strategy import launcher
-from lightning_omni.strategy.launcher import OmniLauncherHooks
-for end, first in {[*RANKS_THAT_END.values()]}:
-    if os.fork() == 0:
-        break
-    _, status = os.wait()
-    sys.stderr.write(f"status {{os.waitstatus_to_exitcode(status)}}\\n\\n")
-else:
-    os._exit(0)
-launcher.GRACE = 60.0  # on a busy machine, the child takes a while to start
-child = [sys.executable, "-c", f"import time; time.sleep({{int(not first)}}); raise SystemExit({{end}})"]
+from lightning_omni.strategy.launcher import OmniLauncherHooks, exit_process
+
 class Launcher(OmniLauncherHooks):
     num_processes, num_nodes = 2, 1
     class cluster_environment:
@@ -163,30 +123,54 @@ class Launcher(OmniLauncherHooks):
     def on_death(self, rank, code): return False
     def is_writing(self): return False
     def failures(self): return ()
-launcher = Launcher()
-launcher.launch(print, "the fit")
-if first:
-    launcher.procs[0].wait()
-    time.sleep(0.5)
+
+for given in {[*ENDS, *RANKS_THAT_END.values()]}:
+    if os.fork() == 0:
+        break  # a copy goes on to the end of the script, as a script does
+    _, status = os.wait()
+    print("status", os.waitstatus_to_exitcode(status), end="\\n\\n", flush=True)
+else:
+    os._exit(0)
+if isinstance(given, str):
+    atexit.register(print, "the last handler", end="; ")
+    exit_process(1, "rank 3 failed")
+    print("the script", end=", ")
+    exec(given)
+else:
+    os.dup2(1, 2)
+    end, first = given
+    launcher.GRACE = 60.0  # on a busy machine, the child takes a while to start
+    child = [sys.executable, "-c", f"import time; time.sleep({{int(not first)}}); raise SystemExit({{end}})"]
+    rank_0 = Launcher()
+    rank_0.launch(print, "the fit")
+    if first:
+        rank_0.procs[0].wait()
+        time.sleep(0.5)
 """
 
 
 @pytest.fixture(scope="module")
-def launches() -> dict[str, str]:
-    """What copies of a process say that are rank 0, beside another rank."""
-    done = interpret(LAUNCHES)
-    assert (done.returncode, done.stdout) == (0, "the fit\n" * len(RANKS_THAT_END)), done.stderr
-    return dict(zip(RANKS_THAT_END, done.stderr.split("\n\n"), strict=False))
+def copies() -> dict[str, str]:
+    """What copies of a process say of which each comes to another end, some of them as rank 0 beside another rank."""
+    done = interpret(COPIES)
+    assert done.returncode == 0, done.stderr
+    return dict(zip((*ENDS, *RANKS_THAT_END), done.stdout.split("\n\n"), strict=False))
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_status_of_a_run_that_had_a_failure_is_1_after_all_that_the_script_has_left_to_do(
+    copies: dict[str, str], end: str
+) -> None:
+    assert copies[end] == "the script, the last handler; status 1"
 
 
 @pytest.mark.parametrize("way", RANKS_THAT_END)
-def test_a_rank_whose_script_fails_while_that_of_rank_0_ends_is_in_the_status(
-    launches: dict[str, str], way: str
-) -> None:
+def test_a_rank_whose_script_fails_while_that_of_rank_0_ends_is_in_the_status(copies: dict[str, str], way: str) -> None:
     """Rank 0 has a batch less to predict, say; under DDP its status would be 0."""
     status, _ = RANKS_THAT_END[way]
-    assert launches[way].endswith(f"status {status}")
-    assert ("the process of local rank 1 ended with exit code 1" in launches[way]) == bool(status)
+    assert "the fit\n" in copies[way]
+    assert copies[way].endswith(f"status {status}")
+    assert ("the process of local rank 1 ended with exit code 1" in copies[way]) == bool(status)
 
 
 def test_a_group_that_is_stopped_for_half_of_the_run_holds_up_none_and_takes_part_again() -> None:

@@ -204,12 +204,6 @@ def test_strategy_and_tuner_are_those_of_the_command_line_that_names_them(namesp
             assert f"{namespace} {name} True True OmniProcesses" in namespaces, namespaces
 
 
-def test_importing_the_package_imports_no_lightning() -> None:
-    names = "[n for n in sys.modules if n.partition('.')[0] in ('lightning', 'pytorch_lightning')]"
-    done = interpret(f"import lightning_omni, sys; print({names})")
-    assert done.stdout.strip() == "[]", done.stderr[-2000:]
-
-
 def test_every_public_name_is_there_and_an_unknown_one_is_not() -> None:
     for name in omni.__all__:
         assert getattr(omni, name) is not None

@@ -189,10 +189,10 @@ def test_the_design_page_shows_every_room_in_its_place() -> None:
 ROOMS = ("methods", "wire", "server", "group", "transport", "runtime")
 
 
-def test_importing_the_other_rooms_does_not_bring_lightning_along() -> None:
+def test_importing_the_package_and_its_other_rooms_does_not_bring_lightning_along() -> None:
     rooms = [name for name in ROOMS if f"{PACKAGE}.{name}" in MODULES]
     program = (
-        f"import sys, {', '.join(f'{PACKAGE}.{name}' for name in rooms)}\n"
+        f"import sys, {PACKAGE}, {', '.join(f'{PACKAGE}.{name}' for name in rooms)}\n"
         "print(sorted({name.split('.')[0] for name in sys.modules} & {'lightning', 'pytorch_lightning', 'skopt'}))"
     )
     ran = interpret(program)

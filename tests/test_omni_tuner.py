@@ -215,6 +215,11 @@ def test_each_figure_of_a_run_is_the_same_wherever_it_is_told(fits: dict[str, li
     rows = list(csv.DictReader(io.StringIO(files["metrics.csv"])))
     for name, value in times.metrics.items():
         assert [float(row[name]) for row in rows if row.get(name)][-1] == pytest.approx(value), name
+    noise_scale = report.rounds[-1].search.observation.noise_scale
+    assert noise_scale is not None
+    assert [float(row["omni/noise_scale"]) for row in rows if row.get("omni/noise_scale")][-1] == pytest.approx(
+        noise_scale
+    )
     assert times.to_target is not None
     assert times.tuning <= times.to_target <= times.total
     assert times.sentence in fits["printed"][0]["text"]

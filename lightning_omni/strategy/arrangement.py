@@ -31,11 +31,6 @@ class Arrangement:
         self._strategy = strategy
         self._users: Arranged | None = None
 
-    @property
-    def is_stashed(self) -> bool:
-        """Return whether a tuner chooses the groups, so that those of the user are stored."""
-        return self._users is not None
-
     def stash(self) -> None:
         """Store the user's groups and communication settings before a tuner replaces them, for a later fit."""
         if self._users is None:

@@ -236,10 +236,6 @@ class Control(ABC):
     def cause(self) -> OmniError | None:
         return self._ended
 
-    @property
-    def is_ended(self) -> bool:
-        return self.cause is not None
-
     def check(self) -> None:
         """Raise the error that ended this rank's run, if any. A rank that waits for the server calls it repeatedly."""
         self.progress += 1

@@ -27,7 +27,9 @@ each push of several groups takes the server so many seconds more, which one gro
 
 Whether the loss diverges or gets flat is not looked at, and neither is whether the speed changes later.
 ``--prior-scale 2`` makes what settings cost in samples beyond the user's own twice as much, to see how much depends on
-that. Rows of a ``--cache`` are not measured again, each set of options has its own.
+that. With ``--noise-steps 96`` those of asynchronous SGD, beyond the user's own, are multiplied by U of so many steps
+of the user's own run over its mean: more of the gradient noise scale than is known when most runs decide. Rows of a
+``--cache`` are not measured again, each set of options has its own.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from tasks import CLUSTERS, JUDGING, RANKS, SECONDS, TASKS, Run, Task, at_evaluation, cluster_of, crossing
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_omni.methods import method_named, with_period
 from lightning_omni.topology import Topology
@@ -65,6 +67,9 @@ from lightning_omni.tuning.search.evidence import mean_error
 from lightning_omni.tuning.search.prior import Prior
 from lightning_omni.tuning.search.space import compression_named
 
+PLAIN_COST = Prior.log_cost
+MEAN_SIGNAL = 0.35
+"""Mean of U over tasks to develop on."""
 DEVIATIONS = statistics.NormalDist().inv_cdf(0.9)
 """Between the mean and either end of an interval of 80 %."""
 
@@ -79,6 +84,7 @@ class Options:
         prior_scale: see the command line.
         has_segments: whether what was trained corrects later predictions.
         asks: whether scikit-optimize is asked.
+        noise_steps: see the command line.
     """
 
     switch: float
@@ -86,6 +92,7 @@ class Options:
     prior_scale: float = 1.0
     has_segments: bool = True
     asks: bool = True
+    noise_steps: int = 0
 
 
 # --- A run that changes its setting on the way ------------------------------------------------------------------------
@@ -383,6 +390,8 @@ COLUMNS = ("task", "cluster", "own", "tuned", "faster", "predicted", "measured",
 
 def measure(task: str, cluster: str, seed: int, options: Options) -> Row:
     """One row."""
+    if options.noise_steps:
+        follow_noise(signals(TASKS[task], seed, [options.noise_steps])[0])
     judged = Judged(TASKS[task], cluster_of(cluster, TASKS[task]), seed)
     run, ddp = TunedRun(judged, options), judged.ddp
     first = run.decide(Moment(), ())
@@ -426,13 +435,59 @@ class Rows:
         return self._known[key]
 
 
+def signals(task: Task, seed: int, numbers: Sequence[int]) -> list[float]:
+    """U of the last half of so many steps, with the user's own setting, for several numbers of steps.
+
+    U is the part of the mean gradient's squared length that is signal, (R - r) / (R - 1), where r is the mean over
+    ranks of their gradients' squared lengths over that of the mean gradient.
+    """
+    subject, run = task.subject, Run(task, task.momentum, task.own_lr)
+    model, random = run.model, torch.Generator().manual_seed(seed)
+    begun = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer, order = run.optimizer(model.parameters()), torch.randperm(len(subject.data), generator=random)
+    squares = []
+    for step in range(max(numbers)):
+        rows = []
+        for rank in range(RANKS):
+            first = (step * RANKS + rank) * task.batch_size
+            batch = subject.data[order[torch.arange(first, first + task.batch_size) % len(order)]]
+            gradients = torch.autograd.grad(run.loss(model, batch), list(model.parameters()), allow_unused=True)
+            rows.append([torch.zeros(1) if each is None else each for each in gradients])
+        means = [torch.stack(each).mean(0) for each in zip(*rows, strict=True)]
+        squares.append((statistics.mean(map(_square, rows)), _square(means)))
+        for weight, gradient in zip(model.parameters(), means, strict=True):
+            weight.grad = gradient.expand_as(weight)
+        optimizer.step()
+    model.load_state_dict(begun)
+    return [_signal(squares[steps // 2 : steps]) for steps in numbers]
+
+
+def _square(gradients: Sequence[Tensor]) -> float:
+    return math.fsum(float(each.square().sum()) for each in gradients)
+
+
+def _signal(squares: Sequence[tuple[float, float]]) -> float:
+    single, mean = (math.fsum(column) for column in zip(*squares, strict=True))
+    return float(min(max((RANKS - single / mean) / (RANKS - 1), 0.0), 1.0))
+
+
 def scale_prior(factor: float) -> None:
     """From now on settings cost so many times as many samples beyond the user's own as the prior says."""
-    plain = Prior.log_cost
 
     def scaled(self: Prior, *arguments: Any, **options: Any) -> tuple[float, float]:
-        cost, deviation = plain(self, *arguments, **options)
+        cost, deviation = PLAIN_COST(self, *arguments, **options)
         return math.log(max(1 + factor * math.expm1(cost), 1e-3)), deviation
+
+    Prior.log_cost = scaled  # type: ignore[method-assign]
+
+
+def follow_noise(signal: float) -> None:
+    """From now on asynchronous SGD needs more samples than the user's own setting in proportion to U."""
+
+    def scaled(self: Prior, method: str, *arguments: Any, **options: Any) -> tuple[float, float]:
+        cost, deviation = PLAIN_COST(self, method, *arguments, **options)
+        factor = signal / MEAN_SIGNAL if method == "async_sgd" else 1.0
+        return math.log1p(factor * math.expm1(cost)), deviation
 
     Prior.log_cost = scaled  # type: ignore[method-assign]
 
@@ -464,12 +519,18 @@ def main() -> None:
     add("--cache", type=Path, help="a file of rows that are known, which new ones are added to")
     add("--without-segments", action="store_true", help="what was trained corrects no later prediction")
     add("--list-alone", action="store_true", help="the best of the list is chosen")
+    add("--noise-steps", type=int, default=0, help="costs of asynchronous SGD follow the noise scale of so many steps")
     add("--prior-scale", type=float, default=1.0, help="by what the prior's costs in samples are multiplied")
     given = parser.parse_args()
     torch.set_num_threads(1)
     unit = SECONDS / given.step
     options = Options(
-        given.switch * unit, given.hidden * unit, given.prior_scale, not given.without_segments, not given.list_alone
+        given.switch * unit,
+        given.hidden * unit,
+        given.prior_scale,
+        not given.without_segments,
+        not given.list_alone,
+        given.noise_steps,
     )
     if given.prior_scale != 1:
         scale_prior(given.prior_scale)

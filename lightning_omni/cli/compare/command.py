@@ -68,7 +68,7 @@ def compare(
     }
     # Imported here, so that --help does not wait for torch.
     from lightning_omni.cli.compare.comparison import ASSUMED, MachineComparison
-    from lightning_omni.tuning.search.machines import DescribedMachines
+    from lightning_omni.cli.compare.machines import DescribedMachines
 
     try:
         machines = DescribedMachines(**given)

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_omni.checks import counted
+from lightning_omni.cli.compare.machines import DescribedMachines
 from lightning_omni.methods import method_named, text_of, with_period
 from lightning_omni.tuning.model.estimate import Estimate
 from lightning_omni.tuning.model.forecast import Scaling, Setting
 from lightning_omni.tuning.search.choice import best_by_forecast, best_enumerated
-from lightning_omni.tuning.search.machines import DescribedMachines, PlannedEvidence
+from lightning_omni.tuning.search.evidence import PlannedEvidence
 from lightning_omni.tuning.search.space import DEFAULT_METHODS, DEFAULT_WIRES, SearchSpec, Space, group_counts
 
 _AVERAGE = "diloco:outer_lr=1.0,outer_momentum=0"

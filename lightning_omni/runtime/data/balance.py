@@ -45,6 +45,8 @@ class Balance:
     Attributes:
         measured: this rank's samples and compute seconds of every batch so far, if it ``only_measures``.
         loading: seconds of waiting for the data loader so far; they are part of the compute time.
+        squares: squared lengths of this rank's gradient and of its group's mean, if it ``only_measures``: those of the
+            backward passes of this batch, still multiplied by the square of the loss scale.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Balance:
         self.is_on = rebalance == "auto"
         self.measured: list[tuple[int, float]] = []
         self.loading = 0.0
+        self.squares = torch.zeros(2)
         self._only_measures = only_measures
         self._info = info
         self._world: World | None = None
@@ -137,6 +140,7 @@ class Balance:
 
     def begin_batch(self) -> None:
         if self._world is not None:
+            self.squares = torch.zeros(2, device=self._world.device)
             self._exchanged, self._elsewhere = self._world.exchange.traffic.seconds, 0.0
             self._reduced = self._until_gradient = self._world.reduction.seconds
 
@@ -164,6 +168,9 @@ class Balance:
             self._own.work()
             exchanged = self._world.exchange.traffic.seconds - self._exchanged
             self._elsewhere = exchanged + self._until_gradient - self._reduced
+            if self._only_measures and self._module is not None:
+                means = [each.grad for each in self._module.parameters() if each.grad is not None]
+                self.squares[1] = sum(map(squared_length, means))
 
     def end_batch(self) -> None:
         """Finish the measurement of a batch; every few batches, agree with the group on a new split."""
@@ -206,10 +213,12 @@ class Balance:
             self._hooks[self._module] = self._module.register_forward_pre_hook(lambda *_: self._own.work())
         for parameter in self._module.parameters():
             if parameter.requires_grad and parameter not in self._hooks:
-                self._hooks[parameter] = parameter.register_hook(lambda _: self._gradient())
+                self._hooks[parameter] = parameter.register_hook(self._gradient)
 
-    def _gradient(self) -> None:
+    def _gradient(self, gradient: Tensor) -> None:
         """Record the time of a gradient, and the seconds of the collectives before it, in which this rank waited."""
+        if self._only_measures:
+            self.squares[0] += squared_length(gradient)
         self._own.gradient()
         if self._world is not None:
             self._until_gradient = self._world.reduction.seconds
@@ -248,6 +257,13 @@ class Balance:
                 " batches or more"
             )
         return speeds
+
+
+def squared_length(gradient: Tensor) -> Tensor:
+    """Return the squared length of a gradient, in single precision or better."""
+    values = gradient.detach().coalesce().values() if gradient.is_sparse else gradient.detach()
+    length: Tensor = torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32))
+    return length.square()
 
 
 def gather(world: World, numbers: Sequence[float]) -> list[list[float]]:

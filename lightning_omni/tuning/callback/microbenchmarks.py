@@ -147,13 +147,18 @@ class Microbenchmarks:
         return dict(self._averaging)
 
     def time_averaging(self, formats: tuple[str, ...]) -> None:
-        """Time the arithmetic of those all-reduce formats that were not timed yet."""
-        wanted = [each for each in formats if each not in self._averaging]
+        """Time the arithmetic of those all-reduce formats that were not timed yet.
+
+        Of PowerSGD only the largest rank is timed, because smaller ones take hardly less: all read the whole gradient.
+        """
+        wanted = {each: all_reduce_of(each) for each in formats if each not in self._averaging}
         if not wanted:
             return
+        costliest = {type(each): each for each in sorted(wanted.values(), key=lambda each: getattr(each, "rank", 0))}
         shapes, device = self.shapes, self._world.device
-        rows = gather(self._world, [seconds_of_arithmetic(all_reduce_of(each), shapes, device) for each in wanted])
-        self._averaging.update(zip(wanted, map(max, zip(*rows, strict=True)), strict=True))
+        rows = gather(self._world, [seconds_of_arithmetic(each, shapes, device) for each in costliest.values()])
+        slowest = dict(zip(costliest, map(max, zip(*rows, strict=True)), strict=True))
+        self._averaging.update({name: slowest[type(each)] for name, each in wanted.items()})
 
     def _seconds_of_all_reduce(self, count: int) -> float:
         numbers = torch.zeros(count, device=self._world.device)

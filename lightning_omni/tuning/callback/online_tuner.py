@@ -49,6 +49,7 @@ class TimedStep:
         seconds: seconds from the end of the last step to the end of this one.
         loss: mean over its samples, before the step.
         loading: seconds of ``own`` spent waiting for the data loader.
+        squares: squared lengths of this rank's gradient and of the mean gradient; empty if unknown.
     """
 
     samples: int
@@ -56,6 +57,7 @@ class TimedStep:
     seconds: float
     loss: float
     loading: float
+    squares: tuple[float, ...] = ()
 
 
 class FirstBatches:
@@ -105,7 +107,10 @@ class FirstBatches:
         mean = float(torch.stack(self._losses).mean()) if self._losses else math.nan
         if counts and seconds is not None and len(batches) == len(self._losses) > 0:
             samples, own = (math.fsum(column) for column in zip(*batches, strict=True))
-            self._steps.append(TimedStep(int(samples), own, seconds, mean, self._balance.loading - self._loaded))
+            loading, scaler = self._balance.loading - self._loaded, self._strategy.loss_scaler
+            scale = 1.0 if scaler is None else scaler.get_scale()
+            squares = [each / scale**2 for each in self._balance.squares.tolist()] if len(batches) == 1 else []
+            self._steps.append(TimedStep(int(samples), own, seconds, mean, loading, tuple(squares)))
         self._measured, self._loaded, self._losses = len(self._balance.measured), self._balance.loading, []
         self._count += 1
 
@@ -173,7 +178,7 @@ class FirstBatches:
             node_round_trip=places.round_trip,
             node_per_byte=places.per_byte,
         )
-        return Observation(TrainedBatches(self.spec.start, tuple(ends), tuple(losses)), measured)
+        return Observation(TrainedBatches(self.spec.start, tuple(ends), tuple(losses)), measured, noise_scale(rows))
 
     @property
     def _seconds_of_bytes(self) -> float:
@@ -186,6 +191,31 @@ class FirstBatches:
         if self._strategy.balance is self._balance:
             self._strategy.balance = self._kept
             self._kept.after_validation()  # the time since it was replaced is no batch of its own
+
+
+def noise_scale(rows: Sequence[Sequence[TimedStep]]) -> float | None:
+    """Return the gradient noise scale in samples, by the last half of some steps; None if it is unknown.
+
+    It is the trace of the covariance of single samples' gradients over the squared length of their mean, both estimated
+    without bias from the lengths of the ranks' gradients and of their mean: with a batch of that size, half of a mean
+    gradient's squared length is noise. Ranks need equal batches.
+
+    Args:
+        rows: the steps of each rank, of shape (ranks, steps).
+
+    References:
+        McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", appendix A.1.
+    """
+    steps: list[tuple[TimedStep, ...]] = list(zip(*rows, strict=True))
+    last = steps[len(steps) // 2 :]  # 16-bit gradients may be infinite
+    known = [each for each in last if all(rank.squares and math.isfinite(rank.squares[0]) for rank in each)]
+    ranks, batches = len(rows), {rank.samples for each in known for rank in each}
+    own = math.fsum(rank.squares[0] for each in known for rank in each) / ranks
+    mean = math.fsum(each[0].squares[1] for each in known)
+    signal: float = ranks * mean - own
+    if len(batches) != 1 or not 0 < signal < math.inf:
+        return None
+    return max(0.0, ranks * batches.pop() * (own - mean) / signal)
 
 
 def _quickest(rows: Sequence[Sequence[TimedStep]]) -> float:
@@ -202,19 +232,11 @@ class _Decision:
 
     Attributes:
         observation: the measurements of all ranks; None if there are too few.
-        is_early: whether they suffice for proportional batches only.
-        can_wait: whether they cover so small a part of the run that measuring more costs little.
-        is_last: whether a decision is made in any case.
-        may_stay: whether "nothing is faster" may be decided before the last decision.
         found: the future of rank 0's search; None on other ranks.
         batches: batches trained since.
     """
 
     observation: Observation | None
-    is_early: bool
-    can_wait: bool
-    is_last: bool
-    may_stay: bool
     found: Future[Search | None] | None = None
     batches: int = 0
 
@@ -342,13 +364,11 @@ class OnlineTuner:
     def _begin_to_decide(self, batches: FirstBatches) -> None:
         """Start a decision on every rank; all ranks keep training until rank 0 has decided."""
         began, run = time.perf_counter(), self._run
-        decision = self._decision = _Decision(
-            batches.seen(), batches.is_early, batches.can_wait, batches.is_last, not self._is_patient
-        )
+        decision = self._decision = _Decision(batches.seen())
         if run.is_rank_zero:
             # An early decision takes no time.
-            start = run_inline if decision.is_early else run_in_background
-            decision.found = start(self._finding(decision, batches.spec))
+            start = run_inline if batches.is_early else run_in_background
+            decision.found = start(self._finding(decision, batches))
         self._exclude_seconds(time.perf_counter() - began)
         self._poll_decision(decision)
 
@@ -359,14 +379,15 @@ class OnlineTuner:
         if run.broadcast(int(decision.found is not None and decision.found.done())):
             self._decision = None
             is_over = self._conclude(decision)
-        self._exclude_seconds(time.perf_counter() - began)
-        if is_over and run.is_rank_zero:
-            run.rounds[-1].search.overhead += self._deciding
-            self._deciding = 0.0
+        self._exclude_seconds(time.perf_counter() - began, is_over)
 
-    def _exclude_seconds(self, seconds: float) -> None:
+    def _exclude_seconds(self, seconds: float, is_over: bool = False) -> None:
+        """Exclude seconds from the time of training; once a decision is over, its search has taken all of them."""
         self._deciding += seconds
         self._run.exclude_seconds(seconds)
+        if is_over and self._run.is_rank_zero:
+            self._run.rounds[-1].search.overhead += self._deciding
+            self._deciding = 0.0
 
     def _conclude(self, decision: _Decision) -> bool:
         """Carry out a decision, or continue timing; return whether anything was decided. All ranks call it."""
@@ -377,11 +398,12 @@ class OnlineTuner:
             batches.spec = self._spec = self._space.restrict_to_server(batches.spec)
             if run.is_rank_zero:
                 run.rounds.pop()
-                decision.found = run_inline(self._finding(decision, batches.spec))
+                decision.found = run_inline(self._finding(decision, batches))
             command = run.broadcast_command(self._command(decision, batches.spec))
         if command is not None and command.error:
             raise ConfigurationError(command.error)
-        if command is not None or decision.is_last:
+        is_over = command is not None or batches.is_last
+        if is_over:
             self.close()
         batches.interrupted()
         if command is not None and not (self._known and command.setting == run.state.setting):
@@ -392,7 +414,7 @@ class OnlineTuner:
             splits = command.setting.groups == 1 and command.setting.rebalance
             if splits and decision.observation is not None:
                 self._time_again(decision.observation, batches)
-        if command is not None or decision.is_last:
+        if is_over:
             run.state.unfinished = self._postponed is not None
         return command is not None
 
@@ -402,14 +424,17 @@ class OnlineTuner:
             began, run = time.perf_counter(), self._run
             self.adopt(self._postponed)
             run.state.unfinished = False
-            self._exclude_seconds(time.perf_counter() - began)
-            if run.is_rank_zero:
-                run.rounds[-1].search.overhead += self._deciding
-                self._deciding = 0.0
+            self._exclude_seconds(time.perf_counter() - began, is_over=True)
         self._postponed = None
 
-    def _finding(self, decision: _Decision, spec: SearchSpec) -> Callable[[], Search | None]:
-        """Return the function of rank 0 that returns a search whose choice is clear or due, and None otherwise."""
+    def _finding(self, decision: _Decision, batches: FirstBatches) -> Callable[[], Search | None]:
+        """Return the function of rank 0 that returns a search whose choice is clear or due, and None otherwise.
+
+        The last decision makes a choice in any case. In a run that is timed again, no earlier one decides that nothing
+        is faster.
+        """
+        spec, is_early, can_wait = batches.spec, batches.is_early, batches.can_wait
+        is_last, may_stay = batches.is_last, not self._is_patient
         observation, segments = decision.observation, list(self._run.state.segments)
         now = observation.measured if observation is not None else None
         known = [each for each in self._known if now is not None and each.ranks == now.ranks]
@@ -418,9 +443,9 @@ class OnlineTuner:
             if observation is None:
                 return None
             search = Search(spec, observation, known, segments)
-            if not (decision.is_last or verdict(search, decision.is_early, decision.may_stay, decision.can_wait)):
+            if not (is_last or verdict(search, is_early, may_stay, can_wait)):
                 return None
-            search.choice(asks=not decision.is_early)  # an early choice takes no time
+            search.choice(asks=not is_early)  # an early choice takes no time
             return search
 
         return find

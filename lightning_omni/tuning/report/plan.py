@@ -19,8 +19,7 @@ from lightning_omni.tuning.report.texts import duration
 from lightning_omni.tuning.report.tuning import TuningReport
 from lightning_omni.tuning.search import Search, SearchSpec, Space
 from lightning_omni.tuning.search.choice import best_by_forecast, cheapest, risk_adjusted
-from lightning_omni.tuning.search.evidence import is_faster
-from lightning_omni.tuning.search.machines import PlannedEvidence
+from lightning_omni.tuning.search.evidence import PlannedEvidence, is_faster
 from lightning_omni.tuning.search.space import DEFAULT_METHODS, DEFAULT_WIRES, group_counts
 
 PAGE = "plan.html"

@@ -248,8 +248,11 @@ class SearchSummary:
     @property
     def expense(self) -> str:
         """Return the basis of the choice and the time it took."""
-        batches = len(self.search.observation.batches.losses)
-        return f"chosen from {batches} batches, in {duration(self.search.overhead)}"
+        observed = self.search.observation
+        text = f"chosen from {len(observed.batches.losses)} batches, in {duration(self.search.overhead)}"
+        if observed.noise_scale is None:
+            return text
+        return f"{text}; their gradient noise scale is {number(observed.noise_scale)} samples"
 
 
 NAMES = {

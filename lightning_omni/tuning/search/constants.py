@@ -9,7 +9,8 @@ CLEARLY = 4.0
 LOST, CLEAR_CHANGE = 0.5, 0.2
 """A run has diverged if its loss exceeds the level of the first batches by the largest of three amounts: the first part
 of the loss reduction in them, the second part of the level, and the standard deviation of single batches' losses. A
-training loss that falls by the second part of itself is not flat."""
+training loss that falls by the second part of itself is not flat, and a speed that changes by it causes a new search;
+the steps between two comparisons of a run with its forecast grow by the same part."""
 GAIN = 1.1
 """A run under way changes its groups only for an expected speed-up of at least this factor."""
 CAUTION = 0.25
@@ -19,7 +20,7 @@ POINTS = 600
 RATE_FACTOR = 3.0
 """scikit-optimize may propose learning rates between the prior's rate divided by this factor and the rate times it. If
 one group diverges with updates other than the user's, its rate is divided by the factor."""
-FORMING = 1.0
+FORMING = 0.5
 """Assumed seconds to form groups until the run has formed some."""
 SEGMENT_ERROR = 0.02
 """Least standard deviation, in logarithms, of one segment as a prediction of the next one with the same setting."""
@@ -64,10 +65,8 @@ LONGEST_TRIAL = 5
 """A trial whose loss still falls is extended, up to this multiple of its length."""
 UNLIMITED = 10
 """Assumed epochs of a run without limits, unless twice the number of begun epochs is larger."""
-CHANGED, FALSE_ALARM = 0.2, 0.05
-"""A relative change of speed above the first number causes a new search; the steps between two comparisons of a run
-with its forecast grow by the same part. The second number is the probability that noise alone makes an unchanging run
-look changed, over any number of epochs."""
+FALSE_ALARM = 0.05
+"""Probability that noise alone makes an unchanging run look changed, over any number of epochs."""
 NON_FINITE_TOLERATED = 8
 """Non-finite pushes in a row after which a group gives up the epoch. As many non-finite losses in a row count as
 divergence, too: groups with weights of their own may push finite gradients in between."""
@@ -81,10 +80,3 @@ OTHER_LINK = 3.0
 another site."""
 QUANTILE = 1.2816
 """Quantile of the normal distribution for intervals with a probability of 0.8."""
-DESCRIBED_STEPS = 64
-"""Steps that stand for a description of machines."""
-SERVE_PER_BYTE = 5e-10
-"""Assumed seconds of a described server's update for each byte of the weights."""
-BACKWARD, BUCKET = 0.67, 25e6
-"""Part of a described step that is the backward pass, in which DDP hides its all-reduce but for the last bucket; and
-the bytes of that bucket."""

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from lightning_omni.methods import method_named, with_period
 from lightning_omni.serialization import Serializable
@@ -121,17 +122,21 @@ class Observation:
     Attributes:
         batches: the losses of the batches.
         measured: the times of the batches.
+        noise_scale: the gradient noise scale, in samples; None if it is unknown. It is reported, and decides nothing.
     """
 
     batches: TrainedBatches
     measured: Measured
+    noise_scale: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        return {"batches": self.batches.to_dict(), "measured": self.measured.to_dict()}
+        shown = {"noise_scale": self.noise_scale}
+        return {"batches": self.batches.to_dict(), "measured": self.measured.to_dict(), **shown}
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Observation:
-        return cls(TrainedBatches.from_dict(plain["batches"]), Measured.from_dict(plain["measured"]))
+        batches, measured = TrainedBatches.from_dict(plain["batches"]), Measured.from_dict(plain["measured"])
+        return cls(batches, measured, plain.get("noise_scale"))  # reports of earlier versions lack it
 
 
 @dataclass(frozen=True)
@@ -408,6 +413,26 @@ class Evidence:
             lr = self.scaling.lr(best.updates_per_batch, momentum, self.scaling.step(best))
             best = replace(best, momentum=momentum, lr=lr)
         return holds(best)
+
+
+class PlannedEvidence(Evidence):
+    """The evidence of a run on planned machines after its first batches.
+
+    Args:
+        spec: specification of the search.
+        profile: profile of the planned machines.
+    """
+
+    def __init__(self, spec: SearchSpec, profile: Profile) -> None:
+        super().__init__(spec, profile.measured)
+        self._planned = profile
+        if profile.measured:
+            self.theory = replace(self.theory, scatter=scatter(profile.measured))
+
+    @property
+    @override
+    def profile(self) -> Profile:  # known, not fitted
+        return self._planned
 
 
 def _pays(profile: Profile, all_reduce: str) -> bool:

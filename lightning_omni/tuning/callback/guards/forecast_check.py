@@ -61,7 +61,7 @@ class ForecastCheck:
         self._steps += 1
         if self._steps < self._next:
             return ""
-        self._next = math.ceil(self._steps * (1 + c.CHANGED))
+        self._next = math.ceil(self._steps * (1 + c.CLEAR_CHANGE))
         speed = self._speed_record.speed_so_far()
         return run.world.broadcast_text(self._why_slower(speed) if speed is not None else "")
 
@@ -72,7 +72,7 @@ class ForecastCheck:
             return ""
         search = run.searches[-1]
         least = search.prediction(run.setting).samples_per_second.low
-        probability = c.FALSE_ALARM * math.log2(1 + c.CHANGED)
+        probability = c.FALSE_ALARM * math.log2(1 + c.CLEAR_CHANGE)
         if math.log(least) - speed.log_most(probability) < math.log(c.GAIN):
             return ""
         predicted = search.throughput(run.setting)  # as in the report

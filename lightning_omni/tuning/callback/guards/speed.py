@@ -128,7 +128,7 @@ class SpeedHistory:
         both = before + now
         error = both.error * math.sqrt(both.seconds / before.seconds + both.seconds / now.seconds)
         return abs(math.log(now.rate / before.rate)) > max(
-            math.log(1 + c.CHANGED), _standard_errors(probability) * error
+            math.log(1 + c.CLEAR_CHANGE), _standard_errors(probability) * error
         )
 
 

@@ -1,44 +1,25 @@
-"""Evidence about machines that were described or scaled instead of measured, for ``compare`` and ``plan``.
-
-It predicts as the tuner does, from the same hardware model and the same prior.
-"""
+"""Machines that a user describes: the measurements that a run in one group would make on them."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from typing_extensions import override
 
 from lightning_omni.checks import check_number
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.model.profile import Profile
-from lightning_omni.tuning.search import constants as c
-from lightning_omni.tuning.search.evidence import Evidence, scatter
-from lightning_omni.tuning.search.space import SearchSpec
 
-
-class PlannedEvidence(Evidence):
-    """The evidence of a run on planned machines after its first batches.
-
-    Args:
-        spec: specification of the search.
-        profile: profile of the planned machines.
-    """
-
-    def __init__(self, spec: SearchSpec, profile: Profile) -> None:
-        super().__init__(spec, profile.measured)
-        self._planned = profile
-        if profile.measured:
-            self.theory = replace(self.theory, scatter=scatter(profile.measured))
-
-    @property
-    @override
-    def profile(self) -> Profile:  # known, not fitted
-        return self._planned
+DESCRIBED_STEPS = 64
+"""Steps that stand for a description of machines."""
+SERVE_PER_BYTE = 5e-10
+"""Assumed seconds of a described server's update for each byte of the weights."""
+BACKWARD, BUCKET = 0.67, 25e6
+"""Part of a described step that is the backward pass, in which DDP hides its all-reduce but for the last bucket; and
+the bytes of that bucket."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +68,12 @@ class DescribedMachines:
         """Return the measurements that a run in one group on these machines would make, from a fixed seed."""
         ranks = len(self.speeds)
         random = np.random.default_rng(0)
-        jitter = random.lognormal(0.0, math.sqrt(math.log1p(self.scatter**2)), (ranks, c.DESCRIBED_STEPS))
+        jitter = random.lognormal(0.0, math.sqrt(math.log1p(self.scatter**2)), (ranks, DESCRIBED_STEPS))
         own = self.step / np.array(self.speeds)[:, None] * jitter / jitter.mean(axis=1, keepdims=True)
         between = self.site_bandwidth if self.sites > 1 and self.site_bandwidth else self.bandwidth
         latency = self.site_latency if self.sites > 1 else self.latency
         all_reduce = 2 * (ranks - 1) * (self.nbytes / ranks / between + latency)
-        exposed = max(all_reduce * min(1.0, c.BUCKET / self.nbytes), all_reduce - c.BACKWARD * self.step)
+        exposed = max(all_reduce * min(1.0, BUCKET / self.nbytes), all_reduce - BACKWARD * self.step)
         several: dict[str, Any] = {}
         if self.sites > 1:
             nodes = tuple(np.repeat(np.arange(self.sites), ranks // self.sites).tolist())
@@ -100,11 +81,11 @@ class DescribedMachines:
             several["node_round_trip"] = 2 * self.latency
         return Measured(
             groups=(tuple(range(ranks)),),
-            samples=((float(self.batch_size),) * c.DESCRIBED_STEPS,) * ranks,
+            samples=((float(self.batch_size),) * DESCRIBED_STEPS,) * ranks,
             own=tuple(map(tuple, own.tolist())),
             steps=(tuple((own.max(axis=0) + exposed).tolist()),),
-            exchanges=((0.0,) * c.DESCRIBED_STEPS,),
-            serve=c.SERVE_PER_BYTE * self.nbytes,
+            exchanges=((0.0,) * DESCRIBED_STEPS,),
+            serve=SERVE_PER_BYTE * self.nbytes,
             nbytes=self.nbytes,
             round_trip=2 * latency,
             reduce_per_byte=2 * (ranks - 1) / ranks / between,
@@ -118,4 +99,4 @@ class DescribedMachines:
         return Profile.fit([self.measured])
 
 
-__all__ = ["DescribedMachines", "PlannedEvidence"]
+__all__ = ["DescribedMachines"]
