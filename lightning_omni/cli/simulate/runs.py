@@ -23,8 +23,7 @@ from lightning_omni.combinations import refuse_pairs
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import AsyncSGD, Method, method_named
 from lightning_omni.palette import check_can_draw
-from lightning_omni.simulator import Cluster, StopSimulation
-from lightning_omni.simulator.run import check_restarts
+from lightning_omni.simulator import StopSimulation
 from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace, plot_comparison
 
@@ -70,13 +69,6 @@ class Entrant:
             raise ConfigurationError(f"{name}: {error}") from error
         return cls(name, method, topology)
 
-    def check(self, cluster: Cluster) -> None:
-        """Raise a `ConfigurationError` if the method does not support the cluster's restarts."""
-        try:
-            check_restarts(cluster, self.topology, self.method)
-        except ConfigurationError as error:
-            raise ConfigurationError(f"{self.name}: {error}") from error
-
     @property
     def waits(self) -> bool:
         """Return whether the method has exchanges and waits for them, even if overlap is requested."""
@@ -111,8 +103,6 @@ def run(names: Sequence[str], settings: SimulationSettings, together: bool = Fal
         check_can_draw(remedy=", or pass --no-picture")
     task = Task.of(settings)
     entrants = [Entrant.of(name, len(task.cluster.devices), settings.groups) for name in names]
-    for entrant in entrants:
-        entrant.check(task.cluster)
     if settings.overlap and not (together and any(not entrant.waits for entrant in entrants)):
         refuse_pairs(entrants[0].method, {"overlap": "--overlap"})
     files = _Files(settings.out, "comparison" if together else _file_name(names[0]), together)
@@ -310,7 +300,6 @@ def _row(run: Run, target: tuple[str, float] | None) -> Mapping[str, str]:
         "virtual s": _number(trace.seconds),
         "s/update": _number(trace.seconds_per_update),
         "staleness": _number(trace.mean_staleness),
-        **({"goodput": f"{trace.goodput:.0%}"} if trace.meta["cluster"]["events"] else {}),
         **finals,
         **reached,
         "ended": trace.ended.removeprefix("max_"),
