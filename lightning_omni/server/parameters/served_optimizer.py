@@ -21,9 +21,10 @@ from lightning_omni.methods.contract import Tensors
 from lightning_omni.methods.model.master import Resolve, check_state, describe, rebuild
 from lightning_omni.methods.model.totals import Total
 from lightning_omni.server.parameters.momentum_estimate import MomentumEstimator
+from lightning_omni.server.parameters.push_checks import all_finite, check_settings, has_finite_sum
 from lightning_omni.server.parameters.push_counts import PushCounts
 from lightning_omni.wire.formats.base import RAW, Memory, WireFormat, decode
-from lightning_omni.wire.layout import DTYPES, Layout, TensorSpec
+from lightning_omni.wire.layout import Layout, TensorSpec
 from lightning_omni.wire.messages import PushMessage
 from lightning_omni.wire.parameter_groups import Structure, Structures, read_structure, settings_of, specs_of
 
@@ -240,7 +241,7 @@ class ServedOptimizer:
         optimizer = self.master.optimizer
         kinds = {**optimizer.defaults, **self._settings[0]} if optimizer is not None and self._settings else {}
         for group in groups:
-            _check_settings(settings_of(group), kinds)
+            check_settings(settings_of(group), kinds)
 
     def _grow(self, fresh: Mapping[str, Tensor]) -> None:
         if not fresh:
@@ -340,7 +341,7 @@ class ServedOptimizer:
         layout = layout or self.layout_of_push(group, message)
         views = iter(layout.views(payload))
         tensors = [next(views) if there else None for there in message.present]
-        if finite is None and _has_finite_sum(layout, payload):
+        if finite is None and has_finite_sum(layout, payload):
             finite = True
         return self.take(group, message, tensors, finite, payload)
 
@@ -362,7 +363,7 @@ class ServedOptimizer:
                 return None
             message = self._in_its_time(message)
         self._check(message, known)
-        if not (_is_finite(tensors) if finite is None else finite):
+        if not (all_finite(tensors) if finite is None else finite):
             self.counts.refuse(group)
             return None
         self.counts.accept(group)
@@ -440,7 +441,7 @@ class ServedOptimizer:
         numbers: Sequence[int | None] = range(len(groups)) if known == newest else newest.counterparts(known)
         for group, number in zip(groups, numbers, strict=True):
             if number is not None:
-                _check_settings(message.hyperparameters[number], group)
+                check_settings(message.hyperparameters[number], group)
 
     # --- Mean of all groups' own weights -----------------------------------------------------------------------------
 
@@ -461,7 +462,7 @@ class ServedOptimizer:
             raise ProtocolError(f"group {group} has handed its weights in already")
         views = iter(self.layout_of_average(group, absent).views(payload))
         weights = [next(views) if there else None for there in _there(absent, len(self.layout_of(group).specs))]
-        if good := _is_finite(weights) if finite is None else finite:
+        if good := all_finite(weights) if finite is None else finite:
             self._mean.add(weights)
             self.counts.accept(group)
         else:
@@ -505,45 +506,3 @@ def _versions(specs: tuple[TensorSpec, ...], sizes: Sequence[int], servers: int)
     for size in others:
         versions.append(versions[-1].grown(specs[len(versions[-1].specs) : size]))
     return versions
-
-
-def _check_settings(settings: Mapping[str, Any], present: Mapping[str, Any]) -> None:
-    for name, value in settings.items():
-        if name not in present or name == "params" or value is present[name]:
-            continue
-        if not _fits(value, present[name]):
-            raise ProtocolError(f"the optimizer cannot take {name}={value!r}; it is {present[name]!r}")
-
-
-def _fits(value: Any, present: Any) -> bool:
-    """Return whether a hyperparameter is of the optimizer's type, and finite."""
-    if isinstance(present, (list, tuple)):
-        return isinstance(value, (list, tuple)) and len(value) == len(present) and all(map(_fits, value, present))
-    if isinstance(present, bool):  # fused optimizers accept no number for a boolean
-        return isinstance(value, bool)
-    if isinstance(present, (int, float)):
-        return isinstance(value, (bool, int, float)) and (math.isfinite(value) or not math.isfinite(present))
-    return present is None or value is None or type(value) is type(present)
-
-
-def is_finite(layout: Layout, payload: Tensor) -> bool:
-    """Return whether all elements of a payload with this layout are finite."""
-    return _has_finite_sum(layout, payload) or _is_finite(layout.views(payload))
-
-
-def _has_finite_sum(layout: Layout, payload: Tensor) -> bool:
-    """Return whether a payload is certainly finite, by one sum over all tensors and the bytes between them."""
-    if len(layout.dtypes) != 1:
-        return False
-    dtype = DTYPES[layout.dtypes[0]]
-    whole = payload[: payload.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-    return bool(torch.isfinite(whole.sum()))
-
-
-def _is_finite(tensors: Sequence[Tensor | None]) -> bool:
-    present = [tensor for tensor in tensors if tensor is not None]
-    # This pass allocates nothing: a sum is finite only if every element is. Huge elements may overflow it, so a second
-    # pass follows.
-    if all(torch.isfinite(tensor.sum()) for tensor in present):
-        return True
-    return all(bool(torch.isfinite(tensor).all()) for tensor in present)

@@ -1,18 +1,25 @@
-"""The pushes received from each group: each counts once, in order, and only from the group's current incarnation.
+"""The checks of a push: it counts once and in order, it is finite, and its settings fit the optimizer.
 
 Rule 1: pushes of an earlier incarnation of a group are refused: ``late``. So is a push that arrives after a later one.
 Rule 2: the last push may arrive again, because its answer was lost. It is answered again and changes nothing.
 Rule 3: a push whose predecessor is missing is refused: ``gap``. A server that continues from a save lacks the pushes
 after it, so it accepts the first push of each group as the next one.
+Rule 4: a push that contains a NaN or an infinity is refused and counted, never applied.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_omni.errors import Refused
+import torch
+from torch import Tensor
+
+from lightning_omni.errors import ProtocolError, Refused
 from lightning_omni.topology import GroupId
+from lightning_omni.wire.layout import DTYPES, Layout
 from lightning_omni.wire.messages import PushMessage
 
 
@@ -110,3 +117,53 @@ class Deliveries:
             for group, optimizer, sequence, applied, staleness in state
         }
         self._followed = set()
+
+
+# --- NaN and infinity -------------------------------------------------------------------------------------------------
+
+
+def is_finite(layout: Layout, payload: Tensor) -> bool:
+    """Return whether all elements of a payload with this layout are finite."""
+    return has_finite_sum(layout, payload) or all_finite(layout.views(payload))
+
+
+def has_finite_sum(layout: Layout, payload: Tensor) -> bool:
+    """Return whether a payload is certainly finite, by one sum over all tensors and the bytes between them."""
+    if len(layout.dtypes) != 1:
+        return False
+    dtype = DTYPES[layout.dtypes[0]]
+    whole = payload[: payload.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+    return bool(torch.isfinite(whole.sum()))
+
+
+def all_finite(tensors: Sequence[Tensor | None]) -> bool:
+    """Return whether all elements of these tensors are finite."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    # This pass allocates nothing: a sum is finite only if every element is. Huge elements may overflow it, so a second
+    # pass follows.
+    if all(torch.isfinite(tensor.sum()) for tensor in present):
+        return True
+    return all(bool(torch.isfinite(tensor).all()) for tensor in present)
+
+
+# --- Hyperparameters --------------------------------------------------------------------------------------------------
+
+
+def check_settings(settings: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    """Raise `ProtocolError` if an optimizer with these settings cannot take those of a push."""
+    for name, value in settings.items():
+        if name not in present or name == "params" or value is present[name]:
+            continue
+        if not _fits(value, present[name]):
+            raise ProtocolError(f"the optimizer cannot take {name}={value!r}; it is {present[name]!r}")
+
+
+def _fits(value: Any, present: Any) -> bool:
+    """Return whether a hyperparameter is of the optimizer's type, and finite."""
+    if isinstance(present, (list, tuple)):
+        return isinstance(value, (list, tuple)) and len(value) == len(present) and all(map(_fits, value, present))
+    if isinstance(present, bool):  # fused optimizers accept no number for a boolean
+        return isinstance(value, bool)
+    if isinstance(present, (int, float)):
+        return isinstance(value, (bool, int, float)) and (math.isfinite(value) or not math.isfinite(present))
+    return present is None or value is None or type(value) is type(present)
