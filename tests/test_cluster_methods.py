@@ -35,7 +35,7 @@ MOMENTUM: dict[str, Any] = {"momentum": 0.5, "nesterov": True}
 ALWAYS = {
     NAMES.index(name)
     for name in (
-        "async_sgd-1", "downpour-2-3-4", "gossip-push", "local_sgd-4-2-1-0.25", "diloco-3", "async_diloco-4-2",
+        "async_sgd-1", "downpour-2-3-4", "gossip-push", "local_sgd-4-2-0.25", "diloco-3", "async_diloco-4-2",
     )
 }  # fmt: skip
 ALWAYS |= {number for number, point in enumerate(POINTS) if len(SETTINGS[point["name"]]) == 1}

@@ -76,7 +76,12 @@ def given(*features: str) -> dict[str, Any]:
 
 @register
 class Rowwise(AsyncSGD, frozen=True, kw_only=True, tag="test_rowwise"):
-    """A method of somebody else's, whose server needs whole tensors."""
+    """A method of somebody else's, whose server needs whole tensors.
+
+    Example:
+        >>> Rowwise().elementwise
+        False
+    """
 
     elementwise = False
 
