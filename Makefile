@@ -1,6 +1,6 @@
 # make demo       train the example with four CPU workers in two compute groups (about two minutes)
 # make test       run ruff and mypy, and pytest beside them; continuous integration runs this and test-accelerator
-# make examples   run the examples, shortened, the tutorial and the notebook; about four minutes on two cores
+# make examples   run the examples, shortened, the tutorial and the notebook; about five minutes on two cores
 # make test-all   the same, and what is marked exhaustive: more cases of claims that make test has some of
 # make docs       build the site into docs/_build/html; a warning is an error, and nothing is downloaded
 # make test-accelerator   some of the tests, and a few more, with emulated GPUs: see tests/accelerator/README.md

@@ -1,6 +1,6 @@
 """Run all examples shortened, the tutorial and the notebook; fail if one of them fails. ``make examples`` calls it.
 
-python examples/check.py                       # all, in about three minutes on two cores
+python examples/check.py                       # all, in about five minutes on two cores
 python examples/check.py resnet.py tutorial    # some
 python examples/check.py --full tutorial       # not shortened
 """
@@ -80,6 +80,19 @@ def notebook(full: bool) -> Iterator[str]:
         yield each.get("text", "") or each.get("data", {}).get("text/plain", "") + "\n"
 
 
+def ray_train(full: bool) -> Iterator[str]:
+    """Run the example for Ray Train, and yield its output; fail if a worker's death has cost more than its group."""
+    output = run([str(ROOT / "examples" / "ray_train.py"), *([] if full else ["--short"])])
+    elastic = output.partition("replaced one by one")[2]
+    processes = set(re.findall(r"worker (\d), process (\d+): trains", elastic))
+    if sorted(worker for worker, _ in processes) != ["0", "1", "1"]:
+        raise RuntimeError(f"only worker 1 should have been started a second time:\n{output}")
+    *_, last = re.findall(r"in epoch (\d+)$", elastic, re.MULTILINE)
+    if sum(map(int, re.findall(rf"trained (\d+) batches in epoch {last}$", elastic, re.MULTILINE))) != 100:
+        raise RuntimeError(f"the batches of the last epoch do not add up to 100:\n{output}")
+    yield output
+
+
 def run(command: list[str], folder: str | Path = ROOT) -> str:
     """Run a script, and return its output."""
     search = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
@@ -100,7 +113,11 @@ def run(command: list[str], folder: str | Path = ROOT) -> str:
 
 def main() -> None:
     """Run the named checks, or all, and exit with status 1 at the first that fails."""
-    checks: dict[str, Callable[[bool], Iterator[str]]] = {"tutorial": tutorial, "notebook": notebook}
+    checks: dict[str, Callable[[bool], Iterator[str]]] = {
+        "ray_train.py": ray_train,
+        "tutorial": tutorial,
+        "notebook": notebook,
+    }
     parser = argparse.ArgumentParser(description="Run the examples, the tutorial and the notebook, shortened.")
     parser.add_argument("names", nargs="*", metavar="NAME", default=[*EXAMPLES, *checks], help="by default all")
     parser.add_argument("--full", action="store_true", help="do not shorten them")

@@ -231,7 +231,7 @@ importlib.util.find_spec = lambda name, *rest: None if name.partition(".")[0] in
 miss("matplotlib")
 import lightning_omni
 for module in pkgutil.walk_packages(lightning_omni.__path__, "lightning_omni."):
-    if not module.name.endswith("__main__"):
+    if not module.name.endswith(("__main__", "ray.backend")):  # Ray is not installed
         importlib.import_module(module.name)
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.palette import new_figure
@@ -277,7 +277,7 @@ def test_whatever_is_imported_is_among_the_dependencies_or_an_extra() -> None:
     extras = project["optional-dependencies"]
     listed = [
         *project["dependencies"],
-        *(each for name in ("plot", "metrics", "lightning", "pytorch-lightning") for each in extras[name]),
+        *(each for name in ("plot", "metrics", "ray", "lightning", "pytorch-lightning") for each in extras[name]),
     ]
     names = {inspect.cleandoc(each).split("[")[0].split(">")[0].split("=")[0].strip() for each in listed}
     for path in sorted((ROOT / "lightning_omni").rglob("*.py")):

@@ -25,6 +25,7 @@ RANKS = {
     "metrics": 2,
     "trace": 2,
     "methods": 3,
+<<<<<<< HEAD
     "combinations": 4,
     "wire": 5,
     "server": 6,
@@ -41,15 +42,34 @@ RANKS = {
     "tuning.callback": 13,
     "cli": 14,
     "__main__": 15,
+=======
+    "wire": 4,
+    "server": 5,
+    "group": 5,
+    "transport": 6,
+    "simulator": 7,
+    "tuning.model": 7,
+    "runtime": 8,
+    "tuning.search": 8,
+    "strategy": 9,
+    "tuning.report": 9,
+    "ray": 10,
+    "tuning.trainer": 10,
+    "tuning.device": 11,
+    "tuning.callback": 12,
+    "cli": 13,
+    "__main__": 14,
+>>>>>>> 4118b89a7eef6344b0d84ca3450de5865469b182
 }
 """Left never imports right; rooms of one rank do not import each other."""
 HOMES = {
     "zmq": {"transport"},
-    "pytorch_lightning": {"strategy", "tuning.trainer", "tuning.device", "tuning.callback"},
+    "pytorch_lightning": {"ray", "strategy", "tuning.trainer", "tuning.device", "tuning.callback"},
     "lightning": {"strategy", "tuning.callback"},
     "skopt": {"tuning.search"},
     "jinja2": {"tuning.report"},
     "prometheus_client": {"transport"},
+    "ray": {"ray"},
 }
 PICKLES = {"pickle", "cPickle", "_pickle", "cloudpickle", "marshal", "dill", "shelve", "joblib"}
 PICKLING_CALLS = {"send_pyobj", "recv_pyobj", "send_serialized", "recv_serialized"}
@@ -217,6 +237,8 @@ def named_in(text: str) -> set[str]:
 
 def is_there(name: str) -> bool:
     """Return whether a dotted name is a module, or something in one."""
+    if name in MODULES:  # the packages that it imports need not be installed
+        return True
     parts = name.split(".")
     length = next(n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in MODULES)
     found: object = importlib.import_module(".".join(parts[:length]))

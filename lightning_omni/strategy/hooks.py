@@ -331,7 +331,7 @@ class OmniStrategyHooks(SavingStrategy):
             self._world = World(
                 device=self.root_device,
                 options=replace(options, timeout=timeout),
-                ranks_per_node=[self.num_processes] * self.num_nodes,
+                ranks_per_node=self.ranks_per_node(),
             )
             self.world.server.process, self._server_process = self._server_process, None
             if self.world.registration is not None:
@@ -342,6 +342,10 @@ class OmniStrategyHooks(SavingStrategy):
         if self.is_sharded:
             set_device_mesh(self.pl_module, self.world.mesh)
             forget(self.world.process_groups.original, self.world.rank)
+
+    def ranks_per_node(self) -> list[int]:
+        """Return the number of ranks on each node, in rank order."""
+        return [self.num_processes] * self.num_nodes
 
     @property
     @override

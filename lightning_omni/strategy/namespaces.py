@@ -40,7 +40,7 @@ def strategy_class_in(kind: type, namespace: str) -> type:
     if "_original" in vars(kind):
         return strategy_class_in(vars(kind)["_original"], namespace)
     ours = module_in("strategy", namespace)
-    if kind.__module__.startswith("lightning_omni."):
+    if kind.__module__.startswith("lightning_omni.strategy."):
         found: type = ours.OmniStrategy
         return found
     if "_elsewhere" not in vars(kind):

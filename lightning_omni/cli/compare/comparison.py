@@ -3,33 +3,69 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
+
+from typing_extensions import override
 
 from lightning_omni.checks import counted
-from lightning_omni.cli.compare.machines import DescribedMachines
+from lightning_omni.cli.compare.machines import SERVE_PER_BYTE, DescribedMachines
 from lightning_omni.methods import method_named, text_of, with_period
 from lightning_omni.tuning.model.estimate import Estimate
 from lightning_omni.tuning.model.forecast import Scaling, Setting
+from lightning_omni.tuning.model.profile import Profile
 from lightning_omni.tuning.search.choice import best_by_forecast, best_enumerated
 from lightning_omni.tuning.search.evidence import PlannedEvidence
 from lightning_omni.tuning.search.space import DEFAULT_METHODS, DEFAULT_WIRES, SearchSpec, Space, group_counts
 
 _AVERAGE = "diloco:outer_lr=1.0,outer_momentum=0"
-_PEERS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
-    "torch: DDP's bf16 hook": ((), (), ("bf16",)),
-    "torch: post-local SGD": (("local_sgd",), ("fp32",), ()),
-    "torchft: DiLoCo": ((_AVERAGE, f"{_AVERAGE},fragments=4,delay=1,keep_steps=true"), ("fp32", "int8"), ()),
-    "hivemind: local updates": ((f"{_AVERAGE},dynamic_steps=true",), ("fp32", "int8"), ()),
+
+
+class _Ways(NamedTuple):
+    """The ways to train with a package: its methods, their wire formats, and formats of the all-reduce in a group."""
+
+    methods: tuple[str, ...]
+    wires: tuple[str, ...]
+    all_reduces: tuple[str, ...]
+    rebalance: bool = False
+
+
+_OURS = _Ways(DEFAULT_METHODS, DEFAULT_WIRES, ("bf16",), rebalance=True)
+_STREAMED = f"{_AVERAGE},fragments=4,delay=1,keep_steps=true"
+_PEERS = {
+    "torch: DDP's bf16 hook": _Ways((), (), ("bf16",)),
+    "torch: post-local SGD": _Ways(("local_sgd",), ("fp32",), ()),
+    "torchft: DiLoCo": _Ways((_AVERAGE, _STREAMED), ("fp32", "int8/int8"), ("bf16",)),
+    "hivemind: local updates": _Ways((f"{_AVERAGE},dynamic_steps=true",), ("fp32", "int8/int8"), ()),
 }
-"""For each peer, the methods of this package that have its form, their wire formats, and all-reduce formats."""
+"""The methods of this package that have the form of each peer's."""
+_FASTER = 1.05
+"""How much faster servers on each node must be predicted to be than one server."""
 _LONG = 1e6
 """Batches of a run, in which the time to form groups counts for nothing."""
-ASSUMED = (
-    "assumed: links, steps and bytes as you gave them, and a server that updates 2 GB/s",
-    "the samples that a setting needs are those that other tasks needed in simulation",
-    "peers have the form of this package's methods, at the best setting of each; nothing was run",
+_ASSUMPTIONS: tuple[dict[str, Any], ...] = (
+    {"serve_per_byte": SERVE_PER_BYTE / 2},
+    {"serve_per_byte": SERVE_PER_BYTE * 2},
+    {"backward": 0.5},
+    {"backward": 0.8},
 )
+"""Other values of what a description lacks. The intervals cover the predictions with each."""
+ASSUMED = (
+    "assumed: links, steps and bytes as you gave them; a server that updates 1 to 4 GB/s; DDP hides its all-reduce"
+    " behind 0.5 to 0.8 of a step",
+    "the samples that a setting needs are those that other tasks needed in simulation",
+    "peers have the form of this package's methods without a server, at the best setting of each; nothing was run",
+    "not compared: torch's PowerSGD hook for DDP, which depends on the shapes of the weights; it suits slow links",
+)
+
+
+class _KnownEvidence(PlannedEvidence):
+    """Evidence from which no setting is chosen that has more groups or local steps than any simulation."""
+
+    @override
+    def candidates(self) -> list[Setting]:
+        return [each for each in super().candidates() if self.theory.covers(each)]
 
 
 @dataclass(frozen=True)
@@ -42,7 +78,7 @@ class ComparedRow:
         samples_per_second: samples per second of all devices.
         samples: samples to the target, relative to DDP's.
         time: time to the target, relative to DDP's, with an interval of probability 0.8.
-        is_extrapolated: whether no simulation has had as many groups or local steps.
+        per_node: whether each node has a server, and not rank 0 alone.
     """
 
     name: str
@@ -50,14 +86,13 @@ class ComparedRow:
     samples_per_second: float
     samples: float
     time: Estimate
-    is_extrapolated: bool
+    per_node: bool = False
 
     @property
     def cells(self) -> dict[str, str]:
-        marked = " (extrapolated)" if self.is_extrapolated else ""
         return {
             "": self.name,
-            "setting": described(self.setting) + marked,
+            "setting": described(self.setting) + ", a server on each node" * self.per_node,
             "samples/s": f"{self.samples_per_second:.4g}",
             "samples": f"{self.samples:.2f}×",
             "time": f"{self.time.value:.2f}×",
@@ -68,7 +103,57 @@ class ComparedRow:
         time = {"value": self.time.value, "low": self.time.low, "high": self.time.high}
         plain = self.setting.to_dict()
         numbers = {"samples_per_second": self.samples_per_second, "samples": self.samples, "time": time}
-        return {"name": self.name, "setting": plain, **numbers, "is_extrapolated": self.is_extrapolated}
+        return {"name": self.name, "setting": plain, "per_node": self.per_node, **numbers}
+
+
+@dataclass(frozen=True)
+class _Predictions:
+    """The predictions for the ways to train with a package.
+
+    Args:
+        described: the evidence from the description.
+        assumed: the evidence with each of `_ASSUMPTIONS`.
+    """
+
+    described: PlannedEvidence
+    assumed: tuple[PlannedEvidence, ...]
+
+    @classmethod
+    def of(
+        cls,
+        machines: DescribedMachines,
+        profiles: Iterable[Profile],
+        ways: _Ways,
+        momentum: float,
+        is_adaptive: bool,
+    ) -> _Predictions:
+        """Return the predictions for a description's profile, and for those with other assumptions."""
+        ranks = len(machines.speeds)
+        start, batch = Setting(1, momentum, 1.0, all_reduce="fp32"), ranks * machines.batch_size
+        groups = tuple(sorted({*group_counts(ranks), machines.sites})) if ways.methods else (1,)
+        space = Space(
+            groups, rebalance=ways.rebalance, method=ways.methods, wire=ways.wires, all_reduce=ways.all_reduces
+        )
+        spec = SearchSpec(start, batch, _LONG * batch, space, Scaling(is_adaptive))
+        described, *assumed = (_KnownEvidence(spec, each) for each in profiles)
+        return cls(described, tuple(assumed))
+
+    @property
+    def ddp(self) -> Setting:
+        return self.described.spec.start
+
+    def row(self, name: str, setting: Setting, per_node: int = False) -> ComparedRow:
+        """Return the prediction for a setting, whose interval covers those with other assumptions."""
+        known, theory = self.described, self.described.forecast().theory
+        speeds = [each.speed_up(setting, self.ddp) for each in (known, *self.assumed)]
+        time = replace(
+            speeds[0],
+            value=1 / speeds[0].value,
+            low=1 / max(each.high for each in speeds),
+            high=1 / min(each.low for each in speeds),
+        )
+        samples = math.exp(theory(setting) - theory(self.ddp))
+        return ComparedRow(name, setting, known.throughput(setting), samples, time, bool(per_node))
 
 
 @dataclass(frozen=True)
@@ -88,41 +173,33 @@ class MachineComparison:
     @classmethod
     def of(cls, machines: DescribedMachines, momentum: float, is_adaptive: bool) -> MachineComparison:
         """Compare on the machines that a user describes."""
-        profile, ranks = machines.profile(), len(machines.speeds)
-        start, batch = Setting(1, momentum, 1.0, all_reduce="fp32"), ranks * machines.batch_size
-
-        def evidence(
-            methods: tuple[str, ...], wires: tuple[str, ...], formats: tuple[str, ...], rebalance: bool
-        ) -> PlannedEvidence:
-            groups = tuple(sorted({*group_counts(ranks), machines.sites})) if methods else (1,)
-            space = Space(groups, rebalance=rebalance, method=methods, wire=wires, all_reduce=formats)
-            return PlannedEvidence(SearchSpec(start, batch, _LONG * batch, space, Scaling(is_adaptive)), profile)
-
-        ours = evidence(DEFAULT_METHODS, DEFAULT_WIRES, ("bf16",), True)
-        ddp = ours.spec.start
-
-        def row(known: PlannedEvidence, name: str, setting: Setting) -> ComparedRow:
-            speed, theory = known.speed_up(setting, ddp), known.forecast().theory
-            time = replace(speed, value=1 / speed.value, low=1 / speed.high, high=1 / speed.low)
-            samples = math.exp(theory(setting) - theory(ddp))
-            return ComparedRow(
-                name, setting, known.throughput(setting), samples, time, not known.theory.covers(setting)
-            )
-
-        best = best_enumerated(ours)
-        pays = best != ddp
+        profiles = [each.profile() for each in (machines, *(replace(machines, **other) for other in _ASSUMPTIONS))]
+        # An all-reduce sends as many bytes over each link as exchanges with a server at each node.
+        nodes = machines.sites if machines.sites > 1 else len(machines.speeds)
+        direct = [each.scaled(servers=nodes, per_node=True) for each in profiles]
+        ways = [profiles] if machines.sites > 1 else [profiles, direct]  # per-node servers are not per site
+        ours = [_Predictions.of(machines, each, _OURS, momentum, is_adaptive) for each in ways]
+        ddp = ours[0].ddp
+        found = [best_enumerated(each.described) for each in ours]
+        pays = any(best != ddp for best in found)
         peers = [
-            row(known, name, best_by_forecast(known))
-            for name, (methods, wires, formats) in _PEERS.items()
-            for known in [evidence(methods, wires, formats, False)]
+            known.row(name, best_by_forecast(known.described))
+            for name, ways in _PEERS.items()
+            for known in [_Predictions.of(machines, direct, ways, momentum, is_adaptive)]
         ]
         peer = min((each for each in peers if each.setting != ddp), key=lambda each: each.time.value, default=peers[0])
-        mine = row(ours, "lightning-omni", best if pays else best_by_forecast(ours))
+        mine = min(
+            (
+                each.row("lightning-omni", best if pays else best_by_forecast(each.described), per_node)
+                for per_node, (each, best) in enumerate(zip(ours, found, strict=True))
+            ),
+            key=lambda row: row.time.value * (_FASTER if row.per_node else 1),
+        )
         slowest, fastest = min(machines.speeds), max(machines.speeds)
         kind = "equal devices" if slowest == fastest else f"devices of speeds {slowest:g} to {fastest:g}"
         where = f" at {machines.sites} sites" if machines.sites > 1 else ""
         title = f"{len(machines.speeds)} {kind}{where}; time to the same target, DDP: 1"
-        return cls(title, (row(ours, "DDP", ddp), mine, peer), pays)
+        return cls(title, (ours[0].row("DDP", ddp), mine, peer), pays)
 
     @property
     def best(self) -> int:
@@ -138,7 +215,7 @@ class MachineComparison:
     @property
     def verdict(self) -> str:
         """Return what to use, and why."""
-        _, ours, peer = self.rows
+        ours = self.rows[1]
         if not self.pays and ours.setting == self.rows[0].setting:
             return "use DDP: no setting of lightning-omni is predicted to be faster"
         if not self.pays:
@@ -149,8 +226,16 @@ class MachineComparison:
         gain = f"{_gain(ours.time)} faster than DDP to the same target"
         if self.has_hook:
             return f"use DDP with torch's bf16 hook: {gain}; groups gain no more"
-        other = f"{peer.name} is predicted to be {1 / peer.time.value:.2f} times faster than DDP"
-        return f"use lightning-omni: {gain}; {other}"
+        return f"use lightning-omni: {gain}; {self._beside_peer}"
+
+    @property
+    def _beside_peer(self) -> str:
+        """Return how this package compares with the best peer, whose prediction is as uncertain."""
+        _, ours, peer = self.rows
+        text = f"{peer.name}: {_gain(peer.time)}"
+        if peer.time.low <= ours.time.value <= peer.time.high or ours.time.low <= peer.time.value <= ours.time.high:
+            return f"{text}, which is no certain difference"
+        return f"{text}, so consider it" if peer.time.value < ours.time.value else text
 
     @property
     def snippet(self) -> str:
@@ -160,7 +245,7 @@ class MachineComparison:
         if self.has_hook:
             return "Trainer(strategy=DDPStrategy(ddp_comm_hook=default_hooks.bf16_compress_hook), ...)"
         start, setting = self.rows[0].setting, self.rows[1].setting
-        text = f"Trainer(strategy={strategy_text(setting)}, ...)"
+        text = f"Trainer(strategy={strategy_text(setting, self.rows[1].per_node)}, ...)"
         if setting.groups == 1:
             return text
         factor = setting.lr / start.lr
@@ -189,7 +274,7 @@ def described(setting: Setting) -> str:
     return ", ".join(words + [f"all-reduce {setting.all_reduce}"] * (setting.all_reduce not in ("", "fp32")))
 
 
-def strategy_text(setting: Setting) -> str:
+def strategy_text(setting: Setting, per_node: bool = False) -> str:
     """Return the strategy with a setting, as users write it."""
     given = [f"groups={setting.groups}"]
     if setting.groups > 1 and setting.method:
@@ -204,6 +289,8 @@ def strategy_text(setting: Setting) -> str:
     elif formats:
         inside = ", ".join(f'{name}="{format_}"' for name, format_ in formats.items())
         given.append(f"compression=Compression({inside})")
+    if per_node:
+        given.append('server="per-node"')
     if setting.overlap:
         given.append("overlap=True")
     return f"OmniStrategy({', '.join(given)})"

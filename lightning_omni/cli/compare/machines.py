@@ -18,8 +18,8 @@ DESCRIBED_STEPS = 64
 SERVE_PER_BYTE = 5e-10
 """Assumed seconds of a described server's update for each byte of the weights."""
 BACKWARD, BUCKET = 0.67, 25e6
-"""Part of a described step that is the backward pass, in which DDP hides its all-reduce but for the last bucket; and
-the bytes of that bucket."""
+"""Assumed part of a described step that is the backward pass, in which DDP hides its all-reduce but for the last
+bucket; and the bytes of that bucket."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class DescribedMachines:
         site_bandwidth: bytes per second between sites; None if there is one site.
         site_latency: seconds of one message between sites.
         scatter: coefficient of variation of a rank's step times.
+        serve_per_byte: seconds of a server's update for each byte of the weights.
+        backward: part of a step that is the backward pass, in which DDP hides its all-reduce but for the last bucket.
 
     Raises:
         ConfigurationError: a number is out of range.
@@ -52,6 +54,8 @@ class DescribedMachines:
     site_bandwidth: float | None = None
     site_latency: float = 0.0
     scatter: float = 0.05
+    serve_per_byte: float = SERVE_PER_BYTE
+    backward: float = BACKWARD
 
     def __post_init__(self) -> None:
         for speed in self.speeds:
@@ -73,7 +77,7 @@ class DescribedMachines:
         between = self.site_bandwidth if self.sites > 1 and self.site_bandwidth else self.bandwidth
         latency = self.site_latency if self.sites > 1 else self.latency
         all_reduce = 2 * (ranks - 1) * (self.nbytes / ranks / between + latency)
-        exposed = max(all_reduce * min(1.0, BUCKET / self.nbytes), all_reduce - BACKWARD * self.step)
+        exposed = max(all_reduce * min(1.0, BUCKET / self.nbytes), all_reduce - self.backward * self.step)
         several: dict[str, Any] = {}
         if self.sites > 1:
             nodes = tuple(np.repeat(np.arange(self.sites), ranks // self.sites).tolist())
@@ -85,7 +89,7 @@ class DescribedMachines:
             own=tuple(map(tuple, own.tolist())),
             steps=(tuple((own.max(axis=0) + exposed).tolist()),),
             exchanges=((0.0,) * DESCRIBED_STEPS,),
-            serve=SERVE_PER_BYTE * self.nbytes,
+            serve=self.serve_per_byte * self.nbytes,
             nbytes=self.nbytes,
             round_trip=2 * latency,
             reduce_per_byte=2 * (ranks - 1) / ranks / between,
