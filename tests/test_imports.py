@@ -25,7 +25,6 @@ RANKS = {
     "metrics": 2,
     "trace": 2,
     "methods": 3,
-<<<<<<< HEAD
     "combinations": 4,
     "wire": 5,
     "server": 6,
@@ -37,29 +36,12 @@ RANKS = {
     "tuning.search": 9,
     "strategy": 10,
     "tuning.report": 10,
+    "ray": 11,
     "tuning.trainer": 11,
     "tuning.device": 12,
     "tuning.callback": 13,
     "cli": 14,
     "__main__": 15,
-=======
-    "wire": 4,
-    "server": 5,
-    "group": 5,
-    "transport": 6,
-    "simulator": 7,
-    "tuning.model": 7,
-    "runtime": 8,
-    "tuning.search": 8,
-    "strategy": 9,
-    "tuning.report": 9,
-    "ray": 10,
-    "tuning.trainer": 10,
-    "tuning.device": 11,
-    "tuning.callback": 12,
-    "cli": 13,
-    "__main__": 14,
->>>>>>> 4118b89a7eef6344b0d84ca3450de5865469b182
 }
 """Left never imports right; rooms of one rank do not import each other."""
 HOMES = {
