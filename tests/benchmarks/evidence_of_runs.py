@@ -3,6 +3,7 @@
     OMP_NUM_THREADS=1 python tests/benchmarks/evidence_of_runs.py --cache FILE --minutes 8   # measures what is missing
     OMP_NUM_THREADS=1 python tests/benchmarks/evidence_of_runs.py --cache FILE               # and prints the tables
     OMP_NUM_THREADS=1 python tests/benchmarks/evidence_of_runs.py --tasks words --cache FILE # a part of it
+    OMP_NUM_THREADS=1 python tests/benchmarks/evidence_of_runs.py --choices                # by the noise scale
 
 Tasks are those to develop on, simulated with the exponential step times of the prior. A run trains `SWITCH` updates
 with the user's own setting in one group, and from there to the target with the user's own setting, and with each of
@@ -17,10 +18,16 @@ with the whole run's, and three errors: of the segment's ratio as it is, of the 
 residuals, and of the prior with a line through other data sets' residuals and segments.
 
 **Noise scale.** By U (`tuned_runs.signals`) asynchronous SGD would need 1 + (c - 1) U / mean U times the samples, for c
-of the prior, or 1 + k U, for k fitted to other data sets. Printed are the errors of both, and Spearman's correlation of
-U with the run's ratio.
+of the prior, or 1 + k U, for k fitted to other data sets. Printed are Spearman's correlation of U with the run's ratio,
+the errors of both, and the mean logarithm of the time that choices of groups by them lose, if groups are 1.1 to 3 times
+as fast as one, all equally likely in logarithms.
 
 All errors are roots of mean squares of logarithms.
+
+**Choices.** ``--choices`` prints, for tasks and clusters, after how many steps the first choice of a tuned run is made,
+and which one it would be if asynchronous SGD needed samples by U, of as many steps and of `max(STEPS)`, which is more
+than is known then. Where they differ, all are trained to the target, from the same weights: the gain is the time left
+with the choice over that with the other.
 """
 
 from __future__ import annotations
@@ -40,9 +47,10 @@ import numpy as np
 import torch
 from judged import Judged
 from scipy.stats import spearmanr
-from tasks import DEVELOPING, PRIOR_CLUSTERS, Run, Task, at_evaluation, crossing
-from tuned_runs import Moment, Options, Stretch, TunedRun, signals
+from tasks import CLUSTERS, DEVELOPING, PRIOR_CLUSTERS, Run, Task, at_evaluation, cluster_of, crossing
+from tuned_runs import PLAIN_COST, Decided, Moment, Options, Stretch, TunedRun, follow_noise, signals
 
+from lightning_omni.tuning.search import Search
 from lightning_omni.tuning.search.prior import Prior, PriorTheory
 from lightning_omni.tuning.search.space import DEFAULT_METHODS
 
@@ -163,13 +171,28 @@ def rms(values: Any) -> float:
     return float(np.sqrt(np.mean(np.square(values))))
 
 
-def unseen(rows: Sequence[Row], fit: Callable[[Sequence[Row]], Callable[[Row], float]]) -> float:
-    """Error of a prediction that is fitted to the other data sets."""
-    errors = []
+Fit = Callable[["Sequence[Row]"], "Callable[[Row], float]"]
+
+
+def predictions(rows: Sequence[Row], fit: Fit) -> list[tuple[float, float]]:
+    """Measured and predicted logarithms, by what is fitted to the other data sets."""
+    found = []
     for data in sorted({row.data for row in rows}):
         predict = fit([row for row in rows if row.data != data])
-        errors += [row.measured - predict(row) for row in rows if row.data == data]
-    return rms(errors)
+        found += [(row.measured, predict(row)) for row in rows if row.data == data]
+    return found
+
+
+def unseen(rows: Sequence[Row], fit: Fit) -> float:
+    """Error of a prediction on data sets that it is not fitted to."""
+    return rms([measured - predicted for measured, predicted in predictions(rows, fit)])
+
+
+def lost(rows: Sequence[Row], fit: Fit) -> float:
+    """Mean logarithm of the time that choices by it lose, for groups 1.1 to 3 times as fast as one."""
+    found = product(predictions(rows, fit), np.linspace(math.log(1.1), math.log(3.0), 50))
+    losses = [measured - gain if predicted < gain else gain - measured for (measured, predicted), gain in found]
+    return float(np.mean(np.maximum(losses, 0.0)))
 
 
 def shifted(rows: Sequence[Row]) -> Callable[[Row], float]:
@@ -222,25 +245,79 @@ def show(rows: Sequence[Row]) -> None:
         columns = [f"{each:.2f}" for each in (spearmanr(shown, true)[0], rms(np.subtract(shown, true)), *errors)]
         print("|", " | ".join([kind, str(updates), str(len(known)), *columns]), "|")
 
-    print("\n| steps | runs | Spearman | error of the prior | of prior and U | of 1 + k U |")
-    print("|---|---|---|---|---|---|")
+    print("\n| steps | runs | Spearman | error: prior | prior and U | 1 + k U | lost: prior | prior and U | 1 + k U |")
+    print("|---|---|---|---|---|---|---|---|---|")
     stale = [row for row in rows if row.way.startswith("async_sgd")]
     for place, steps in enumerate(STEPS):
         signal, true = [row.signal[place] for row in stale], [row.measured for row in stale]
-        errors = [unseen(stale, each) for each in (shifted, by_signal(place), of_mean(place))]
-        columns = [f"{each:.2f}" for each in (spearmanr(signal, true)[0], *errors)]
+        fits = shifted, by_signal(place), of_mean(place)
+        columns = [f"{each:.2f}" for each in (spearmanr(signal, true)[0], *(unseen(stale, each) for each in fits))]
+        columns += [f"{lost(stale, each):.3f}" for each in fits]
         print("|", " | ".join([str(steps), str(len(stale)), *columns]), "|")
+
+
+# --- Choices ----------------------------------------------------------------------------------------------------------
+
+
+def choose(name: str, cluster: str, seed: int) -> tuple[int, list[str], list[float]]:
+    """A first choice, and those by U of its own steps and of `max(STEPS)`.
+
+    Returns:
+        Steps before it, the settings, and the logarithms of what the settings by U gain.
+    """
+    task = DEVELOPING[name]
+    run = TunedRun(Judged(task, cluster_of(cluster, task), seed), Options(switch=4.0))
+    plain = run.decide(Moment(), ())
+    steps = round(plain.at.samples / task.batch)
+    choices = {str(plain.setting): plain}
+    settings, reached = [str(plain.setting)], dict[str, float]()
+    for signal in signals(task, seed, (steps, max(STEPS))):
+        follow_noise(signal)
+        search = Search(plain.search.spec, plain.search.observation, plain.search.known)
+        setting = search.choice().setting
+        choices.setdefault(str(setting), Decided(setting, search.prediction(setting).topology, search, plain.at))
+        settings.append(str(setting))
+    Prior.log_cost = PLAIN_COST  # type: ignore[method-assign]
+    if len(choices) == 1:
+        return steps, settings, [0.0, 0.0]
+    for text, each in choices.items():
+        reached[text] = min(run.go_on(each)[0].reached - plain.at.seconds, 6.0 * run.judged.ddp.seconds)
+    return steps, settings, [math.log(reached[settings[0]] / reached[each]) for each in settings[1:]]
+
+
+def show_choices(names: Sequence[str], clusters: Sequence[str]) -> None:
+    """Prints the choices, those that would be others, and a summary."""
+    found = []
+    for name, cluster in product(names, clusters):
+        found.append(choose(name, cluster, 0))
+        steps, (plain, *others), gains = found[-1]
+        shown = [
+            f"{each}: {math.exp(gain):.2f}" if each != plain else "" for each, gain in zip(others, gains, strict=True)
+        ]
+        print(name, cluster, steps, plain, *shown, sep="; ", flush=True)
+    print(f"{sum(steps >= 24 for steps, _, _ in found)} of {len(found)} choices are made after 24 steps or more")
+    for place, what in enumerate(("as many steps", f"{max(STEPS)} steps")):
+        differ = sum(settings[0] != settings[1 + place] for _, settings, _ in found)
+        mean = math.exp(statistics.mean(gains[place] for _, _, gains in found))
+        print(f"by U of {what} {differ} would be others, and runs {mean:.3f} times as fast in the geometric mean")
 
 
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cache", type=Path, required=True, help="file of rows: what is in it is not measured again")
+    parser.add_argument("--choices", action="store_true", help="print choices by the noise scale beside those without")
+    parser.add_argument("--clusters", nargs="+", choices=CLUSTERS, default=list(CLUSTERS), metavar="CLUSTER")
+    parser.add_argument("--cache", type=Path, help="file of rows: what is in it is not measured again")
     parser.add_argument("--tasks", nargs="+", choices=DEVELOPING, default=list(DEVELOPING))
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=0.0, help="no task is begun later")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.choices:
+        show_choices(given.tasks, given.clusters)
+        return
+    if given.cache is None:
+        parser.error("--cache: pass the file of rows, or --choices")
     lines = given.cache.read_text().splitlines() if given.cache.is_file() else []
     rows, end = [Row(**json.loads(line)) for line in lines], time.monotonic() + 60 * given.minutes
     for seed, name in product(range(given.seeds), given.tasks):

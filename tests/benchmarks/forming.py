@@ -102,7 +102,8 @@ def train(ranks: int, is_slow: bool) -> None:
     trainer.fit(Perceptron(), DataLoader(TensorDataset(images, labels), batch_size=16, shuffle=True))
     if trainer.is_global_zero:
         own = sum(search.overhead for search in tuner.searches)
-        print("\n" + json.dumps({**SECONDS, "tuner": [own], "setting": str(tuner.choice)}), flush=True)
+        chosen = str(tuner.searches[-1].choice().setting)
+        print("\n" + json.dumps({**SECONDS, "tuner": [own], "setting": chosen}), flush=True)
 
 
 def main() -> None:

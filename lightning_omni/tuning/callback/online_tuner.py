@@ -20,6 +20,7 @@ from lightning_omni.runtime.timing import wait_for
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.strategy.lightning_internals.callbacks import loader_of
 from lightning_omni.strategy.lightning_internals.loops import will_step
+from lightning_omni.strategy.lightning_internals.strategies import has_ddp_comm_hook
 from lightning_omni.tuning.callback.applied_setting import AppliedSetting
 from lightning_omni.tuning.callback.fit_space import FitSpace
 from lightning_omni.tuning.callback.guards.speed import SpeedRecord
@@ -35,6 +36,7 @@ from lightning_omni.tuning.search import constants as c
 from lightning_omni.tuning.search.choice import verdict
 from lightning_omni.tuning.search.evidence import is_faster
 from lightning_omni.tuning.trainer import batch_size_of, log_nothing
+from lightning_omni.wire.all_reduce import EXACT
 
 DECISION_STEPS = tuple(c.FIRST_DECISION << number for number in range(c.DECISIONS))
 
@@ -79,6 +81,7 @@ class FirstBatches:
         self._strategy, self._world = strategy, strategy.world
         self._balance = Balance("auto", log_nothing, only_measures=True)
         self._kept = strategy.balance
+        self._has_means = self._world.reduction.format == EXACT and not has_ddp_comm_hook(strategy)
         self._timer = StepTimer()
         self._steps: list[TimedStep] = []
         self._losses: list[Tensor] = []
@@ -109,8 +112,9 @@ class FirstBatches:
             samples, own = (math.fsum(column) for column in zip(*batches, strict=True))
             loading, scaler = self._balance.loading - self._loaded, self._strategy.loss_scaler
             scale = 1.0 if scaler is None else scaler.get_scale()
-            squares = [each / scale**2 for each in self._balance.squares.tolist()] if len(batches) == 1 else []
-            self._steps.append(TimedStep(int(samples), own, seconds, mean, loading, tuple(squares)))
+            is_known = self._has_means and len(batches) == 1  # accumulated gradients are sums
+            squares = tuple(each / scale**2 for each in self._balance.squares.tolist()) if is_known else ()
+            self._steps.append(TimedStep(int(samples), own, seconds, mean, loading, squares))
         self._measured, self._loaded, self._losses = len(self._balance.measured), self._balance.loading, []
         self._count += 1
 
