@@ -104,13 +104,15 @@ _FAILED = "failed: "
 
 
 def is_failure_reason(reason: str) -> bool:
-    """Return whether a rank was lost by its own failure, and not by a death, a cut link, Ctrl-C or a person.
+    """Return whether a rank has ended by an exception, and not by a death, a cut link or a person who evicts its group.
 
     Args:
         reason: reason of its loss.
 
     Example:
         >>> is_failure_reason("rank 3 failed: ValueError"), is_failure_reason("rank 3 was interrupted (Ctrl-C)")
-        (True, False)
+        (True, True)
+        >>> is_failure_reason("the process of rank 3 ended with signal SIGKILL")
+        False
     """
-    return re.match(rf"rank \d+ {_FAILED}", reason) is not None
+    return re.match(rf"rank \d+ ({_FAILED}|{re.escape(INTERRUPTED)})", reason) is not None

@@ -24,12 +24,12 @@ if os.environ.get("CI"):
 
 collect_ignore = [] if os.environ.get("OMNI_TEST_ACCELERATOR") == "gpu" else ["accelerator"]
 LONGEST = """
-    joining omni_tuner first_batches inside compatibility faces steps deaths groups cluster_methods
-    proportional hostile server_restart frozen serve cli_plan wire merged device shared_memory
-    watch device_tuner tensor_parallel three_hosts throughput signals placement start_methods cli_simulate
-    servers wire_format simulator report overlap lossy tuned_alone oracles profile regroup tuned_servers
-    transport manners cli_device finetuning golden search histories arguments server_core
-    parity ends layout_and_codec cli search_objects two_nodes words
+    joining first_batches server_restart inside deaths omni_tuner signals groups faces report compatibility
+    cluster_methods hostile proportional three_hosts steps frozen serve cli_plan wire merged device shared_memory
+    watch device_tuner tensor_parallel throughput placement start_methods cli_simulate servers wire_format simulator
+    overlap lossy tuned_alone oracles profile regroup tuned_servers transport manners cli_device finetuning golden
+    search histories arguments server_core parity ends layout_and_codec cli
+    search_objects two_nodes words
 """
 """Files of many seconds each, longest first: side by side, none is left to run alone in the end."""
 

@@ -227,7 +227,7 @@ class Running:
 
     @property
     def survivors(self) -> list[int]:
-        """Processes of this run's process group that are still there."""
+        """Processes of this run's process group that are still there, in the order in which they were started."""
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
@@ -236,13 +236,17 @@ class Running:
                 except (OSError, IndexError):
                     continue
                 if int(fields[2]) == self.process.pid and fields[0] != "Z":
-                    found.append(int(entry.name))
-        return found
+                    found.append((int(fields[19]), int(entry.name)))
+        return [number for _, number in sorted(found)]
 
     @property
     def servers(self) -> list[int]:
         """Those of them that are parameter servers, each after the process that has forked it and watches it."""
-        return sorted(pid for pid in self.survivors if Path(f"/proc/{pid}/comm").read_text().strip() == SERVER)
+        found = []
+        for number in self.survivors:
+            with contextlib.suppress(OSError):  # it has ended
+                found += [number] * (Path(f"/proc/{number}/comm").read_text().strip() == SERVER)
+        return found
 
 
 def run(

@@ -235,6 +235,11 @@ CHANGED = {each: {"changed": each} for each in ("unfrozen", "wrapped again")}
 WITHOUT_STEPS = {f"steps {each}": {"stepped": each} for each in ("on one rank", "on no rank")}
 REGROUPED = {f"regrouped, {groups} groups before": {"regrouped": groups} for groups in (1, 2)}
 THEN_ONE = {f"one group after two, {each}": {"first": each} for each in ("async_sgd", "local_sgd:period=4")}
+DISCARDED = {f"a state, {each}": {"discarded": each} for each in ("clear", "pop", "set", "write", "read")}
+OUTSIDE = {f"outside, {each} DDP": {"outside": f"{each} DDP"} for each in ("with", "without")}
+THEN_DDP = {
+    f"plain DDP after two groups, {each}": {"then": each} for each in ("async_sgd", "local_sgd:period=4", "gossip")
+}
 REFUSED: dict[str, dict[str, Any]] = {
     "not wrapped": {"groups": 1, "wraps": ""},
     "not wrapped, a closure": {"groups": 1, "wraps": "closure"},
@@ -283,7 +288,7 @@ def plain_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
 def changing_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found in loops with more than weights, or with other groups in the middle."""
     loops: dict[str, dict[str, Any]] = {**BESIDE, **LAID, **REGROUPED, **UNLIKE, **FORGOTTEN, **WITHOUT_STEPS}
-    loops |= {**THEN_ONE, **SHORT, "plain DDP after two groups": {"then": "ddp"}, "alone": {"alone": 0}}
+    loops |= {**THEN_ONE, **SHORT, **THEN_DDP, **DISCARDED, **OUTSIDE, "alone": {"alone": 0}}
     return run_loops(tmp_path_factory.mktemp("changing"), loops)
 
 
@@ -395,11 +400,38 @@ def test_a_loop_of_one_group_after_one_of_several_begins_with_one_optimizer_stat
     assert one[0] == other[0] == [0, 2]
 
 
-def test_a_loop_of_plain_ddp_after_one_of_several_groups_begins_with_the_servers_optimizer_state(
-    changing_loops: list[dict[str, Any]],
+@pytest.mark.parametrize("name", THEN_DDP)
+def test_a_loop_of_plain_ddp_after_one_of_several_groups_begins_with_one_optimizer_state_and_learning_rate(
+    changing_loops: list[dict[str, Any]], name: str
 ) -> None:
-    one, other = (each["plain DDP after two groups"] for each in changing_loops)
-    assert one == other
+    one, other = (each[name] for each in changing_loops)
+    assert one[:3] == other[:3]
+    assert one[2] == 0.01, "rank 0's, whose schedule has counted four steps"
+    assert ["load rank 0's schedule.state_dict()" in each for each in one[3]] == [True]
+    assert not other[3]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_step_outside_of_a_loop_that_trains_a_model_of_each_group_is_warned_of_once(
+    changing_loops: list[dict[str, Any]], name: str
+) -> None:
+    one, other = (each[name] for each in changing_loops)
+    assert ["each group trains a model of its own" in each for each in one] == [True] * (name == "outside, without DDP")
+    assert not other
+
+
+@pytest.mark.parametrize("name", DISCARDED)
+def test_a_state_that_is_discarded_in_place_is_refused_in_a_step_and_carried_where_groups_synchronize(
+    changing_loops: list[dict[str, Any]], name: str
+) -> None:
+    one, other = (each[name] for each in changing_loops)
+    is_read = name == "a state, read"
+    left = {"clear": [False, False], "pop": [False, True], "set": [False, True]}.get(name[9:], [True, True])
+    assert one["states"] == [[True, True], left]
+    for each in (one, other):
+        assert ("the state of SGD was loaded or given up between two steps" in each["refused"]) != is_read
+    assert is_read == any("optimizer.state of SGD is read while" in each for each in one["said"])
+    assert one.get("written", [[1.0] * 4]) == [[1.0] * 4]
 
 
 def test_a_rank_that_synchronizes_alone_ends_the_loop_for_all_and_what_each_called_is_named(

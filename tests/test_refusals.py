@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pytorch_lightning import Trainer
-from runs import Running
+from runs import SLOWER, Running
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_omni as omni
@@ -109,7 +109,7 @@ def test_what_cannot_be_served_is_refused_with_the_way_out(options: dict[str, An
     fit = {"devices": 2, "data": {"samples": 256}, **options}
     with Running("groups.py", {"fits": [fit], "always_nan": options.get("net") == "nan"}) as running:
         finished = running.wait(180)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + SLOWER * 60
         while running.survivors:
             assert time.monotonic() < deadline, "processes are left behind"
             time.sleep(0.05)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from core import Signals, end_in_one_line, training_position
 from processes import interpret
-from runs import Run, Running, free_port, search_path
+from runs import SLOWER, Run, Running, free_port, search_path
 from torch._C._distributed_c10d import HashStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,7 +30,7 @@ TERMINATED = 128 + signal.SIGTERM
 
 
 def until(condition: Callable[[], bool], otherwise: Callable[[], str], timeout: float = 120) -> None:
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + SLOWER * timeout
     while not condition():
         assert time.monotonic() < deadline, otherwise()[-6000:]
         time.sleep(0.02)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from core import lease
 from pytorch_lightning import Trainer
-from runs import Run, Running
+from runs import SLOWER, Run, Running
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_omni.errors import ConfigurationError
@@ -96,7 +96,7 @@ def test_the_death_of_a_rank_that_was_forked_ends_the_script_with_an_error(start
     options = {"strategy": {"groups": 2, "start_method": start_method}, "dies": True, "max_epochs": 1000}
     with Running("started.py", {"fits": [options]}, spares=0) as running:
         finished: Run = running.wait(180)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + SLOWER * 30
         while running.survivors:
             assert time.monotonic() < deadline, "processes are left behind"
             time.sleep(0.05)

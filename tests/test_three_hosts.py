@@ -16,14 +16,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from runs import search_path
+from runs import SLOWER, search_path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "studies"))
 
 from emulated_network import CONGESTION, Hosts, Network, NoNamespacesError
 
 PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "joining.md"
-START = 200.0
+START = SLOWER * 100.0
 """Seconds for six processes that import torch to have done so, and to train a little, on a busy machine."""
 TRAIN = """
 import json, os, sys, time

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import inspect
 import io
+import os
 import re
 import sys
 import textwrap
@@ -121,9 +123,14 @@ _EXAMPLES = """Examples:
 
 """
 _EXIT_STATUS = (
-    "Exit status: 0; 1 if doctor has found something that fails; 2 if a setting is wrong; 3 if a server died too often"
+    "Exit status: 0; 1 if doctor has found something that fails, or the output cannot be written; 2 if a setting is"
+    " wrong; 3 if a server died too often"
     " to be started again; 130 after Ctrl-C."
 )
+
+_OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EPIPE)
+"""Errors of a full disk and of a pipe without a reader."""
+_FAILED = 1
 
 _COMMANDS: dict[str, Callable[..., Any]] = {
     "compare": compare,
@@ -155,6 +162,14 @@ def main(arguments: list[str] | None = None) -> int:
             parser_class=_Parser,
             version=__version__,
         )
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in _OF_OUTPUT:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left as it ends
+        if error.errno != errno.EPIPE:
+            _print_error(f"the output could not be written: {error.strerror}")
+        return _FAILED
     except (OmniError, ValueError) as error:
         own = _own(error)
         if own is None:

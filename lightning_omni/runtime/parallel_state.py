@@ -130,7 +130,7 @@ class ParallelState:
         self.holders = rows_of(self.topology, self.shards)
         self.registration: GroupRegistration | None = None
         if joins:
-            self.registration = GroupRegistration(options, self.rank, self.size, self._broadcast_text_with_torch)
+            self.registration = GroupRegistration(options, self.rank, self.size, self.broadcast_text_at_launch)
             first = self.registration.first
             self.rank += first
             self.topology = Topology((tuple(range(first, first + self.size)),))
@@ -405,12 +405,16 @@ class ParallelState:
         return groups.largest(numbers, groups.live if self.control is not None else groups.original)
 
     def broadcast_text(self, text: str) -> str:
-        """Return rank 0's text on every rank, while there is one group, or none yet. All ranks call it."""
-        if not self.is_synchronous:
-            return self._broadcast_text_with_torch(text)
-        return self.process_groups.broadcast_text(text, self.compute_group)
+        """Return rank 0's text on every live rank. All of them call it, while no group trains."""
+        if self.is_synchronous:
+            return self.process_groups.broadcast_text(text, self.compute_group)
+        if self.control is None:
+            return self.broadcast_text_at_launch(text)
+        mine = text.encode() if self.rank == RECORDER else b""
+        return dict(self.process_groups.live.contribute("a text of rank 0", mine))[RECORDER].decode()
 
-    def _broadcast_text_with_torch(self, text: str) -> str:
+    def broadcast_text_at_launch(self, text: str) -> str:
+        """Return the text of the first rank that was launched on every rank that was, before any can be lost."""
         return self.process_groups.broadcast_text(text, self.process_groups.original)
 
     def broadcast_from_recorder(self, tree: Any) -> Any:

@@ -302,7 +302,7 @@ class World(ParallelState):
                 self._warn_of_no_update(leaving.steps)
             self._forget_own()
             if self.executor.control is not None:
-                self.states.take_back_in_groups()
+                self.states.bring_to_all()
             self.close()
         except BaseException as error:
             self.explain(error)
@@ -547,6 +547,8 @@ class World(ParallelState):
             if groups == 1:
                 return ()
             self.connection.join()
+        elif self._is_in_loop:  # with Lightning, the strategy sets the schedules
+            self.states.share_hyperparameters()
         self._form(groups, speeds, keeps_epoch=before.exchanges)
         self.parameter_groups.check_alike()
         self.executor.check_parts()

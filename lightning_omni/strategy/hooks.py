@@ -529,8 +529,7 @@ class OmniStrategyHooks(SavingStrategy):
             world.external_writes.finish()
             if warning := self.reporting.warning(world):
                 self.rank_zero_info(f"OmniStrategy: {warning}")
-            if world.owns_state:
-                world.states.take_back()
+            world.states.bring_to_all()
             for part in world.parts:
                 part.replica.abandon()
             self.proxies.unguard()

@@ -34,7 +34,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from processes import Process
-from runs import Running, free_port
+from runs import SLOWER, Running, free_port
 
 from benchmarks.kills import EPOCHS, RANKS, SAMPLES, trained_samples
 
@@ -42,6 +42,8 @@ COMMAND = [sys.executable, "-c", "from lightning_omni.cli import main; raise Sys
 LISTENS = r"parameter server on (tcp://127\.0\.0\.1:\d+), key from"
 GOES_ON = 2
 """Batches that each rank trains before it counts as going on."""
+KILLED = "killed"
+"""A file that says that the server was killed: on a busy machine, training may be over before anything was saved."""
 
 
 @dataclass
@@ -60,10 +62,11 @@ class Death:
 
 
 def fit(method: str, save_every: float, **server: Any) -> dict[str, Any]:
-    """The options of a run, of whose batches each takes 30 ms."""
+    """The options of a run with batches of 30 ms each, which waits in its last epoch until the server was killed."""
     return {
         "data": {"samples": SAMPLES},
         "sleep": {str(rank): 0.03 for rank in range(RANKS)},
+        "hold": {"epoch": EPOCHS - 1, "batch": 4, "until": KILLED},
         "strategy": {"groups": 2, "method": method, "server": {"save": save_every, **server}},
         "trainer": {"max_epochs": EPOCHS, "val_check_interval": 0.5},
     }
@@ -167,13 +170,14 @@ def one_death(stands: bool, method: str, save_every: float, delay: float, both: 
     """One run whose server dies so many seconds after first batches and save, with what watches it or alone."""
     death = Death()
     with run_with(stands, method, save_every) as (running, is_saved, kill):
-        if not wait_for(running, lambda: all(batches(running)) and is_saved(), 120):
+        if not wait_for(running, lambda: all(batches(running)) and is_saved(), SLOWER * 120):
             return Death(problem=f"training never began:\n{running.output[-3000:]}")
         time.sleep(delay)
         before, began = batches(running), time.monotonic()
         kill(both)
+        (running.folder / KILLED).touch()
         enough = [count + GOES_ON for count in before]
-        trains_on = wait_for(running, lambda: all(map(ge, batches(running), enough)), 60)
+        trains_on = wait_for(running, lambda: all(map(ge, batches(running), enough)), SLOWER * 60)
         if trains_on or running.process.poll() is not None:
             death.to_go_on = time.monotonic() - began
         try:

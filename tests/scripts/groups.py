@@ -203,6 +203,10 @@ class Notes(pl.Callback):
         skips = batch_idx == self.options.get("skip_at", {}).get(str(RANK))
         pl_module.on_train_batch_start = lambda *_: -1 if skips else None
         self.say(f"begin {batch_idx} {batch[2].tolist()}")
+        hold = self.options.get("hold", {})
+        if (trainer.current_epoch, batch_idx) == (hold.get("epoch"), hold.get("batch")):
+            while not (FOLDER / hold["until"]).exists():
+                time.sleep(0.02)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.samples[-1] += batch[2].tolist()

@@ -40,14 +40,16 @@ class MethodNet(Net):
 
 
 class AfterBatches(pl.Callback):
-    """Forms other groups after so many batches, or stops the run, or dies."""
+    """Forms other groups after so many batches, or stops the run, or dies; keeps the optimizers' last state."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.regroup, self.die = options.get("regroup", {}), options.get("die", {})
         self.stop = options.get("stop", {})
+        self.state = ""
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         number = trainer.fit_loop.total_batch_idx + 1
+        self.state = digest_of_states(trainer)
         if groups := self.regroup.get(str(number)):
             trainer.strategy.regroup(groups)
         if number == self.stop.get(str(RANK)):
@@ -65,7 +67,8 @@ def fit(options: dict[str, Any]) -> dict[str, Any]:
     strategy = omni.OmniStrategy(**values_in(given))
     net = MethodNet(options.get("optimizer", {}), options.get("sleep", {}).get(str(RANK), 0.0))
     start, initial = digest(net), plain_weights(net)
-    callbacks: list[Any] = [AfterBatches(options)]
+    after_batches = AfterBatches(options)
+    callbacks: list[Any] = [after_batches]
     if "checkpoint" in options:
         callbacks.append(pl.callbacks.ModelCheckpoint(FOLDER / options["checkpoint"], save_top_k=-1))
     settings = {"enable_checkpointing": "checkpoint" in options, **options.get("trainer", {})}
@@ -88,6 +91,7 @@ def fit(options: dict[str, Any]) -> dict[str, Any]:
         "evaluated": net.spread,
         "batches": net.batches,
         "state": digest_of_states(run),
+        "state in training": after_batches.state,
         "metrics": {name: float(value) for name, value in run.callback_metrics.items()},
         "initial": initial,
         "weights": plain_weights(net),

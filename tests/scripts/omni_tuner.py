@@ -202,7 +202,7 @@ class Classifier(pl.LightningModule):
 class State(pl.Callback):
     """What the run has trained, and when it is to stop or die."""
 
-    def __init__(self, dies: list[int] | None = None, stops: list[int] | None = None) -> None:
+    def __init__(self, dies: int | None = None, stops: list[int] | None = None) -> None:
         self.dies, self.stops, self.batches = dies, stops or [], 0
         self.first: list[int] = []
         self.last_epoch: list[int] = []
@@ -226,8 +226,8 @@ class State(pl.Callback):
         if "stops_in_trial" in pl_module.options and pl_module.segments[-1][0]:
             trainer.should_stop = True
         self.batches += 1
-        in_groups = trainer.strategy.world.executor.exchanges
-        if self.dies and self.dies[0] == RANK and self.batches >= self.dies[1] and in_groups:
+        if self.dies == RANK and trainer.strategy.world.executor.exchanges:
+            report(RANK, {"died in epoch": trainer.current_epoch, "had trained of it": self.last_epoch})
             os._exit(3)
         if self.stops == [RANK, self.batches]:
             trainer.should_stop = True
@@ -291,7 +291,7 @@ def main() -> None:
             os.environ[ENVIRONMENT] = "0a" * 32
         if "sent" in fit:
             fit["tuner"]["space"]["sent"] = Sent(*fit["sent"])
-        module, state = Classifier(fit), State(fit.get("dies_in_training"), fit.get("stops_in_training"))
+        module, state = Classifier(fit), State(fit.get("dies_in_groups"), fit.get("stops_in_training"))
         if "again" not in fit:
             tuner = omni.OmniTuner(**fit["tuner"]) if "tuner" in fit else None
         time.perf_counter = EmulatedClock() if "emulated" in fit else EmulatedClock.real  # type: ignore[assignment]

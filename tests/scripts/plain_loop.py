@@ -13,7 +13,7 @@ import pickle
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -305,20 +305,16 @@ def part(steps: dict[str, int]) -> list[Any] | str:
 def fall_short(short: str) -> dict[str, Any]:
     """What a loop says at its end that is shorter than its method's period, and how far its weights have moved."""
     said: list[str] = []
-    logger, handler = logging.getLogger("lightning_omni"), logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
     world = World(2, options=WorldOptions(method=short))
     net = torch.nn.Linear(4, 1)
     model = world.wrap(net)
     before = net.weight.clone()
     optimizer = OmniOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), world)
-    with world.training():
+    with heard(said), world.training():
         for _ in range(4):
             optimizer.zero_grad()
             model(torch.randn(8, 4)).square().mean().backward()
             optimizer.step()
-    logger.removeHandler(handler)
     return {"said": said, "moved": (net.weight - before).abs().max().item()}
 
 
@@ -535,20 +531,98 @@ def go_on(first: str) -> list[Any]:
 
 
 def then_ddp(then: str) -> list[Any]:
-    """A loop of plain DistributedDataParallel after one of two groups with the same optimizer: weights and momentum."""
-    assert then == "ddp"
+    """A loop of plain DistributedDataParallel after one of two groups with the same optimizer: weights and momentum.
+
+    Args:
+        then: the method of the groups; rank 1's has made a step more, which its learning rate follows.
+    """
+    net, world = torch.nn.Linear(4, 1), World(2, options=WorldOptions(method=then))
+    raw = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+    model, optimizer = world.wrap(net), OmniOptimizer(raw, world)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
+    loops: list[tuple[Any, Any, Any]] = [(world.training(), model, optimizer)]
+    loops.append((contextlib.nullcontext(), torch.nn.parallel.DistributedDataParallel(net), raw))
+    said: list[str] = []
+    with heard(said):
+        for training, trained, steps in loops:
+            with training:
+                for _ in range(4 + (steps is optimizer) * world.rank):
+                    steps.zero_grad()
+                    trained(torch.randn(8, 4) + world.rank).square().mean().backward()
+                    steps.step()
+                    if steps is optimizer:
+                        schedule.step()
+    momentum = raw.state[net.weight]["momentum_buffer"].tolist()
+    return [net.weight.tolist(), momentum, raw.param_groups[0]["lr"], said]
+
+
+@contextlib.contextmanager
+def heard(said: list[str]) -> Iterator[None]:
+    """Collects what the package logs in this context."""
+    logger, handler = logging.getLogger("lightning_omni"), logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+def discard(discarded: str) -> dict[str, Any]:
+    """The server's state of two parameters once user code has discarded it, and what is said of that."""
     net, world = torch.nn.Linear(4, 1), World(2)
     raw = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
     model, optimizer = world.wrap(net), OmniOptimizer(raw, world)
-    loops: list[tuple[Any, Any, Any]] = [(world.training(), model, optimizer)]
-    loops.append((contextlib.nullcontext(), torch.nn.parallel.DistributedDataParallel(net), raw))
-    for training, trained, steps in loops:
-        with training:
-            for _ in range(4):
-                steps.zero_grad()
-                trained(torch.randn(8, 4) + world.rank).square().mean().backward()
-                steps.step()
-    return [net.weight.tolist(), raw.state[net.weight]["momentum_buffer"].tolist()]
+    found: dict[str, Any] = {"said": [], "states": [], "refused": ""}
+    acts: dict[str, Callable[[], Any]] = {
+        "clear": lambda: raw.state.clear(),
+        "pop": lambda: raw.state.pop(net.weight, None),
+        "set": lambda: raw.state.__setitem__(net.weight, {}),
+        "write": lambda: raw.state.__setitem__(net.weight, {"momentum_buffer": torch.ones(1, 4)}),
+        "read": lambda: [raw.state[each].get("momentum_buffer") for each in (net.weight, net.bias)],
+    }
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.randn(8, 4) + world.rank).square().mean().backward()
+        optimizer.step()
+
+    def look() -> None:
+        state = optimizer.state_dict()["state"] if world.rank == 0 else {}
+        found["states"].append([index in state for index in range(2)])
+        if discarded == "write" and world.rank == 0:
+            found["written"] = state[0]["momentum_buffer"].tolist()
+
+    with heard(found["said"]), world.training():
+        step()
+        world.enter_world(net)
+        look()
+        acts[discarded]()
+        world.enter_compute()
+        look()
+        step()
+    try:
+        with world.training():
+            step()
+            acts[discarded]()
+            step()
+    except (UnsupportedError, RankLost) as error:
+        found["refused"] = str(error)
+    return found
+
+
+def step_outside(outside: str) -> list[str]:
+    """What is said of steps outside of a loop of groups, with DistributedDataParallel over all ranks or without."""
+    net, world, said = torch.nn.Linear(4, 1), World(2), list[str]()
+    model = world.wrap(net)
+    if outside == "with DDP":
+        model = torch.nn.parallel.DistributedDataParallel(net)
+    raw = torch.optim.SGD(net.parameters(), lr=0.01)
+    with heard(said):
+        for _ in range(2):
+            model(torch.randn(8, 4)).square().mean().backward()
+            raw.step()
+    return said
 
 
 def synchronize(alone: int) -> str:
@@ -603,6 +677,8 @@ def main() -> None:
         "regrouped": lambda **options: regroup(options["regrouped"]),
         "first": go_on,
         "then": then_ddp,
+        "discarded": lambda **options: discard(options["discarded"]),
+        "outside": lambda **options: step_outside(options["outside"]),
         "alone": synchronize,
         "page": follow,
     }

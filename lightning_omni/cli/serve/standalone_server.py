@@ -233,12 +233,12 @@ class StandaloneServer:
     # --- End ---------------------------------------------------------------------------------------------------------
 
     def _close(self) -> None:
+        for process in self._others:  # they end with this one
+            process.stop()
         if self._states is not None:
             self._states.close(self._core if not self._core.lost_server else None)
         self._server.close()
         self._close_web()
-        for process in self._others:  # they end with this one
-            process.stop()
 
     def _close_web(self) -> None:
         if self._web is not None:

@@ -5,13 +5,17 @@ With an optimizer that the user has not wrapped, each group would train a model 
 
 from __future__ import annotations
 
+import gc
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 from torch.nn import Module, Parameter
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -20,6 +24,8 @@ from lightning_omni.methods.model.master import held_by
 from lightning_omni.runtime.executor import Executor
 from lightning_omni.runtime.model.sharded import local_of
 from lightning_omni.runtime.parallel_state import ParallelState
+
+_log = logging.getLogger(__name__)
 
 _REMEDY = (
     "groups would exchange nothing of it, and each would train a model of its own: wrap every optimizer before `with"
@@ -38,6 +44,29 @@ class RawStepGuard:
     def wrapped(self, module: Module) -> None:
         """Record that the world has wrapped a module, whose weights its groups are to train together."""
         self._wrapped.append(ref(module))
+        if self._executor().exchanges:
+            _watch_outside()
+            _outside.add(self)
+
+    def warn_outside(self, optimizer: Optimizer) -> None:
+        """Warn once of a step outside of a loop, where gradients are averaged in the group at most."""
+        if self._parallel.control is not None or set(held_by(optimizer)).isdisjoint(self._weights()):
+            return
+        _outside.discard(self)
+        modules = {id(module()) for module in self._wrapped}
+        # `isinstance` would ask proxies for their class, which may be gone.
+        wrappers = (each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel))
+        if self._parallel.rank or any(
+            id(each.module) in modules and each.process_group.size() == self._parallel.size for each in wrappers
+        ):
+            return
+        _log.warning(
+            "%s.step() outside of `with world.training():` moves weights of a module that world.wrap() has wrapped for"
+            " groups: unless your program averages the gradients of all ranks, each group trains a model of its own."
+            " Put the loop into `with world.training():`, with an OmniOptimizer, or, for plain DistributedDataParallel,"
+            " wrap the module in it",
+            type(optimizer).__name__,
+        )
 
     @contextmanager
     def watch(self, steps: Callable[[], int]) -> Iterator[None]:
@@ -97,3 +126,18 @@ class RawStepGuard:
     def _sums(self) -> list[int]:
         """Return a sum over the bytes of each weight, which changes when the weight moves."""
         return [int(local_of(each).contiguous().view(-1).view(torch.uint8).sum()) for each in self._weights()]
+
+
+_outside: WeakSet[RawStepGuard] = WeakSet()
+"""The guards that have not warned yet of steps outside of loops."""
+
+
+@cache
+def _watch_outside() -> None:
+    """Watch the steps of all optimizers from now on: no hook can be removed while hooks are called."""
+
+    def warn(optimizer: Optimizer, *_: Any) -> None:
+        for guard in list(_outside):
+            guard.warn_outside(optimizer)
+
+    register_optimizer_step_pre_hook(warn)

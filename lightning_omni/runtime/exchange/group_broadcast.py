@@ -62,18 +62,32 @@ class GroupBroadcast:
         """Return plain data and tensors of the rank that exchanges a share of the model, on all with the same share."""
         if self._parallel.replicas == 1:
             return tree
-        packed, buffer = pack(tree if self._parallel.exchanges else {})
-        mine = msgspec.msgpack.encode((packed, buffer.numel())) if self._parallel.exchanges else None
-        theirs = _broadcast_bytes(mine, self.broadcast_to_replicas)
-        packed, size = msgspec.msgpack.decode(theirs, type=tuple[Packed, int])
-        flat = buffer if self._parallel.exchanges else torch.empty(size, dtype=torch.uint8)
-        if size:
-            self.broadcast_to_replicas(flat)
-        return tree if self._parallel.exchanges else unpack(packed, flat, copy=True)
+        return _broadcast_tree(tree, self._parallel.exchanges, self.broadcast_to_replicas)
+
+    def broadcast_tree_to_all(self, tree: Any, source: int) -> Any:
+        """Return plain data and tensors of one rank on all live ranks, which call it at a synchronization point."""
+        live = self._parallel.process_groups.live
+        place = live.ranks.index(source)
+
+        def broadcast(memory: Tensor) -> None:
+            dist.broadcast(memory, group=live, group_src=place)
+
+        return _broadcast_tree(tree, self._parallel.rank == source, broadcast)
 
     def largest(self, numbers: Sequence[int]) -> list[int]:
         """Return the largest of each number over the ranks with which this one holds a replica of the model."""
         return self._parallel.process_groups.largest(numbers, self._parallel.holder_group)
+
+
+def _broadcast_tree(tree: Any, is_source: bool, broadcast: Callable[[Tensor], None]) -> Any:
+    """Return the tree of one rank of a process group on all of its ranks."""
+    packed, buffer = pack(tree if is_source else {})
+    mine = msgspec.msgpack.encode((packed, buffer.numel())) if is_source else None
+    packed, size = msgspec.msgpack.decode(_broadcast_bytes(mine, broadcast), type=tuple[Packed, int])
+    flat = buffer if is_source else torch.empty(size, dtype=torch.uint8)
+    if size:
+        broadcast(flat)
+    return tree if is_source else unpack(packed, flat, copy=True)
 
 
 def _broadcast_bytes(note: bytes | None, broadcast: Callable[[Tensor], None]) -> bytes:

@@ -100,7 +100,10 @@ class Connection:
     def _join(self) -> None:
         self.start_server()
         parallel, registration = self._parallel, self._parallel.registration
-        address, key, run = parallel.server.find(parallel.broadcast_text) if registration is None else self._enlisted_at
+        if registration is None:
+            address, key, run = parallel.server.find(parallel.broadcast_text_at_launch)
+        else:
+            address, key, run = self._enlisted_at
         self._exchange.synchronizations = 0
         specs = tuple(spec for part in parallel.parts for spec in part.replica.layout_with({}).specs)
         layout = Layout(specs, division=self._division)
@@ -205,7 +208,7 @@ class GroupJoin:
         self._connection.join()
         assert parallel.registration is not None
         joined: m.Joined = m.decode(
-            bytes.fromhex(ask_for_all(parallel.broadcast_text, parallel.is_leader, self._ask_to_join)),
+            bytes.fromhex(ask_for_all(parallel.broadcast_text_at_launch, parallel.is_leader, self._ask_to_join)),
             at="rank",
             channel=m.CONTROL,
         )

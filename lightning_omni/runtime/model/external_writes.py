@@ -25,6 +25,7 @@ from lightning_omni.runtime.model.contiguous import contiguous
 from lightning_omni.runtime.model.meshes import shown
 from lightning_omni.runtime.model.replica import Part, fingerprint
 from lightning_omni.runtime.parallel_state import ParallelState
+from lightning_omni.runtime.state.served_state import ServedState
 from lightning_omni.runtime.state.transfer import StateTransfer
 
 _SAMPLED = 1 << 16
@@ -174,6 +175,8 @@ class ExternalWrites:
         if self._parallel.steps_at_worker:
             return False
         state: Any = part.optimizer.state
+        if isinstance(state, ServedState):
+            return state.is_written
         is_replaced = state is not self._states_seen.get(part.optimizer, state)
         return is_replaced or any(state.get(parameter) for parameter in part.replica.ordered)
 
@@ -209,7 +212,10 @@ class ExternalWrites:
             written = {part.optimizer: part.optimizer.state for part in parallel.parts if self._is_state_written(part)}
             self._states.keep()
             for optimizer, state in written.items():
-                optimizer.state = state
+                if isinstance(state, ServedState):
+                    state.write_to(optimizer.state)
+                else:
+                    optimizer.state = state
         for part in parallel.parts:
             part.replica.begin_layout()
         self._states.seed()

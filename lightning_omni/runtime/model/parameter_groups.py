@@ -157,8 +157,8 @@ class ParameterGroups:
             buffer = torch.cat([torch.zeros(first, dtype=torch.uint8), theirs])
             _take_over(list(fresh.values()), grown.views(buffer)[start:])
         if not self._parallel.steps_at_worker:  # rule 1 of `StateTransfer`
-            for parameter in fresh.values():
-                part.optimizer.state.pop(parameter, None)
+            for parameter in part.optimizer.state.keys() & set(fresh.values()):
+                del part.optimizer.state[parameter]
         replica.release(set(held_by(part.optimizer)))
         part.arranged = arrangement
         return bool(fresh)

@@ -6,6 +6,7 @@ import logging
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_omni.errors import MalformedMessage, UnsupportedError
-from lightning_omni.methods.model.master import held_by
+from lightning_omni.methods.model.master import held_by, hyperparameters_of
 from lightning_omni.methods.model.modules import describe_module
 from lightning_omni.methods.model.replica import optimizer_state_of
 from lightning_omni.runtime.exchange.server_exchange import ServerExchange
@@ -26,7 +27,9 @@ from lightning_omni.runtime.model.replica import Part, fingerprint
 from lightning_omni.runtime.model.sharded import here, in_order, load_state, parts_of, whole
 from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.runtime.state.checkpoint import Saved
+from lightning_omni.runtime.state.served_state import ServedState
 from lightning_omni.runtime.state.server_store import ServerSnapshot
+from lightning_omni.topology import RECORDER
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack
 from lightning_omni.wire.formats.base import RESIDUAL, to_wire
@@ -152,9 +155,20 @@ class StateTransfer:
             ]
             self._exchange.store.seed(parts)
         for part in self._parallel.parts:
-            for parameter in () if self._parallel.steps_at_worker else part.replica.ordered:
-                part.optimizer.state.pop(parameter, None)
+            if not self._parallel.steps_at_worker:
+                for parameter in part.optimizer.state.keys() & set(part.replica.ordered):
+                    del part.optimizer.state[parameter]
+                ServedState.install(part.optimizer, partial(self._warn_of_read, type(part.optimizer).__name__))
         self._parallel.barrier()
+
+    def _warn_of_read(self, kind: str) -> None:
+        if self._parallel.is_recorder:
+            _log.warning(
+                "optimizer.state of %s is read while the parameter server has it, and is empty on the ranks: what reads"
+                " it sees the state of a first step, and changes of its tensors are not possible; rank 0's"
+                " optimizer.state_dict() (with Lightning: a checkpoint) has the state",
+                kind,
+            )
 
     def keep(self) -> None:
         """Keep the server's state besides weights, for the next `seed`."""
@@ -172,6 +186,71 @@ class StateTransfer:
         mine = self.take_back_in_groups()
         spans = self._exchange.members.broadcast_bytes(msgspec.msgpack.encode(mine))
         return msgspec.msgpack.decode(spans, type=tuple[tuple[int, int], ...])
+
+    def bring_to_all(self) -> None:
+        """Load one state and the same hyperparameters of each optimizer on all live ranks, where several groups end.
+
+        They are the server's or, where optimizers step on the ranks, rank 0's. All ranks call it, at a synchronization
+        point. Groups that have joined on their own keep theirs.
+        """
+        parallel = self._parallel
+        if parallel.registration is None:
+            local = parallel.parts if parallel.steps_at_worker else []
+            for optimizer in dict.fromkeys(part.optimizer for part in local):
+                self._take_from_recorder(optimizer)
+            self.share_hyperparameters()
+        if parallel.parts and not parallel.steps_at_worker:
+            self.take_back_in_groups()
+
+    def _take_from_recorder(self, optimizer: Optimizer) -> None:
+        """Load the recorder's state of an optimizer that steps on the ranks: that of its replica, share by share."""
+        parallel = self._parallel
+        first = parallel.holders.members(parallel.holders.group_of(RECORDER))
+        mine = parallel.holders.members(parallel.holders.group_of(parallel.rank)).index(parallel.rank)
+        for share, rank in enumerate(first):
+            tree, refused = {}, ""
+            if rank == parallel.rank:
+                tree = parts_of(optimizer_state_of(optimizer))
+                try:
+                    pack(tree)
+                except MalformedMessage as error:
+                    tree, refused = {}, str(error)
+            found = self._exchange.members.broadcast_tree_to_all({"state": tree, "refused": refused}, rank)
+            if found["refused"] and parallel.is_recorder:
+                _log.warning(
+                    "each group keeps its own state of %s, which cannot be sent to others: %s; plain"
+                    " DistributedDataParallel with it would train other weights on each rank",
+                    type(optimizer).__name__,
+                    found["refused"],
+                )
+            elif share == mine and not found["refused"]:  # also on these ranks, since torch converts what it loads
+                load_state(optimizer, found["state"])
+
+    def share_hyperparameters(self) -> None:
+        """Set the recorder's learning rates and other hyperparameters on all ranks; warn if they differ.
+
+        They differ where groups have made different numbers of steps, which their schedules have counted.
+        """
+        parallel = self._parallel
+        optimizers = list(dict.fromkeys(part.optimizer for part in parallel.parts))
+        mine = [hyperparameters_of(optimizer, are_needed=False) for optimizer in optimizers]
+        theirs = parallel.broadcast_from_recorder(mine)
+        changed = ""
+        for optimizer, own, recorded in zip(optimizers, mine, theirs, strict=False):
+            for group, before, after in zip(optimizer.param_groups, own, recorded, strict=False):
+                for key in after.keys() & before.keys():
+                    if repr(before[key]) != repr(value := after[key]):
+                        changed = key
+                        if isinstance(group[key], Tensor):
+                            group[key].fill_(value)
+                        else:
+                            group[key] = value
+        if any(parallel.all_reduce_max([bool(changed)])) and parallel.is_recorder:
+            _log.warning(
+                "the groups' optimizers had different learning rates or other hyperparameters, for schedules count the"
+                " steps of their own group; all ranks have those of rank 0 now: load rank 0's schedule.state_dict() on"
+                " all ranks, too, before they train on"
+            )
 
     def take_back_in_groups(self) -> tuple[tuple[int, int], ...]:
         """Call `take_back` on a group's first replica, and load its state into the others. All ranks call it.

@@ -123,7 +123,7 @@ class StateDirectory:
         except OSError as error:
             raise ConfigurationError(f"--state {path}: {error.strerror}; pass a directory of your own") from error
         shares = [share_directory(path, number) for number in numbers_in(self._path, SHARE)]
-        if servers == 1:
+        if servers == 1 or not numbers_in(self._path, SAVED):
             _remove_leftovers(self._path, shares)
         if len(shares) + 1 != servers and any(numbers_in(folder, SAVED) for folder in (self._path, *shares)):
             os.close(self._lock)
@@ -243,7 +243,7 @@ class StateDirectory:
         self._gap, core.reconnect_timeout = 0, self._reconnect_timeout
 
     def close(self, core: ServerCore | None = None) -> None:
-        """Stop saving, after a last save of a run that has not ended.
+        """Stop saving, after a last save of a run that has not ended. The other servers have stopped.
 
         Args:
             core: state machine of the server that ends; None saves nothing.
@@ -255,6 +255,9 @@ class StateDirectory:
         if core is not None:
             core.journal.write = None
         self._close_journal()
+        for folder in self._others:  # empty after a run that is over
+            with contextlib.suppress(OSError):
+                folder.rmdir()
         os.close(self._lock)
 
     # --- Files -------------------------------------------------------------------------------------------------------

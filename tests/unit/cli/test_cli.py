@@ -221,3 +221,12 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     assert "Traceback" not in ran.stderr
     assert "Exception" not in ran.stderr
     assert (tmp_path / "async_sgd.npz").exists(), "what was simulated is lost"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device on which there is no space")
+def test_output_for_which_there_is_no_space_is_an_error_of_one_line() -> None:
+    command = [*COMMAND, "compare", "--speeds", "1,1", "--link", "1Gbit", "--model-size", "1MB", "--step", "0.1s"]
+    with open("/dev/full", "w") as out:
+        ran = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=START)
+    assert ran.returncode == 1
+    assert ran.stderr == "lightning-omni: the output could not be written: No space left on device\n"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from runs import SLOWER
 from torch import nn
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
@@ -24,7 +25,7 @@ class Ranks:
     def __init__(self, count: int) -> None:
         self.calls = 0
         self._count, self._uploads = count, dict[int, list[int]]()
-        self._all_here, self._all_read = Barrier(count, timeout=20), Barrier(count, timeout=20)
+        self._all_here, self._all_read = Barrier(count, timeout=SLOWER * 20), Barrier(count, timeout=SLOWER * 20)
 
     def run(self, of: Callable[[int, Largest], Any]) -> list[Any]:
         """What each rank returns, or the text of its error."""

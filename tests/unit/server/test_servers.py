@@ -658,9 +658,14 @@ def test_a_save_of_one_server_is_not_removed_by_several_and_what_is_over_is_in_t
     assert saved.exists()
     assert not orphan.exists(), "a server of this run might else take it for a part of its own save"
     saved.unlink()
-    ShareDirectory(share_directory(tmp_path, 1))
-    StateDirectory(tmp_path).close()
-    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+    for servers in (1, 2, 3):
+        ShareDirectory(share_directory(tmp_path, 1))
+        for late in (False, True):  # the other server has still written its share of a run that was over
+            if late:
+                orphan.parent.mkdir(exist_ok=True)
+                orphan.touch()
+            StateDirectory(tmp_path, servers=servers).close()
+            assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
 def linked(cores: list[ServerCore]) -> list[Out]:

@@ -28,7 +28,7 @@ from lightning_omni.wire.quoting import LONGEST, quoted
 
 KEY = bytes(32)
 LAYOUT = Layout.of({"w": torch.zeros(1)})
-DEADLINE = 30.0
+DEADLINE = 120.0
 
 
 def wait_for(what: Callable[[], bool]) -> None:

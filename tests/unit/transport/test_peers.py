@@ -13,6 +13,7 @@ import pytest
 import torch
 import zmq
 from processes import connected_to
+from runs import SLOWER
 from torch import Tensor
 
 from lightning_omni.errors import ConnectionLost, RankLost, Refused
@@ -39,7 +40,7 @@ def weights(value: float) -> list[Tensor]:
 
 def wait_for(what: Callable[[], bool]) -> None:
     """Until something is so, or the test's time is over."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + SLOWER * 20
     while not what():
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -112,7 +113,7 @@ def test_weights_travel_in_the_wire_format_both_ways() -> None:
         peers.connections[1].send(0, 0, sent)
         assert peers.connections[1].moved == 2 * encoded.numel(), "bytes as they travel, to and fro"
         inbox = Inbox(None, 0)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + SLOWER * 20
         while not inbox.count:
             assert time.monotonic() < deadline
             inbox = peers.sockets[0].read_inbox(0)

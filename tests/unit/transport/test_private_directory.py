@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import torch
 from processes import Process
+from runs import SLOWER
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.transport.serving.process import ServerSettings
@@ -42,7 +43,7 @@ def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def wait_for(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + SLOWER * 60
     while not what():
         assert time.monotonic() < deadline
         time.sleep(0.01)

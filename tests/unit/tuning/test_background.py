@@ -6,6 +6,7 @@ import sys
 import threading
 
 import pytest
+from runs import SLOWER
 
 from lightning_omni.tuning.callback.online_tuner import SWITCH_INTERVAL, run_in_background, run_inline
 
@@ -14,7 +15,7 @@ def test_while_something_is_found_threads_switch_often_and_then_as_before() -> N
     before = sys.getswitchinterval()
     assert before > SWITCH_INTERVAL, "Python's own holds each operation on tensors up for as long"
     first, second = threading.Event(), threading.Event()
-    begun = threading.Barrier(3, timeout=30)
+    begun = threading.Barrier(3, timeout=SLOWER * 30)
 
     def until(event: threading.Event) -> float:
         begun.wait()

@@ -139,13 +139,18 @@ def test_a_notebook_shows_the_page_in_a_frame_and_the_choice_with_its_reason() -
     assert "&lt;b&gt;faster" in choice._repr_html_()
 
 
+ONE_GROUP = search(space=Space((1,)))
+ALL_NUMBERS = search(space=space_of(groups=list(range(1, 9))), observation=observed(steps=3))
+"""Searches of several tests: one takes a second or two, when it is asked."""
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     "made",
     [
         search(observed(steps=2)),
-        search(space=Space((1,))),
-        search(space=space_of(groups=list(range(1, 9)))),
+        ONE_GROUP,
+        ALL_NUMBERS,
         search(space=space_of(momentum=0.9)),
         search(replace(observed(), batches=replace(observed().batches, losses=(math.nan,) * 16))),
     ],
@@ -222,7 +227,7 @@ def shown_numbers(shown: TuningReport) -> dict[str, dict[str, str]]:
     return found
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)  # of three seconds each
 @given(
     seed=st.integers(0, 1000),
     allreduce=st.sampled_from([0.0, 0.1, 1.0]),
