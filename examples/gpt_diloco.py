@@ -9,7 +9,11 @@ GPT-2 with a random, small configuration: the embedding and the head share one t
 The text is Python's help on its own language, byte by byte.
 
 Look at the loss on held-out text beside the megabytes between the sites. DiLoCo trains with half the batch between two
-exchanges, so it is behind early in a schedule and closer at its end.
+exchanges, so it is behind early in a schedule and closer at its end. Output on two cores that other programs used, too:
+
+                  val_loss  MB between sites, at 100 Mbit/s   seconds here
+    DDP              1.967             359.6         28.8 s        130.9 s
+    DiLoCo, int8     2.158              11.3          0.9 s         95.1 s
 """
 
 import argparse

@@ -8,7 +8,26 @@ with a checkpoint, as with RayDDPStrategy. In the second part one worker is kill
 other trains on, Ray starts a worker in its place, and that one joins the run.
 
 Look at the second part: the run does not start again, and the batches that the workers have trained in the last epoch
-add up to its 100.
+add up to its 100. Output with ``--short``:
+
+    Two groups, with Ray's checkpoints
+    worker 1, process 22202: trains, from epoch 0 on
+    worker 0, process 22167: trains, from epoch 0 on
+    worker 0, process 22167: has trained 50 batches in epoch 0
+    worker 1, process 22202: has trained 50 batches in epoch 0
+    worker 0, process 22167: has trained 52 batches in epoch 1
+    worker 1, process 22202: has trained 48 batches in epoch 1
+    loss 0.58 after epoch 1, checkpoint loaded
+
+    Workers that are replaced one by one
+    worker 1, process 27451: trains, from epoch 0 on
+    worker 0, process 27263: trains, from epoch 0 on
+    worker 1, process 27451: is killed
+    worker 1, process 820: trains, from epoch 0 on
+    worker 0, process 27263: has trained 75 batches in epoch 0
+    worker 1, process 820: has trained 23 batches in epoch 0
+    worker 0, process 27263: has trained 54 batches in epoch 1
+    worker 1, process 820: has trained 46 batches in epoch 1
 """
 
 import argparse

@@ -40,7 +40,7 @@ def observed(setting: Setting = START, allreduce: float = 0.1, seed: int = 0, st
 
 def space_of(**given: Any) -> Space:
     """What is searched on these ranks."""
-    return Space.of({"method": METHODS, "wire": ["fp32", "int8"], **given}, RANKS)
+    return Space.of({"method": METHODS, "compression": ["fp32", "int8"], **given}, RANKS)
 
 
 def search(

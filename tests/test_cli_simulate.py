@@ -192,8 +192,11 @@ def test_the_picture_names_the_cluster_and_each_run_and_hides_no_curve() -> None
 
 
 def test_answers_get_a_wire_format_of_their_own_either_way_it_is_written(tmp_path: Path) -> None:
-    both = ["--wire", '{"push": "int8", "pull": "bf16"}'], ["--wire.push", "int8", "--wire.pull", "bf16"]
-    for folder, wire in zip(("push", "json", "dots"), (["--wire", "int8"], *both), strict=True):
+    both = (
+        ["--compression", '{"push": "int8", "pull": "bf16"}'],
+        ["--compression.push", "int8", "--compression.pull", "bf16"],
+    )
+    for folder, wire in zip(("push", "json", "dots"), (["--compression", "int8"], *both), strict=True):
         assert main(["simulate", *SHARED, *wire, "--no-picture", "--out", str(tmp_path / folder)]) == 0
     push, json, dots = ((tmp_path / name / "async_sgd.npz").read_bytes() for name in ("push", "json", "dots"))
     assert json == dots

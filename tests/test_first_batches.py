@@ -16,12 +16,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.processes]
 TUNER = {"budget": 0.9}
 """Forming groups takes as long as it does on this machine, and runs are short."""
 ALONE = {**TUNER, "space": {"groups": [1]}}
+AVERAGING = {"method": "elastic_averaging", "period": 1, "compression": "fp32"}
 EPOCHS = {"max_epochs": 2, "num_sanity_val_steps": 0}
 EXPONENTIAL = {"exponential": True, "seed": 219}  # of which four tell as much as forty do, so that none is in doubt
 SLOWER: dict[str, Any] = {
     "emulated": True,
     "data": {"samples": 512, "batch_size": 4},
-    "tuner": {**TUNER, "space": {"rebalance": False, "wire": "fp32"}},
+    "tuner": {**TUNER, "space": {"rebalance": False, "compression": "fp32"}},
     "seconds": {"0": 4e-3, "1": 4e-3},
     **EXPONENTIAL,
     "flat": "never",
@@ -37,7 +38,7 @@ SLOW_RANK: dict[str, Any] = {
 STALLING: dict[str, Any] = {
     "emulated": True,
     "data": {"samples": 2048},
-    "tuner": {**TUNER, "space": {"rebalance": False, "wire": "fp32"}},
+    "tuner": {**TUNER, "space": {"rebalance": False, "compression": "fp32"}},
     "seconds": {"0": 1e-3, "1": 1e-3},
     "trainer": {**EPOCHS, "max_epochs": 1},
 }
@@ -52,14 +53,14 @@ SLOW_LINK: dict[str, Any] = {
 }
 FLAT: dict[str, Any] = {  # ends of epochs at which the user's own setting may be tried
     "emulated": True,
-    "tuner": {**TUNER, "budget": 0.9, "space": {"rebalance": False, "wire": "fp32"}},
+    "tuner": {**TUNER, "budget": 0.9, "space": {"rebalance": False, "compression": "fp32"}},
     "seconds": {"0": 4e-3, "1": 4e-3},
     **EXPONENTIAL,
     "trainer": {**EPOCHS, "max_epochs": 7},
 }
 DEALT_OUT: dict[str, Any] = {
     "emulated": True,
-    "tuner": {**TUNER, "space": {"rebalance": False, "wire": "fp32"}},
+    "tuner": {**TUNER, "space": {"rebalance": False, "compression": "fp32"}},
     "seconds": {"0": 8e-3, "1": 8e-3},
     **EXPONENTIAL,
     "trainer": {**EPOCHS, "max_epochs": 3},
@@ -85,14 +86,14 @@ FITS: dict[str, dict[str, Any]] = {  # of those with "emulated", the time that s
     "rank 0 is slow among collectives": {**SLOW_RANK, "collectives": True},
     "slow for each step": {
         "emulated": True,
-        "tuner": {**TUNER, "space": {"wire": "fp32"}},
+        "tuner": {**TUNER, "space": {"compression": "fp32"}},
         "seconds": {"0": 6e-3, "1": 30e-3},  # of which a third is slept: more than what a busy machine adds to each
         "per_step": True,
         "trainer": {**EPOCHS, "max_epochs": 3},  # on a busy machine it may be decided as late as in the second
     },
     "random": {
         "emulated": True,
-        "tuner": {**TUNER, "space": {"rebalance": False, "wire": "fp32"}},
+        "tuner": {**TUNER, "space": {"rebalance": False, "compression": "fp32"}},
         "seconds": {"0": 8e-3, "1": 8e-3},
         **EXPONENTIAL,
         "trainer": EPOCHS,
@@ -115,7 +116,7 @@ FITS: dict[str, dict[str, Any]] = {  # of those with "emulated", the time that s
     },
     "a callback of one group stops it": {
         "emulated": True,
-        "tuner": {**TUNER, "space": {"rebalance": False, "wire": "fp32"}, "monitor": "none"},
+        "tuner": {**TUNER, "space": {"rebalance": False, "compression": "fp32"}, "monitor": "none"},
         "seconds": {"0": 4e-3, "1": 4e-3},
         **EXPONENTIAL,
         "stops_in_training": [0, 70],  # in the third epoch
@@ -123,7 +124,10 @@ FITS: dict[str, dict[str, Any]] = {  # of those with "emulated", the time that s
     },
     "it diverges in groups": {
         "emulated": True,
-        "tuner": {**TUNER, "space": {"rebalance": False, "wire": "fp32", "method": "elastic_averaging", "period": 1}},
+        "tuner": {
+            **TUNER,
+            "space": {**AVERAGING, "rebalance": False},
+        },
         "seconds": {"0": 4e-3, "1": 4e-3},
         **EXPONENTIAL,
         "diverged_after": 90,  # in the third epoch
@@ -133,7 +137,10 @@ FITS: dict[str, dict[str, Any]] = {  # of those with "emulated", the time that s
     "it diverges in groups in the only epoch": {
         "emulated": True,
         "data": {"samples": 2048},
-        "tuner": {**TUNER, "space": {"rebalance": False, "wire": "fp32", "method": "elastic_averaging", "period": 1}},
+        "tuner": {
+            **TUNER,
+            "space": {**AVERAGING, "rebalance": False},
+        },
         "seconds": {"0": 4e-3, "1": 4e-3},
         **EXPONENTIAL,
         "diverged_after": 50,

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 TUNER = {"budget": 0.9}
 """Forming groups takes as long as it does on this machine, and runs are short."""
-SPACE = {"rebalance": False, "wire": "fp32"}
+SPACE = {"rebalance": False, "compression": "fp32"}
 GROUPS: dict[str, Any] = {
     "emulated": True,
     "tuner": {**TUNER, "space": SPACE},

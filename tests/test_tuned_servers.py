@@ -10,7 +10,7 @@ from core import DEFAULT_METHODS, Search
 from runs import run_nodes
 from test_choices import equal, search, seen
 
-SPACE = {"rebalance": False, "all_reduce": "fp32", "wire": "fp32"}
+SPACE = {"rebalance": False, "all_reduce": "fp32", "compression": "fp32"}
 
 
 def with_servers(allreduce: float, servers: int) -> Search:

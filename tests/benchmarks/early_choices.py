@@ -128,7 +128,7 @@ class Cluster:
 
     def _search(self, measured: list[Measured]) -> Search:
         space = Space.of({}, self.ranks, momentum=OWN.momentum)
-        space = replace(space, method=DEFAULT_METHODS, wire=DEFAULT_WIRES, all_reduce=DEFAULT_ALL_REDUCES)
+        space = replace(space, method=DEFAULT_METHODS, compression=DEFAULT_WIRES, all_reduce=DEFAULT_ALL_REDUCES)
         batch, count = BATCH * self.ranks, len(measured[-1].steps[0])
         ends = tuple(float(batch * (number + 1)) for number in range(count))
         seen = Observation(TrainedBatches(OWN, ends, (1.0,) * count), measured[-1])

@@ -132,7 +132,7 @@ class Judged:
     def spec(self) -> SearchSpec:
         """What is searched: all that a fit would choose among."""
         space = Space.of({}, RANKS, momentum=self.own.momentum)
-        space = replace(space, method=DEFAULT_METHODS, wire=DEFAULT_WIRES, all_reduce=DEFAULT_ALL_REDUCES)
+        space = replace(space, method=DEFAULT_METHODS, compression=DEFAULT_WIRES, all_reduce=DEFAULT_ALL_REDUCES)
         horizon = float(self.task.batch * PLANNED)
         return SearchSpec(self.own, self.task.batch, horizon, space, self.scaling, seed=self.seed)
 

@@ -132,7 +132,7 @@ class _Predictions:
         start, batch = Setting(1, momentum, 1.0, all_reduce="fp32"), ranks * machines.batch_size
         groups = tuple(sorted({*group_counts(ranks), machines.sites})) if ways.methods else (1,)
         space = Space(
-            groups, rebalance=ways.rebalance, method=ways.methods, wire=ways.wires, all_reduce=ways.all_reduces
+            groups, rebalance=ways.rebalance, method=ways.methods, compression=ways.wires, all_reduce=ways.all_reduces
         )
         spec = SearchSpec(start, batch, _LONG * batch, space, Scaling(is_adaptive))
         described, *assumed = (_KnownEvidence(spec, each) for each in profiles)

@@ -20,7 +20,7 @@ def plan(
     nodes: int | None = None,
     batch_size: float | None = None,
     method: str | None = None,
-    wire: str | None = None,
+    compression: str | None = None,
     period: int | None = None,
     all_reduce: str | None = None,
     samples: float | None = None,
@@ -40,7 +40,8 @@ def plan(
         nodes: Nodes of the planned machines, for per-node. By default each device is a node.
         batch_size: Samples in one device's batch. By default as measured.
         method: Method of the exchange, as in local_sgd. By default the best of those that OmniTuner searches.
-        wire: Wire format of pushes and answers, as in int8 or int8/bf16. The default follows the rule for the method.
+        compression: Format of pushes, or of push and pull, as in int8 or int8/bf16. The default follows the rule for
+            the method.
         period: Local steps between two exchanges. By default the best.
         all_reduce: Format in which the members of a group average gradients, as in powersgd:8; fp32 for uncompressed.
             The default follows the rule for the method.
@@ -66,7 +67,7 @@ def plan(
     count = nodes or ranks or known.profile.ranks if per_node else servers
     cluster = of.PlannedCluster(known.profile, ranks, rate, delay, count, per_node, batch_size)  # type: ignore[arg-type]
     has_lr = known.search is not None or lr is not None
-    ways = exchanges_of(known, method, wire, period, all_reduce)
+    ways = exchanges_of(known, method, compression, period, all_reduce)
     if out is not None:
         make_folder("--out", out)
         check_file("--out", out / of.PAGE)

@@ -38,7 +38,7 @@ def exchanges_of(
     methods: tuple[str, ...] = DEFAULT_METHODS
     wires: tuple[str, ...] = DEFAULT_WIRES
     if spec is not None:
-        methods, wires = spec.space.method or (spec.start.method,), spec.space.wire or (spec.start.wire,)
+        methods, wires = spec.space.method or (spec.start.method,), spec.space.compression or (spec.start.wire,)
     if method is not None:
         value = _as_option("method", lambda: method_named(method))
         methods = (text_of(value, without=("period",)),)
@@ -55,9 +55,9 @@ def exchanges_of(
 
 def _check_wire(wire: str, methods: Sequence[str]) -> None:
     """Raise a `ConfigurationError` if the wire format does not exist, or not for one of these methods."""
-    formats = _as_option("wire", lambda: compression_named(wire).features)
+    formats = _as_option("compression", lambda: compression_named(wire).features)
     for method in methods:
-        _as_option("wire", partial(refuse_pairs, method_named(method), formats))
+        _as_option("compression", partial(refuse_pairs, method_named(method), formats))
 
 
 def _asked_all_reduce(all_reduce: str, known: PlanSource) -> tuple[str, ...]:

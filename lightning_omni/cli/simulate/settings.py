@@ -37,8 +37,8 @@ class SimulationSettings:
         batch_size: Samples in one device's batch.
         rebalance: auto splits a group's batch in proportion to the speeds of its devices; off splits it equally.
         merged: Name of a submodule that stays at the server.
-        wire: Encoding of pushes: fp32, bf16, fp16, int8 or topk:0.01; of pushes and answers, as in {"push": "int8",
-            "pull": "bf16"}.
+        compression: Encoding of pushes: fp32, bf16, fp16, int8 or topk:0.01; of pushes and pulls, as in
+            {"push": "int8", "pull": "bf16"}.
         all_reduce: Format in which the devices of a group average gradients: fp32, bf16, fp16 or powersgd:8.
         overlap: Groups compute their next gradient during an exchange, with async_sgd. Of several methods,
             others run without it, and are named.
@@ -76,7 +76,7 @@ class SimulationSettings:
     batch_size: int = 32
     rebalance: Literal["off", "auto"] = "off"
     merged: str | None = None
-    wire: str | dict[str, str] = "fp32"
+    compression: str | dict[str, str] = "fp32"
     all_reduce: str = "fp32"
     overlap: bool = False
     lr: float | list[float] | None = None

@@ -170,9 +170,9 @@ def compression_of(settings: SimulationSettings) -> Compression:
     Raises:
         ConfigurationError: a format is unknown, or is set for another direction than push and pull.
     """
-    wire = {"push": settings.wire} if isinstance(settings.wire, str) else settings.wire
+    wire = {"push": settings.compression} if isinstance(settings.compression, str) else settings.compression
     if set(wire) - {"push", "pull"}:
-        raise ConfigurationError(f'--wire {wire}: pass int8 or the like, or {{"push": "int8", "pull": "bf16"}}')
+        raise ConfigurationError(f'--compression {wire}: pass int8 or the like, or {{"push": "int8", "pull": "bf16"}}')
     return Compression(**wire, all_reduce=settings.all_reduce)
 
 

@@ -146,7 +146,7 @@ class FitSpace:
             space = replace(
                 space,
                 method=space.method or self._methods(),
-                wire=space.wire or DEFAULT_WIRES,
+                compression=space.compression or DEFAULT_WIRES,
                 all_reduce=space.all_reduce or self._all_reduces(),
             )
         return space

@@ -77,7 +77,7 @@ class OmniTunerHooks(_CallbackBase):
     Args:
         target: value of ``monitor`` that is to be reached soonest; None for the lowest loss at the end of the run.
         monitor: name of a logged metric, which is compared with ``target`` at validations.
-        space: the search space: any of ``"groups"``, ``"method"``, ``"period"``, ``"wire"``, ``"overlap"``,
+        space: the search space: any of ``"groups"``, ``"method"``, ``"period"``, ``"compression"``, ``"overlap"``,
             ``"all_reduce"``, ``"momentum"``, ``"lr"``, ``"rebalance"``, each a value, a list, or the smallest and the
             largest value: ``{"groups": [1, 2, 4], "momentum": 0.9}``. By default groups are powers of two and the
             number of ranks, momentum is 0 to 0.95 (or up to yours, if that is larger), the learning rate follows them,

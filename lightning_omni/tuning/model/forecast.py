@@ -52,7 +52,7 @@ class Setting(Serializable):
         >>> str(Setting(groups=4, momentum=0.3, lr=0.025))
         '4 groups, momentum 0.3, lr 0.025'
         >>> str(Setting(4, 0.9, 0.1, period=8, method="local_sgd", wire="int8/bf16"))
-        '4 groups, local_sgd, period 8, wire int8/bf16, momentum 0.9, lr 0.1'
+        '4 groups, local_sgd, period 8, compression int8/bf16, momentum 0.9, lr 0.1'
     """
 
     groups: int
@@ -98,7 +98,7 @@ class Setting(Serializable):
         several = self.groups > 1
         parts = [f"period {self.period}"] * (self.period > 1)
         parts += self._averaged
-        parts += [f"wire {self.wire}"] * (several and self.wire not in ("", "fp32"))
+        parts += [f"compression {self.wire}"] * (several and self.wire not in ("", "fp32"))
         return parts + ["overlapped"] * (several and self.overlap)
 
     def __str__(self) -> str:

@@ -216,7 +216,7 @@ class Plan:
             tuple(group_counts(profile.ranks)),
             rebalance=self.known.rebalance,
             method=ways.methods,
-            wire=ways.wires,
+            compression=ways.wires,
             period=ways.periods,
             all_reduce=ways.all_reduces,
         )

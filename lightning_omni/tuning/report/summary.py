@@ -183,7 +183,7 @@ class SearchSummary:
             parts.append((replace(at, wire="", overlap=False, all_reduce="").exchange or "another method", at))
         if choice.wire != own.wire:
             at = replace(at, wire=choice.wire)
-            parts.append((f"wire {at.wire}", at))
+            parts.append((f"compression {at.wire}", at))
         if choice.overlap != own.overlap:
             at = replace(at, overlap=choice.overlap)
             parts.append(("overlapped" if at.overlap else "not overlapped", at))

@@ -77,14 +77,14 @@ class Dimension(ABC):
 
 
 def compression_named(text: Any) -> Compression:
-    """Return the formats that a setting names, such as ``"int8"``, or ``"int8/bf16"`` for pushes and pulls.
+    """Return the formats that a setting names, such as ``"int8"``, or ``"int8/bf16"`` for push and pull.
 
     Raises:
         ConfigurationError: it is not a text, or names no format.
     """
     if not isinstance(text, str) or not text:
         raise ConfigurationError(
-            f'space={{"wire": {text!r}}}: pass formats, such as "int8", or "int8/bf16" for each way'
+            f'space={{"compression": {text!r}}}: pass formats, such as "int8", or "int8/bf16" for push and pull'
         )
     push, _, pull = text.partition("/")
     return Compression(push, pull or "fp32")
@@ -106,7 +106,7 @@ class Space:
         period: local steps between two exchanges; empty for powers of two up to `LARGEST_PERIOD`.
         further: user-defined dimensions.
         method: methods of exchange; empty for the method of the setting that a search starts from.
-        wire: wire formats of pushes and answers; empty for that of this setting.
+        compression: formats of push, or of push and pull, as ``"int8/bf16"``; empty for that of this setting.
         overlap: whether exchanges may travel during the computation; empty for that of this setting.
         all_reduce: formats in which the members of a group may average their gradients, beside that of this setting.
 
@@ -121,7 +121,7 @@ class Space:
     period: tuple[int, ...] = ()
     further: tuple[Dimension, ...] = ()
     method: tuple[str, ...] = ()
-    wire: tuple[str, ...] = ()
+    compression: tuple[str, ...] = ()
     overlap: tuple[bool, ...] = ()
     all_reduce: tuple[str, ...] = ()
 
@@ -136,7 +136,7 @@ class Space:
             raise ConfigurationError(f'space={{"period": {list(self.period)}}}: pass numbers of steps, 1 or more')
         _check_texts("method", self.method, 'names of methods, such as "local_sgd"', method_named)
         _check_texts("all_reduce", self.all_reduce, 'formats, such as "powersgd:4"', all_reduce_of)
-        for each in self.wire:
+        for each in self.compression:
             compression_named(each)
         if not all(isinstance(each, bool) for each in self.overlap):
             raise ConfigurationError(f'space={{"overlap": {list(self.overlap)}}}: pass True, False or both')
@@ -184,7 +184,7 @@ class Space:
             suggested: returns a setting with the momentum and learning rate that are expected to suit it.
         """
         found = [start]
-        exchanges = self.method or (start.method,), self.wire or (start.wire,), self.overlap or (start.overlap,)
+        exchanges = self.method or (start.method,), self.compression or (start.wire,), self.overlap or (start.overlap,)
         for method, wire, overlap in product(*exchanges):
             if not method:  # the cost of a user's own method is not known
                 continue
@@ -245,7 +245,7 @@ _KNOWN: dict[str, Callable[[str, Any], Any]] = {
     "lr": _bounds,
     "rebalance": _any,
     "period": _whole_numbers,
-    **dict.fromkeys(("method", "wire", "overlap", "all_reduce"), _choices),
+    **dict.fromkeys(("method", "compression", "overlap", "all_reduce"), _choices),
 }
 """Readers of the user's values, by name."""
 

@@ -21,13 +21,13 @@ from lightning_omni.tuning.report import Round, TuningReport
 from lightning_omni.tuning.search.prior import Prior
 from lightning_omni.tuning.search.space import compression_named
 
-SAME = ("--method", "async_sgd", "--wire", "int8")
+SAME = ("--method", "async_sgd", "--compression", "int8")
 """Groups exchange in one way: that no better one is looked for saves seconds."""
 
 
 @pytest.fixture(autouse=True)
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "240")
+    monkeypatch.setenv("COLUMNS", "260")
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def test_on_the_same_machines_the_advice_is_the_choice_of_the_search(
 
 
 @pytest.mark.parametrize(
-    "options", [[], ["--bandwidth", "2MB/s", "--period", "4"], ["--method", "local_sgd", "--wire", "bf16"]]
+    "options", [[], ["--bandwidth", "2MB/s", "--period", "4"], ["--method", "local_sgd", "--compression", "bf16"]]
 )
 def test_without_probes_groups_exchange_as_suits_them_by_the_profile_and_the_prior(
     options: list[str], profile: str, capsys: pytest.CaptureFixture[str]
@@ -148,7 +148,7 @@ def test_without_probes_groups_exchange_as_suits_them_by_the_profile_and_the_pri
 
 def read_exchange(text: str) -> tuple[str, int, Any]:
     """Method, local steps and wire format of a cell."""
-    found = re.fullmatch(r"(\S+?)(?:, period (\d+))?(?:, wire (\S+))?", text)
+    found = re.fullmatch(r"(\S+?)(?:, period (\d+))?(?:, compression (\S+))?", text)
     assert found is not None, text
     return found[1], int(found[2] or 1), compression_named(found[3] or "fp32")
 
@@ -219,7 +219,7 @@ def test_what_to_buy_next_is_the_bottleneck(file: str, profile: str, capsys: pyt
         r"compute is the bottleneck; 32 ranks would be 1\.\d\d times faster to the target",
         advice(file, "--ranks", "16", "--bandwidth", "1e10", *SAME),
     )
-    slow = advice(profile, "--bandwidth", "1e7", "--method", "async_sgd", "--wire", "fp32")
+    slow = advice(profile, "--bandwidth", "1e7", "--method", "async_sgd", "--compression", "fp32")
     assert re.search(
         r"(link|exchange|server|all-reduce) is the bottleneck; twice the bandwidth would be \d\.\d\d times", slow
     )
@@ -281,8 +281,8 @@ def test_wrong_options_are_one_line_that_names_the_flag(
     assert "--servers all: pass a number of servers, or per-node" in refusal(capsys, file, "--servers", "all")
     assert "--servers 0: pass a number above 0" in refusal(capsys, file, "--servers", "0")
     assert "--method='sgd' is not known; pass one of 'async_sgd'" in refusal(capsys, file, "--method", "sgd")
-    assert "--wire='int9' is not known" in refusal(capsys, file, "--wire", "int9")
-    assert "--wire" in refusal(capsys, file, "--method", "local_sgd", "--wire", "topk:0.01")
+    assert "--compression='int9' is not known" in refusal(capsys, file, "--compression", "int9")
+    assert "--compression" in refusal(capsys, file, "--method", "local_sgd", "--compression", "topk:0.01")
     assert "--nodes 2: it is for --servers per-node" in refusal(capsys, file, "--nodes", "2")
     (tmp_path / "taken").write_text("")
     assert main(["plan", file, "--out", str(tmp_path / "taken")]) == 2
@@ -317,7 +317,7 @@ def test_the_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit):
         main(["plan", "--help"])
     text = capsys.readouterr().out
-    names = "ranks bandwidth latency servers nodes batch-size method wire period samples momentum lr out"
+    names = "ranks bandwidth latency servers nodes batch-size method compression period samples momentum lr out"
     for name in names.split():
         assert f"--{name} " in text
     with pytest.raises(SystemExit):

@@ -30,7 +30,7 @@ from lightning_omni.tuning.search.choice import best_enumerated, log_seconds, ri
 OWN = Setting(1, 0.9, 0.05, method="async_sgd", wire="fp32")
 AVERAGED = "diloco:outer_lr=1.0,outer_momentum=0"
 METHODS = ("async_sgd", "local_sgd", "elastic_averaging", AVERAGED, f"{AVERAGED},fragments=4,delay=1,keep_steps=true")
-EVERYTHING = Space((1, 2, 4), method=METHODS, wire=("fp32", "int8", "int8/bf16"))
+EVERYTHING = Space((1, 2, 4), method=METHODS, compression=("fp32", "int8", "int8/bf16"))
 LENET = 1_724_320
 
 
@@ -278,7 +278,7 @@ def slower(found: Search, setting: Setting, log_ratio: float, observation: Obser
 @cache
 def searched() -> Search:
     """A search that chose groups by the first batches; nothing is told to it."""
-    return search(seen(exponential()), replace(EVERYTHING, method=METHODS[:2], wire=("fp32",)))
+    return search(seen(exponential()), replace(EVERYTHING, method=METHODS[:2], compression=("fp32",)))
 
 
 @settings(max_examples=12, deadline=None)

@@ -54,7 +54,7 @@ def test_a_setting_with_it_travels_and_a_tuner_takes_it() -> None:
     assert Setting.from_dict(json.loads(json.dumps(setting.to_dict()))) == setting
     assert str(setting) == "2 groups, wire int8, momentum 0.9, lr 0.1"
     OmniTuner(space={"wire": Wire()}, budget=0)
-    OmniTuner(space={"wire": "int8"}, budget=0)  # the dimension that every run has
+    OmniTuner(space={"compression": "int8"}, budget=0)  # the dimension that every run has
     with pytest.raises(ConfigurationError, match="sent"):
         OmniTuner(space={"sent": "int8"}, budget=0)
 
