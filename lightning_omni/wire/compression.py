@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_omni.checks import check_kind
+from lightning_omni.errors import ConfigurationError
 from lightning_omni.wire.all_reduce import EXACT, AllReduce, all_reduce_of
 from lightning_omni.wire.formats import PerDirection, TopK, wire_of
 from lightning_omni.wire.formats.base import RAW, WireFormat, to_wire
@@ -47,6 +48,11 @@ class Compression:
             check_kind(f"Compression({way}", getattr(self, way), (str, WireFormat), wanted)
         wanted = 'a name such as "powersgd:4", or a value such as PowerSGD(rank=4)'
         check_kind("Compression(all_reduce", self.all_reduce, (str, AllReduce), wanted)
+        if isinstance(wire_of(self.pull), TopK):
+            raise ConfigurationError(
+                f"Compression(pull={self.pull!r}): answers are not added up, and what one leaves out the next does not"
+                ' bring; pass "bf16", "fp16" or "int8"'
+            )
         self.wire_format  # noqa: B018 - raises the error of a name that does not exist
         self.all_reduce_format  # noqa: B018
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.wire.formats.base import WireFormat, from_wire, register
-from lightning_omni.wire.formats.top_k import TopK
 
 
 @register
@@ -20,7 +19,7 @@ class PerDirection(WireFormat, frozen=True, kw_only=True, dict=True, tag="both_w
 
     Raises:
         MalformedMessage: one of them is no format.
-        ConfigurationError: one of them is for both directions itself, or answers are to be top-k.
+        ConfigurationError: one of them is for both directions itself.
 
     Example:
         >>> both = PerDirection(push={"name": "int8"}, pull={"name": "bf16"})
@@ -34,11 +33,6 @@ class PerDirection(WireFormat, frozen=True, kw_only=True, dict=True, tag="both_w
     def __post_init__(self) -> None:
         if isinstance(self.pushes, PerDirection) or isinstance(self.answers, PerDirection):
             raise ConfigurationError("Compression(push=..., pull=...): pass a format of one direction for each")
-        if isinstance(self.answers, TopK):
-            raise ConfigurationError(
-                f'Compression(pull="topk:{self.answers.fraction:g}"): answers are not added up, and what one leaves out'
-                ' the next does not bring; pass "bf16", "fp16" or "int8"'
-            )
 
     @cached_property
     def pushes(self) -> WireFormat:
