@@ -42,13 +42,13 @@ __all__ = [
 
 _HOME = {
     "Compression": "wire.compression",
-    "DeviceTuner": "tuning.callback.either",
+    "DeviceTuner": "tuning.callback.both_namespaces",
     "Elastic": "runtime",
     "FSDP": "runtime",
     "OmniError": "errors",
     "OmniOptimizer": "runtime",
-    "OmniStrategy": "strategy.either",
-    "OmniTuner": "tuning.callback.either",
+    "OmniStrategy": "strategy.both_namespaces",
+    "OmniTuner": "tuning.callback.both_namespaces",
     "RunReport": "metrics",
     "Server": "runtime",
     "Staleness": "metrics",

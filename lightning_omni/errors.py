@@ -1,4 +1,4 @@
-"""Every error that lightning-omni raises, as one tree.
+"""Every error that lightning-omni raises, as one tree, and the words of errors.
 
     OmniError
     ├── ConfigurationError (also a ValueError)   an argument is wrong; nothing was started
@@ -116,3 +116,20 @@ def is_failure_reason(reason: str) -> bool:
         False
     """
     return re.match(rf"rank \d+ ({_FAILED}|{re.escape(INTERRUPTED)})", reason) is not None
+
+
+# --- Text from outside ------------------------------------------------------------------------------------------------
+
+LONGEST = 200
+"""The most characters of a quoted text."""
+
+
+def quoted(text: str) -> str:
+    r"""Return the text with all unprintable characters escaped, cut to `LONGEST` characters.
+
+    Example:
+        >>> quoted("ok" + chr(10) + "WARNING forged")
+        'ok\\nWARNING forged'
+    """
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: LONGEST + 1])
+    return shown if len(shown) <= LONGEST and len(text) <= LONGEST else f"{shown[:LONGEST]}…"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]
-from core import TESTED, tested_versions, warn_about_untested
+from core import TESTED, both_namespaces, warn_about_untested
 
 import lightning_omni
 
@@ -35,7 +35,7 @@ def test_the_oldest_tested_release_is_the_lower_bound(package: str) -> None:
 def test_an_untested_release_of_torch_is_warned_about(
     installed: str, is_tested: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tested_versions, "version", lambda package: installed if package == "torch" else "2.6.0")
+    monkeypatch.setattr(both_namespaces, "version", lambda package: installed if package == "torch" else "2.6.0")
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -46,7 +46,7 @@ def test_an_untested_release_of_torch_is_warned_about(
 
 
 def test_only_the_first_rank_of_a_node_warns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tested_versions, "version", lambda package: "1.0")
+    monkeypatch.setattr(both_namespaces, "version", lambda package: "1.0")
     monkeypatch.setenv("LOCAL_RANK", "1")
     warn_about_untested()  # a warning would be an error
 

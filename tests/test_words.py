@@ -238,7 +238,7 @@ def found_in(module: str, word: Replaced) -> list[str]:
     return Corpus({"": module}).found(word)
 
 
-NAMESPACES = ("lightning.py", "pytorch_lightning.py", "either.py")
+NAMESPACES = ("lightning.py", "pytorch_lightning.py", "both_namespaces.py")
 """Modules of these names have the same classes, one each for the two packages that Lightning comes as, and for both."""
 
 

@@ -1,5 +1,5 @@
-"""The ``lightning-omni`` command: one module for each subcommand, and the modules that they share."""
+"""The ``lightning-omni`` command: ``commands`` has the options of all, and a module of its name the work of each."""
 
-from lightning_omni.cli.command import main
+from lightning_omni.cli.entry_point import main
 
 __all__ = ["main"]

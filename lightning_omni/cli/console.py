@@ -1,4 +1,4 @@
-"""The output of commands: results to standard output, progress and errors to standard error."""
+"""The output of commands: results to standard output, progress and errors to standard error, and files."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import sys
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import NamedTuple
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 from rich.text import Text
+
+from lightning_omni.errors import ConfigurationError
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
@@ -153,3 +157,47 @@ def command_output() -> Iterator[CommandOutput]:
 
 def _output() -> Console:
     return Console(file=sys.stdout, highlight=False)
+
+
+# --- Output files, which are checked before a command spends minutes on their contents --------------------------------
+
+
+def check_file(option: str, path: Path) -> None:
+    """Raise an error if a file cannot be written; the file stays as it is.
+
+    Args:
+        option: option that names the file, as the user wrote it.
+        path: path of the file.
+
+    Raises:
+        ConfigurationError: the path is a folder, its folder is missing, or one of both cannot be written.
+    """
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        raise ConfigurationError(
+            f"{option} {str(path)!r}: there is no folder {str(path.parent)!r}; make it, or name another"
+        )
+    try:
+        if path.is_dir() or path.is_file():
+            path.open("ab").close()
+        elif not path.exists():  # opening and closing a pipe would end it for its reader
+            TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise _unwritable(option, path, error, "file") from error
+
+
+def make_folder(option: str, folder: Path) -> None:
+    """Create a folder if it is missing, and check that files can be written into it.
+
+    Raises:
+        ConfigurationError: the folder cannot be created or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise _unwritable(option, folder, error, "folder") from error
+
+
+def _unwritable(option: str, path: Path, error: OSError, kind: str) -> ConfigurationError:
+    return ConfigurationError(f"{option} {str(path)!r}: {error.strerror}; pass a {kind} that can be written")

@@ -29,7 +29,7 @@ import msgspec
 from torch import Tensor
 
 from lightning_omni.errors import NonFiniteGradients, ProtocolError
-from lightning_omni.group.lease_client import LeaseClient
+from lightning_omni.group.leased_batches import LeaseClient
 from lightning_omni.methods import Method
 from lightning_omni.methods.async_sgd import AsyncSGD
 from lightning_omni.methods.contract import (

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods.model.head import modes_of
-from lightning_omni.methods.model.master import hyperparameters_of
+from lightning_omni.methods.model.server_optimizer import hyperparameters_of
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack
 
@@ -123,7 +123,7 @@ class HeadSide:
 
         Args:
             gradients: one for each tensor of the output; None if the loss did not depend on it.
-            place: the group's position in the epoch's data: see `lightning_omni.group.lease_client.LeaseClient.place`.
+            place: the group's position in the epoch's data: see `LeaseClient.place`.
             scale: factor for the gradients of the head's weights.
         """
         packed, buffer = pack(list(gradients))

@@ -42,11 +42,10 @@ from lightning_omni.methods.diloco import DiLoCo
 from lightning_omni.methods.downpour import Downpour
 from lightning_omni.methods.elastic_averaging import ElasticAveraging
 from lightning_omni.methods.gossip import Gossip
-from lightning_omni.methods.hardsync import HardSync
 from lightning_omni.methods.local_sgd import LocalSGD
-from lightning_omni.methods.model.master import Master
 from lightning_omni.methods.model.replica import Hyperparameters, Pulled, Replica
-from lightning_omni.methods.softsync import SoftSync
+from lightning_omni.methods.model.server_optimizer import Master
+from lightning_omni.methods.softsync import HardSync, SoftSync
 from lightning_omni.registry import Registry
 
 METHODS: dict[str, type[Method]] = {

@@ -21,13 +21,13 @@ from lightning_omni.methods.contract import (
     ServerSide,
     Step,
     StepTime,
+    Total,
     check_fragments,
     check_period,
 )
 from lightning_omni.methods.diloco import check_outer
 from lightning_omni.methods.model.fragments import state_of, states_in, write
 from lightning_omni.methods.model.replica import Pulled, Replica
-from lightning_omni.methods.model.totals import Total
 
 
 class _Fragment:

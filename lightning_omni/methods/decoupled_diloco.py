@@ -21,12 +21,12 @@ from lightning_omni.methods.contract import (
     Send,
     ServerSide,
     Step,
+    Total,
     check_period,
 )
 from lightning_omni.methods.diloco import check_outer, outer_sgd
 from lightning_omni.methods.model.fragments import read, state_of, states_in, write
 from lightning_omni.methods.model.replica import Pulled, Replica, copies
-from lightning_omni.methods.model.totals import Total
 
 _MOST = 1e15
 """The largest weight of a group's part; sums of larger ones would overflow."""

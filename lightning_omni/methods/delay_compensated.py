@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_omni.checks import check_number
 from lightning_omni.methods.contract import Method, Push, Reply, ServerSide
-from lightning_omni.methods.model.master import directions_of
 from lightning_omni.methods.model.replica import copies
+from lightning_omni.methods.model.server_optimizer import directions_of
 
 _EPSILON = 1e-7
 

@@ -9,11 +9,10 @@ import torch
 from torch.nn import Parameter
 
 from lightning_omni.checks import check_number
-from lightning_omni.methods.contract import Exchange, GroupSide, NextGradient, Push, Step, Tensors
+from lightning_omni.methods.contract import Exchange, GroupSide, NextGradient, Push, Step, Tensors, Total
 from lightning_omni.methods.model.fragments import states_in, write
 from lightning_omni.methods.model.replica import Pulled, Replica
-from lightning_omni.methods.model.totals import Total
-from lightning_omni.methods.streaming import PacedBarrier, Streaming
+from lightning_omni.methods.overlap import PacedBarrier, Streaming
 
 
 class _OuterStep(PacedBarrier):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from lightning_omni.checks import check_whole
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.methods.contract import Exchange, GroupSide, NextGradient, Push, Step
+from lightning_omni.methods.contract import Exchange, GroupSide, NextGradient, Push, Step, Total
 from lightning_omni.methods.model.replica import Replica
-from lightning_omni.methods.model.totals import Total
-from lightning_omni.methods.streaming import PacedBarrier, Streaming
+from lightning_omni.methods.overlap import PacedBarrier, Streaming
 
 
 class _Mean(PacedBarrier):

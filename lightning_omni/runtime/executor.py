@@ -17,17 +17,17 @@ from typing_extensions import override
 
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.methods import Gradient, NextGradient
-from lightning_omni.methods.model.master import check_servable, has_own_step, hyperparameters_of
 from lightning_omni.methods.model.replica import Replica
-from lightning_omni.runtime.checks.reduction_check import ranks_elsewhere
-from lightning_omni.runtime.exchange.server_exchange import ServerExchange
+from lightning_omni.methods.model.server_optimizer import check_servable, has_own_step, hyperparameters_of
 from lightning_omni.runtime.model.buffer_sync import buffers_of, merge
 from lightning_omni.runtime.model.external_writes import ExternalWrites
 from lightning_omni.runtime.model.merged_head import RemoteHead
 from lightning_omni.runtime.model.meshes import shown
 from lightning_omni.runtime.model.parameter_groups import ParameterGroups
 from lightning_omni.runtime.model.replica import Part
+from lightning_omni.runtime.model.wrapping import ranks_elsewhere
 from lightning_omni.runtime.parallel_state import ParallelState
+from lightning_omni.runtime.server_exchange import ServerExchange
 from lightning_omni.transport.connections import Control
 from lightning_omni.tuning.model.steps import StepTimer
 from lightning_omni.wire.partition import check_by_parts

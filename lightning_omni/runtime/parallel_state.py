@@ -19,17 +19,17 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.group.core import GroupCore
 from lightning_omni.methods import Method
 from lightning_omni.runtime._private import forget_meshes
-from lightning_omni.runtime.membership.registration import GroupRegistration
 from lightning_omni.runtime.model.meshes import ModelParallel, columns_of, evenly, mesh_of, rows_of, sizes_in
 from lightning_omni.runtime.model.reduction import Reduction
 from lightning_omni.runtime.model.replica import Part
 from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.runtime.process_groups import ProcessGroups, check_none_lost
+from lightning_omni.runtime.registration import GroupRegistration
 from lightning_omni.runtime.server_process import RunServer
 from lightning_omni.topology import RECORDER, Topology
 from lightning_omni.transport.connections import Control
-from lightning_omni.wire.all_reduce import AllReduce
 from lightning_omni.wire.codec import Packed, pack, unpack
+from lightning_omni.wire.compression import AllReduce
 from lightning_omni.wire.formats.base import WireFormat
 from lightning_omni.wire.partition import Split, is_elementwise
 

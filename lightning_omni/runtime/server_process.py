@@ -16,16 +16,14 @@ import msgspec
 
 from lightning_omni.errors import ConfigurationError, OmniError
 from lightning_omni.methods import Method
-from lightning_omni.methods.model.class_paths import class_path
-from lightning_omni.methods.model.modules import class_paths, describe_module
+from lightning_omni.methods.model.modules import class_path, class_paths, describe_module
 from lightning_omni.registry import to_wire
 from lightning_omni.runtime.model.meshes import shown
 from lightning_omni.runtime.model.replica import Part
 from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.transport.registry import Transport
 from lightning_omni.transport.serving import ServerProcess
-from lightning_omni.transport.serving.process import ServerSettings
-from lightning_omni.transport.serving.supervisor import GAVE_UP, RESTARTS, SOON
+from lightning_omni.transport.serving.process import GAVE_UP, RESTARTS, SOON, ServerSettings
 from lightning_omni.transport.zeromq.addresses import PrivateDirectory
 from lightning_omni.transport.zeromq.keys import ENVIRONMENT, key_of_environment, load_key, new_key
 from lightning_omni.wire.formats.base import WireFormat

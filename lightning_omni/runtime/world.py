@@ -25,13 +25,10 @@ from lightning_omni.combinations import refuse_pairs
 from lightning_omni.errors import ConfigurationError, OmniError, RankLost, UnsupportedError, end_reason
 from lightning_omni.group.core import LastAnswer
 from lightning_omni.methods.model.head import check_mergeable, held_by_one
-from lightning_omni.methods.model.master import check_servable
-from lightning_omni.runtime.checks.exits import ExitCheck
-from lightning_omni.runtime.checks.raw_steps import RawStepGuard
-from lightning_omni.runtime.checks.reduction_check import ReductionCheck
-from lightning_omni.runtime.exchange.server_exchange import ServerExchange, Traffic
+from lightning_omni.methods.model.server_optimizer import check_servable
 from lightning_omni.runtime.executor import Exchanging, Executor
-from lightning_omni.runtime.membership.connection import LEARN, Connection, GroupFormation, GroupJoin
+from lightning_omni.runtime.loop_checks import ExitCheck, RawStepGuard
+from lightning_omni.runtime.membership import LEARN, Connection, GroupFormation, GroupJoin
 from lightning_omni.runtime.model.external_writes import ExternalWrites
 from lightning_omni.runtime.model.merged_head import RemoteHead
 from lightning_omni.runtime.model.parameter_groups import ParameterGroups
@@ -40,10 +37,11 @@ from lightning_omni.runtime.model.sharded import (
     check_sharded,
     reshard,
 )
-from lightning_omni.runtime.model.wrapping import ModelWrapper, take_from_rank_zero
+from lightning_omni.runtime.model.wrapping import ModelWrapper, ReductionCheck, take_from_rank_zero
 from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.runtime.process_groups import outlive
+from lightning_omni.runtime.server_exchange import ServerExchange, Traffic
 from lightning_omni.runtime.state.transfer import Residuals, StateTransfer
 from lightning_omni.runtime.state.validation import ValidationSnapshots
 from lightning_omni.topology import Topology, check_groups
@@ -175,7 +173,7 @@ class World(ParallelState):
         """Attach a submodule as a merged head, before training begins.
 
         `attach` attaches the optimizer that holds its parameters, too, for the other parameters: see
-        `lightning_omni.server.parameters.served_head`.
+        `lightning_omni.server.parameters.store`.
 
         Args:
             name: the submodule's name in the model.

@@ -15,20 +15,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning_omni.errors import CollectiveMismatch, MalformedMessage, OmniError, Refused
-from lightning_omni.methods.model.master import Resolve, resolver
 from lightning_omni.methods.model.modules import ResolveModule, module_resolver
+from lightning_omni.methods.model.server_optimizer import Resolve, resolver
 from lightning_omni.server.admission import Admission
 from lightning_omni.server.collectives import CollectiveService
 from lightning_omni.server.epochs.epoch import Epochs
-from lightning_omni.server.epochs.lease_service import LeaseService
+from lightning_omni.server.epochs.service import LeaseService, ValidationService
 from lightning_omni.server.event_log import EventRecorder, Recorder
-from lightning_omni.server.membership.joining import Joining
 from lightning_omni.server.membership.roster import Roster
-from lightning_omni.server.membership.service import Membership
+from lightning_omni.server.membership.service import Joining, Membership
 from lightning_omni.server.membership.timeouts import TimeLimits
 from lightning_omni.server.merged_head import MergedHeadService
-from lightning_omni.server.observers import Observers, RunEvent, RunObservation
-from lightning_omni.server.parameters.served_optimizer import ServedOptimizer
+from lightning_omni.server.parameters.served_parameters import ServedOptimizer
 from lightning_omni.server.parameters.store import ParameterStore
 from lightning_omni.server.replication import Coordinator, Follower, NoReplication, Replication
 from lightning_omni.server.restore import Restore, check_state
@@ -36,9 +34,8 @@ from lightning_omni.server.router import FOLLOWER_TABLE, TABLE, Router, Row
 from lightning_omni.server.run_context import RunContext
 from lightning_omni.server.service import Out, Payload, Peer, Service
 from lightning_omni.server.snapshots import Snapshots
-from lightning_omni.server.status import StatusService
+from lightning_omni.server.status import Observers, RunEvent, RunObservation, StatusService
 from lightning_omni.server.training import Training
-from lightning_omni.server.validation import ValidationService
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.journal import Entry, Journal
 from lightning_omni.wire.messages import servers as sm

@@ -1,6 +1,6 @@
 """The service for merged heads: groups get exclusive access, and gradients are applied where they are computed.
 
-`lightning_omni.server.parameters.served_head` defines an access and its effect on the weights.
+`lightning_omni.server.parameters.store` defines an access and its effect on the weights.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lightning_omni.errors import OmniError, ProtocolError, Refused
-from lightning_omni.server.parameters.served_head import HeadRequest, ServedHead
+from lightning_omni.server.parameters.store import HeadRequest, ServedHead
 from lightning_omni.server.run_context import RunContext
 from lightning_omni.server.service import Out, Payload, Peer, Sender, Service, as_tensor
 from lightning_omni.wire import messages as m

@@ -10,12 +10,12 @@ from typing import Any
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.server.collectives import CollectiveService
+from lightning_omni.server.epochs.service import ValidationService
 from lightning_omni.server.membership.service import Membership
 from lightning_omni.server.replication import Coordinator
 from lightning_omni.server.run_context import RunContext
 from lightning_omni.server.service import Service
 from lightning_omni.server.training import Training
-from lightning_omni.server.validation import ValidationService
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.journal import (
     AskedEntry,

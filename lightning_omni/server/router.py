@@ -21,18 +21,15 @@ import msgspec
 from lightning_omni.errors import MalformedMessage, OmniError, ProtocolError, Refused
 from lightning_omni.server.admission import Admission
 from lightning_omni.server.collectives import CollectiveService
-from lightning_omni.server.epochs.lease_service import LeaseService
-from lightning_omni.server.membership.joining import Joining
+from lightning_omni.server.epochs.service import LeaseService, ValidationService
 from lightning_omni.server.membership.roster import Roster
-from lightning_omni.server.membership.service import Membership
+from lightning_omni.server.membership.service import Joining, Membership
 from lightning_omni.server.merged_head import MergedHeadService
-from lightning_omni.server.observers import RunObservation
 from lightning_omni.server.replication import Coordinator, NoReplication, Replication, refusal_of
 from lightning_omni.server.service import Out, Payload, Peer, Sender
 from lightning_omni.server.snapshots import Snapshots
-from lightning_omni.server.status import StatusService
+from lightning_omni.server.status import RunObservation, StatusService
 from lightning_omni.server.training import Training
-from lightning_omni.server.validation import ValidationService
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.messages import CONTROL, DATA
 from lightning_omni.wire.messages import servers as sm

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from lightning_omni.errors import MalformedMessage, OmniError, ProtocolError
 from lightning_omni.methods import Method
-from lightning_omni.methods.model.master import Resolve
 from lightning_omni.methods.model.modules import ResolveModule
-from lightning_omni.server.epochs.validation_book import MOST_OPEN
-from lightning_omni.server.parameters.served_head import ServedHead
-from lightning_omni.server.parameters.served_optimizer import ROOM, ServedOptimizer
+from lightning_omni.methods.model.server_optimizer import Resolve
+from lightning_omni.server.epochs.epoch import MOST_OPEN
+from lightning_omni.server.parameters.served_parameters import ROOM, ServedOptimizer
+from lightning_omni.server.parameters.store import ServedHead
 from lightning_omni.server.run_context import RunContext
 from lightning_omni.server.service import Out, Payload, Sender, Service, as_tensor
 from lightning_omni.server.training import Training

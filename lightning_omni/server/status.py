@@ -1,17 +1,25 @@
-"""The service for the status of the run, for ranks that request it."""
+"""The status of a run: for ranks that request it, and for processes that observe the run."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
+from typing import Any, NamedTuple
 
+import msgspec
+
+from lightning_omni.checks import counted
+from lightning_omni.errors import MalformedMessage, Refused
 from lightning_omni.methods import Method
 from lightning_omni.server.run_context import RunContext
-from lightning_omni.server.service import Out, Payload, Sender, Service
+from lightning_omni.server.service import Out, Payload, Peer, Sender, Service
 from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m
+from lightning_omni.wire.handshake import NONCE_BYTES, is_equal, observer_mac, version_problem
 from lightning_omni.wire.messages import servers as sm
+
+# --- Ranks ------------------------------------------------------------------------------------------------------------
 
 LATELY = 64
 """Pushes over which their time is averaged: if groups synchronize, the last one takes far longer than the others."""
@@ -146,3 +154,256 @@ class StatusService(Service):
 
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values) if values else 0.0
+
+
+# --- Observers --------------------------------------------------------------------------------------------------------
+
+# Rule 1: an observer proves that it holds the run's key, as a rank does; the server answers no other process.
+# Rule 2: an observer does not participate: no rank and no collective waits for it, and it does not change the run. It
+# stays connected after the run, and observes the next one.
+
+MOST_OBSERVERS = 64
+"""The most observers; a further one displaces the one admitted first."""
+MOST_CHALLENGED = 256
+"""The most connections with an open challenge; a further one displaces the first."""
+LONGEST_LOG = 256
+"""The most entries in the log; the oldest are dropped."""
+
+
+class RunEvent(NamedTuple):
+    """An entry of the run's log: its time on the server's clock, its kind (see `LogEntry`), and its text."""
+
+    at: float
+    kind: str
+    text: str
+
+
+class Observers:
+    """The admitted observers, independent of any run.
+
+    Args:
+        key: the run's shared secret.
+        random: returns a number of random bytes (nonces).
+    """
+
+    def __init__(self, key: bytes, random: Callable[[int], bytes]) -> None:
+        self._key, self._random = key, random
+        self._challenged: dict[Peer, tuple[m.Observe, bytes]] = {}
+        self._admitted: dict[Peer, None] = {}
+        self._noise = b""
+
+    @property
+    def peers(self) -> list[Peer]:
+        """Return the connections of the admitted observers."""
+        return list(self._admitted)
+
+    def has(self, peer: Peer) -> bool:
+        return peer in self._admitted
+
+    def challenge(self, peer: Peer, message: m.Observe) -> bytes:
+        """Return a challenge for a process that requests to observe.
+
+        Raises:
+            Refused: the process uses another protocol version.
+        """
+        if problem := version_problem(message):
+            raise Refused("version", problem)
+        self._challenged.pop(peer, None)
+        self._challenged[peer] = message, (challenge := self._random(NONCE_BYTES))
+        while len(self._challenged) > MOST_CHALLENGED:
+            self._challenged.pop(next(iter(self._challenged)))
+        return challenge
+
+    def admit(self, peer: Peer, proof: m.ObserverProof) -> bytes:
+        """Admit an observer that proves that it holds the key; return the server's own proof.
+
+        Beyond `MOST_OBSERVERS`, the observer that was admitted first loses its admission.
+
+        Raises:
+            Refused: the proof is wrong.
+        """
+        hello, challenge = self._challenged.pop(peer, (None, b""))
+        if hello is None or not is_equal(proof.mac, observer_mac(self._key, "observer", hello, challenge)):
+            raise Refused("key", "the key does not match the server's; both sides must be given the same key")
+        self._admitted[peer] = None
+        while len(self._admitted) > MOST_OBSERVERS:
+            self._admitted.pop(next(iter(self._admitted)))
+        return observer_mac(self._key, "server", hello, challenge)
+
+    def noise(self, nbytes: int) -> bytes:
+        """Return bytes that no link can compress, at most `lightning_omni.wire.messages.LARGEST_ECHO`."""
+        self._noise = self._noise or self._random(m.LARGEST_ECHO)
+        return self._noise[:nbytes]
+
+    def forget(self, peer: Peer) -> None:
+        self._admitted.pop(peer, None)
+
+
+class RunObservation(Service):
+    """The service that answers observers and keeps a log of the run.
+
+    Args:
+        run: the run.
+        monitoring: service that returns the status of the run.
+        observers: the admitted observers.
+        over: returns why the run cannot continue, or an empty string.
+        description: returns the server's description.
+    """
+
+    def __init__(
+        self,
+        run: RunContext,
+        monitoring: StatusService,
+        observers: Observers,
+        over: Callable[[], str],
+        description: Callable[[], m.ServerDescription],
+    ) -> None:
+        self._roster, self._epochs, self._journal, self._now = run.roster, run.epochs, run.journal, run.now
+        self._status_service, self._observers = monitoring, observers
+        self._over, self._description = over, description
+        self._formed: m.FormGroups | None = None
+        self._run_events: deque[RunEvent] = deque(maxlen=LONGEST_LOG)
+        self._counts: tuple[Any, ...] = (0, 0, 0, "")
+        self._saved = (0, 0.0)
+        self._joined: set[int] = set()
+        self._lost: set[int] = set()
+        self._left: set[int] = set()
+
+    # --- Messages ----------------------------------------------------------------------------------------------------
+
+    def check(self, peer: Peer) -> None:
+        """Raise `Refused` unless the connection is that of an admitted observer."""
+        if not self._observers.has(peer):
+            raise Refused("stranger", "say Hello first: this connection has not been admitted")
+
+    def hello(self, sender: Sender, message: m.Observe, payload: Payload) -> list[Out]:
+        """Challenge a process that requests to observe."""
+        return [Out(sender.peer, m.CONTROL, m.Challenge(nonce=self._observers.challenge(sender.peer, message)))]
+
+    def admit(self, sender: Sender, message: m.ObserverProof, payload: Payload) -> list[Out]:
+        """Admit an observer that proves that it holds the key."""
+        return [Out(sender.peer, m.CONTROL, m.ObserverWelcome(mac=self._observers.admit(sender.peer, message)))]
+
+    def ask(self, sender: Sender, message: m.AskOverview, payload: Payload) -> list[Out]:
+        return [Out(sender.peer, m.CONTROL, self.overview())]
+
+    def describe(self, sender: Sender, message: m.AskServer, payload: Payload) -> list[Out]:
+        return [Out(sender.peer, m.CONTROL, self._description())]
+
+    def echo(self, sender: Sender, message: m.Echo, payload: Payload) -> list[Out]:
+        """Answer with a number of bytes, by which the observer measures the link."""
+        if not 0 <= message.nbytes <= m.LARGEST_ECHO:
+            raise MalformedMessage(f"{message.nbytes} bytes cannot be sent back; ask for {m.LARGEST_ECHO} at most")
+        back = (self._observers.noise(message.nbytes),) if message.nbytes else ()
+        return [Out(sender.peer, m.CONTROL, m.Echoed(), back)]
+
+    # --- Overview ----------------------------------------------------------------------------------------------------
+
+    def overview(self) -> m.Overview:
+        roster, epochs, now = self._roster, self._epochs, self._now()
+        status = self._status_service.status(0.0)
+        return m.Overview(
+            run=roster.run,
+            age=now - roster.started_at if roster.run else 0.0,
+            announced=roster.world_size,
+            live=roster.live,
+            missing=tuple(rank for rank in roster.live if rank not in roster.members),
+            recorder=roster.recorder,
+            status=status,
+            groups=tuple(self._group(group, now) for group in status.groups),
+            method=self._formed.method if self._formed else None,
+            wire_format=self._formed.wire_format if self._formed else None,
+            plan=epochs.plan,
+            trained=epochs.progress,
+            pushes=self._status_service.pushes,
+            serve_time=self._status_service.total_serve_time,
+            log=tuple(m.LogEntry(now - each.at, each.kind, each.text) for each in self.run_events),
+            over=self._over(),
+            saved=now - self._saved[1] if self._saved[0] else -1.0,
+        )
+
+    def _group(self, status: m.GroupStatus, now: float) -> m.GroupOverview:
+        members = [self._roster.members[rank] for rank in status.ranks if rank in self._roster.members]
+        return m.GroupOverview(
+            status=status,
+            hosts=tuple(dict.fromkeys(member.host for member in members if member.host)),
+            age=now - max((member.since for member in members), default=now),
+            silence=now - min((member.last_seen for member in members), default=now),
+            samples=self._epochs.samples[status.group] if self._epochs.book is not None else None,
+        )
+
+    # --- Log ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def run_events(self) -> Sequence[RunEvent]:
+        """Return the log of the run so far."""
+        self.tick(self._now())
+        return self._run_events
+
+    def form(self, topology: Topology, method: Method, message: m.FormGroups) -> None:
+        self._formed = message
+        self.tick(self._now())
+        names = ", ".join(self._roster.formed.identity(group).name for group in topology.alive)
+        groups = counted(len(topology.alive), "group")
+        self._note(self._now(), "formed", f"{groups} formed ({names}): {method!r}")
+
+    def state(self) -> bytes:
+        return m.encode(self._formed) if self._formed is not None else b""
+
+    def load(self, state: bytes) -> None:
+        self._formed = msgspec.msgpack.decode(state, type=m.FormGroups)
+        self._joined.update(self._roster.members)
+        self._lost.update(self._roster.lost)
+        self._left.update(self._roster.gone)
+        text = "this server goes on with the run of one that is no more, from what that has saved"
+        self._note(self._now(), "restored", text)
+
+    def join(self, group: int, ranks: tuple[int, ...]) -> None:
+        self.tick(self._now())
+        name = self._roster.formed.identity(group).name
+        self._note(self._now(), "joined", f"group {name} takes part: {ranks_text(ranks)}")
+
+    def tick(self, now: float) -> None:
+        """Log ranks that joined, were lost or left since the last call, and the end of the run."""
+        roster = self._roster
+        if self._journal.saves != self._saved[0]:
+            self._saved = self._journal.saves, now
+        counts = (len(roster.members), len(roster.lost), len(roster.gone), self._over())
+        if counts == self._counts:
+            return
+        self._counts = counts
+        if new := sorted(roster.members.keys() - self._joined):
+            hosts = ", ".join(sorted({roster.members[rank].host for rank in new} - {""}))
+            self._note(now, "joined", f"{ranks_text(new)} joined" + f" from {hosts}" * bool(hosts))
+        lost = roster.lost.keys() - self._lost
+        for reason in dict.fromkeys(roster.lost[rank] for rank in sorted(lost)):
+            ranks = [rank for rank in sorted(lost) if roster.lost[rank] == reason]
+            self._note(now, "lost", f"{ranks_text(ranks)} lost: {reason}")
+        if left := sorted(roster.gone - roster.lost.keys() - self._left):
+            self._note(now, "left", f"{ranks_text(left)} left in good order")
+        over = self._over()
+        if over and not any(each.kind == "over" for each in self._run_events):
+            self._note(now, "over", f"the run is over: {over}")
+        self._joined.update(new)
+        self._lost.update(lost)
+        self._left.update(left)
+
+    def _note(self, now: float, kind: str, text: str) -> None:
+        self._run_events.append(RunEvent(now, kind, text))
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Return ranks as text.
+
+    Example:
+        >>> ranks_text([3]), ranks_text([0, 1, 2, 5])
+        ('rank 3', 'ranks 0 to 2, 5')
+    """
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], rank]
+        else:
+            runs.append([rank])
+    parts = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[1]}" for run in runs]
+    return f"rank{'s' * (len(runs) > 1 or any(len(run) > 1 for run in runs))} {', '.join(parts)}"

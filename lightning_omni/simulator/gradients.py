@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.group.member_samples import apportion, positions
+from lightning_omni.group.leased_batches import apportion, positions
 from lightning_omni.group.merged_head import HeadSide
 from lightning_omni.methods.model.head import check_mergeable, held_by_one, pass_through
 from lightning_omni.methods.model.modules import describe_module, tensors_of, with_tensors
@@ -25,8 +25,8 @@ from lightning_omni.simulator.server import HEAD, SimulatedServer
 from lightning_omni.simulator.workbench import Result, Workbench
 from lightning_omni.simulator.workload import Loss
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.all_reduce import EXACT, AllReduce, Unsent, run_through
 from lightning_omni.wire.codec import unpack
+from lightning_omni.wire.compression import EXACT, AllReduce, Unsent, run_through
 from lightning_omni.wire.layout import Layout
 from lightning_omni.wire.messages import Batch
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_omni.errors import NonFiniteGradients
 from lightning_omni.group.core import Action, GroupCore, LastAnswer, ServerRequest
-from lightning_omni.group.lease_client import LeaseClient
+from lightning_omni.group.leased_batches import LeaseClient
 from lightning_omni.methods.contract import (
     Answer,
     Exchange,
@@ -30,10 +30,10 @@ from lightning_omni.methods.contract import (
     ReadPeer,
     Receive,
     SendPeer,
+    Total,
 )
-from lightning_omni.methods.model.master import hyperparameters_of
 from lightning_omni.methods.model.replica import Replica, copies
-from lightning_omni.methods.model.totals import Total
+from lightning_omni.methods.model.server_optimizer import hyperparameters_of
 from lightning_omni.simulator.engine import Engine, Process, Timeline
 from lightning_omni.simulator.gradients import Assignment, Gradients, Members
 from lightning_omni.simulator.monitor import LeasedSamples, Monitor, TrainedBatches

@@ -14,18 +14,16 @@ from torch.optim import Optimizer
 
 from lightning_omni.errors import ConfigurationError, ProtocolError
 from lightning_omni.group.core import Action, GroupCore, ServerRequest
-from lightning_omni.group.member_samples import positions
+from lightning_omni.group.leased_batches import positions
 from lightning_omni.methods import Method
 from lightning_omni.methods.contract import Exchange, Fetch, Gradient, NextGradient, Receive, Reply, Tensors
-from lightning_omni.methods.model.master import describe, detach_state, holds, hyperparameters_of
 from lightning_omni.methods.model.replica import Hyperparameters, Pulled, Replica, copies
+from lightning_omni.methods.model.server_optimizer import describe, detach_state, holds, hyperparameters_of
 from lightning_omni.server.event_log import Event, Spans
-from lightning_omni.server.parameters.served_optimizer import ServedOptimizer
+from lightning_omni.server.parameters.served_parameters import ServedOptimizer
 from lightning_omni.simulator.monitor import Row, arrays
-from lightning_omni.simulator.partitioned_format import partitioned_format
-from lightning_omni.simulator.replicas import named_parameters, own_replica
-from lightning_omni.simulator.server import resolve_also
-from lightning_omni.simulator.workbench import Samples, Workbench
+from lightning_omni.simulator.server import partitioned_format, resolve_also
+from lightning_omni.simulator.workbench import Samples, Workbench, named_parameters, own_replica
 from lightning_omni.simulator.workload import Loss, MakeOptimizer
 from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from numbers import Integral
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_omni.checks import check_kind
 from lightning_omni.combinations import refuse_pairs
-from lightning_omni.errors import ConfigurationError
+from lightning_omni.errors import ConfigurationError, OmniError
+from lightning_omni.group.core import GroupCore
 from lightning_omni.methods import HardSync, Method, checked, method_named
+from lightning_omni.methods.contract import Total
+from lightning_omni.methods.model.replica import Replica
 from lightning_omni.server.event_log import Recorder
-from lightning_omni.simulator.cluster import Cluster, Failure
+from lightning_omni.simulator.cluster import Cluster, Failure, ServerRestart
+from lightning_omni.simulator.engine import Engine, Priority, Timeline
+from lightning_omni.simulator.gradients import Gradients, Members, MergedHeadGradients, SimulatedHead
+from lightning_omni.simulator.group_process import MOST_REFUSED, EpochBarrier, SimulatedGroup, SimulationContext
+from lightning_omni.simulator.monitor import Monitor, arrays, evaluated
+from lightning_omni.simulator.network import Exchanges
+from lightning_omni.simulator.server import HEAD, SimulatedNetwork, SimulatedServer, part_of, partitioned_format
 from lightning_omni.simulator.settings import (
     Batches,
     Computation,
@@ -19,14 +32,333 @@ from lightning_omni.simulator.settings import (
     Formation,
     Limits,
     Progress,
+    StopSimulation,
     progress_of,
 )
-from lightning_omni.simulator.simulation import Simulation
+from lightning_omni.simulator.workbench import Samples, SharingReplica, Workbench, named_parameters, own_replica
 from lightning_omni.simulator.workload import Workload
-from lightning_omni.topology import Topology
+from lightning_omni.topology import GroupId, Topology
 from lightning_omni.trace import Trace
+from lightning_omni.wire import messages as m
 from lightning_omni.wire.compression import Compression
 from lightning_omni.wire.formats import WireFormat
+from lightning_omni.wire.layout import Layout
+from lightning_omni.wire.partition import Split, is_elementwise
+
+# --- Construction, and the loop over events until the run ends --------------------------------------------------------
+
+
+class Simulation:
+    """A run in virtual time.
+
+    Args:
+        workload: model, data, loss, metrics and optimizer.
+        cluster: the devices and links.
+        formation: the groups, and how they exchange.
+        batches: the settings of batches and gradients.
+        limits: the limits of the run.
+        evaluation: the times of evaluations.
+        record: receives every event at the server.
+
+    Attributes:
+        server: the parameter server.
+        groups: the living groups by number. A group that returns has a new number.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        cluster: Cluster,
+        formation: Formation,
+        batches: Batches,
+        limits: Limits,
+        evaluation: Evaluation,
+        record: Recorder | None = None,
+    ) -> None:
+        self._cluster, self._formation, self._batches, self._evaluation = cluster, formation, batches, evaluation
+        self._evaluate, self._engine = workload.evaluate, Engine()
+        self._model = copy.deepcopy(workload.model).train()
+        self._evaluated = copy.deepcopy(workload.model).eval()
+        self._optimizer = workload.optimizer(list(self._model.parameters()))
+        check_kind("optimizer", self._optimizer, Optimizer, "a function that returns a torch optimizer")
+        everything = named_parameters(self._model, self._optimizer)
+        merged = formation.merged
+        self._head = SimulatedHead(merged, self._model, self._optimizer) if merged is not None else None
+        inside = self._head.parameters if self._head is not None else {}
+        self._parameters = {name: parameter for name, parameter in everything.items() if name not in inside}
+        self._samples = Samples(workload.data, batches.seed)
+        layout = Layout.of({name: parameter.detach() for name, parameter in self._parameters.items()})
+        topology = formation.topology
+        self.server = SimulatedServer(self._engine, layout, topology, batches.seed, self._optimizer, record)
+        # One group has no server in its path, so exchanges take no time.
+        between = Cluster(cluster.devices) if topology.is_synchronous else cluster
+        split = self._split(layout, between.server_count)
+        self._servers = len(split.shares)
+        self._wire_format = partitioned_format(formation.compression.wire_format, formation.method, split)
+        self._costs = Exchanges(self._engine, between, split.fractions)
+        self._network = SimulatedNetwork(self._engine, between.link, self.server, self._costs)
+        self._gradients = self._new_gradients(workload)
+        self._form()
+        metrics = self._metrics if self._evaluate is not None else None
+        clock = None if formation.method.talks_to_peers else lambda: self.server.core.clock
+        self._monitor = Monitor(self._engine, limits, evaluation, metrics, clock, len(self._samples))
+        self._network.expired = self._monitor.check
+        self.groups: dict[int, SimulatedGroup] = {}
+        self._homes: dict[int, SimulatedGroup] = {}
+        self._barrier = EpochBarrier(self._engine, self.groups)
+        self._make = workload.optimizer
+        self._add_groups()
+        if cluster.restarts:
+            self.server.save_every(cluster.save_every, self._saved)
+
+    # --- Its parts ---------------------------------------------------------------------------------------------------
+
+    def _split(self, layout: Layout, servers: int) -> Split:
+        method = self._formation.method
+        at_servers = self._optimizer if method.steps_at == "server" else None
+        return Split.of(layout, servers, is_elementwise(method, at_servers)) if servers > 1 else Split.whole(layout)
+
+    def _new_gradients(self, workload: Workload) -> Gradients:
+        batches, topology, head = self._batches, self._formation.topology, self._head
+        computation = batches.computation
+        batched = False if computation.members_apart or head is not None else computation.batched
+        group_batch = batches.size * (len(topology.ranks) // len(topology.alive))
+        bench = Workbench(self._model, self._parameters, workload.loss, self._samples, batched, group_batch)
+        if head is None:
+            return Gradients(self._engine, bench)
+        one = self._samples.batch(self._samples.at(0, range(1)))
+        sizes = head.sizes(self._model, workload.loss, one)
+        return MergedHeadGradients(self._engine, bench, head, self._costs, sizes)
+
+    def _form(self) -> None:
+        """Form the groups at the server, and send it weights and optimizers."""
+        method = self._formation.method
+        at_server = self._optimizer if method.steps_at == "server" else None
+        parts = [part_of(self._parameters, at_server, servers=self._servers)]
+        if self._head is not None:
+            parts.append(part_of(self._head.parameters, self._optimizer, self._head.part(self._batches.seed)))
+        self.server.form(method, self._wire_format, self._formation.overlap, parts)
+        if self._head is not None:
+            self._head.install(self.server)
+
+    def _add_groups(self) -> None:
+        self._context = SimulationContext(
+            engine=self._engine,
+            server=self.server,
+            network=self._network,
+            gradients=self._gradients,
+            monitor=self._monitor,
+            batches=self._batches,
+            groups=self.groups,
+            barrier=self._barrier,
+        )
+        topology, all_reduce = self._formation.topology, self._formation.compression.all_reduce_format
+        is_balanced = self._batches.computation.rebalance == "auto"
+        for number in topology.alive:
+            ranks = topology.members(number)
+            members = Members(self._cluster, ranks, self._batches.seed, is_balanced, all_reduce)
+            self._homes[number] = self._add_group(number, GroupId(str(number), self.server.incarnation), ranks, members)
+
+    def _add_group(
+        self, number: int, identity: GroupId, ranks: tuple[int, ...], members: Members, epoch: int | None = None
+    ) -> SimulatedGroup:
+        method, served = self._formation.method, self.server.served
+        replica: Replica
+        if method.steps_at == "server":
+            start = self.server.snapshots.at(served.master.clock, served.buffer)
+            replica = SharingReplica(list(self._parameters.values()), self._optimizer, number, start)
+        else:
+            replica = own_replica(self._make, self._model, self._parameters, served.master.weights(), number)
+        replica.peers, replica.servers = self.server.core.roster.groups, self._servers
+        core = GroupCore(method, self._wire_format, MOST_REFUSED, self._formation.overlap)
+        core.form(identity)
+        group = self.groups[number] = SimulatedGroup(core, replica, ranks, members, self._context, epoch)
+        self._network.processes[number] = group.process
+        self._costs.nodes[number] = self._cluster.node_of(members.first)
+        return group
+
+    # --- The run -----------------------------------------------------------------------------------------------------
+
+    def run(self, progress: Progress | None, returns_if_interrupted: bool) -> Trace:
+        try:
+            self._start()
+            self._run_events(progress)
+        except KeyboardInterrupt:
+            if not returns_if_interrupted:
+                raise
+            self._monitor.ended = "interrupted"
+        except StopSimulation:
+            self._monitor.ended = "stopped"
+        self._monitor.evaluate_at_end()
+        return self._trace()
+
+    def _start(self) -> None:
+        """Start all processes, in the order that `docs/contribute/simulator.md` defines for events at the same time."""
+        for event in self._cluster.events:
+            if isinstance(event, Failure):
+                self._engine.start(self._failure(event), Priority.FAILURE)
+            elif isinstance(event, ServerRestart) and not self._formation.topology.is_synchronous:
+                self._engine.start(self._restart(event), Priority.FAILURE)
+        if self._evaluation.every_seconds:
+            self._engine.start(self._monitor.evaluate_by_time(self._evaluation.every_seconds))
+        for group in self.groups.values():
+            group.open_epoch(0)
+        for group in list(self.groups.values()):
+            self._engine.resume(group.process)
+        self._engine.start(self._end())
+
+    def _end(self) -> Timeline:
+        """Run a process that ends the run when all groups have ended."""
+        while running := [group for group in self.groups.values() if not group.process.is_over]:
+            yield running[0].process
+        self._monitor.ended = self._monitor.ended or "max_epochs"
+
+    def _run_events(self, progress: Progress | None) -> None:
+        monitor, engine, shown = self._monitor, self._engine, 0.0
+        while not monitor.ended:
+            due = engine.next_time
+            if due == math.inf:
+                raise OmniError("every simulated group waits for another; the method never answers them")
+            if due > monitor.limits.seconds:
+                engine.now, monitor.ended = monitor.limits.seconds, "max_seconds"
+            else:
+                engine.step()
+                if progress is not None and (done := monitor.fraction) >= shown + 0.01:
+                    shown = done
+                    progress(done, f"{monitor.updates} updates, {engine.now:.4g} s")
+
+    def _failure(self, failure: Failure) -> Timeline:
+        """Run a process in which a rank dies with its group, and the group perhaps returns."""
+        yield failure.time
+        topology = self._formation.topology
+        home = topology.group_of(failure.rank)
+        group = self._homes[home]
+        if group.number not in self.groups:
+            return
+        reason = f"rank {failure.rank} failed at {self._engine.now:g} s"
+        if is_server_gone := self.server.away_until is not None:
+            self._remove(group)
+            self._barrier.leave(group.process)
+            yield from self.server.wait_until_restarted()  # it notices the death only then
+        self._network.deliver(self.server.tick())
+        rank = group.ranks[topology.members(home).index(failure.rank)]
+        out = self.server.lose(rank, reason)
+        if over := self.server.core.over:
+            self._monitor.ended = f"lost: {over}"
+            return
+        if not is_server_gone:
+            self._remove(group)
+        self._network.deliver(out)
+        self._barrier.leave(group.process)
+        if failure.until is not None:
+            yield max(failure.until, self._engine.now)
+            yield from self.server.wait_until_restarted()
+            self._restart_group(home, group)
+
+    def _remove(self, group: SimulatedGroup) -> None:
+        group.stop()
+        del self.groups[group.number]
+        self._gradients.drop(group.number)
+
+    def _restart_group(self, home: int, dead: SimulatedGroup) -> None:
+        """Form a new group of the devices of a dead one, which joins the others."""
+        joined, ranks, out = self.server.join(len(dead.ranks), str(home))
+        epoch = joined.plan.epoch if joined.plan is not None else 0
+        identity = GroupId(str(home), joined.incarnation)
+        self._homes[home] = self._add_group(joined.group, identity, ranks, dead.members, epoch)
+        self._network.deliver(out)
+        self._engine.resume(self._homes[home].process)
+
+    def _restart(self, restart: ServerRestart) -> Timeline:
+        """Run a process in which the server dies, and another continues from the last save."""
+        yield restart.time
+        self.server.die(restart.until)
+        self._costs.begin_again()
+        self._monitor.go_back(are_lost=self._formation.method.steps_at == "server")
+        for group in list(self.groups.values()):
+            group.go_back()
+            group.drop_answer()
+        self._saved()  # the new server starts with a save
+        yield restart.until
+        self.server.restart(rank for group in self.groups.values() for rank in group.ranks)
+        self._network.deliver(self.server.tick())
+        self._engine.start(self._ask_again())
+
+    def _ask_again(self) -> Timeline:
+        """Run a process in which groups repeat their unanswered requests for the next step.
+
+        They do so one after the other, because one group's request may cause the answer to the next one's.
+        """
+        for group, question in [(group, group.asked) for group in self.groups.values()]:
+            yield self._engine.now  # earlier answers arrive first
+            if question is not None and group.asked is question:
+                group.ask(question)
+
+    def _saved(self) -> None:
+        self._monitor.saved()
+        for group in self.groups.values():
+            group.leased.save()
+
+    # --- Results -----------------------------------------------------------------------------------------------------
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Return the weights that the method would evaluate."""
+        weights = self.server.served.master.weights()
+        if self._formation.method.evaluated == "mean" and self.groups:
+            total = Total()
+            for group in self.groups.values():
+                total.add(group.replica.offered(group.replica.weights()))
+            means = zip(weights, total.means(), strict=True)
+            weights = [weight if mean is None else mean for weight, mean in means]
+        named = dict(zip(self._parameters, weights, strict=True))
+        if self._head is not None:
+            named |= dict(zip(self._head.parameters, self.server.core.optimizers[HEAD].master.weights(), strict=True))
+        return named
+
+    def _metrics(self) -> dict[str, float]:
+        """Return the present metrics of the model that the method would validate."""
+        assert self._evaluate is not None
+        parameters = dict(self._evaluated.named_parameters())
+        for name, weight in self._weights().items():
+            parameters[name].copy_(weight)
+        for mine, trained in zip(self._evaluated.buffers(), self._model.buffers(), strict=True):
+            mine.copy_(trained)
+        metrics = self._evaluate(self._evaluated)
+        try:
+            return {name: float(value) for name, value in metrics.items()}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f'evaluate: it returns {metrics!r}; let it return a number for each metric, as {{"accuracy": 0.9}}'
+            ) from error
+
+    def _trace(self) -> Trace:
+        monitor = self._monitor
+        return Trace(
+            rows=arrays(Trace.COLUMNS, monitor.rows),
+            evaluated=evaluated(monitor.evaluations),
+            updates=monitor.updates,
+            seconds=self._engine.now,
+            ended=monitor.ended,
+            meta={
+                "method": m.method_to_wire(self._formation.method),
+                "groups": [list(members) for members in self._formation.topology.groups],
+                "cluster": self._cluster.summary(),
+                "seed": self._batches.seed,
+                "batch_size": self._batches.size,
+                "samples_per_epoch": len(self._samples),
+                "merged": self._formation.merged,
+                "refused": self.server.served.counts.refused,
+                "most_snapshots": self.server.snapshots.most,
+            },
+            weights={name: weight.detach().clone().numpy() for name, weight in self._weights().items()},
+            useful_seconds=monitor.useful_seconds,
+            device_seconds=self._engine.now * len(self._cluster.devices),
+            work=arrays(Trace.WORK, monitor.work),
+            steps=arrays(Trace.STEPS, monitor.step_times),
+        )
+
+
+# --- `simulate` -------------------------------------------------------------------------------------------------------
 
 
 def simulate(

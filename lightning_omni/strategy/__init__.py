@@ -1,8 +1,9 @@
 """`OmniStrategy` for both of Lightning's namespaces, ``lightning.pytorch`` and ``pytorch_lightning``.
 
-`lightning_omni.OmniStrategy` is one class (see ``either.py``), whatever the order of imports. It has no base class of
-Lightning's until a namespace is imported; then it and its subclasses get that namespace's base class. If no namespace
-is imported when an object is made, the installed one is imported, or ``lightning.pytorch`` if both are installed.
+`lightning_omni.OmniStrategy` is one class (see ``both_namespaces.py``), whatever the order of imports. It has no base
+class of Lightning's until a namespace is imported; then it and its subclasses get that namespace's base class. If no
+namespace is imported when an object is made, the installed one is imported, or ``lightning.pytorch`` if both are
+installed.
 
 If both namespaces are imported, an object is made for the one that was imported first. When a Trainer of the other
 namespace gives it an accelerator, the object switches to a class with the other base class (see ``namespaces.py``).

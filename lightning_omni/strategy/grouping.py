@@ -20,14 +20,14 @@ from typing_extensions import override
 
 from lightning_omni.checks import counted
 from lightning_omni.errors import ConfigurationError, OmniError, UnsupportedError
-from lightning_omni.group.member_samples import apportion
+from lightning_omni.group.leased_batches import apportion
 from lightning_omni.metrics import RunReport
 from lightning_omni.runtime import World, WorldOptions
-from lightning_omni.runtime.checks.same_tensors import check_all_shared
-from lightning_omni.runtime.data.balance import Balance, gather
+from lightning_omni.runtime.balance import Balance, gather
 from lightning_omni.runtime.model.buffer_sync import BufferSync, Merge, average_of, buffers_of
 from lightning_omni.runtime.model.meshes import shown
 from lightning_omni.runtime.model.sharded import reshard
+from lightning_omni.runtime.model.tensor_sync import check_all_shared
 from lightning_omni.runtime.model.wrapping import frozen
 from lightning_omni.strategy.arguments import FitOptions
 from lightning_omni.strategy.lightning_internals.callbacks import (

@@ -21,17 +21,14 @@ from lightning_omni.checks import counted
 from lightning_omni.errors import ConfigurationError, ConnectionLost, Evicted, OmniError, RankLost, UnsupportedError
 from lightning_omni.methods import Method
 from lightning_omni.runtime import Elastic, Server, World, WorldOptions
-from lightning_omni.runtime.checks.exits import forget
+from lightning_omni.runtime.loop_checks import forget
 from lightning_omni.runtime.model.meshes import FSDP, evenly, shown, sizes_in
 from lightning_omni.runtime.model.sharded import check_clipping, reshard
 from lightning_omni.runtime.process_groups import check_none_lost
 from lightning_omni.runtime.timing import clock_of
 from lightning_omni.strategy.arguments import Asked, FitOptions, refuse_unknown_of_ddp, split_model_parallel
-from lightning_omni.strategy.arrangement import Arrangement
-from lightning_omni.strategy.checkpoints.contents import Checkpoints
-from lightning_omni.strategy.checkpoints.hooks import SavingStrategy
-from lightning_omni.strategy.joining.rejoin import Rejoining
-from lightning_omni.strategy.joining.run_state import RunStates
+from lightning_omni.strategy.checkpoints import Checkpoints, SavingStrategy
+from lightning_omni.strategy.joining import Rejoining, RunStates
 from lightning_omni.strategy.launcher import describe_exit, exit_process, is_interactive
 from lightning_omni.strategy.lightning_internals.callbacks import averages_weights, callbacks_of
 from lightning_omni.strategy.lightning_internals.loops import loops_iterate, seed_workers
@@ -47,11 +44,12 @@ from lightning_omni.strategy.lightning_internals.strategies import (
     set_start_method,
     start_method,
 )
-from lightning_omni.strategy.loops.leased_data import LightningRank, draws_batches, has_lightning_sampler
+from lightning_omni.strategy.loops.epoch import LightningRank, draws_batches, has_lightning_sampler
 from lightning_omni.strategy.loops.listener import Listener, NestedRuns
 from lightning_omni.strategy.namespaces import namespace_of, need_namespace, new_in, strategy_class_in
 from lightning_omni.strategy.optimizers import Merged, Proxies, explain_unused
 from lightning_omni.strategy.signals import Signals, end_in_one_line, requeue_signal
+from lightning_omni.strategy.user_groups import Arrangement
 from lightning_omni.topology import check_groups
 from lightning_omni.transport.serving import ServerProcess
 from lightning_omni.wire import messages as m

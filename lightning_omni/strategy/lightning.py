@@ -9,9 +9,9 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_omni.strategy import either
+from lightning_omni.strategy import both_namespaces
 from lightning_omni.strategy.arguments import register_names
-from lightning_omni.strategy.checkpoints.contents import WholeFileHooks
+from lightning_omni.strategy.checkpoints import WholeFileHooks
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.strategy.launcher import OmniLauncherHooks, OmniProcessesHooks
 
@@ -45,5 +45,5 @@ class OmniStrategy(OmniStrategyHooks, NamespaceDDP):  # noqa: D101
 
 
 DDPStrategy.register(OmniStrategyHooks)  # so that this namespace's Trainer accepts strategies made for the other
-either.take_base(NamespaceDDP, OmniStrategy)
+both_namespaces.take_base(NamespaceDDP, OmniStrategy)
 register_names(StrategyRegistry, OmniStrategy)

@@ -27,12 +27,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods.model.head import check_mergeable
-from lightning_omni.methods.model.master import held_by
+from lightning_omni.methods.model.server_optimizer import held_by
 from lightning_omni.runtime import OmniOptimizer, World, names_of
-from lightning_omni.runtime.checks.reduction_check import ranks_elsewhere
 from lightning_omni.runtime.model.merged_head import RemoteHead
+from lightning_omni.runtime.model.wrapping import ranks_elsewhere
 from lightning_omni.strategy.lightning_internals.callbacks import callbacks_of
-from lightning_omni.strategy.lightning_internals.schedulers import ignore_missing_step
+from lightning_omni.strategy.lightning_internals.loops import ignore_missing_step
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer

@@ -23,10 +23,9 @@ from torch.optim import Optimizer
 
 from lightning_omni.errors import MalformedMessage, UnsupportedError
 from lightning_omni.methods import Method
-from lightning_omni.methods.contract import Tensors
-from lightning_omni.methods.model.class_paths import class_path
+from lightning_omni.methods.contract import Tensors, Total
 from lightning_omni.methods.model.fragments import FRAGMENTS, divide
-from lightning_omni.methods.model.totals import Total
+from lightning_omni.methods.model.modules import class_path
 from lightning_omni.wire.formats.base import RESIDUAL, State
 from lightning_omni.wire.layout import DTYPES, Layout, TensorSpec
 
@@ -335,7 +334,7 @@ class Split(msgspec.Struct, frozen=True, dict=True):
     # --- Optimizers --------------------------------------------------------------------------------------------------
 
     def described(self, description: Mapping[str, Any] | None, server: int) -> dict[str, Any] | None:
-        """Return a server's part of an optimizer's description; see `lightning_omni.methods.model.master.describe`."""
+        """Return a server's part of the description of an optimizer that steps at the servers."""
         if description is None:
             return None
         held = [name for group in description["groups"] for name in group["params"]]  # states are keyed by index in it

@@ -78,7 +78,7 @@ def pushes(shapes: Mapping[str, tuple[int, ...]], count: int) -> Callable[[], fl
     import torch
     from golden.served import Session, flat_bytes, weights_of
 
-    from lightning_omni.methods.model.master import describe, hyperparameters_of
+    from lightning_omni.methods.model.server_optimizer import describe, hyperparameters_of
     from lightning_omni.wire import messages as m
 
     session = Session(2)

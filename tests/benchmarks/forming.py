@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_omni import OmniStrategy, OmniTuner
-from lightning_omni.runtime.membership.connection import Connection
-from lightning_omni.tuning.callback.applied_setting import AppliedSetting
+from lightning_omni.runtime.membership import Connection
 from lightning_omni.tuning.callback.microbenchmarks import Microbenchmarks
 from lightning_omni.tuning.callback.online_tuner import FirstBatches
+from lightning_omni.tuning.callback.settings import AppliedSetting
 
 STEP = 0.1
 """Seconds of a batch, in the mean."""

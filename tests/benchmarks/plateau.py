@@ -34,7 +34,7 @@ from tasks import CLUSTERS, DEVELOPING, TASKS, Outcome, Run, cluster_of
 from torch import Tensor, nn
 
 from lightning_omni.methods import method_named
-from lightning_omni.tuning.callback.guards.losses import TrainingLosses, TrialOutcome, is_falling
+from lightning_omni.tuning.callback.losses import TrainingLosses, TrialOutcome, is_falling
 from lightning_omni.tuning.search import constants as c
 
 CLUSTERS_OF_RANDOM_TIMES = ("exponential", "lognormal", "two generations")

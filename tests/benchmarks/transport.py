@@ -33,7 +33,7 @@ import torch
 import zmq
 
 from lightning_omni.methods import AsyncSGD
-from lightning_omni.methods.model.master import describe, hyperparameters_of
+from lightning_omni.methods.model.server_optimizer import describe, hyperparameters_of
 from lightning_omni.transport.registry import from_wire, to_wire
 from lightning_omni.transport.serving import ServerProcess
 from lightning_omni.transport.serving.process import ServerSettings

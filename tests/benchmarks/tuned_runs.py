@@ -57,8 +57,8 @@ from torch import Tensor, nn
 from lightning_omni.methods import method_named, with_period
 from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace
-from lightning_omni.tuning.callback.guards.speed import Speed
 from lightning_omni.tuning.callback.online_tuner import DECISION_STEPS
+from lightning_omni.tuning.callback.speed import Speed
 from lightning_omni.tuning.model.forecast import Setting, TrainedBatches
 from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.search import Observation, Search, TrainedSegment

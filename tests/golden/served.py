@@ -23,8 +23,8 @@ from golden.names import counted_fields, type_number
 from golden.simulated import METHODS, fractions
 from lightning_omni.errors import ProtocolError, Refused
 from lightning_omni.methods import Method, method_named
-from lightning_omni.methods.model.master import describe, hyperparameters_of
 from lightning_omni.methods.model.modules import describe_module
+from lightning_omni.methods.model.server_optimizer import describe, hyperparameters_of
 from lightning_omni.server import Out, ServerCore
 from lightning_omni.server.event_log import Event
 from lightning_omni.wire import messages as m

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, WeightedRandomSampler
 from values import values_in
 
-from lightning_omni.runtime.data.balance import Balance
+from lightning_omni.runtime.balance import Balance
 from lightning_omni.runtime.timing import HostClock
-from lightning_omni.tuning.callback import applied_setting
+from lightning_omni.tuning.callback import settings
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))
 DATA = dataset(1024)
@@ -171,7 +171,7 @@ def fit(options: dict[str, Any]) -> dict[str, Any]:
     notes, clock = Notes(options), Emulated() if options.get("emulated") else None
     if clock and strategy.balance.is_on:
         strategy.balance = Balance("auto", strategy.rank_zero_info, clock=clock)
-    applied_setting.Balance = partial(Balance, clock=clock)  # which a tuner turns on
+    settings.Balance = partial(Balance, clock=clock)  # which a tuner turns on
     module = (ByHand if options.get("by_hand") else Paced)(options.get("sleep", {}), clock or time)
     tuners = [omni.OmniTuner(**options["tuner"])] if "tuner" in options else []
     run = trainer(

@@ -10,9 +10,9 @@ from common import OPTIONS, InTime, omni, pl, report, trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_omni.tuning.device import DeviceSetting, comparison
+from lightning_omni.tuning.device import DeviceSetting, trial
 
-comparison.BLOCK_SECONDS = 0.01  # the test does not depend on which way is the faster one
+trial.BLOCK_SECONDS = 0.01  # the test does not depend on which way is the faster one
 RANK = int(os.environ.get("LOCAL_RANK", 0))
 
 

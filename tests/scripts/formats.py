@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_omni import OmniOptimizer, World
 from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.runtime.state.checkpoint import Saved
-from lightning_omni.strategy.checkpoints.contents import Checkpoints
+from lightning_omni.strategy.checkpoints import Checkpoints
 from lightning_omni.strategy.loops.driver import EpochDriver
 
 WIRE = json.loads(sys.argv[1])["wire"] if len(sys.argv) > 1 else ""

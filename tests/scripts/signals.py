@@ -13,7 +13,7 @@ from common import FOLDER, OPTIONS, Net, loaders, omni, pl, report, trainer
 from torch import Tensor
 from values import values_in
 
-import lightning_omni.strategy.checkpoints.hooks as saving
+import lightning_omni.strategy.checkpoints as saving
 import lightning_omni.strategy.launcher as launcher
 import lightning_omni.strategy.signals as signals
 

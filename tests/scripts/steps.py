@@ -13,7 +13,7 @@ import torchmetrics
 from common import FOLDER, OPTIONS, Net, dataset, loaders, omni, pl, report, trainer
 from torch.utils.data import DistributedSampler
 
-from lightning_omni.runtime.data.leased_loader import permutation
+from lightning_omni.runtime.leased_loader import permutation
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))
 SECONDS = (0.004, 0.03)

@@ -88,7 +88,7 @@ def import_all() -> None:
     if "spares" in sys.modules:
         return
     gc.disable()  # what is imported stays: to look for garbage in it takes as long as to import it
-    for name in (*HEAVY, "lightning_omni.cli.serve.command", "lightning_omni.transport.serving.__main__"):
+    for name in (*HEAVY, "lightning_omni.cli.commands", "lightning_omni.transport.serving.__main__"):
         importlib.import_module(name)
     importlib.import_module("spares")
     gc.collect()

@@ -1,1 +1,1 @@
-"""The objects that methods work on: master weights, replicas, fragments, merged heads, and sums of pushes."""
+"""The objects that methods work on: master weights, replicas, fragments, merged heads, and modules as plain data."""

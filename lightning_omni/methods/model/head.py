@@ -19,8 +19,8 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from lightning_omni.errors import ConfigurationError, UnsupportedError
-from lightning_omni.methods.model.master import held_by
 from lightning_omni.methods.model.modules import check_describable, describe_module, tensors_of, with_tensors
+from lightning_omni.methods.model.server_optimizer import held_by
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_omni.methods.model.fragments import Piece, Pieces, cut, read, sizes_of, write
-from lightning_omni.methods.model.master import directions_of, held_by, rate_of
+from lightning_omni.methods.model.server_optimizer import directions_of, held_by, rate_of
 
 Hyperparameters = Sequence[Mapping[str, Any]]
 """One mapping for each parameter group of the optimizer: lr, momentum, betas, ... without ``params``."""

@@ -1,1 +1,1 @@
-"""The model on a rank: its wrapping, its flat replica, sharded models, buffers, and writes of user code."""
+"""The model on a rank: its wrapper, its flat replica, sharded models, buffers, and writes of user code."""

@@ -24,8 +24,8 @@ from torch.nn import Module
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_omni.errors import UnsupportedError
-from lightning_omni.runtime.model.contiguous import write
 from lightning_omni.runtime.model.replica import fingerprint
+from lightning_omni.runtime.model.tensor_sync import write
 from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.topology import RECORDER
 

@@ -18,13 +18,13 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_omni.errors import UnsupportedError
-from lightning_omni.methods.model.master import plain_attributes_of
-from lightning_omni.runtime.exchange.server_exchange import ServerExchange
+from lightning_omni.methods.model.server_optimizer import plain_attributes_of
 from lightning_omni.runtime.model.buffer_sync import BufferSync, buffers_of, parameters_of
-from lightning_omni.runtime.model.contiguous import contiguous
 from lightning_omni.runtime.model.meshes import shown
 from lightning_omni.runtime.model.replica import Part, fingerprint
+from lightning_omni.runtime.model.tensor_sync import contiguous
 from lightning_omni.runtime.parallel_state import ParallelState
+from lightning_omni.runtime.server_exchange import ServerExchange
 from lightning_omni.runtime.state.served_state import ServedState
 from lightning_omni.runtime.state.transfer import StateTransfer
 

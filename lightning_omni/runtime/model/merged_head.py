@@ -19,10 +19,10 @@ from lightning_omni.errors import ConfigurationError, Refused, UnsupportedError
 from lightning_omni.group.merged_head import HeadSide, ToHead
 from lightning_omni.methods.model.head import pass_through
 from lightning_omni.methods.model.modules import tensors_of, with_tensors
-from lightning_omni.runtime.exchange.server_exchange import ServerExchange
 from lightning_omni.runtime.model.parameter_groups import ParameterGroups
 from lightning_omni.runtime.model.replica import Part
 from lightning_omni.runtime.parallel_state import ParallelState
+from lightning_omni.runtime.server_exchange import ServerExchange
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, unpack
 from lightning_omni.wire.layout import DTYPES

@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_omni.errors import ConfigurationError, MalformedMessage, ProtocolError, UnsupportedError
-from lightning_omni.methods.model.master import held_by, holds, hyperparameters_of, state_of
-from lightning_omni.runtime.checks.same_tensors import agree, describe
-from lightning_omni.runtime.exchange.server_exchange import ServerExchange
+from lightning_omni.methods.model.server_optimizer import held_by, holds, hyperparameters_of, state_of
 from lightning_omni.runtime.model.replica import Part
+from lightning_omni.runtime.model.tensor_sync import agree, describe
 from lightning_omni.runtime.parallel_state import ParallelState
+from lightning_omni.runtime.server_exchange import ServerExchange
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack
 from lightning_omni.wire.layout import Layout

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods import Pulled, Replica
-from lightning_omni.methods.model.master import describe, detach_state
 from lightning_omni.methods.model.replica import Drift, copies
+from lightning_omni.methods.model.server_optimizer import describe, detach_state
 from lightning_omni.runtime.model.sharded import complete, gradient_of, here, like, load_state, parts_of, rows
 from lightning_omni.wire.formats.base import Memory
 from lightning_omni.wire.layout import Layout

@@ -24,11 +24,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from lightning_omni.errors import UnsupportedError
-from lightning_omni.methods.model.master import held_by
 from lightning_omni.methods.model.replica import load_optimizer_state
+from lightning_omni.methods.model.server_optimizer import held_by
 from lightning_omni.runtime._private import all_reduce_hook_of, root_mesh
-from lightning_omni.runtime.model.contiguous import contiguous
 from lightning_omni.runtime.model.meshes import DATA, TENSOR, Sharding, shown
+from lightning_omni.runtime.model.tensor_sync import contiguous
 from lightning_omni.topology import RECORDER, Topology
 
 # --- The module ------------------------------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""The state of a run: in checkpoints, at the servers, in transfer between ranks, and for a rollback."""
+"""The state of a run: in checkpoints, for a rollback, in transfer between ranks, and in a validation."""

@@ -1,17 +1,271 @@
-"""The state of a run in a checkpoint beside Lightning's own entries, which are those of plain DDP."""
+"""The state of a run in a checkpoint, which may be a folder, and the state to which a run is rolled back."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+from typing_extensions import override
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.runtime.state.distributed_checkpoint import Folder
+from lightning_omni.group.core import GroupCore
+from lightning_omni.methods.model.server_optimizer import held_by
+from lightning_omni.runtime.model.sharded import in_order, like
+from lightning_omni.runtime.model.tensor_sync import write
+from lightning_omni.wire.formats.base import State
+from lightning_omni.wire.layout import Layout
 from lightning_omni.wire.messages import SnapshotId
+from lightning_omni.wire.partition import over_parameters
 from lightning_omni.wire.steps_and_samples import Progress
+
+# --- Folders ----------------------------------------------------------------------------------------------------------
+
+# Rule 1: each rank writes its own parts, and reads the parts that it is to have. No rank holds a whole sharded tensor.
+# Rule 2: a folder replaces an earlier one once it is complete.
+
+METADATA = "meta.pt"
+"""The file in the folder with all data except weights and optimizer state."""
+_TENSOR, _PLACE = "omni.tensor", "omni.place"
+
+
+def is_folder(path: Any) -> bool:
+    """Return whether a path is such a checkpoint.
+
+    Raises:
+        ConfigurationError: the path is an incomplete folder.
+    """
+    if "://" in str(path) or not Path(path).is_dir():
+        return False
+    if not (Path(path) / METADATA).is_file():
+        raise ConfigurationError(
+            f"ckpt_path={str(path)!r}: this folder is no complete checkpoint, because it has no {METADATA}. If its name"
+            " ends with .partial, the process that saved it was killed meanwhile: pass one that was saved before"
+        )
+    return True
+
+
+# --- Saving ----------------------------------------------------------------------------------------------------------
+
+
+def save(path: Path, tensors: Mapping[str, Any], plain: Mapping[str, Any], group: Any) -> None:
+    """Save a checkpoint. All ranks of a process group call it.
+
+    Args:
+        path: path of the folder, the same on all of them.
+        tensors: a tree of this rank's sharded tensors, and of values that are the same on all ranks.
+        plain: all other data; those of the first rank are saved.
+        group: the process group.
+
+    Raises:
+        OSError: the checkpoint could not be written, on all ranks; an earlier one is unchanged.
+    """
+    partial = beside(path, "partial")
+    is_first = dist.get_rank(group) == 0
+    if is_first:
+        shutil.rmtree(partial, ignore_errors=True)
+    dist.barrier(group)
+    try:
+        state_dict_saver.save(dict(tensors), storage_writer=_Writer(partial, path, plain), process_group=group)
+    except CheckpointException as error:
+        reasons = ", ".join(sorted({str(reason) for reason, _ in error.failures.values()})) + _free(partial)
+        if is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise OSError(f"{path}: this checkpoint was not saved; one of before is as it was: {reasons}") from error
+
+
+class _Writer(FileSystemWriter):
+    """A writer to a folder beside the checkpoint, which replaces the checkpoint when it is complete.
+
+    The first rank's own operations are in `finish`: torch reports their failure to all ranks, so none waits for it.
+    """
+
+    def __init__(self, partial: Path, path: Path, plain: Mapping[str, Any]) -> None:
+        super().__init__(partial)
+        self._partial, self._path, self._plain = partial, path, plain
+
+    @override
+    def finish(self, *args: Any, **kwargs: Any) -> None:
+        super().finish(*args, **kwargs)
+        torch.save(dict(self._plain), self._partial / METADATA)
+        _replace(self._partial, self._path)
+
+
+def _free(partial: Path) -> str:
+    """Return the free disk space, as the end of a message: torch does not report that a disk is full."""
+    try:
+        return f" ({shutil.disk_usage(partial).free / 1e6:.1f} MB are free there)"
+    except OSError:
+        return ""
+
+
+def beside(path: Path, suffix: str) -> Path:
+    """Return a path beside a checkpoint, for a folder that is not the checkpoint yet, or not any more.
+
+    A process that is killed leaves it. Lightning searches for the last ``hpc_ckpt_N.ckpt``, and takes all digits of
+    every name with ``ckpt_`` in it for such an N; this name contains none.
+
+    Example:
+        >>> beside(Path("hpc_ckpt_2.ckpt"), "17.partial").name
+        'hpc_ckpt-2.ckpt.17.partial'
+    """
+    return path.with_name(f"{path.name.replace('ckpt_', 'ckpt-')}.{suffix}")
+
+
+def _replace(partial: Path, path: Path) -> None:
+    before = beside(path, f"{os.getpid()}.before")
+    if os.path.lexists(path):  # perhaps a link to a folder that is gone
+        path.rename(before)
+    partial.rename(path)
+    if before.is_dir() and not before.is_symlink():
+        shutil.rmtree(before, ignore_errors=True)
+    else:
+        before.unlink(missing_ok=True)
+
+
+def by_names(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[Any, str]) -> dict[str, Any]:
+    """Return an optimizer's ``state_dict`` with names of parameters in place of their numbers."""
+    held = [names[parameter] for parameter in held_by(optimizer)]
+    groups = [{**group, "params": [held[index] for index in group["params"]]} for group in state["param_groups"]]
+    return {"state": {held[index]: dict(values) for index, values in state["state"].items()}, "param_groups": groups}
+
+
+def without_tensors(tree: Any, layout: Layout, parameters: Sequence[Tensor], tensors: dict[str, Any]) -> Any:
+    """Return a tree as plain data, with references in place of its tensors, which are added to the checkpoint's.
+
+    Args:
+        tree: this rank's part, with one entry for each parameter, as in
+            `lightning_omni.wire.partition.Split.tree_parts`.
+        layout: layout of this rank's parts of the parameters.
+        parameters: the parameters, in the order of the layout.
+        tensors: tensors of the checkpoint; changed in place.
+    """
+
+    def put(value: Any, index: int | None) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        name = f"omni.{len(tensors)}"
+        tensors[name] = value if index is None else like(value, parameters[index])
+        return {_TENSOR: name, _PLACE: index}
+
+    return over_parameters(in_order(tree), layout.specs, put)
+
+
+# --- Loading ---------------------------------------------------------------------------------------------------------
+
+
+class Folder:
+    """A checkpoint folder to read from. Ranks of a process group that read the same data do so together."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._known: Mapping[str, Any] = FileSystemReader(path).read_metadata().state_dict_metadata
+
+    def metadata(self, **options: Any) -> dict[str, Any]:
+        """Return all data except weights and optimizer state; the options are those of ``torch.load``."""
+        metadata: dict[str, Any] = torch.load(self.path / METADATA, map_location="cpu", **options)
+        return metadata
+
+    @property
+    def optimizers(self) -> int:
+        return len({name.split(".")[0] for name in self._known if name.startswith("optimizer_")})
+
+    def weights(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Read a module's weights into the memory of its ``state_dict``, sharded or not, and return one.
+
+        It has the entries of the folder, with an empty tensor under each name that the module lacks.
+        """
+        begin = "state_dict."
+        saved = [name.removeprefix(begin) for name in self._known if name.startswith(begin)]
+        read = self._read({begin + name: own[name] for name in saved if name in own})
+        return {name: read.get(begin + name, torch.empty(0)) for name in saved}
+
+    def optimizer_state(self, number: int, optimizer: Optimizer, names: Mapping[Any, str]) -> dict[str, Any]:
+        """Return an optimizer's ``state_dict``, its tensors sharded as its parameters are.
+
+        Args:
+            number: number of the optimizer in the checkpoint.
+            optimizer: the optimizer that is to load it.
+            names: names of all parameters of the module.
+
+        Raises:
+            ConfigurationError: the checkpoint has another number of parameter groups.
+        """
+        own, held = optimizer.state_dict(), held_by(optimizer)
+        places = {f"optimizer_{number}.state.{names[parameter]}.": place for place, parameter in enumerate(held)}
+        found: dict[str, tuple[int, str]] = {}
+        for name in self._known:
+            for begin, place in places.items():
+                if name.startswith(begin):
+                    found[name] = place, name.removeprefix(begin)
+        read = self._read({name: self._room(name, held[place]) for name, (place, _) in found.items()})
+        state: dict[int, dict[str, Any]] = {}
+        for name, (place, key) in found.items():
+            state.setdefault(place, {})[key] = read[name]
+        return {"state": state, "param_groups": self._groups(number, own["param_groups"])}
+
+    def _groups(self, number: int, own: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        begin = f"optimizer_{number}.param_groups."
+        read = self._read({name: self._room(name) for name in self._known if name.startswith(begin)})
+        groups: dict[int, dict[str, Any]] = {}
+        for name, value in read.items():
+            index, _, key = name.removeprefix(begin).partition(".")
+            groups.setdefault(int(index), {})[key] = value
+        if len(groups) != len(own):
+            raise ConfigurationError(
+                f"ckpt_path={str(self.path)!r}: optimizer {number} has {len(groups)} parameter groups there and"
+                f" {len(own)} here; make it as it was in configure_optimizers"
+            )
+        return [{**groups[index], "params": group["params"]} for index, group in enumerate(own)]
+
+    def filled(self, tree: Any, parameters: Sequence[Tensor], group: Any) -> Any:
+        """Return a tree of `without_tensors` with its tensors, sharded as parameters. All ranks of a group call it."""
+        places: dict[str, int | None] = {}
+
+        def note(leaf: Any) -> Any:
+            if _is_reference(leaf):
+                places[leaf[_TENSOR]] = leaf[_PLACE]
+            return leaf
+
+        tree_map(note, tree, is_leaf=_is_reference)
+        rooms = {name: self._room(name, None if place is None else parameters[place]) for name, place in places.items()}
+        read = self._read(rooms, group)
+        return tree_map(lambda leaf: read[leaf[_TENSOR]] if _is_reference(leaf) else leaf, tree, is_leaf=_is_reference)
+
+    def _room(self, name: str, parameter: Tensor | None = None) -> Any:
+        """Allocate memory for an entry: sharded as its parameter if that has the same shape, otherwise whole."""
+        known = self._known[name]
+        if not isinstance(known, TensorStorageMetadata):
+            return None
+        if parameter is not None and known.size == parameter.shape:
+            return torch.empty_like(parameter.detach(), dtype=known.properties.dtype)
+        return torch.empty(known.size, dtype=known.properties.dtype)
+
+    def _read(self, rooms: dict[str, Any], group: Any = None) -> dict[str, Any]:
+        if rooms:
+            state_dict_loader.load(rooms, storage_reader=FileSystemReader(self.path), process_group=group)
+        return rooms
+
+
+def _is_reference(leaf: Any) -> bool:
+    return isinstance(leaf, Mapping) and _TENSOR in leaf
+
+
+# --- Checkpoints ------------------------------------------------------------------------------------------------------
 
 ENTRY = "omni"
 """The name of the entry that is added to a checkpoint."""
@@ -93,3 +347,86 @@ class Saved:
             schedules=run["schedules"],
             samples=run["samples"],
         )
+
+
+# --- Rollback ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RollbackPoint:
+    """The state to which a run in one group is rolled back when it has diverged with a chosen setting. All else stays.
+
+    It is kept for long, and holds values only: while several groups train, optimizer states that no rank uses are not
+    kept a second time.
+
+    Attributes:
+        weights: parameters, and averages of them that callbacks keep, each with its value.
+        buffers: buffers, each with its value.
+        optimizers: optimizers, each with its states by parameter. Hyperparameters are not rolled back.
+        senders: memory of the sender of the group's pushes, for each optimizer. Residuals that it has received since
+            belong to weights that no longer exist.
+    """
+
+    weights: tuple[tuple[Tensor, Tensor], ...]
+    buffers: tuple[tuple[Tensor, Tensor], ...]
+    optimizers: tuple[tuple[Optimizer, Mapping[Any, Any]], ...]
+    senders: tuple[State, ...]
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, optimizers: Sequence[Optimizer], core: GroupCore, averages: Iterable[Tensor] = ()
+    ) -> RollbackPoint:
+        """Capture the present state.
+
+        Args:
+            module: the trained module.
+            optimizers: its optimizers, which the group has attached.
+            core: the group.
+            averages: averages of weights that callbacks keep.
+        """
+        return cls(
+            weights=tuple((each, each.detach().clone()) for each in (*module.parameters(), *averages)),
+            buffers=tuple((each, each.detach().clone()) for each in module.buffers()),
+            optimizers=tuple(
+                (each, {parameter: deepcopy(values) for parameter, values in each.state.items()}) for each in optimizers
+            ),
+            senders=tuple(copied(core.sender_state(index)) for index in range(len(optimizers))),
+        )
+
+    @property
+    def is_spoilt(self) -> bool:
+        """Return whether a number that was finite then is not now, as in an average of weights that were not."""
+        pairs = (*self.weights, *self.buffers)
+        return any(bool((_are_finite(kept) & ~_are_finite(tensor.detach())).any()) for tensor, kept in pairs)
+
+    @torch.no_grad()
+    def keep_weights(self) -> None:
+        """Replace weights and buffers by the present ones, because the run has progressed well so far.
+
+        Optimizer states stay. While several groups train, the present ones are at the server or differ between groups,
+        and a few steps compensate for that.
+        """
+        for tensor, kept in (*self.weights, *self.buffers):
+            kept.copy_(tensor)
+
+    def restore(self, core: GroupCore) -> None:
+        """Roll the run back to this state, in one group."""
+        with torch.no_grad():
+            for tensor, kept in (*self.weights, *self.buffers):
+                write(tensor, kept)
+        for optimizer, states in self.optimizers:
+            optimizer.state.clear()
+            for parameter, values in states.items():
+                optimizer.state[parameter] = deepcopy(values)
+        for index, state in enumerate(self.senders):
+            core.load_sender_state(index, copied(state))
+
+
+def _are_finite(tensor: Tensor) -> Tensor:
+    """Return which elements are finite, also of floats of 8 bits, for which torch does not support all kinds."""
+    return (tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor).isfinite()
+
+
+def copied(tree: Any) -> Any:
+    """Copy a tree of plain data and tensors."""
+    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree)

@@ -18,17 +18,16 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_omni.errors import MalformedMessage, UnsupportedError
-from lightning_omni.methods.model.master import held_by, hyperparameters_of
 from lightning_omni.methods.model.modules import describe_module
 from lightning_omni.methods.model.replica import optimizer_state_of
-from lightning_omni.runtime.exchange.server_exchange import ServerExchange
+from lightning_omni.methods.model.server_optimizer import held_by, hyperparameters_of
 from lightning_omni.runtime.model.parameter_groups import ParameterGroups
 from lightning_omni.runtime.model.replica import Part, fingerprint
 from lightning_omni.runtime.model.sharded import here, in_order, load_state, parts_of, whole
 from lightning_omni.runtime.parallel_state import ParallelState
+from lightning_omni.runtime.server_exchange import ServerExchange, ServerSnapshot
 from lightning_omni.runtime.state.checkpoint import Saved
 from lightning_omni.runtime.state.served_state import ServedState
-from lightning_omni.runtime.state.server_store import ServerSnapshot
 from lightning_omni.topology import RECORDER
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack

@@ -12,11 +12,10 @@ from typing import Any, TypeVar
 import torch
 
 from lightning_omni.methods import Pulled
-from lightning_omni.runtime.exchange.server_exchange import ServerExchange
 from lightning_omni.runtime.model.external_writes import ExternalWrites
 from lightning_omni.runtime.model.replica import fingerprint
 from lightning_omni.runtime.parallel_state import ParallelState
-from lightning_omni.runtime.state.server_store import ServerSnapshot
+from lightning_omni.runtime.server_exchange import ServerExchange, ServerSnapshot
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack, unpack
 from lightning_omni.wire.messages import SnapshotId

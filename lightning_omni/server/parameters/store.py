@@ -2,13 +2,209 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from lightning_omni.errors import ProtocolError
-from lightning_omni.server.parameters.served_head import ServedHead
-from lightning_omni.server.parameters.served_optimizer import ServedOptimizer
+import torch
+from torch import Tensor
+
+from lightning_omni.errors import MalformedMessage, ProtocolError, Refused
+from lightning_omni.methods import AsyncSGD, Method
+from lightning_omni.methods.model.head import MergedHead, clip
+from lightning_omni.methods.model.modules import ResolveModule, rebuild_module
+from lightning_omni.methods.model.server_optimizer import Resolve
+from lightning_omni.server.parameters.served_parameters import ServedOptimizer
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats.base import from_wire
+from lightning_omni.wire.layout import DTYPES
+from lightning_omni.wire.messages import HeadBackward, HeadForward, PushMessage
+
+# --- Merged heads -----------------------------------------------------------------------------------------------------
+
+# Rule 1: exclusive access lasts from one group's forward pass to the end of its backward pass, with no other in
+# between. So the optimizer steps the weights that were read, and staleness is 0 by construction. It is counted all the
+# same, from the clock at the forward pass.
+# Rule 2: access is granted in order of request. A group that dies or gives up during its access leaves the head
+# unchanged.
+
+SMOOTHING = 0.9
+"""Weight of the past in the mean duration of an access."""
+
+
+@dataclass(frozen=True)
+class HeadRequest:
+    """A group's batch at the head.
+
+    Attributes:
+        group: number of the group.
+        peer: connection of its leader, which waits.
+        message: the group's message.
+        inputs: ``[arguments, keyword arguments]``.
+    """
+
+    group: int
+    peer: bytes
+    message: HeadForward
+    inputs: Any
+
+
+@dataclass(frozen=True)
+class HeadStep:
+    """The result of a step with a group's gradients.
+
+    Attributes:
+        inputs: gradients of the head's inputs.
+        read_at: updates in the head's weights when they were read.
+        applied: whether the gradients of the weights were finite.
+    """
+
+    inputs: list[Tensor | None]
+    read_at: int
+    applied: bool
+
+
+class ServedHead(ServedOptimizer):
+    """A merged head, with the user's optimizer over its weights.
+
+    Args:
+        description: the optimizer, as for `ServedOptimizer`; never None, because the head is stepped here.
+        weights: as for `ServedOptimizer`.
+        clock: as for `ServedOptimizer`.
+        head: ``{"name": of the submodule, "module": from describe_module, "seed": of its random numbers}``.
+        groups: numbers of the participating groups.
+        resolve: returns the class for the optimizer's class path.
+        resolve_module: returns the class for a module's class path.
+
+    Attributes:
+        access_time: recent mean duration of an access, in seconds.
+    """
+
+    is_head = True
+
+    def __init__(
+        self,
+        description: Mapping[str, Any],
+        weights: Mapping[str, Tensor],
+        clock: int,
+        head: Mapping[str, Any],
+        groups: Iterable[int],
+        resolve: Resolve,
+        resolve_module: ResolveModule,
+    ) -> None:
+        super().__init__(description, weights, clock, AsyncSGD(), groups, resolve)
+        prefix = f"{head['name']}."
+        parameters = {name.removeprefix(prefix): p for name, p in self.master.parameters.items()}
+        module = rebuild_module(head["module"], parameters, resolve_module)
+        self._head = MergedHead(module, parameters, int(head["seed"]))
+        self._waiting: deque[HeadRequest] = deque()
+        self._holder: HeadRequest | None = None
+        self._began, self._read_at = 0.0, 0
+        self.access_time = 0.0
+
+    def change_method(self, method: Method, groups: Iterable[int]) -> None:
+        """Adopt new groups and end the current access; the head ignores their method."""
+        super().change_method(AsyncSGD(), groups)
+        self._waiting.clear()
+        self._release()
+
+    @property
+    def holder(self) -> int | None:
+        """Return the group that has exclusive access."""
+        return self._holder.group if self._holder is not None else None
+
+    def add_request(self, request: HeadRequest) -> None:
+        """Add a group's batch to the queue.
+
+        Raises:
+            ProtocolError: the group is in the queue already.
+        """
+        if request.group == self.holder or any(other.group == request.group for other in self._waiting):
+            raise ProtocolError(f"group {request.group} came to the merged head twice in one step")
+        self._waiting.append(request)
+
+    def grant_access(self, now: float) -> HeadRequest | None:
+        """Return the next batch in the queue, if no group has access."""
+        if self._holder is not None or not self._waiting:
+            return None
+        self._holder, self._began, self._read_at = self._waiting.popleft(), now, self.master.clock
+        return self._holder
+
+    def forward(self, request: HeadRequest) -> Any:
+        """Return the head's output for a group's batch, a tree of tensors and plain values.
+
+        Raises:
+            MalformedMessage: the dtype is unknown.
+            Refused: the submodule raised an error, or the inputs do not fit it.
+        """
+        message = request.message
+        if message.autocast and message.autocast not in DTYPES:
+            raise MalformedMessage(f"there is no dtype {message.autocast}")
+        try:
+            args, kwargs = request.inputs
+            if message.exclusive:
+                for weight, flag in zip(self.master.parameters.values(), message.trainable, strict=True):
+                    weight.requires_grad_(flag)
+            return self._head.forward(
+                args,
+                kwargs,
+                training=message.training,
+                autocast=DTYPES[message.autocast] if message.autocast else None,
+                exclusive=message.exclusive,
+            )
+        except Exception as error:  # the user's own module may raise any error
+            raise Refused("head", f"{type(error).__name__}: {error}") from error
+
+    def backward(self, group: int, message: HeadBackward, gradients: Any, number: int) -> HeadStep:
+        """Step the head along a group's gradients.
+
+        Raises:
+            ProtocolError: the group has no access.
+            MalformedMessage: the hyperparameters do not fit the optimizer.
+            Refused: the submodule or the optimizer raised an error, perhaps because the gradients do not match the
+                output.
+        """
+        if self.holder != group:
+            raise ProtocolError(f"group {group} has no access to the merged head; the holder is {self.holder}")
+        try:
+            passed = self._head.backward(list(gradients), message.scale)
+            with torch.no_grad():
+                clip(passed.parameters, message.clip, message.clip_algorithm)
+            push = PushMessage(
+                optimizer=number,
+                read_at=self._read_at,
+                present=tuple(gradient is not None for gradient in passed.parameters),
+                hyperparameters=message.hyperparameters,
+                epoch=-1,
+                trained=0,
+                nbytes=0,
+            )
+            applied = self.take(group, push, passed.parameters) is not None
+        except ProtocolError:
+            raise
+        except Exception as error:  # the user's own module or optimizer may raise any error
+            raise Refused("head", f"{type(error).__name__}: {error}") from error
+        return HeadStep(passed.inputs, self._read_at, applied)
+
+    def release(self, now: float) -> None:
+        """End the access, and add its duration until now to the mean."""
+        lasted = max(0.0, now - self._began)
+        self.access_time = SMOOTHING * self.access_time + (1 - SMOOTHING) * lasted if self.access_time else lasted
+        self._release()
+
+    def forget(self, group: int) -> None:
+        """End or cancel a group's access; nothing of it is applied."""
+        self._waiting = deque(request for request in self._waiting if request.group != group)
+        if self.holder == group:
+            self._release()
+
+    def _release(self) -> None:
+        self._holder = None
+        self._head.abandon()
+
+
+# --- All optimizers ---------------------------------------------------------------------------------------------------
 
 
 class ParameterStore:

@@ -1,20 +1,84 @@
-"""Control of Lightning's loops: when an epoch begins and ends, when to validate, and the loops' next decision."""
+"""Control of Lightning's loops: when an epoch ends, when to validate, their counters, and steps of schedulers."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from typing_extensions import override
 
-from lightning_omni.strategy.lightning_internals.callbacks import call_module
-from lightning_omni.strategy.lightning_internals.schedulers import (
-    intercept_scheduler_steps,
-    with_schedulers,
-)
+from lightning_omni.strategy.lightning_internals.callbacks import call_module, callbacks_of
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
+
+# --- Steps of learning-rate schedulers --------------------------------------------------------------------------------
+
+
+def step_schedules_by_epoch(trainer: Trainer) -> None:
+    """Step the schedulers as the loop does after an epoch's last batch, without those that monitor a metric."""
+    trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+
+
+def step_schedule(trainer: Trainer, scheduler: Any) -> None:
+    """Call the module's ``lr_scheduler_step`` for a scheduler without a metric, as the loop does."""
+    call_module(trainer)._call_lightning_module_hook(trainer, "lr_scheduler_step", scheduler, None)
+
+
+@contextmanager
+def intercept_scheduler_steps(trainer: Trainer, step: Callable[[Any, Callable[[], Any]], None]) -> Iterator[None]:
+    """Return a context in which ``step`` makes the loop's calls of the module's ``lr_scheduler_step``.
+
+    ``step`` receives the scheduler and the call. The loop alone knows which schedulers are due.
+    """
+    hook, own = "lr_scheduler_step", trainer.lightning_module.lr_scheduler_step
+    attributes = vars(trainer.lightning_module)
+    before = {hook: attributes[hook]} if hook in attributes else {}
+    attributes[hook] = lambda scheduler, metric: step(scheduler, partial(own, scheduler, metric))
+    try:
+        yield
+    finally:
+        del attributes[hook]
+        attributes.update(before)
+
+
+@contextmanager
+def with_schedulers(trainer: Trainer, configs: list[Any]) -> Iterator[None]:
+    """Return a context in which the loop has these schedulers and no others."""
+    strategy = trainer.strategy
+    before, strategy.lr_scheduler_configs = strategy.lr_scheduler_configs, configs
+    try:
+        yield
+    finally:
+        strategy.lr_scheduler_configs = before
+
+
+def step_plateaus(trainer: Trainer, configs: list[Any]) -> None:
+    """Step schedulers that monitor a metric and are due, whatever the number of this rank's batch."""
+    with with_schedulers(trainer, [replace(config, frequency=1) for config in configs]):
+        trainer.fit_loop.epoch_loop._update_learning_rates("step", update_plateau_schedulers=True)
+
+
+def ignore_missing_step(optimizer: Any) -> None:
+    """Suppress the warning of schedulers that their optimizer was never stepped: the server steps its copy."""
+    optimizer._opt_called = True
+
+
+def replaces_scheduler(trainer: Trainer) -> bool:
+    """Return whether a callback replaces the user's learning-rate scheduler during the run."""
+    return any(hasattr(callback, "_swa_scheduler") for callback in callbacks_of(trainer))
+
+
+def runs_lr_finder(trainer: Trainer) -> bool:
+    """Return whether a callback runs the loop inside a hook, to find a learning rate."""
+    return any(hasattr(callback, "lr_find") for callback in callbacks_of(trainer))
+
+
+# --- Control ----------------------------------------------------------------------------------------------------------
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
@@ -297,3 +361,106 @@ def _restore_class(loop: Any) -> None:
     if isinstance(loop, (_ControlledTrainer, _ControlledFitLoop, _ControlledEpochLoop, _ControlledValidationLoop)):
         del type(loop)._control  # the class is freed late and must not keep the run alive
         loop.__class__ = type(loop).__mro__[2]
+
+
+# --- Counters: batches, steps, epochs ---------------------------------------------------------------------------------
+
+
+def progress_counters(trainer: Trainer) -> list[int]:
+    """Return this rank's counts of batches and steps, on which the ranks of a group must agree."""
+    batch = trainer.fit_loop.epoch_loop.batch_progress
+    return [batch.current.ready, batch.total.ready, *step_counters(trainer)]
+
+
+def batches_started(trainer: Trainer) -> int:
+    """Return how many batches this rank has begun to train, in all epochs."""
+    return int(trainer.fit_loop.epoch_loop.batch_progress.total.ready)
+
+
+def batches_trained(trainer: Trainer) -> int:
+    """Return how many batches of the current epoch this rank has trained."""
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+    return int(progress.current.processed)
+
+
+def batches_resumed(trainer: Trainer) -> int:
+    """Return how many batches of its epoch each rank had trained when the checkpoint of a resumed fit was saved.
+
+    Return 0 if the fit resumes from no checkpoint, or from one that was not saved inside an epoch.
+    """
+    if not trainer.fit_loop.restarted_mid_epoch:
+        return 0
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+    batches = int(progress.current.processed)
+    return batches if batches < trainer.num_training_batches else 0
+
+
+def accumulation_windows(trainer: Trainer, epochs: int) -> list[int]:
+    """Return ``accumulate_grad_batches`` of the first epochs if a callback has a schedule for it; otherwise nothing."""
+    for callback in callbacks_of(trainer):
+        if hasattr(callback, "get_accumulate_grad_batches"):
+            return [int(callback.get_accumulate_grad_batches(epoch)) for epoch in range(epochs)]
+    return []
+
+
+def manual_steps(trainer: Trainer) -> int:
+    """Return how many steps of all optimizers the user has taken in manual optimization."""
+    return int(trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total.completed)
+
+
+def set_progress_counters(trainer: Trainer, counters: list[int]) -> None:
+    """Set the counts that `progress_counters` returns."""
+    current, total, *steps = counters
+    batch: Any = trainer.fit_loop.epoch_loop.batch_progress
+    for progress, ready in ((batch.current, current), (batch.total, total)):
+        progress.completed += ready - progress.ready
+        progress.processed += ready - progress.ready
+        progress.started += ready - progress.ready
+        progress.ready = ready
+    set_step_counters(trainer, steps)
+
+
+def step_counters(trainer: Trainer) -> list[int]:
+    """Return this rank's counts of steps, from which Lightning computes ``global_step`` and the steps of logs."""
+    loop = trainer.fit_loop.epoch_loop
+    return [
+        loop.automatic_optimization.optim_progress.optimizer.step.total.completed,
+        loop.manual_optimization.optim_step_progress.total.completed,
+        loop._batches_that_stepped,
+    ]
+
+
+def set_step_counters(trainer: Trainer, counters: list[int]) -> None:
+    """Set the counts that `step_counters` returns."""
+    loop = trainer.fit_loop.epoch_loop
+    automatic, manual, loop._batches_that_stepped = counters
+    for steps, wanted in (
+        (loop.automatic_optimization.optim_progress.optimizer.step, automatic),
+        (loop.manual_optimization.optim_step_progress, manual),
+    ):
+        steps.total.ready += wanted - steps.total.completed
+        steps.total.completed = wanted
+
+
+def reload_epochs(trainer: Trainer) -> list[float]:
+    """Return the epochs in which the training and validation loaders were made last, from which reloads are counted."""
+    loop: Any = trainer.fit_loop
+    return [loop._last_train_dl_reload_epoch, loop.epoch_loop.val_loop._last_val_dl_reload_epoch]
+
+
+def set_reload_epochs(trainer: Trainer, epochs: list[float]) -> None:
+    """Set the epochs that `reload_epochs` returns."""
+    loop: Any = trainer.fit_loop
+    loop._last_train_dl_reload_epoch, loop.epoch_loop.val_loop._last_val_dl_reload_epoch = epochs
+
+
+def start_fit_at_epoch(trainer: Trainer, epoch: int, counters: list[int]) -> None:
+    """Set the fit loop to begin with an epoch, without a sanity check.
+
+    ``counters`` are those of `progress_counters`, without the batches of this epoch.
+    """
+    progress: Any = trainer.fit_loop.epoch_progress
+    for each in (progress.total, progress.current):
+        each.ready = each.started = each.processed = each.completed = epoch
+    set_progress_counters(trainer, [0, *counters])
+    trainer.num_sanity_val_steps = 0

@@ -14,31 +14,44 @@ import msgspec
 from torch.nn import Module
 
 from lightning_omni.runtime import World
-from lightning_omni.runtime.data.leased_loader import RankLeases
 from lightning_omni.runtime.executor import Executor
+from lightning_omni.runtime.leased_loader import RankLeases
 from lightning_omni.runtime.state.checkpoint import Saved
 from lightning_omni.server.event_log import Spans
-from lightning_omni.strategy.lightning_internals.callbacks import is_inside_hook, lower_last_average_step
-from lightning_omni.strategy.lightning_internals.checkpoints import copy_checkpoint_records
+from lightning_omni.strategy.lightning_internals.callbacks import (
+    copy_checkpoint_records,
+    is_inside_hook,
+    lower_last_average_step,
+)
 from lightning_omni.strategy.lightning_internals.loops import (
     loops_iterate,
     make_epoch_open_ended,
     set_last_batch,
+    set_step_counters,
     should_stop_now,
+    step_counters,
+    step_schedules_by_epoch,
     validates_by_time,
     validates_this_epoch,
 )
-from lightning_omni.strategy.lightning_internals.metrics import cached_metrics
-from lightning_omni.strategy.lightning_internals.progress import set_step_counters, step_counters
-from lightning_omni.strategy.lightning_internals.schedulers import step_schedules_by_epoch
-from lightning_omni.strategy.lightning_internals.validation import divide_validation_data, validation_loaders
-from lightning_omni.strategy.loops.epoch import EntryPoint, EpochEnd, EpochState, differ
-from lightning_omni.strategy.loops.leased_data import LeasedData, has_lightning_sampler
+from lightning_omni.strategy.lightning_internals.metrics import (
+    cached_metrics,
+    divide_validation_data,
+    validation_loaders,
+)
+from lightning_omni.strategy.loops.epoch import (
+    EntryPoint,
+    EpochEnd,
+    EpochState,
+    LeasedData,
+    differ,
+    has_lightning_sampler,
+)
 from lightning_omni.strategy.loops.limits import size_of
+from lightning_omni.strategy.loops.paced_schedulers import Schedule
 from lightning_omni.strategy.loops.progress import RunProgress
+from lightning_omni.strategy.loops.run_schedulers import Plateaus, RunSchedulers
 from lightning_omni.strategy.loops.validation import PublishedValidation
-from lightning_omni.strategy.schedules.pacing import Schedule
-from lightning_omni.strategy.schedules.run_schedulers import Plateaus, RunSchedulers
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.messages import Batch, EpochPlan
 

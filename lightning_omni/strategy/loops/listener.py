@@ -12,9 +12,9 @@ import torch
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.metrics import Staleness
-from lightning_omni.runtime.data.balance import Balance
+from lightning_omni.runtime.balance import Balance
 from lightning_omni.runtime.model.meshes import ModelParallel
-from lightning_omni.strategy.checkpoints.hooks import SavingStrategy
+from lightning_omni.strategy.checkpoints import SavingStrategy
 from lightning_omni.strategy.grouping import GroupedStrategy
 from lightning_omni.strategy.lightning_internals.callbacks import (
     add_listener,

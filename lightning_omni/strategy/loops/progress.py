@@ -17,14 +17,14 @@ from lightning_omni.runtime import World
 from lightning_omni.runtime.state.checkpoint import Saved
 from lightning_omni.server.event_log import Spans
 from lightning_omni.strategy.lightning_internals.callbacks import reloads
-from lightning_omni.strategy.lightning_internals.progress import (
+from lightning_omni.strategy.lightning_internals.loops import (
     accumulation_windows,
     batches_resumed,
     batches_trained,
     progress_counters,
     set_progress_counters,
 )
-from lightning_omni.strategy.loops.leased_data import LeasedData
+from lightning_omni.strategy.loops.epoch import LeasedData
 from lightning_omni.strategy.loops.limits import FitLimits, StepsByHand, size_of
 from lightning_omni.wire.messages import EpochPlan, SnapshotId
 from lightning_omni.wire.steps_and_samples import Progress

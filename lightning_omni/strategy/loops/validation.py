@@ -22,15 +22,15 @@ from torch.utils.data import DistributedSampler
 
 from lightning_omni.runtime import World
 from lightning_omni.strategy.lightning_internals.callbacks import averaged_models
-from lightning_omni.strategy.lightning_internals.metrics import cached_metrics
-from lightning_omni.strategy.lightning_internals.progress import set_step_counters, step_counters
-from lightning_omni.strategy.lightning_internals.validation import (
+from lightning_omni.strategy.lightning_internals.loops import set_step_counters, step_counters
+from lightning_omni.strategy.lightning_internals.metrics import (
+    cached_metrics,
     capture_metrics,
     divide_validation_data,
     end_validation,
     validation_loaders,
 )
-from lightning_omni.strategy.loops.leased_data import has_lightning_sampler
+from lightning_omni.strategy.loops.epoch import has_lightning_sampler
 from lightning_omni.wire.messages import Batch, EpochPlan
 from lightning_omni.wire.steps_and_samples import Progress
 

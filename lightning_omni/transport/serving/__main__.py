@@ -22,10 +22,20 @@ import torch
 
 from lightning_omni.server.core import ServerCore
 from lightning_omni.transport import registry
-from lightning_omni.transport.serving.process import Ready, ServerSettings, ignore_signals, raise_limit_of_files
-from lightning_omni.transport.serving.startup import core_from, load_plugins
+from lightning_omni.transport.serving.process import (
+    ORPHANED,
+    Lifeline,
+    Ready,
+    ServerSettings,
+    can_supervise,
+    core_from,
+    ignore_signals,
+    load_plugins,
+    preload,
+    raise_limit_of_files,
+    supervise,
+)
 from lightning_omni.transport.serving.state_directory import EMBEDDED_RECONNECT_TIMEOUT, ShareDirectory, StateDirectory
-from lightning_omni.transport.serving.supervisor import ORPHANED, Lifeline, can_supervise, preload, supervise
 from lightning_omni.transport.zeromq.addresses import remove_if_abandoned
 
 _log = logging.getLogger(__name__)

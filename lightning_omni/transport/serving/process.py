@@ -1,22 +1,40 @@
-"""The start of the embedded server in its own process, which does not outlive the run."""
+"""The start of the embedded server in its own process, which does not outlive the run, and its supervisor."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
+import math
 import os
 import resource
+import secrets
+import select
 import selectors
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
+import torch
 
+from lightning_omni import methods
 from lightning_omni.errors import ConfigurationError, ConnectionLost
+from lightning_omni.methods.model.modules import module_resolver
+from lightning_omni.methods.model.server_optimizer import resolver
+from lightning_omni.server.core import ServerCore
+from lightning_omni.server.event_log import RecordFile
+from lightning_omni.transport import registry
+from lightning_omni.transport.registry import Transport
 from lightning_omni.transport.zeromq.addresses import remove_if_abandoned
+from lightning_omni.wire.formats.base import load_format
+
+# --- Process ----------------------------------------------------------------------------------------------------------
 
 STARTS_WITHIN = 120.0
 """Seconds within which a server must listen once it has its settings: on a slow disk torch takes long to import."""
@@ -216,3 +234,179 @@ def raise_limit_of_files() -> None:
     with contextlib.suppress(ValueError, OSError):
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+# --- State machine, with user-defined plugins -------------------------------------------------------------------------
+
+
+def load_plugins(settings: ServerSettings) -> list[type[Transport]]:
+    """Import the user-defined methods, wire formats and transports of the run; return the transports."""
+    for path in settings.methods:
+        methods.load(path)
+    for path in settings.wire_formats:
+        load_format(path)
+    return [registry.load(path) for path in settings.transports]
+
+
+def core_from(settings: ServerSettings) -> ServerCore:
+    """Return the state machine, in real time."""
+    return ServerCore(
+        bytes.fromhex(settings.key),
+        secrets.token_bytes,
+        heartbeat_timeout=settings.heartbeat_timeout,
+        joined_heartbeat_timeout=settings.joined_heartbeat_timeout,
+        join_timeout=settings.join_timeout,
+        progress_timeout=math.inf if settings.progress_timeout is None else settings.progress_timeout,
+        resolve=resolver(settings.allow_optimizers),
+        resolve_module=module_resolver(settings.allow_modules),
+        clock=time.monotonic,
+        record=RecordFile(settings.record) if settings.record else None,
+        servers=settings.servers,
+        number=settings.number,
+    )
+
+
+# --- Supervisor -------------------------------------------------------------------------------------------------------
+
+# Importing torch takes seconds, a fork milliseconds. The supervisor does nothing else: it holds no weights, and no
+# sockets or threads, which do not survive a fork. The server opens its resources after the fork. ``multiprocessing``
+# has such a process, too ("forkserver"), but one for the whole program: a user's loaders would share it, and its
+# children import the user's script.
+#
+# It is used only where the server saves its state: otherwise another server could not continue.
+
+RESTARTS, SOON = 5, 10.0
+"""Restarts in a row, at most, of servers that have ended within a number of seconds."""
+GAVE_UP = 3
+"""Exit status of a supervisor that does not start the server again."""
+_FAILED = 1
+"""Exit status of a Python process with an uncaught exception."""
+ORPHANED = 4
+"""Exit status of a server whose starting process is gone."""
+_PAUSE = 0.25
+"""Seconds between two checks whether the server is to end."""
+_END = b"end"
+
+
+def can_supervise() -> bool:
+    """Return whether this process may fork servers.
+
+    It may on Linux, with one thread. On macOS, Python's documentation calls a fork unsafe: system libraries may have
+    threads.
+    """
+    return sys.platform == "linux" and threading.active_count() == 1
+
+
+def preload() -> None:
+    """Do in advance the work that every server does first: torch's first optimizer takes a second for imports."""
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+
+
+class Lifeline:
+    """A forked server's connection to its supervisor. When that is gone, the server's process ends at once.
+
+    It ends without cleaning up, as if killed, so that the next server finds the state, the sockets and the port free.
+
+    Args:
+        wire: socket to the supervisor.
+        report: last report of the previous server; empty for the first one.
+    """
+
+    def __init__(self, wire: socket.socket, report: str) -> None:
+        self._wire, self.report = wire, report
+        self._over = threading.Event()
+        threading.Thread(target=self._listen, name="omni-lifeline", daemon=True).start()
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the supervisor has requested an orderly end."""
+        return self._over.is_set()
+
+    def send(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # this process is about to end
+            self._wire.sendall(text.encode())
+
+    def _listen(self) -> None:
+        data = b""
+        with contextlib.suppress(OSError):
+            data = self._wire.recv(len(_END))
+        if not data:
+            os._exit(ORPHANED)
+        self._over.set()
+
+
+def supervise(is_over: Callable[[], bool], tell: Callable[[str], None], wake_on: Sequence[int] = ()) -> Lifeline | int:
+    """Fork a server, and at once another one when it was killed or has failed.
+
+    A server that repeatedly dies soon after its start is restarted after 0, 1, 2 and 4 s, and then no more.
+
+    Args:
+        is_over: returns whether the server is to end; called several times a second.
+        tell: logs an event.
+        wake_on: descriptors; ``is_over`` is called at once when one of them is readable.
+
+    Returns:
+        In the forked process, its `Lifeline`: the caller is to serve. In the supervisor, its exit status, once the
+            server has ended in good order or has been restarted too often.
+    """
+    report, fallen = "", 0
+    gc.freeze()  # the collector writes to the objects it visits, which would end their sharing between processes
+    atexit.register(gc.unfreeze)  # C++ libraries report frozen objects as leaks, because they outlive the interpreter
+    while True:
+        ours, theirs = socket.socketpair()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        began, pid = time.monotonic(), os.fork()
+        if pid == 0:
+            ours.close()
+            return Lifeline(theirs, report)
+        theirs.close()
+        with ours:
+            report, was_told = _watch(ours, report, is_over, wake_on)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])  # only then are its files and ports free
+        if was_told or is_over():
+            return code if code >= 0 else _FAILED
+        if code >= 0 and code != _FAILED:
+            return code
+        fallen = fallen + 1 if time.monotonic() - began < SOON else 0
+        how = f"was killed by {_name(-code)}" if code < 0 else f"has failed with status {code}"
+        if fallen == RESTARTS:
+            tell(f"the parameter server's process {how}, {fallen} times in a row soon after its start: giving up")
+            return GAVE_UP
+        pause = 2.0 ** (fallen - 2) if fallen > 1 else 0.0
+        tell(f"the parameter server's process {how}; another one continues" + f" in {pause:.0f} s" * bool(pause))
+        while pause > 0:
+            if is_over():
+                return 0
+            time.sleep(min(_PAUSE, pause))
+            pause -= _PAUSE
+
+
+def _watch(wire: socket.socket, report: str, is_over: Callable[[], bool], wake_on: Sequence[int]) -> tuple[str, bool]:
+    """Wait until a server is gone, and request its end as soon as the run is over.
+
+    Returns:
+        The server's last report, and whether its end was requested.
+    """
+    was_told = False
+    while True:
+        watched: list[socket.socket | int] = [wire, *(() if was_told else wake_on)]
+        ready = select.select(watched, [], [], _PAUSE)[0]
+        if wire in ready:
+            data = b""
+            with contextlib.suppress(ConnectionError):
+                data = wire.recv(1 << 12)
+            if not data:
+                return report, was_told
+            report = data.decode()
+        if not was_told and is_over():
+            was_told = True
+            with contextlib.suppress(OSError):  # it is gone already
+                wire.sendall(_END)
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"

@@ -21,7 +21,7 @@ from torch import Tensor
 from zmq.utils.monitor import recv_monitor_message
 
 from lightning_omni.checks import counted
-from lightning_omni.errors import INTERRUPTED, ConnectionLost, MalformedMessage, OmniError, Refused
+from lightning_omni.errors import INTERRUPTED, ConnectionLost, MalformedMessage, OmniError, Refused, quoted
 from lightning_omni.transport.connections import REQUEST_TIMEOUT, Control, Data, answer_of, refused_return
 from lightning_omni.transport.zeromq.addresses import (
     beside,
@@ -31,7 +31,7 @@ from lightning_omni.transport.zeromq.addresses import (
     memory_path,
     remove_if_abandoned,
 )
-from lightning_omni.transport.zeromq.dialing import Dialed, attach, dial
+from lightning_omni.transport.zeromq.dialing import Dialed, SuspendAwareClock, attach, dial
 from lightning_omni.transport.zeromq.frames import (
     CHUNK_MARK,
     LARGEST_ANSWER_FRAME,
@@ -51,13 +51,11 @@ from lightning_omni.transport.zeromq.shared_memory import (
     decode_record,
     shared_zeros,
 )
-from lightning_omni.transport.zeromq.suspend_aware_clock import SuspendAwareClock
 from lightning_omni.wire import handshake
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats.base import RAW, WireFormat
 from lightning_omni.wire.handshake import NONCE_BYTES, hello_of
 from lightning_omni.wire.layout import Layout
-from lightning_omni.wire.quoting import quoted
 
 _log = logging.getLogger(__name__)
 

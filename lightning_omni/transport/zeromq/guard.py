@@ -28,11 +28,10 @@ from typing import Any, NamedTuple
 
 import zmq
 
-from lightning_omni.errors import ConfigurationError
+from lightning_omni.errors import ConfigurationError, quoted
 from lightning_omni.transport.zeromq.addresses import is_private
 from lightning_omni.transport.zeromq.frames import LARGEST_CONTROL_FRAME, LARGEST_DATA_FRAME, configure
 from lightning_omni.transport.zeromq.keys import HANDSHAKE_TIME, RunKeys
-from lightning_omni.wire.quoting import quoted
 
 _log = logging.getLogger(__name__)
 

@@ -20,15 +20,14 @@ from torch import Tensor
 
 from lightning_omni.errors import ConnectionLost, MalformedMessage, ProtocolError, Refused
 from lightning_omni.methods import Inbox
-from lightning_omni.methods.model.totals import Total
+from lightning_omni.methods.contract import Total
 from lightning_omni.server.membership.roster import MOST_CHALLENGED
 from lightning_omni.transport.connections import Address
 from lightning_omni.transport.zeromq.addresses import is_private, own_host, sibling, tcp_endpoint
-from lightning_omni.transport.zeromq.dialing import Dialed, attach, dial
+from lightning_omni.transport.zeromq.dialing import Dialed, SuspendAwareClock, attach, dial
 from lightning_omni.transport.zeromq.frames import CHUNK_MARK, LARGEST_DATA_FRAME, Assembly, chunks
 from lightning_omni.transport.zeromq.guard import ConnectionGuard
 from lightning_omni.transport.zeromq.keys import RunKeys
-from lightning_omni.transport.zeromq.suspend_aware_clock import SuspendAwareClock
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats.base import RAW, Memory, WireFormat, check_size, decode
 from lightning_omni.wire.handshake import NONCE_BYTES, attach_mac, is_equal

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
+import platform
+import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,10 +22,21 @@ from lightning_omni.errors import ConfigurationError, MalformedMessage, Protocol
 from lightning_omni.server import Out, ServerCore
 from lightning_omni.server.replication import COORDINATOR
 from lightning_omni.transport.registry import refusal
-from lightning_omni.transport.serving.build_info import about
-from lightning_omni.transport.zeromq.addresses import CONTROL, DATA, PrivateDirectory, memory_path, tcp_endpoint
+from lightning_omni.transport.zeromq.addresses import (
+    CONTROL,
+    DATA,
+    EVERYWHERE,
+    PrivateDirectory,
+    check_address,
+    is_private,
+    memory_path,
+    own_host,
+    tcp_endpoint,
+)
+from lightning_omni.transport.zeromq.dialing import Dialed, SuspendAwareClock, dial
 from lightning_omni.transport.zeromq.frames import (
     CHUNK_MARK,
+    LARGEST_ANSWER_FRAME,
     LARGEST_CONTROL_FRAME,
     LARGEST_DATA_FRAME,
     LITTLE,
@@ -33,7 +49,6 @@ from lightning_omni.transport.zeromq.frames import (
 )
 from lightning_omni.transport.zeromq.guard import ConnectionGuard, RefusalLog
 from lightning_omni.transport.zeromq.keys import RunKeys
-from lightning_omni.transport.zeromq.server_link import CoordinatorLink, reachable
 from lightning_omni.transport.zeromq.shared_memory import (
     NO_RANGES,
     MemoryRange,
@@ -43,9 +58,136 @@ from lightning_omni.transport.zeromq.shared_memory import (
     can_share_memory,
     decode_record,
 )
-from lightning_omni.transport.zeromq.suspend_aware_clock import SuspendAwareClock
+from lightning_omni.wire import handshake
 from lightning_omni.wire import messages as m
+from lightning_omni.wire.messages import ProcessInfo
+from lightning_omni.wire.messages import servers as sm
 from lightning_omni.wire.messages.servers import FollowerProof
+
+# --- The connection of a server that holds a partition to the coordinating server -------------------------------------
+
+CONNECT_TIME = 60.0
+"""Seconds within which the coordinating server must answer."""
+BURST = 64
+"""Commands of the coordinating server that are read before messages of ranks are."""
+
+
+class CoordinatorLink:
+    """A control connection to the coordinating server: it receives commands and sends reports.
+
+    Args:
+        core: state machine of the server that holds a partition.
+        coordinator: address of the coordinating server.
+        address: address of this server's data socket, as ranks can reach it.
+        encryption: ``"curve"`` or ``"off"``, as the coordinating server's.
+
+    Raises:
+        ConfigurationError: the address is invalid.
+        ConnectionLost: the coordinating server cannot be reached.
+        Refused: it rejects this server; the error holds the reason.
+    """
+
+    def __init__(self, core: ServerCore, coordinator: str, address: str, encryption: str) -> None:
+        check_address(coordinator, coordinator)
+        keys, self._context = RunKeys(core.key, encryption), zmq.Context()
+
+        def shake_hands(attempt: Dialed, deadline: float) -> sm.FollowerWelcome:
+            hello = core.follower_hello(address, secrets.token_bytes(handshake.NONCE_BYTES))
+            return handshake.join_as_follower(
+                lambda message, expect: attempt.ask(message, expect, deadline, lambda: None),
+                core.key,
+                hello,
+                coordinator,
+            )
+
+        try:
+            self._dialed, welcome = dial(
+                lambda: Dialed(self._context, coordinator, keys, LARGEST_ANSWER_FRAME, m.CONTROL, decode=sm.decode),
+                shake_hands,
+                keys,
+                coordinator,
+                f"no parameter server answers at {coordinator}, which is to coordinate this one; check the address,"
+                " that it runs there with a --host that this machine can reach, and that no firewall is in between",
+                CONNECT_TIME,
+            )
+        except BaseException:
+            self._context.term()
+            raise
+        self._timeout, self._clock = welcome.heartbeat_timeout, SuspendAwareClock()
+        self._last_received = self._clock()
+        self._ended = False
+
+    @property
+    def is_connected(self) -> bool:
+        """Return whether the connection is open and the coordinating server not silent for too long."""
+        return not self._ended and self._clock() - self._last_received < self._timeout
+
+    def watch(self, poller: zmq.Poller) -> None:
+        poller.register(self._dialed.wire, zmq.POLLIN)
+        poller.register(self._dialed.monitor, zmq.POLLIN)
+
+    def receive(self) -> Iterator[m.Message]:
+        """Yield the received commands in order."""
+        for _ in range(BURST):
+            try:
+                frames = self._dialed.wire.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                self._ended = self._ended or bool(self._dialed.monitor.poll(0))
+                return
+            self._last_received = self._clock()
+            if frames[0] != PROBE:
+                yield sm.decode(frames[0])
+
+    def send(self, message: m.Message) -> None:
+        with contextlib.suppress(zmq.Again):  # the connection has ended, which the monitor reports
+            self._dialed.wire.send(m.encode(message), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self._dialed.close()
+        self._context.term()
+
+
+def reachable(bound: str, coordinator: str) -> str:
+    """Return the address of a socket of this machine as ranks can reach it.
+
+    Args:
+        bound: address to which the socket is bound.
+        coordinator: address of the coordinating server, which ranks can reach.
+
+    Returns:
+        A reachable address; or all interfaces, if the coordinating server runs on this machine: ranks replace the host.
+    """
+    if is_private(bound) or urlsplit(bound).hostname != EVERYWHERE:
+        return bound
+    host = own_host(coordinator)
+    return bound if host.startswith("127.") else f"tcp://{host}:{urlsplit(bound).port}"
+
+
+# --- Versions, which the two sides of a run compare -------------------------------------------------------------------
+
+PACKAGES = ("lightning-omni", "torch", "pytorch-lightning", "lightning", "pyzmq")
+
+
+@cache
+def versions() -> Mapping[str, str]:
+    """Return the versions by name, without packages that are not installed."""
+    found = {"python": platform.python_version(), "libzmq": zmq.zmq_version()}
+    return {**found, **{package: number for package in PACKAGES if (number := _version(package))}}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def about() -> ProcessInfo:
+    """Return the versions and clock of this process."""
+    return ProcessInfo(dict(versions()), time.time())
+
+
+# --- Loop -------------------------------------------------------------------------------------------------------------
 
 _log = logging.getLogger(__name__)
 
@@ -57,8 +199,6 @@ TICK = 0.25
 """Seconds between two clock ticks of the state machine."""
 MOST_UNREAD = 256
 """The most messages of one connection that wait to be read."""
-BURST = 64
-"""Messages read from one socket before the other one is polled."""
 ANSWERED_STRANGERS = 8
 """Refusals sent to one unadmitted connection; further ones are only counted."""
 COUNTED_STRANGERS = 4096

@@ -12,7 +12,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_omni.tuning.callback import either
+from lightning_omni.tuning.callback import both_namespaces
 from lightning_omni.tuning.callback.hooks import OmniTunerHooks
 from lightning_omni.tuning.device.device_tuner import DeviceProbeHooks, DeviceTunerHooks
 
@@ -40,4 +40,4 @@ class OmniTuner(OmniTunerHooks, Callback):  # noqa: D101
     __doc__ = OmniTunerHooks.__doc__
 
 
-either.take_base(Callback)
+both_namespaces.take_base(Callback)

@@ -14,14 +14,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from lightning_omni.runtime.data.balance import gather
-from lightning_omni.runtime.exchange.serve_time import seconds_of_push
-from lightning_omni.runtime.model.reduction import seconds_of_arithmetic
+from lightning_omni.runtime.balance import gather
+from lightning_omni.runtime.model.reduction import seconds_of_arithmetic, seconds_of_push
 from lightning_omni.runtime.timing import wait_for
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.tuning.model.cost_model import sites_of
 from lightning_omni.tuning.search import constants as c
-from lightning_omni.wire.all_reduce import all_reduce_of
+from lightning_omni.wire.compression import all_reduce_of
 
 MESSAGE_BYTES = 1 << 16, 1 << 18, 1 << 20
 """Sizes of messages that take longer because of their content. On fast links, the last one takes much longer than an

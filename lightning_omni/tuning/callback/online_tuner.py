@@ -15,19 +15,17 @@ import torch
 from torch import Tensor
 
 from lightning_omni.errors import ConfigurationError, OmniError
-from lightning_omni.runtime.data.balance import Balance, gather_values
+from lightning_omni.runtime.balance import Balance, gather_values
 from lightning_omni.runtime.timing import wait_for
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.strategy.lightning_internals.callbacks import loader_of
 from lightning_omni.strategy.lightning_internals.loops import will_step
 from lightning_omni.strategy.lightning_internals.strategies import has_ddp_comm_hook
-from lightning_omni.tuning.callback.applied_setting import AppliedSetting
-from lightning_omni.tuning.callback.fit_space import FitSpace
-from lightning_omni.tuning.callback.guards.speed import SpeedRecord
 from lightning_omni.tuning.callback.hyperparameters import Hyperparameters
 from lightning_omni.tuning.callback.microbenchmarks import Microbenchmarks
-from lightning_omni.tuning.callback.reports import TunerReports
-from lightning_omni.tuning.callback.tuned_run import Command, TunedRun
+from lightning_omni.tuning.callback.settings import AppliedSetting, FitSpace
+from lightning_omni.tuning.callback.speed import SpeedRecord
+from lightning_omni.tuning.callback.tuned_run import Command, TunedRun, TunerReports
 from lightning_omni.tuning.model.forecast import TrainedBatches
 from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.model.steps import StepTimer
@@ -36,7 +34,7 @@ from lightning_omni.tuning.search import constants as c
 from lightning_omni.tuning.search.choice import verdict
 from lightning_omni.tuning.search.evidence import is_faster
 from lightning_omni.tuning.trainer import batch_size_of, log_nothing
-from lightning_omni.wire.all_reduce import EXACT
+from lightning_omni.wire.compression import EXACT
 
 DECISION_STEPS = tuple(c.FIRST_DECISION << number for number in range(c.DECISIONS))
 

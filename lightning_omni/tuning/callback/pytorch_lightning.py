@@ -9,7 +9,7 @@ from pytorch_lightning.plugins import MixedPrecision
 from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
 from pytorch_lightning.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 
-from lightning_omni.tuning.callback import either
+from lightning_omni.tuning.callback import both_namespaces
 from lightning_omni.tuning.callback.hooks import OmniTunerHooks
 from lightning_omni.tuning.device.device_tuner import DeviceProbeHooks, DeviceTunerHooks
 
@@ -37,4 +37,4 @@ class OmniTuner(OmniTunerHooks, Callback):  # noqa: D101
     __doc__ = OmniTunerHooks.__doc__
 
 
-either.take_base(Callback)
+both_namespaces.take_base(Callback)

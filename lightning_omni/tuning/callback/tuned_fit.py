@@ -21,22 +21,19 @@ from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.strategy.lightning_internals.callbacks import is_fast_dev_run
 from lightning_omni.strategy.lightning_internals.loops import should_stop_now, will_step
 from lightning_omni.strategy.lightning_internals.strategies import has_ddp_comm_hook
-from lightning_omni.tuning.callback.applied_setting import AppliedSetting
-from lightning_omni.tuning.callback.fit_space import FitSpace
-from lightning_omni.tuning.callback.guards.forecast_check import ForecastCheck
-from lightning_omni.tuning.callback.guards.losses import loss_in
-from lightning_omni.tuning.callback.guards.plateau import PlateauGuard
-from lightning_omni.tuning.callback.guards.speed import SpeedRecord, samples_in
 from lightning_omni.tuning.callback.hyperparameters import Hyperparameters
+from lightning_omni.tuning.callback.losses import loss_in
 from lightning_omni.tuning.callback.online_tuner import OnlineTuner
-from lightning_omni.tuning.callback.reports import TunerReports
+from lightning_omni.tuning.callback.plateau import PlateauGuard
+from lightning_omni.tuning.callback.settings import AppliedSetting, FitSpace
+from lightning_omni.tuning.callback.speed import ForecastCheck, SpeedRecord, samples_in
 from lightning_omni.tuning.callback.target_metric import MONITORED, MonitoredMetric
-from lightning_omni.tuning.callback.tuned_run import TunedRun, TunerOptions
+from lightning_omni.tuning.callback.tuned_run import TunedRun, TunerOptions, TunerReports
 from lightning_omni.tuning.model.forecast import Scaling, Setting, explicit_for
 from lightning_omni.tuning.search import Space
 from lightning_omni.tuning.search import constants as c
 from lightning_omni.tuning.trainer import end_epoch
-from lightning_omni.wire.all_reduce import EXACT
+from lightning_omni.wire.compression import EXACT
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer

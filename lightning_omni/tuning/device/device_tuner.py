@@ -27,9 +27,8 @@ from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.strategy.lightning_internals.callbacks import is_fast_dev_run
 from lightning_omni.strategy.namespaces import need_namespace
 from lightning_omni.tuning.device import DeviceReport, DeviceSetting, tune_device
-from lightning_omni.tuning.device.comparison import TOLERANCE
 from lightning_omni.tuning.device.setting import contiguous
-from lightning_omni.tuning.device.trial import same_rng_state
+from lightning_omni.tuning.device.trial import TOLERANCE, same_rng_state
 from lightning_omni.tuning.device.tune import Bf16
 from lightning_omni.tuning.trainer import arguments_of, log, log_nothing, loss_of, names_for
 

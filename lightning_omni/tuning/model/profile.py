@@ -36,7 +36,7 @@ from lightning_omni.tuning.model.cost_model import ClusterChange, CostModel, Cos
 from lightning_omni.tuning.model.estimate import Estimate, check_level
 from lightning_omni.tuning.model.measurements import Measured, mean_samples
 from lightning_omni.tuning.model.training_plan import TrainingPlan
-from lightning_omni.wire.all_reduce import EXACT, all_reduce_of
+from lightning_omni.wire.compression import EXACT, all_reduce_of
 
 Array = np.ndarray[Any, Any]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, variance
 
-from lightning_omni.group.member_samples import apportion
+from lightning_omni.group.leased_batches import apportion
 from lightning_omni.tuning.model import constants as c
 from lightning_omni.wire.messages import Status
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from lightning_omni.group.member_samples import apportion
+from lightning_omni.group.leased_batches import apportion
 from lightning_omni.topology import Topology
 from lightning_omni.tuning.model import constants as c
 from lightning_omni.tuning.model.cost_model import CostModel, ExchangePattern, first_draw, messages_of

@@ -13,10 +13,8 @@ from typing import Any
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.tuning.model.forecast import Scaling, Setting, Theory
 from lightning_omni.tuning.model.profile import BOTTLENECKS, Prediction, Profile
-from lightning_omni.tuning.report.page import TextTable, templates
-from lightning_omni.tuning.report.run import Written
-from lightning_omni.tuning.report.texts import duration
-from lightning_omni.tuning.report.tuning import TuningReport
+from lightning_omni.tuning.report.summary import Written, duration
+from lightning_omni.tuning.report.tuning import TextTable, TuningReport, templates
 from lightning_omni.tuning.search import Search, SearchSpec, Space
 from lightning_omni.tuning.search.choice import best_by_forecast, cheapest, risk_adjusted
 from lightning_omni.tuning.search.evidence import PlannedEvidence, is_faster

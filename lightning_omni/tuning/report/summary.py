@@ -1,19 +1,206 @@
-"""The numbers and sentences about one search, computed once for the picture, the page and the table."""
+"""The numbers and sentences about a run and one of its searches, computed once for page and table."""
 
 from __future__ import annotations
 
 import math
+import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
 from functools import cached_property
+from typing import Any
 
 from lightning_omni.checks import counted
+from lightning_omni.serialization import Serializable
 from lightning_omni.tuning.model.estimate import Estimate
 from lightning_omni.tuning.model.forecast import Setting, SettingEstimate
 from lightning_omni.tuning.model.profile import BOTTLENECKS, Prediction, Profile
-from lightning_omni.tuning.report.texts import between, duration, number, span
 from lightning_omni.tuning.search import Choice, Search
 from lightning_omni.tuning.search.constants import QUANTILE
+
+# --- Numbers as text --------------------------------------------------------------------------------------------------
+
+
+def number(value: float) -> str:
+    """Return a number with three digits, or a dash for NaN.
+
+    Example:
+        >>> number(12345.6), number(0.012345), number(float("nan"))
+        ('12,346', '0.0123', '–')
+    """
+    if math.isnan(value):
+        return "–"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
+
+
+def times(value: float) -> str:
+    """Return a ratio as text.
+
+    Example:
+        >>> times(1.234), times(123.4), times(float("inf"))
+        ('1.23×', '123×', '∞')
+    """
+    if math.isinf(value):
+        return "∞"
+    return f"{value:.2f}×" if value < 10 else f"{value:.0f}×"
+
+
+def span(ratio: Estimate) -> str:
+    """Return a ratio with its interval as text.
+
+    Example:
+        >>> span(Estimate(1.5, 1.2, 2.0))
+        '1.50× (80 % interval 1.20× to 2.00×)'
+    """
+    return f"{times(ratio.value)} (80 % interval {times(ratio.low)} to {times(ratio.high)})"
+
+
+def between(rate: Estimate) -> str:
+    """Return a number with its interval as text.
+
+    Example:
+        >>> between(Estimate(1050.0, 990.0, 1200.0))
+        '1,050 (80 % interval 990 to 1,200)'
+    """
+    return f"{number(rate.value)} (80 % interval {number(rate.low)} to {number(rate.high)})"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as text, in a suitable unit.
+
+    Example:
+        >>> duration(0.25), duration(42.0), duration(200), duration(9000), duration(1e6)
+        ('0.25 s', '42 s', '3.3 min', '2.5 h', '11.6 days')
+    """
+    for unit, name in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * unit and math.isfinite(seconds):
+            return f"{seconds / unit:.1f} {name}"
+    return f"{seconds:.3g} s"
+
+
+def interval(seconds: Estimate) -> str:
+    """Return seconds with their interval as text.
+
+    Example:
+        >>> interval(Estimate(42.0, 30.0, 60.0)), interval(Estimate(42.0, 30.0, math.inf))
+        ('42 s (30 s to 60 s)', '42 s (30 s or more)')
+    """
+    end = "or more" if math.isinf(seconds.high) else f"to {duration(seconds.high)}"
+    return f"{duration(seconds.value)} ({duration(seconds.low)} {end})"
+
+
+# --- The run: its searches, measurements and times --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Round:
+    """One search of a fit: the first, or a retuning.
+
+    Args:
+        search: the search.
+        epoch: number of the epoch in which it began.
+        seconds_run: seconds of training before it.
+        measured_after: samples per second of all ranks with the choice, by groups, without validations, searches and
+            the first batch after them.
+    """
+
+    search: Search
+    epoch: int
+    seconds_run: float
+    measured_after: dict[int, float] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "search": self.search.to_dict(),
+            "epoch": self.epoch,
+            "seconds_run": self.seconds_run,
+            "measured_after": {str(groups): rate for groups, rate in self.measured_after.items()},
+        }
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Round:
+        measured = {int(groups): float(rate) for groups, rate in plain["measured_after"].items()}
+        return cls(Search.from_dict(plain["search"]), plain["epoch"], plain["seconds_run"], measured)
+
+
+@dataclass(frozen=True)
+class RunTimes(Serializable):
+    """Seconds of a run, from just before its first batch on; rank 0's clock.
+
+    Args:
+        training: seconds that belong to no search: batches, validations, checkpoints.
+        tuning: seconds in which searches stopped the training: deciding, and forming groups.
+        reached: all seconds, and those of them for tuning, at the end of the validation that first reached the target;
+            None before.
+
+    Example:
+        >>> times = RunTimes(training=90.0, tuning=6.0, reached=(45.0, 5.0))
+        >>> times.to_target, times.sentence
+        (45.0, 'the target was reached after 45 s, 5 s of them for tuning')
+    """
+
+    training: float
+    tuning: float
+    reached: tuple[float, float] | None = None
+
+    @property
+    def total(self) -> float:
+        return self.training + self.tuning
+
+    @property
+    def to_target(self) -> float | None:
+        """Return all seconds until the target was reached; None if it was not."""
+        return self.reached[0] if self.reached is not None else None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics for loggers."""
+        found = {"omni/tuner/seconds": self.tuning}
+        return found if self.to_target is None else {**found, "omni/tuner/target_seconds": self.to_target}
+
+    @property
+    def sentence(self) -> str:
+        """Return a sentence for users."""
+        if self.reached is None or self.to_target is None:
+            return (
+                f"{duration(self.training)} of training, {duration(self.tuning)} of tuning; the target was not reached"
+            )
+        tuning = duration(self.reached[1])
+        return f"the target was reached after {duration(self.to_target)}, {tuning} of them for tuning"
+
+
+@dataclass(frozen=True)
+class Written(Serializable):
+    """When and where a report was written.
+
+    Args:
+        date: date and time, in UTC, as text.
+        version: version of lightning-omni.
+        hosts: names of the hosts of the ranks, as far as known.
+    """
+
+    date: str
+    version: str
+    hosts: tuple[str, ...] = ()
+
+    @classmethod
+    def now(cls, hosts: tuple[str, ...] = ()) -> Written:
+        """Return the present, on these hosts; by default on this one."""
+        from lightning_omni import __version__
+
+        date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+        return cls(date, __version__, hosts or (socket.gethostname(),))
+
+    @property
+    def sentence(self) -> str:
+        """Return a sentence for the foot of a page or picture."""
+        shown = [*self.hosts[:_MOST_HOSTS], *(["…"] if len(self.hosts) > _MOST_HOSTS else [])]
+        return f"{self.date}, lightning-omni {self.version}, on {', '.join(shown)}"
+
+
+_MOST_HOSTS = 8
+
+# --- One search -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

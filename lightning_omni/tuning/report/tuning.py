@@ -1,24 +1,229 @@
-"""`TuningReport`: the searches of one fit, as files for people and for programs."""
+"""`TuningReport`: the searches of one fit, as files for people and for programs, and the HTML page of a report."""
 
 from __future__ import annotations
 
 import html
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.tuning.report.page import Section, page
-from lightning_omni.tuning.report.run import Round, RunTimes, Written
-from lightning_omni.tuning.report.summary import NAMES, SearchSummary
-from lightning_omni.tuning.report.texts import number, times
+from lightning_omni.tuning.report.summary import NAMES, Round, RunTimes, SearchSummary, Written, duration, number, times
+
+# --- Page: one HTML file that includes its styles and needs no network ------------------------------------------------
+
+# This module has the content of its tables; their layout is in `templates`.
+
+_WORD = re.compile(r"[A-Za-z]{5,}")
+"""A word that is longer than any unit."""
+_COSTS = {
+    "compute": "compute",
+    "allreduce": "all-reduce",
+    "exchange": "way to the server",
+    "serve": "server",
+    "link": "its link",
+}
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """The content of a table.
+
+    Attributes:
+        heads: heads of the columns; if empty, the first column has the heads.
+        rows: the cells, as plain text.
+        chosen: index of the marked row.
+        bars: by column, how full each row's cell is, from 0 to 1.
+    """
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    chosen: int | None = None
+    bars: Mapping[int, Sequence[float]] = field(default_factory=dict)
+
+    def is_numeric(self, column: int) -> bool:
+        """Return whether a column has only numbers, and is aligned to the right."""
+        return all(_is_number(row[column]) for row in self.rows)
+
+
+def _is_number(text: str) -> bool:
+    return not text or text in ("–", "∞") or (text[0].isdigit() and not _WORD.search(text))
+
+
+@dataclass(frozen=True)
+class Section:
+    """The part of the page about one search.
+
+    Args:
+        place: index of the search, from 0.
+        round: the search and its outcome.
+        summary: its derived numbers.
+    """
+
+    place: int
+    round: Round
+    summary: SearchSummary
+
+    @property
+    def title(self) -> str:
+        name = "First search" if self.place == 0 else f"Retuning {self.place}"
+        return f"{name}, epoch {self.round.epoch}"
+
+    @property
+    def overview(self) -> list[str]:
+        """Return the row in the table of all searches."""
+        chosen = str(self.summary.choice.setting)
+        return [str(self.round.epoch), duration(self.round.seconds_run), chosen, self.summary.expense]
+
+    @property
+    def choice(self) -> TextTable:
+        summary, search = self.summary, self.summary.search
+        setting = summary.choice.setting
+        rows = [
+            ["choice", str(setting)],
+            ["why", summary.choice.why],
+            ["your own setting", str(summary.start)],
+            ["search", f"{summary.ranks} ranks, batches of {search.spec.batch} in all; {summary.expense}"],
+        ]
+        if (setting.groups, False) in summary.predictions:
+            rows.insert(2, ["bottleneck", summary.bottleneck(summary.prediction(setting.groups))])
+        return TextTable([], rows + [[name, text] for name, text in summary.headline.items()])
+
+    @property
+    def contributions(self) -> TextTable:
+        parts = self.summary.contributions
+        heads = ["", "samples/s", "samples to the target", "factor", "speed-up"]
+        so_far = list(accumulate((each.speed_up for each in parts), mul, initial=1.0))
+        rows = [["your own setting", "", "", "", times(1.0)]]
+        rows += [
+            [each.part, times(each.rate), times(each.samples), times(each.speed_up), times(total)]
+            for each, total in zip(parts, so_far[1:], strict=True)
+        ]
+        return TextTable(heads, rows, len(rows) - 1, {4: [value / max(so_far) for value in so_far]})
+
+    @property
+    def considered(self) -> TextTable:
+        rows = [
+            [str(row.setting), row.by, number(row.rate), times(row.samples), times(row.speed_up)]
+            for row in self.summary.considered
+        ]
+        chosen = [row.setting for row in self.summary.considered].index(self.summary.choice.setting) if rows else None
+        heads = ["setting", "proposed by", "samples/s", "samples", "speed-up"]
+        return TextTable(heads, rows, chosen)
+
+    @property
+    def segments(self) -> TextTable:
+        rows = [
+            [str(each.setting), times(math.exp(each.log_ratio)), f"{100 * math.sqrt(each.variance):.2g} %"]
+            for each in self.summary.search.segments
+        ]
+        return TextTable(["trained with", "seconds, measured over predicted", "standard error"], rows)
+
+    @property
+    def systems(self) -> TextTable:
+        summary = self.summary
+        heads = ["system", "setting", "speed-up", "80 % interval"]
+        settings = {"the choice": summary.choice.setting}
+        settings |= {name: each.setting for name, each in summary.systems.items()}
+        gains = {name: summary.speed_up_of(each) for name, each in settings.items()}
+        rows = [
+            [name, str(settings[name]), times(gain.value), f"{times(gain.low)} to {times(gain.high)}"]
+            for name, gain in gains.items()
+        ]
+        most = max(gain.value for gain in gains.values())
+        return TextTable(heads, rows, 0, {2: [gain.value / most for gain in gains.values()]})
+
+    @property
+    def hardware(self) -> TextTable:
+        summary, setting = self.summary, self.summary.choice.setting
+        rows = []
+        for (groups, rebalance), prediction in summary.predictions.items():
+            has_trained = groups != setting.groups or rebalance == setting.rebalance
+            measured = self.round.measured_after.get(groups, math.nan) if has_trained else math.nan
+            batches = "proportional" if rebalance else "equal"
+            seconds = prediction.seconds_per_update.value
+            rate = [str(prediction.samples_per_second), number(measured), number(1000 * seconds)]
+            costs = [number(1000 * prediction.parts[name]) for name in _COSTS]
+            rows.append([str(groups), batches, *rate, *costs, summary.bottleneck(prediction)])
+        key = setting.groups, setting.rebalance
+        heads = ["groups", "batches", "samples/s", "in training", "ms per update", *_COSTS.values(), "bottleneck"]
+        return TextTable(heads, rows, list(summary.predictions).index(key) if key in summary.predictions else None)
+
+    @property
+    def ranks(self) -> TextTable:
+        speeds = self.summary.profile.speeds
+        rows = [[str(rank), number(speed)] for rank, speed in enumerate(speeds)]
+        return TextTable(["rank", "samples/s"], rows, bars={1: [speed / max(speeds) for speed in speeds]})
+
+
+def page(
+    target: float | None,
+    monitor: str,
+    statement: str,
+    run: RunTimes | None,
+    sections: Sequence[Section],
+    written: Written | None = None,
+) -> str:
+    """Return the whole page.
+
+    Args:
+        target: value of ``monitor`` at which the run is over; None if none was named.
+        monitor: name of a metric.
+        statement: a sentence about the last search.
+        run: how the run spent its time; None before it has trained.
+        sections: one for each search, in their order.
+        written: when and where the report was written; None if unknown.
+    """
+    overview = [each.overview for each in sections]
+    heads = ["epoch", "training before", "choice", "spent"]
+    return (
+        templates()
+        .get_template("tuning.html")
+        .render(
+            until="" if target is None else f" until {monitor} is {number(target)}",
+            statement=statement,
+            is_outside=sections[-1].summary.is_outside,
+            written=written.sentence if written is not None else "",
+            run=None if run is None else _run(run, target is not None),
+            searches=TextTable(heads, overview, len(overview) - 1) if len(overview) > 1 else None,
+            sections=list(reversed(sections)),  # the latest search is at the top
+        )
+    )
+
+
+@cache
+def templates() -> Environment:
+    """Return the page templates, which escape all values."""
+    return Environment(
+        loader=PackageLoader("lightning_omni.tuning.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def _run(run: RunTimes, has_target: bool) -> TextTable:
+    rows = [["trained", duration(run.training)], ["tuned", duration(run.tuning)]]
+    if has_target:
+        reached = "not reached" if run.to_target is None else run.sentence.removeprefix("the target was ")
+        rows.append(["target", reached])
+    return TextTable([], rows)
+
+
+# --- Report -----------------------------------------------------------------------------------------------------------
 
 _STEM = "omni-tuning"
 

@@ -5,8 +5,7 @@
 
 from lightning_omni.tuning.search.choice import Choice
 from lightning_omni.tuning.search.evidence import Evidence, Observation, TrainedSegment
-from lightning_omni.tuning.search.optimization import ConsideredSetting
-from lightning_omni.tuning.search.search import Search
+from lightning_omni.tuning.search.search import ConsideredSetting, Search
 from lightning_omni.tuning.search.space import Dimension, SearchSpec, Space
 
 __all__ = [

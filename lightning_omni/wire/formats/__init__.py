@@ -1,11 +1,8 @@
-"""The wire formats of pushes and answers: the contract and registry (``base``), and the lossy ones, one file each."""
+"""The wire formats of pushes and answers: the contract and registry (``base``), and the ``lossy`` ones."""
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.wire.formats.base import WireFormat, checked, register, registered
-from lightning_omni.wire.formats.int8 import Int8
-from lightning_omni.wire.formats.per_direction import PerDirection
-from lightning_omni.wire.formats.rounded import BF16, FP16
-from lightning_omni.wire.formats.top_k import TopK
+from lightning_omni.wire.formats.base import PerDirection, WireFormat, checked, register, registered
+from lightning_omni.wire.formats.lossy import BF16, FP16, Int8, TopK
 
 __all__ = ["BF16", "FP16", "Int8", "PerDirection", "TopK", "WireFormat", "register", "wire_named", "wire_of"]
 

@@ -1,4 +1,4 @@
-"""Wire formats: the encoding of a push's tensors as bytes. The format here is `Raw`.
+"""Wire formats: the encoding of a push's tensors as bytes. The formats here are `Raw` and `PerDirection`.
 
 A wire format is a frozen value, as a method is. Its name and settings are sent once, when groups are formed, and it
 holds for every push and its answer until groups are formed again. Answers are sent raw, directly from the server's flat
@@ -17,6 +17,7 @@ payload that it cannot decode, before anything has changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from itertools import repeat
 from operator import attrgetter, is_not
 from types import MappingProxyType
@@ -26,10 +27,32 @@ import msgspec
 import torch
 from torch import Tensor
 
-from lightning_omni.errors import MalformedMessage, Refused
+from lightning_omni.errors import ConfigurationError, MalformedMessage, Refused
 from lightning_omni.methods.model.fragments import Piece, read, write
 from lightning_omni.registry import Registry, to_wire
 from lightning_omni.wire.layout import Layout
+
+__all__ = [
+    "FORMATS",
+    "RAW",
+    "RESIDUAL",
+    "Encoded",
+    "Memory",
+    "PerDirection",
+    "Raw",
+    "State",
+    "WireFormat",
+    "check_size",
+    "decode",
+    "from_wire",
+    "load_format",
+    "name_of",
+    "register",
+    "registered",
+    "state_of_fragment",
+    "to_wire",
+    "with_fragment",
+]
 
 RESIDUAL = "residual"
 """Key of the residual in a sender's state; see rule 2."""
@@ -296,23 +319,38 @@ def load_format(path: str) -> type[WireFormat]:
     return _registry.load(path)
 
 
-__all__ = [
-    "FORMATS",
-    "RAW",
-    "RESIDUAL",
-    "Encoded",
-    "Memory",
-    "Raw",
-    "State",
-    "WireFormat",
-    "check_size",
-    "decode",
-    "from_wire",
-    "load_format",
-    "name_of",
-    "register",
-    "registered",
-    "state_of_fragment",
-    "to_wire",
-    "with_fragment",
-]
+# --- One format for pushes, another for their answers -----------------------------------------------------------------
+
+
+@register
+class PerDirection(WireFormat, frozen=True, kw_only=True, dict=True, tag="both_ways"):
+    """The format of ``Compression(push=..., pull=...)``. It encodes nothing itself.
+
+    Args:
+        push: the format of pushes, as plain data.
+        pull: the format of answers, as plain data.
+
+    Raises:
+        MalformedMessage: one of them is no format.
+        ConfigurationError: one of them is for both directions itself.
+
+    Example:
+        >>> both = PerDirection(push={"name": "int8"}, pull={"name": "bf16"})
+        >>> both.pushes, both.answers
+        (Int8(block=128), BF16())
+    """
+
+    push: dict[str, Any]
+    pull: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.pushes, PerDirection) or isinstance(self.answers, PerDirection):
+            raise ConfigurationError("Compression(push=..., pull=...): pass a format of one direction for each")
+
+    @cached_property
+    def pushes(self) -> WireFormat:
+        return from_wire(self.push)
+
+    @cached_property
+    def answers(self) -> WireFormat:
+        return from_wire(self.pull)

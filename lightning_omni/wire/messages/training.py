@@ -1,12 +1,18 @@
-"""Messages of training: weights, gradients, and changes of the parameter groups."""
+"""Messages of training: weights, gradients, changes of the parameter groups, merged heads, and snapshots."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
+
+import msgspec
 
 from lightning_omni.methods import Exchange
 from lightning_omni.wire.codec import Packed
 from lightning_omni.wire.messages.base import Message
+from lightning_omni.wire.steps_and_samples import Progress
+
+# --- Weights and gradients --------------------------------------------------------------------------------------------
 
 
 class UploadWeights(Message, frozen=True, kw_only=True):
@@ -28,7 +34,7 @@ class Restructure(Message, frozen=True, kw_only=True):
     """A change of a group's optimizer to other parameter groups, or more parameters. The tensors follow as payload.
 
     Attributes:
-        packed: see `lightning_omni.wire.parameter_groups.read_structure`.
+        packed: see `lightning_omni.wire.layout.read_structure`.
     """
 
     optimizer: int
@@ -173,3 +179,154 @@ class Weights(Message, frozen=True, kw_only=True):
     fragment: int = -1
     validations: int = 0
     groups: int = 0
+
+
+# --- Merged heads, whose submodule runs at the server -----------------------------------------------------------------
+
+
+class HeadForward(Message, frozen=True, kw_only=True):
+    """A group's batch for a merged head, answered once the group has access. The tensors follow as payload.
+
+    Attributes:
+        optimizer: number of the head, among the optimizers.
+        packed: ``[arguments, keyword arguments]`` of the submodule; their tensors are in the payload, as encoded by
+            `lightning_omni.wire.codec`.
+        training: whether each of its submodules is in training mode, itself first.
+        trainable: whether each of its weights is to be trained.
+        autocast: dtype of automatic mixed precision, if any.
+        exclusive: whether a `HeadBackward` will follow; otherwise no group has to wait for this one.
+    """
+
+    optimizer: int
+    packed: Packed
+    nbytes: int
+    training: tuple[bool, ...]
+    trainable: tuple[bool, ...]
+    autocast: str = ""
+    exclusive: bool = True
+
+
+class HeadOutput(Message, frozen=True, kw_only=True):
+    """The head's output for a group that has exclusive access; the tensors follow as payload."""
+
+    packed: Packed
+    nbytes: int
+
+
+class HeadBackward(Message, frozen=True, kw_only=True):
+    """The gradients of a head's output, which step the head and end the access. The tensors follow as payload.
+
+    Attributes:
+        packed: a list with one gradient for each tensor of the output; None where the loss does not depend on it.
+        hyperparameters: as in `PushMessage`, of the parameter groups that hold weights of the head.
+        scale: factor for the gradients of the head's weights.
+        clip: largest norm or magnitude of these; 0 clips nothing.
+        clip_algorithm: ``"norm"`` or ``"value"``.
+        epoch: as in `PushMessage`.
+        trained: as in `PushMessage`, with this batch; the push of the body reports it.
+    """
+
+    optimizer: int
+    packed: Packed
+    nbytes: int
+    hyperparameters: tuple[dict[str, Any], ...]
+    epoch: int = -1
+    trained: int = 0
+    scale: float = 1.0
+    clip: float = 0.0
+    clip_algorithm: Literal["norm", "value"] = "norm"
+
+
+class HeadGradients(Message, frozen=True, kw_only=True):
+    """The gradients of a head's inputs, one or None for each tensor; they follow as payload.
+
+    Attributes:
+        clock: updates of the head so far.
+        applied: False if the gradients were not finite and the head was not stepped.
+        refused_in_row: consecutive refused gradients of this group.
+    """
+
+    packed: Packed
+    nbytes: int
+    clock: int
+    applied: bool
+    refused_in_row: int
+
+
+class HeadRelease(Message, frozen=True, kw_only=True):
+    """The end of an access without a backward pass; the head stays unchanged."""
+
+    optimizer: int
+
+
+class HeadReleased(Message, frozen=True, kw_only=True):
+    """The answer to `HeadRelease`."""
+
+
+# --- Consistent snapshots of the run ----------------------------------------------------------------------------------
+
+
+class SnapshotId(msgspec.Struct, frozen=True, kw_only=True):
+    """A consistent state of the server, described by the counts of everything handled before it.
+
+    A server handles one message at a time, so its state between two of them is consistent over all optimizers. Several
+    servers, each of which holds a partition of the parameters, must agree on a cut.
+
+    Attributes:
+        clocks: updates in the weights of each optimizer.
+        pushes: for each group, the number of pushes to all optimizers since groups were formed, including pushes that
+            were refused or wait for others. Groups without pushes are left out.
+        epoch: number of the current or last epoch; -1 if none was leased.
+        total: positions in that epoch.
+        trained: ranges of it that are trained, in order.
+    """
+
+    clocks: tuple[int, ...] = ()
+    pushes: dict[int, int] = {}
+    epoch: int = -1
+    total: int = 0
+    trained: tuple[tuple[int, int], ...] = ()
+
+    def progress(self, known: Progress) -> Progress:
+        """Return the run's progress at this cut: inside the epoch, a rank's own count of samples is approximate.
+
+        Example:
+            >>> from lightning_omni.wire.steps_and_samples import ReferenceBatch
+            >>> cut = SnapshotId(epoch=2, total=320, trained=((0, 64), (96, 128)))
+            >>> cut.progress(Progress(ReferenceBatch(4, 8), batches=10, epochs=2, samples=64)).samples
+            96
+        """
+        if self.epoch != known.epochs:
+            return known
+        return replace(known, samples=sum(stop - start for start, stop in self.trained))
+
+
+class GroupState(Message, frozen=True, kw_only=True):
+    """The state that only this group holds, for the next snapshot. The tensors follow as payload."""
+
+    packed: Packed
+    nbytes: int
+
+
+class GroupStateStored(Message, frozen=True, kw_only=True):
+    """The answer to `GroupState`."""
+
+
+class TakeSnapshot(Message, frozen=True, kw_only=True):
+    """A request for a snapshot: weights, optimizer states, clocks, all consistent. ``request`` is as in `PushMessage`.
+
+    Attributes:
+        version: number of a validation, for the state at the first request with this number; 0 for the current one.
+    """
+
+    with_state: bool = True
+    request: int = 0
+    version: int = 0
+
+
+class Snapshot(Message, frozen=True, kw_only=True):
+    """A consistent snapshot, described by its ``cut``; the tensors follow as payload."""
+
+    cut: SnapshotId
+    packed: Packed
+    nbytes: int

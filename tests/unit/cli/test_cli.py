@@ -14,7 +14,7 @@ import pytest
 from processes import Process
 
 import lightning_omni
-from lightning_omni.cli import command as commands
+from lightning_omni.cli import entry_point as commands
 from lightning_omni.cli import main
 from lightning_omni.cli.console import print_line, show
 from lightning_omni.cli.units import rate_of, seconds_of
@@ -45,7 +45,7 @@ def test_help_names_the_exit_statuses(capsys: pytest.CaptureFixture[str]) -> Non
 def test_help_and_version_do_not_wait_for_torch() -> None:
     program = """
 import sys, contextlib, io
-from lightning_omni.cli import command as commands
+from lightning_omni.cli import entry_point as commands
 from lightning_omni.cli import main
 for arguments in (["--help"], ["--version"], ["simulate", "--help"], ["compare", "--help"], ["plan", "--help"],
                   ["device", "--help"], ["serve", "--help"]):
@@ -162,7 +162,7 @@ def test_what_a_server_could_not_work_with_is_refused_before_it_listens(
 def test_a_server_says_for_which_other_one_it_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("lightning_omni.transport.zeromq.server_link.CONNECT_TIME", 1.0)
+    monkeypatch.setattr("lightning_omni.transport.zeromq.server.CONNECT_TIME", 1.0)
     given = ["serve", "--port", "0", "--key-file", str(tmp_path / "key")]
     assert main([*given, "--servers", "2", "--number", "1", "--coordinator", "tcp://127.0.0.1:1"]) == 2
     said = capsys.readouterr().err

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from lightning_omni.cli import main
 from lightning_omni.cli.console import progress_bar
-from lightning_omni.cli.device.subject import lines_of
+from lightning_omni.cli.device import lines_of
 from lightning_omni.tuning.device import DeviceReport, DeviceSetting, Finding
 
 MODEL = """

@@ -22,14 +22,13 @@ from runs import free_port
 from test_observation import say, watch
 from test_server_core import Link, expect_refusal
 
-from lightning_omni.cli import main
+from lightning_omni.cli import main, top
 from lightning_omni.cli.console import command_output
-from lightning_omni.cli.top import screen
 from lightning_omni.server import ServerCore
-from lightning_omni.transport.serving.build_info import about, versions
 from lightning_omni.transport.zeromq import ZeroMQServer
 from lightning_omni.transport.zeromq.frames import MOST_UNTAKEN, PROBE, Untaken
 from lightning_omni.transport.zeromq.observer import Observer
+from lightning_omni.transport.zeromq.server import about, versions
 from lightning_omni.wire import messages as m
 
 KEY = "5a" * 32
@@ -40,7 +39,7 @@ COMMAND = [sys.executable, "-c", "from lightning_omni.cli import main; raise Sys
 def key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_OMNI_KEY", KEY)
     monkeypatch.setenv("COLUMNS", "200")  # no sentence is broken
-    monkeypatch.setattr("lightning_omni.cli.doctor.checkup.SECONDS", 0.1)
+    monkeypatch.setattr("lightning_omni.cli.doctor.SECONDS", 0.1)
 
 
 @contextmanager
@@ -151,7 +150,7 @@ def test_in_a_terminal_in_which_nothing_can_be_written_over_the_table_is_printed
 ) -> None:
     for name, value in {"TTY_COMPATIBLE": "1", "TERM": "dumb"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(screen, "watch", lambda *_: pytest.fail("nothing would be seen"))
+    monkeypatch.setattr(top, "watch", lambda *_: pytest.fail("nothing would be seen"))
     with serving() as server:
         assert main(["top", server.address, "--every", "0.1"]) == 0
     assert "No run: the server waits for ranks." in capsys.readouterr().out

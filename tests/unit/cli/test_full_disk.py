@@ -24,8 +24,7 @@ from test_servers import same
 from test_transport import KEY
 
 from lightning_omni import OmniStrategy
-from lightning_omni.cli.serve.run_log import RunLog
-from lightning_omni.cli.serve.standalone_server import Options, StandaloneServer, StopSignals
+from lightning_omni.cli.serve import Options, RunLog, StandaloneServer, StopSignals
 from lightning_omni.methods import method_named
 from lightning_omni.server.core import ServerCore
 from lightning_omni.server.event_log import Event, RecordFile, read_record

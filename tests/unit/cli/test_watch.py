@@ -27,8 +27,7 @@ from rich.console import Console
 from runs import SLOWER, free_port, search_path
 
 from lightning_omni.cli import main
-from lightning_omni.cli.top.groups_table import GroupsTable, Rates, picture
-from lightning_omni.cli.top.screen import BAR, DOWN, EVICT, QUIT, SAVE, UP, View, keys_of, press
+from lightning_omni.cli.top import BAR, DOWN, EVICT, QUIT, SAVE, UP, GroupsTable, Rates, View, keys_of, picture, press
 from lightning_omni.errors import ConfigurationError, OmniError, Refused
 from lightning_omni.transport.serving import http as status_http
 from lightning_omni.transport.serving.http import StatusServer

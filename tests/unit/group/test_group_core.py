@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 from lightning_omni.errors import NonFiniteGradients, ProtocolError, UnsupportedError
 from lightning_omni.group.core import GroupCore, LastAnswer, ServerRequest
-from lightning_omni.group.lease_client import LeaseClient
+from lightning_omni.group.leased_batches import LeaseClient
 from lightning_omni.group.merged_head import HeadSide
 from lightning_omni.methods import (
     AsyncSGD,
@@ -25,7 +25,7 @@ from lightning_omni.methods import (
     Replica,
     SendPeer,
 )
-from lightning_omni.methods.model.master import hyperparameters_of
+from lightning_omni.methods.model.server_optimizer import hyperparameters_of
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats.base import Memory
 from lightning_omni.wire.layout import Layout

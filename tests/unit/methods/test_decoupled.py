@@ -34,7 +34,7 @@ from lightning_omni.methods import (
     Reply,
 )
 from lightning_omni.server.event_log import Event
-from lightning_omni.server.parameters.served_optimizer import ServedOptimizer
+from lightning_omni.server.parameters.served_parameters import ServedOptimizer
 from lightning_omni.simulator import Cluster as Devices
 from lightning_omni.simulator import Computation, Failure, Jitter, Limits, Link, Slowdown
 from lightning_omni.topology import Topology

@@ -18,8 +18,8 @@ from torch.utils.data import TensorDataset
 from lightning_omni.checks import check_number
 from lightning_omni.group.core import ServerRequest
 from lightning_omni.methods import METHODS, Barrier, Gradient, Method, Push, Reply, register
-from lightning_omni.methods.model.master import hyperparameters_of
-from lightning_omni.methods.model.totals import Total
+from lightning_omni.methods.contract import Total
+from lightning_omni.methods.model.server_optimizer import hyperparameters_of
 from lightning_omni.server.event_log import Event
 from lightning_omni.simulator import Cluster, Computation, Failure, Jitter, Limits, Link, Workload, replay, simulate
 from lightning_omni.simulator.workbench import Samples

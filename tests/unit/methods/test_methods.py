@@ -33,8 +33,8 @@ from lightning_omni.methods import (
     Reply,
     method_named,
 )
-from lightning_omni.methods.model.class_paths import class_path
-from lightning_omni.methods.model.master import describe, hyperparameters_of, rebuild, resolver
+from lightning_omni.methods.model.modules import class_path
+from lightning_omni.methods.model.server_optimizer import describe, hyperparameters_of, rebuild, resolver
 from lightning_omni.registry import Registry
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack, unpack

@@ -55,9 +55,9 @@ from lightning_omni.methods import (
     register,
 )
 from lightning_omni.methods.contract import GroupSide
-from lightning_omni.methods.model.master import describe, hyperparameters_of, resolver
 from lightning_omni.methods.model.replica import Pulled, Replica, all_finite
-from lightning_omni.server.parameters.served_optimizer import ServedOptimizer
+from lightning_omni.methods.model.server_optimizer import describe, hyperparameters_of, resolver
+from lightning_omni.server.parameters.served_parameters import ServedOptimizer
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.layout import Layout
 

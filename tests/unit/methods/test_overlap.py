@@ -35,7 +35,7 @@ from lightning_omni.methods import (
     Send,
 )
 from lightning_omni.methods.model.fragments import cut, read, sizes_of, write
-from lightning_omni.methods.model.master import hyperparameters_of
+from lightning_omni.methods.model.server_optimizer import hyperparameters_of
 from lightning_omni.server.event_log import Event, read_record
 from lightning_omni.simulator import Cluster, Computation, Limits, Link, Workload, replay, simulate
 from lightning_omni.simulator.workbench import Samples

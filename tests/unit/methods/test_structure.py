@@ -35,12 +35,12 @@ from lightning_omni.methods import (
     Reply,
     SendPeer,
 )
-from lightning_omni.methods.model.master import describe, holds, hyperparameters_of, resolver
+from lightning_omni.methods.contract import Total
 from lightning_omni.methods.model.replica import Replica
-from lightning_omni.methods.model.totals import Total
-from lightning_omni.server.parameters.served_optimizer import ServedOptimizer
+from lightning_omni.methods.model.server_optimizer import describe, holds, hyperparameters_of, resolver
+from lightning_omni.server.parameters.served_parameters import ServedOptimizer
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.parameter_groups import MOST_STRUCTURES, Structure, Structures
+from lightning_omni.wire.layout import MOST_STRUCTURES, Structure, Structures
 
 Make = Callable[[Iterable[Any]], Optimizer]
 

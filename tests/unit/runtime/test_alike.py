@@ -16,7 +16,7 @@ from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_omni.errors import ConfigurationError, UnsupportedError
-from lightning_omni.runtime.checks.same_tensors import Largest, check_all_shared, make_alike
+from lightning_omni.runtime.model.tensor_sync import Largest, check_all_shared, make_alike
 
 
 class Ranks:

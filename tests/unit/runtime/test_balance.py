@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.runtime.data.balance import Balance, OwnTime
+from lightning_omni.runtime.balance import Balance, OwnTime
 from lightning_omni.runtime.timing import EventClock
 from lightning_omni.strategy.loops.live_metrics import SMOOTHING, StepTimes
 from lightning_omni.tuning.model import constants as c

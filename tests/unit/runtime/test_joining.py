@@ -36,23 +36,17 @@ from test_server_core import (
 from torch import nn
 
 from lightning_omni import FSDP, Elastic, Server
-from lightning_omni.cli.serve.command import JOINED_HEARTBEAT_TIMEOUT
+from lightning_omni.cli.commands import JOINED_HEARTBEAT_TIMEOUT
 from lightning_omni.errors import ConfigurationError, ConnectionLost, Evicted, OmniError, RankLost, Refused
 from lightning_omni.runtime import WorldOptions
-from lightning_omni.runtime.membership.registration import (
-    COMES_BACK,
-    GroupRegistration,
-    ask_for_all,
-    comes_back_to,
-    return_to,
-)
 from lightning_omni.runtime.model.meshes import ModelParallel, sizes_in
+from lightning_omni.runtime.registration import COMES_BACK, GroupRegistration, ask_for_all, comes_back_to, return_to
 from lightning_omni.runtime.server_process import RunServer
-from lightning_omni.runtime.state.distributed_checkpoint import Folder
+from lightning_omni.runtime.state.checkpoint import Folder
 from lightning_omni.server.membership import timeouts as time_limits
 from lightning_omni.server.membership.roster import origin
-from lightning_omni.server.observers import MOST_OBSERVERS
-from lightning_omni.strategy.joining.rejoin import Rejoining
+from lightning_omni.server.status import MOST_OBSERVERS
+from lightning_omni.strategy.joining import Rejoining
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
 from lightning_omni.topology import Topology
 from lightning_omni.transport.connections import answer_of
@@ -613,7 +607,7 @@ def test_a_group_joins_again_so_often_in_a_row_if_this_process_can_start_it(
 def test_a_group_whose_directory_is_deleted_can_be_imported_and_does_not_rejoin(tmp_path: Path) -> None:
     program = (
         f"import importlib, os; os.chdir({str(tmp_path)!r}); os.rmdir({str(tmp_path)!r});"
-        "from lightning_omni.strategy.joining import rejoin; importlib.reload(rejoin);"
+        "from lightning_omni.strategy import joining as rejoin; importlib.reload(rejoin);"
         "rejoining = rejoin.Rejoining(); rejoining.took_part('a-run', True); error = ValueError();"
         "assert not rejoining.arm(error, error, 10, 1)"
     )
@@ -654,7 +648,7 @@ def test_a_group_that_comes_back_to_a_server_that_is_gone_hears_that_the_run_may
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("LIGHTNING_OMNI_KEY", "ab" * 32)
-    monkeypatch.setattr("lightning_omni.runtime.membership.registration.Observer", partial(Observer, timeout=0.1))
+    monkeypatch.setattr("lightning_omni.runtime.registration.Observer", partial(Observer, timeout=0.1))
     options = WorldOptions(elastic=True, server="tcp://127.0.0.1:9")
     for came, says in (("", "no parameter server answers at"), ("a-run 1", "the run a-run: either that is over")):
         monkeypatch.setenv(COMES_BACK, came)
@@ -670,7 +664,7 @@ def test_a_group_registers_with_the_encryption_of_its_transport(monkeypatch: pyt
         raise Found(address, encryption)
 
     monkeypatch.setenv("LIGHTNING_OMNI_KEY", "ab" * 32)
-    monkeypatch.setattr("lightning_omni.runtime.membership.registration.Observer", observe)
+    monkeypatch.setattr("lightning_omni.runtime.registration.Observer", observe)
     for server in (Server(SERVER, encryption="off"), Server(SERVER, transport=ZeroMQ(encryption="off"))):
         with pytest.raises(Found) as caught:
             GroupRegistration(WorldOptions(elastic=True, server=server), 0, 1, lambda text: text)
@@ -686,7 +680,7 @@ def test_no_group_comes_back_to_a_run_that_was_not_saved_and_whose_server_has_en
 ) -> None:
     """Unless it is the network that does not bring it there: a machine that answers says that nobody listens."""
     monkeypatch.setenv("LIGHTNING_OMNI_KEY", "ab" * 32)
-    monkeypatch.setattr("lightning_omni.runtime.membership.registration.Observer", partial(Observer, timeout=0.1))
+    monkeypatch.setattr("lightning_omni.runtime.registration.Observer", partial(Observer, timeout=0.1))
     monkeypatch.setenv(COMES_BACK, return_to("a-run", 1, is_saved))
     assert comes_back_to() == ("a-run", 1)
     with socket.socket() as other:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from lightning_omni.runtime.exchange.serve_time import TIMED_PUSHES, seconds_of_push
 from lightning_omni.runtime.model import reduction
+from lightning_omni.runtime.model.reduction import TIMED_PUSHES, seconds_of_push
 
 
 class Slow(torch.optim.SGD):

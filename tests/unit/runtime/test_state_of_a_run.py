@@ -22,11 +22,10 @@ import lightning_omni
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.group.core import GroupCore
 from lightning_omni.methods import AsyncSGD
-from lightning_omni.runtime.data.leased_loader import RankLeases
-from lightning_omni.runtime.state.distributed_checkpoint import Folder, beside, is_folder, save
-from lightning_omni.runtime.state.rollback import RollbackPoint
-from lightning_omni.runtime.state.server_store import ServerSnapshot
-from lightning_omni.strategy.checkpoints.contents import Checkpoints
+from lightning_omni.runtime.leased_loader import RankLeases
+from lightning_omni.runtime.server_exchange import ServerSnapshot
+from lightning_omni.runtime.state.checkpoint import Folder, RollbackPoint, beside, is_folder, save
+from lightning_omni.strategy.checkpoints import Checkpoints
 from lightning_omni.strategy.loops.limits import FitLimits
 from lightning_omni.strategy.loops.progress import RunProgress
 from lightning_omni.wire.messages import SnapshotId

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_omni.errors import UnsupportedError
-from lightning_omni.runtime.model.contiguous import contiguous, write
+from lightning_omni.runtime.model.tensor_sync import contiguous, write
 
 NUMBERS = torch.arange(24.0).view(1, 2, 3, 4)
 LAYOUTS: dict[str, Callable[[], Tensor]] = {

@@ -17,7 +17,7 @@ from lightning_omni.errors import Refused
 from lightning_omni.group.core import LastAnswer, ServerRequest
 from lightning_omni.methods import Method, method_named
 from lightning_omni.methods.contract import Gradient
-from lightning_omni.methods.model.master import hyperparameters_of
+from lightning_omni.methods.model.server_optimizer import hyperparameters_of
 from lightning_omni.server.parameters.push_checks import Deliveries
 from lightning_omni.topology import GroupId
 from lightning_omni.wire import messages as m

@@ -11,7 +11,7 @@ from memory_transport import InMemory
 from test_transport import KEY, Group, Serving, served
 
 from lightning_omni.errors import Refused
-from lightning_omni.group.lease_client import LeaseClient
+from lightning_omni.group.leased_batches import LeaseClient
 from lightning_omni.methods import METHODS, Method, method_named
 from lightning_omni.topology import GroupId
 from lightning_omni.wire import messages as m

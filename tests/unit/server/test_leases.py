@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_omni.errors import ConfigurationError, ProtocolError
-from lightning_omni.group.member_samples import apportion, positions, weight
-from lightning_omni.runtime.data.leased_loader import LeasedBatchSampler, RankLeases, permutation, why_not_leased
+from lightning_omni.group.leased_batches import apportion, positions, weight
+from lightning_omni.runtime.leased_loader import LeasedBatchSampler, RankLeases, permutation, why_not_leased
 from lightning_omni.server.epochs.lease_book import MOST_AHEAD, LeaseBook
 from lightning_omni.wire.messages import Batch, EpochPlan
 

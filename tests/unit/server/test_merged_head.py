@@ -18,8 +18,8 @@ from torch.nn import Parameter
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.methods import AsyncSGD
 from lightning_omni.methods.model.head import MergedHead, check_mergeable, clip, modes_of
-from lightning_omni.methods.model.master import describe, hyperparameters_of, places_of, state_of
 from lightning_omni.methods.model.modules import class_paths, describe_module, module_resolver, rebuild_module
+from lightning_omni.methods.model.server_optimizer import describe, hyperparameters_of, places_of, state_of
 from lightning_omni.server.event_log import Event
 from lightning_omni.simulator import trace_of
 from lightning_omni.wire import messages as m

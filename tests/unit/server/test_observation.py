@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 from test_server_core import KEY, Link, control_peer, expect_refusal, trained_link
 
-from lightning_omni.cli.serve.run_log import TIMES, RunLog
+from lightning_omni.cli.serve import TIMES, RunLog
 from lightning_omni.errors import Refused
 from lightning_omni.methods import AsyncSGD
-from lightning_omni.server.observers import MOST_CHALLENGED, MOST_OBSERVERS, ranks_text
+from lightning_omni.server.status import MOST_CHALLENGED, MOST_OBSERVERS, ranks_text
 from lightning_omni.wire import handshake
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.messages import EpochPlan

@@ -30,7 +30,7 @@ from lightning_omni.errors import ConfigurationError, ConnectionLost, Refused
 from lightning_omni.group.core import Action, ServerRequest
 from lightning_omni.methods import Method, method_named
 from lightning_omni.methods.contract import Gradient, NextGradient
-from lightning_omni.methods.model.master import hyperparameters_of
+from lightning_omni.methods.model.server_optimizer import hyperparameters_of
 from lightning_omni.server import ServerCore
 from lightning_omni.server.collectives import UPLOADED_ELSEWHERE
 from lightning_omni.server.service import as_tensor

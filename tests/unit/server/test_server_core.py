@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from lightning_omni.errors import MalformedMessage, ProtocolError, Refused
 from lightning_omni.methods import AsyncSGD
-from lightning_omni.methods.model.master import describe, hyperparameters_of
+from lightning_omni.methods.model.server_optimizer import describe, hyperparameters_of
 from lightning_omni.server import Out, ServerCore
 from lightning_omni.server.collectives import MOST_OPEN
 from lightning_omni.server.membership.roster import MOST_RANKS

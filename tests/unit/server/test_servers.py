@@ -28,15 +28,15 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import lightning_omni as omni
-from lightning_omni.cli.serve.command import serve
+from lightning_omni.cli.commands import serve
 from lightning_omni.errors import ConfigurationError, MalformedMessage, ProtocolError, RankLost, Refused
 from lightning_omni.group.core import Outgoing, ServerRequest
 from lightning_omni.methods import AsyncSGD, Gradient, Master, Method, Push, Replica, method_named
+from lightning_omni.methods.contract import Total
 from lightning_omni.methods.model.fragments import UNIT, read, write
-from lightning_omni.methods.model.master import hyperparameters_of, resolver
-from lightning_omni.methods.model.totals import Total
+from lightning_omni.methods.model.server_optimizer import hyperparameters_of, resolver
 from lightning_omni.server import ServerCore
-from lightning_omni.server.parameters.served_optimizer import ServedOptimizer
+from lightning_omni.server.parameters.served_parameters import ServedOptimizer
 from lightning_omni.server.replication import MOST_HELD
 from lightning_omni.server.service import Out
 from lightning_omni.simulator import replay
@@ -44,8 +44,9 @@ from lightning_omni.transport.connections import Control, answer_of
 from lightning_omni.transport.serving import save_files
 from lightning_omni.transport.serving.save_files import saved_weights, share_directory
 from lightning_omni.transport.serving.state_directory import ShareDirectory, StateDirectory
-from lightning_omni.transport.zeromq import ZeroMQ, ZeroMQServer, server_link
-from lightning_omni.transport.zeromq.suspend_aware_clock import SuspendAwareClock
+from lightning_omni.transport.zeromq import ZeroMQ, ZeroMQServer
+from lightning_omni.transport.zeromq import server as server_link
+from lightning_omni.transport.zeromq.dialing import SuspendAwareClock
 from lightning_omni.wire import handshake
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack, unpack

@@ -34,7 +34,7 @@ from lightning_omni.simulator import (
 )
 from lightning_omni.simulator.engine import Engine, Timeline
 from lightning_omni.simulator.network import Exchanges
-from lightning_omni.simulator.partitioned_format import partitioned_format
+from lightning_omni.simulator.server import partitioned_format
 from lightning_omni.simulator.workbench import Samples
 from lightning_omni.trace import Trace
 from lightning_omni.tuning.model.cost_model import ExchangePattern

@@ -731,7 +731,7 @@ def test_the_callers_model_and_optimizer_are_left_alone() -> None:
 
 @pytest.mark.parametrize("method", [Gossip(), LocalSGD(period=7)])
 def test_the_evaluated_model_is_the_exact_mean_of_all_groups(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_omni.simulator import simulation as room
+    from lightning_omni.simulator import run as room
 
     seen: list[room.Simulation] = []
     start = room.Simulation.run
@@ -806,7 +806,7 @@ def replayed(events: Any) -> Any:
 
 @pytest.mark.parametrize("method", RECORDED.values(), ids=RECORDED.keys())
 def test_a_recorded_run_replays_bit_for_bit(method: Method, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_omni.simulator import simulation as room
+    from lightning_omni.simulator import run as room
 
     seen: list[room.Simulation] = []
     start = room.Simulation.run

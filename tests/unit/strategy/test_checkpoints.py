@@ -9,9 +9,9 @@ import pytest
 import torch
 from runs import Run, run
 
-from lightning_omni.runtime.data.leased_loader import RankLeases
+from lightning_omni.runtime.leased_loader import RankLeases
 from lightning_omni.runtime.state.checkpoint import Saved
-from lightning_omni.strategy.checkpoints.contents import end_whole_epoch, go_on_after
+from lightning_omni.strategy.checkpoints import end_whole_epoch, go_on_after
 from lightning_omni.strategy.loops.progress import RunProgress
 from lightning_omni.wire.messages import SnapshotId
 

@@ -38,9 +38,10 @@ from lightning_omni.runtime._private import (
     root_mesh,
     store_of,
 )
-from lightning_omni.runtime.checks.exits import failed_at_one_place, forget
+from lightning_omni.runtime.loop_checks import failed_at_one_place, forget
 from lightning_omni.runtime.process_groups import ProcessGroups
 from lightning_omni.strategy.lightning_internals.callbacks import (
+    _RECORD_ATTRIBUTES,
     add_listener,
     averaged_models,
     averaged_tensors,
@@ -52,28 +53,25 @@ from lightning_omni.strategy.lightning_internals.callbacks import (
     restart_empty_averages,
     without_rank_zero_only,
 )
-from lightning_omni.strategy.lightning_internals.checkpoints import _RECORD_ATTRIBUTES
 from lightning_omni.strategy.lightning_internals.loops import (
     control_loops,
     make_epoch_open_ended,
+    progress_counters,
     release_loops,
+    reload_epochs,
     seed_workers,
     set_batch_agreement,
     set_last_batch,
-    validates_by_time,
-    will_step,
-)
-from lightning_omni.strategy.lightning_internals.metrics import cached_metric_values, logs_now, set_cached_metrics
-from lightning_omni.strategy.lightning_internals.progress import (
-    progress_counters,
-    reload_epochs,
     set_progress_counters,
     set_reload_epochs,
     set_step_counters,
     start_fit_at_epoch,
     step_counters,
+    step_schedule,
+    validates_by_time,
+    will_step,
 )
-from lightning_omni.strategy.lightning_internals.schedulers import step_schedule
+from lightning_omni.strategy.lightning_internals.metrics import cached_metric_values, logs_now, set_cached_metrics
 from lightning_omni.strategy.lightning_internals.strategies import (
     collective_timeout,
     has_ddp_comm_hook,

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import OneCycleLR
 
-from lightning_omni.strategy.schedules import replay
-from lightning_omni.strategy.schedules.pacing import count_of
+from lightning_omni.strategy.loops import paced_schedulers
+from lightning_omni.strategy.loops.paced_schedulers import count_of
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 3, 0.5),
@@ -56,13 +56,13 @@ def test_a_scheduler_of_torch_is_taken_to_where_it_would_have_been_stepped_to(na
     optimizer.step()
     scheduler.step()
     state, groups = deepcopy((scheduler.state_dict(), optimizer.state_dict()["param_groups"]))
-    then = replay.advanced(scheduler, state, groups, count=9)
+    then = paced_schedulers.advanced(scheduler, state, groups, count=9)
     for _ in range(8):
         scheduler.step()
     assert then is not None
     assert alike(then.state, scheduler.state_dict())
     assert [each["lr"] for each in then.groups] == [each["lr"] for each in optimizer.param_groups]
-    assert replay.count_in(then.state) == 9
+    assert paced_schedulers.count_in(then.state) == 9
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -74,13 +74,13 @@ def test_a_scheduler_of_functions_that_are_at_hand_is_taken_further_and_stays_as
     optimizer.step()
     own.step()
     before = deepcopy((optimizer.param_groups[0]["lr"], count_of(own), count_of(warm_up), count_of(later)))
-    then = replay.advanced(own, own.state_dict(), optimizer.state_dict()["param_groups"], 9)
+    then = paced_schedulers.advanced(own, own.state_dict(), optimizer.state_dict()["param_groups"], 9)
     assert (optimizer.param_groups[0]["lr"], count_of(own), count_of(warm_up), count_of(later)) == before
     for _ in range(8):
         own.step()
     assert then is not None
     assert then.groups[0]["lr"] == optimizer.param_groups[0]["lr"]
-    assert replay.count_in(then.state) == 9
+    assert paced_schedulers.count_in(then.state) == 9
 
 
 def scheduled(name: str) -> tuple[torch.optim.Optimizer, Any]:
@@ -108,14 +108,14 @@ def checkpoint_with(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[st
 def test_a_checkpoint_of_weights_that_are_older_than_the_schedule_has_the_schedule_of_their_moment(name: str) -> None:
     optimizer, scheduler = scheduled(name)
     stepped(scheduler, 3)
-    earlier = {scheduler: replay.standing(scheduler)}
+    earlier = {scheduler: paced_schedulers.standing(scheduler)}
     stepped(scheduler, 3)
     expected = deepcopy(checkpoint_with(optimizer, scheduler))
     stepped(scheduler, 3)
     now = deepcopy(checkpoint_with(optimizer, scheduler))
     for _ in range(2):
         saved = checkpoint_with(optimizer, scheduler)
-        assert replay.caught_up(saved, [scheduler], [optimizer], [(9, 6)], earlier) == [(6, 6)]
+        assert paced_schedulers.caught_up(saved, [scheduler], [optimizer], [(9, 6)], earlier) == [(6, 6)]
         assert alike(saved["lr_schedulers"][0], expected["lr_schedulers"][0])
         assert alike(saved["optimizer_states"], expected["optimizer_states"])
         assert alike(checkpoint_with(optimizer, scheduler), now), "the scheduler itself goes on from where it is"
@@ -125,13 +125,13 @@ def test_a_checkpoint_of_weights_that_are_older_than_the_schedule_has_the_schedu
 def test_a_schedule_stays_in_a_checkpoint_where_it_is_if_it_cannot_be_known_where_it_was() -> None:
     optimizer, scheduler = scheduled("cosine")
     stepped(scheduler, 3)
-    earlier = {scheduler: replay.standing(scheduler)}
+    earlier = {scheduler: paced_schedulers.standing(scheduler)}
     stepped(scheduler, 6)
 
     def is_left(before: Mapping[Any, Any], schedulers: list[Any], target: int = 6) -> bool:
         saved, counts = checkpoint_with(optimizer, scheduler), [(9, target)] * len(schedulers)
         saved["lr_schedulers"] *= len(schedulers)
-        found = replay.caught_up(saved, schedulers, [optimizer], counts, before)
+        found = paced_schedulers.caught_up(saved, schedulers, [optimizer], counts, before)
         own = checkpoint_with(optimizer, scheduler)["optimizer_states"]
         return found == counts and alike(saved["optimizer_states"], own)
 
@@ -149,7 +149,7 @@ def test_a_rate_that_is_a_tensor_is_not_changed_by_a_scheduler_that_is_taken_fur
     optimizer = torch.optim.Adam([weight], lr=torch.tensor(0.4), foreach=False)
     scheduler = lr_scheduler.StepLR(optimizer, 2, 0.5)
     groups = optimizer.state_dict()["param_groups"]
-    then = replay.advanced(scheduler, scheduler.state_dict(), groups, 4)
+    then = paced_schedulers.advanced(scheduler, scheduler.state_dict(), groups, 4)
     assert then is not None
     assert then.groups[0]["lr"] == 0.1
     assert optimizer.param_groups[0]["lr"] == torch.tensor(0.4)
@@ -163,5 +163,5 @@ def test_a_scheduler_that_is_not_torchs_is_taken_nowhere() -> None:
         pass
 
     own = Mine(optimizer, 3)
-    assert replay.described(own) == ["", []]
-    assert replay.advanced(own, own.state_dict(), optimizer.param_groups, 9) is None
+    assert paced_schedulers.described(own) == ["", []]
+    assert paced_schedulers.advanced(own, own.state_dict(), optimizer.param_groups, 9) is None

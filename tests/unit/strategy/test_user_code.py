@@ -27,23 +27,23 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from lightning_omni import FSDP, Compression, Elastic, Server
 from lightning_omni.errors import ConfigurationError, OmniError, UnsupportedError
 from lightning_omni.methods import LocalSGD
-from lightning_omni.methods.model.master import Master, check_servable, describe, hyperparameters_of, rebuild
 from lightning_omni.methods.model.replica import Replica
+from lightning_omni.methods.model.server_optimizer import Master, check_servable, describe, hyperparameters_of, rebuild
 from lightning_omni.runtime import OmniOptimizer, World, WorldOptions, names_of
-from lightning_omni.runtime.checks.reduction_check import ranks_elsewhere
 from lightning_omni.runtime.executor import Exchanging, Executor, evaluating
 from lightning_omni.runtime.model.buffer_sync import buffers_of, merge
 from lightning_omni.runtime.model.external_writes import ExternalWrites
 from lightning_omni.runtime.model.reduction import Reduction
+from lightning_omni.runtime.model.wrapping import ranks_elsewhere
 from lightning_omni.runtime.parallel_state import default_device
 from lightning_omni.runtime.process_groups import LiveWorld, device_types, register
 from lightning_omni.runtime.state.transfer import StateTransfer
 from lightning_omni.strategy.loops.driver import EpochDriver
-from lightning_omni.strategy.loops.leased_data import LeasedData
+from lightning_omni.strategy.loops.epoch import LeasedData
+from lightning_omni.strategy.loops.paced_schedulers import Pacer, arrive
+from lightning_omni.strategy.loops.run_schedulers import RunSchedulers
 from lightning_omni.strategy.optimizers import Merged, Proxies, check_wrapped
-from lightning_omni.strategy.schedules.pacing import Pacer, arrive
-from lightning_omni.strategy.schedules.run_schedulers import RunSchedulers
-from lightning_omni.wire.all_reduce import Exact
+from lightning_omni.wire.compression import Exact
 from lightning_omni.wire.steps_and_samples import Progress, ReferenceBatch
 
 
@@ -1136,7 +1136,7 @@ def test_a_schedule_of_a_frequency_is_stepped_as_by_ddp_where_epochs_have_other_
     trainer: Any = SimpleNamespace(lightning_module=module, lr_scheduler_configs=[config], current_epoch=0)
     run: Any = SimpleNamespace(steps_at=lambda progress: progress.steps, now=lambda: run.progress)
     monkeypatch.setattr(
-        "lightning_omni.strategy.schedules.run_schedulers.step_schedule", lambda _, scheduler: scheduler.step()
+        "lightning_omni.strategy.loops.run_schedulers.step_schedule", lambda _, scheduler: scheduler.step()
     )
     schedulers, calls, past = RunSchedulers(run, lambda: run.progress.steps), 0, 0
     schedulers.connect(trainer)

@@ -16,7 +16,7 @@ import torch
 import zmq
 from zmq.utils import z85
 
-from lightning_omni.errors import ConfigurationError, Refused
+from lightning_omni.errors import LONGEST, ConfigurationError, Refused, quoted
 from lightning_omni.server import ServerCore
 from lightning_omni.transport.zeromq import ControlConnection, DataConnection, ZeroMQServer, guard
 from lightning_omni.transport.zeromq.frames import LARGEST_CONTROL_FRAME, LARGEST_DATA_FRAME
@@ -24,7 +24,6 @@ from lightning_omni.transport.zeromq.guard import RefusalLog
 from lightning_omni.transport.zeromq.keys import DOMAIN, RunKeys
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.layout import Layout
-from lightning_omni.wire.quoting import LONGEST, quoted
 
 KEY = bytes(32)
 LAYOUT = Layout.of({"w": torch.zeros(1)})

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_omni.errors import ConnectionLost, MalformedMessage, Refused
-from lightning_omni.methods.model.master import hyperparameters_of
+from lightning_omni.methods.model.server_optimizer import hyperparameters_of
 from lightning_omni.server import ServerCore
 from lightning_omni.transport.zeromq import ZeroMQServer, shared_memory
 from lightning_omni.transport.zeromq.addresses import PrivateDirectory, memory_path

@@ -22,8 +22,8 @@ from lightning_omni.errors import ConfigurationError, ConnectionLost, OmniError,
 from lightning_omni.group.core import Action, GroupCore, LastAnswer, ServerRequest
 from lightning_omni.methods import AsyncSGD, DiLoCo, Method, method_named
 from lightning_omni.methods.contract import Gradient, NextGradient, Receive
-from lightning_omni.methods.model.master import describe, hyperparameters_of
 from lightning_omni.methods.model.replica import Pulled, Replica, copies
+from lightning_omni.methods.model.server_optimizer import describe, hyperparameters_of
 from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.server import ServerCore
 from lightning_omni.topology import GroupId

@@ -37,8 +37,8 @@ from lightning_omni.errors import (
     Refused,
 )
 from lightning_omni.methods import AsyncSGD, HardSync, Method
-from lightning_omni.methods.model.class_paths import class_path
-from lightning_omni.methods.model.master import describe, hyperparameters_of, resolver
+from lightning_omni.methods.model.modules import class_path
+from lightning_omni.methods.model.server_optimizer import describe, hyperparameters_of, resolver
 from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.runtime.server_process import RunServer
 from lightning_omni.server import ServerCore

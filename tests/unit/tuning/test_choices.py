@@ -16,9 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_omni.tuning.callback.guards.forecast_check import ForecastCheck
-from lightning_omni.tuning.callback.guards.speed import Speed
 from lightning_omni.tuning.callback.microbenchmarks import seconds_per_byte
+from lightning_omni.tuning.callback.speed import ForecastCheck, Speed
 from lightning_omni.tuning.callback.tuned_run import TunerState
 from lightning_omni.tuning.model.forecast import Scaling, Setting, TrainedBatches
 from lightning_omni.tuning.model.measurements import Measured

@@ -18,8 +18,8 @@ from torch.nn.functional import cross_entropy
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.tuning.device import DeviceReport, DeviceSetting, Finding, tune_device
-from lightning_omni.tuning.device.comparison import Comparison, agreement, compare, distance
 from lightning_omni.tuning.device.setting import align_layouts, can_keep_memory, contiguous, keep_memory
+from lightning_omni.tuning.device.trial import Comparison, agreement, compare, distance
 
 NO_COMPILE = {"compile": "a test"}
 STEPS = ("compile", "allocator", "memory format")

@@ -10,8 +10,8 @@ import torch
 
 from lightning_omni.group.core import GroupCore
 from lightning_omni.methods import AsyncSGD, Replica
-from lightning_omni.runtime.state.rollback import RollbackPoint
-from lightning_omni.tuning.callback.guards.losses import DivergenceGuard
+from lightning_omni.runtime.state.checkpoint import RollbackPoint
+from lightning_omni.tuning.callback.losses import DivergenceGuard
 from lightning_omni.tuning.search.constants import NON_FINITE_TOLERATED
 
 ZERO = torch.zeros(())

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lightning_omni.runtime.data.balance import squared_length
+from lightning_omni.runtime.balance import squared_length
 from lightning_omni.tuning.callback.online_tuner import TimedStep, noise_scale
 
 

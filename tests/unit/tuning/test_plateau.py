@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lightning_omni.tuning.callback.guards.losses import TrainingLosses, TrialOutcome, is_falling, lowers_more
+from lightning_omni.tuning.callback.losses import TrainingLosses, TrialOutcome, is_falling, lowers_more
 from lightning_omni.tuning.search import constants as c
 
 LOSSES = st.floats(0.01, 10.0)

@@ -22,11 +22,10 @@ from rich.console import Console
 from searches import START, found, later, observed, search, space_of
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.tuning.callback.guards.speed import RunThroughput
+from lightning_omni.tuning.callback.speed import RunThroughput
 from lightning_omni.tuning.report import Round, RunTimes, TuningReport, Written
-from lightning_omni.tuning.report.page import templates
-from lightning_omni.tuning.report.summary import NAMES, SearchSummary
-from lightning_omni.tuning.report.texts import number, span, times
+from lightning_omni.tuning.report.summary import NAMES, SearchSummary, number, span, times
+from lightning_omni.tuning.report.tuning import templates
 from lightning_omni.tuning.search import Dimension, Space, TrainedSegment
 from lightning_omni.tuning.search.space import Axis
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from lightning_omni.tuning.callback.guards.speed import RunThroughput, Speed, SpeedHistory, Trained
+from lightning_omni.tuning.callback.speed import RunThroughput, Speed, SpeedHistory, Trained
 
 BATCH = 8
 

@@ -28,7 +28,7 @@ from lightning_omni.methods import METHODS, Gradient, Inbox, NextGradient, Pulle
 from lightning_omni.methods.contract import Publish, ReadInbox, ReadPeer, SendPeer
 from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.server.event_log import Event, read_record
-from lightning_omni.server.parameters.served_optimizer import ServedOptimizer
+from lightning_omni.server.parameters.served_parameters import ServedOptimizer
 from lightning_omni.simulator import Computation, Limits, replay
 from lightning_omni.simulator.workbench import Samples
 from lightning_omni.trace import Trace

@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 from lightning_omni.errors import ConfigurationError, MalformedMessage
 from lightning_omni.group.core import GroupCore, ServerRequest
 from lightning_omni.methods import AsyncSGD, Gradient, NextGradient, Pulled, Replica
-from lightning_omni.methods.model.master import hyperparameters_of
+from lightning_omni.methods.model.server_optimizer import hyperparameters_of
 from lightning_omni.server.event_log import Event
 from lightning_omni.simulator import Cluster, Computation, Jitter, Limits, Workload, simulate
 from lightning_omni.simulator.cluster import Link as NetworkLink

@@ -1,0 +1,533 @@
+"""The subcommands of ``lightning-omni``: one function each, whose parameters are its options.
+
+Nothing heavy is imported at the top, so that ``--help`` does not wait for torch. The work of a command is in the
+module of its name.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import time
+from collections.abc import Mapping
+from json import dumps
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+
+from lightning_omni.cli.console import (
+    check_file,
+    command_output,
+    make_folder,
+    print_line,
+    print_sentence,
+    progress_bar,
+    show,
+    table_of,
+)
+from lightning_omni.cli.simulate_settings import SimulationSettings
+from lightning_omni.cli.units import Quantity, bytes_of, check_above_zero, rate_of, seconds_of, time_of
+from lightning_omni.errors import ConfigurationError
+
+# --- compare ----------------------------------------------------------------------------------------------------------
+
+
+def compare(
+    speeds: str | None = None,
+    link: Quantity | None = None,
+    model_size: Quantity | None = None,
+    step: Quantity | None = None,
+    batch_size: int = 32,
+    latency: Quantity = 0.0,
+    sites: int = 1,
+    site_link: Quantity | None = None,
+    site_latency: Quantity = 0.0,
+    scatter: float = 0.05,
+    optimizer: Literal["sgd", "adam"] = "sgd",
+    momentum: float = 0.9,
+    json: bool = False,
+) -> int:
+    """Compare DDP, the best setting of this package and the best peer on your machines, and print what to write.
+
+    Nothing is run: the times are those that OmniTuner would predict. It measures the steps instead of asking for them.
+
+    Args:
+        speeds: Relative speeds of the devices, as in 1,1,1,0.25; or 8x1 for eight equal ones.
+        link: Bandwidth of the network, as in 100Mbit or 1GB/s.
+        model_size: Bytes of the weights in float32, as in 50MB.
+        step: Time of forward and backward pass of one batch on a device of speed 1, as in 0.2s.
+        batch_size: Samples in one device's batch.
+        latency: Latency of one message, as in 50us, or in seconds.
+        sites: Sites among which the devices are divided, in their order. The network between sites has its own options.
+        site_link: Bandwidth between sites. By default that of the network.
+        site_latency: Latency of one message between sites.
+        scatter: Scatter of the times of a device's steps, as a part of their mean.
+        optimizer: sgd, or adam for Adam and its relatives.
+        momentum: Momentum that suits DDP (the first beta of Adam).
+        json: Print JSON instead of a table.
+    """
+    if speeds is None or link is None or model_size is None or step is None:
+        raise ConfigurationError(
+            "compare: pass --speeds, --link, --model-size and --step, as in"
+            " --speeds 1,1,1,0.25 --link 100Mbit --model-size 50MB --step 0.2s"
+        )
+    check_above_zero({"batch_size": batch_size, "sites": sites})
+    if not 0 <= momentum < 1:
+        raise ConfigurationError(f"--momentum {momentum}: pass a number from 0 up to 1, but not 1")
+    if not 0 <= scatter <= 2:
+        raise ConfigurationError(f"--scatter {scatter}: pass a part of the mean, from 0 to 2")
+    given: dict[str, Any] = {
+        "speeds": _speeds(speeds),
+        "step": time_of("--step", step),
+        "batch_size": batch_size,
+        "nbytes": bytes_of("--model-size", model_size),
+        "bandwidth": rate_of("--link", link),
+        "latency": seconds_of("--latency", latency),
+        "sites": sites,
+        "site_bandwidth": None if site_link is None else rate_of("--site-link", site_link),
+        "site_latency": seconds_of("--site-latency", site_latency),
+        "scatter": scatter,
+    }
+    # Imported here, so that --help does not wait for torch.
+    from lightning_omni.cli.compare import ASSUMED, DescribedMachines, MachineComparison
+
+    try:
+        machines = DescribedMachines(**given)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"--{error}") from error
+    found = MachineComparison.of(machines, momentum, optimizer == "adam")
+    if json:
+        print_line(dumps(found.to_dict()))
+        return 0
+    rows = [row.cells for row in found.rows]
+    show(table_of(rows, ("", "setting"), title=found.title, bold=found.best))
+    print_sentence(found.verdict)
+    print_line(found.snippet)
+    for line in ASSUMED:
+        print_sentence(line)
+    return 0
+
+
+def _speeds(text: str) -> tuple[float, ...]:
+    """Return the speeds of ``"1,1,0.25"`` or ``"4x1,2x0.5"``."""
+    found: list[float] = []
+    try:
+        for part in text.replace(" ", "").split(","):
+            count, times, speed = part.rpartition("x")
+            found += [float(speed)] * (int(count) if times else 1)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"--speeds {text}: pass a number for each device, as in 1,1,1,0.25, or 8x1 for eight equal ones"
+        ) from error
+    return tuple(found)
+
+
+# --- plan -------------------------------------------------------------------------------------------------------------
+
+
+def plan(
+    file: Path,
+    ranks: int | None = None,
+    bandwidth: Quantity | None = None,
+    latency: Quantity | None = None,
+    servers: int | str | None = None,
+    nodes: int | None = None,
+    batch_size: float | None = None,
+    method: str | None = None,
+    compression: str | None = None,
+    period: int | None = None,
+    all_reduce: str | None = None,
+    samples: float | None = None,
+    momentum: float | None = None,
+    lr: float | None = None,
+    out: Path | None = None,
+) -> int:
+    """Predict how fast more machines, or another network, would train, and with how many groups.
+
+    Args:
+        file: An omni-tuning.json that OmniTuner wrote, or the JSON of a Profile.
+        ranks: Number of devices of the planned machines, of the measured kinds. By default as measured.
+        bandwidth: Bandwidth of the network, as in 10Gbit or 1GB/s, or in bytes per second. By default as measured.
+        latency: Latency of one message, as in 50us, or in seconds. By default as measured.
+        servers: Number of parameter servers that share the weights; or per-node, one on each node. By default as
+            measured.
+        nodes: Nodes of the planned machines, for per-node. By default each device is a node.
+        batch_size: Samples in one device's batch. By default as measured.
+        method: Method of the exchange, as in local_sgd. By default the best of those that OmniTuner searches.
+        compression: Format of pushes, or of push and pull, as in int8 or int8/bf16. The default follows the rule for
+            the method.
+        period: Local steps between two exchanges. By default the best.
+        all_reduce: Format in which the members of a group average gradients, as in powersgd:8; fp32 for uncompressed.
+            The default follows the rule for the method.
+        samples: Number of samples that training takes with one group, to predict the time of the whole training.
+        momentum: Momentum that suits a single group. By default the file's; 0.9 if it has none.
+        lr: Learning rate that suits a single group. By default the file's; if it has none, rates are multiples of it.
+        out: Folder for the page, plan.html.
+    """
+    check_above_zero({"samples": samples, "lr": lr})
+    if batch_size is not None and not 1 <= batch_size < math.inf:
+        raise ConfigurationError(f"--batch-size {batch_size}: pass a number of samples, 1 or more")
+    if momentum is not None and not 0 <= momentum < 1:
+        raise ConfigurationError(f"--momentum {momentum}: pass a number from 0 up to 1, but not 1")
+    _check_planned_servers(servers, nodes)
+    rate = None if bandwidth is None else rate_of("--bandwidth", bandwidth)
+    delay = None if latency is None else seconds_of("--latency", latency)
+    # Imported here, so that --help does not wait for torch.
+    from lightning_omni.cli.plan import exchanges_of, tables
+    from lightning_omni.tuning.report import plan as of
+
+    known = of.PlanSource.of(file)
+    per_node = servers == "per-node"
+    count = nodes or ranks or known.profile.ranks if per_node else servers
+    cluster = of.PlannedCluster(known.profile, ranks, rate, delay, count, per_node, batch_size)  # type: ignore[arg-type]
+    has_lr = known.search is not None or lr is not None
+    ways = exchanges_of(known, method, compression, period, all_reduce)
+    if out is not None:
+        make_folder("--out", out)
+        check_file("--out", out / of.PAGE)
+    planned = of.Plan(cluster, known, known.theory(momentum, lr), ways, has_lr)
+    show(*tables(planned, samples))
+    for line in of.sentences(planned, samples):
+        print_sentence(line)
+    if out is not None:
+        print_line(f"page: {of.save(planned, samples, out)}")
+    return 0
+
+
+def _check_planned_servers(servers: int | str | None, nodes: int | None) -> None:
+    if isinstance(servers, str) and servers != "per-node":
+        raise ConfigurationError(f"--servers {servers}: pass a number of servers, or per-node")
+    check_above_zero({name: each for name, each in (("servers", servers), ("nodes", nodes)) if isinstance(each, int)})
+    if nodes is not None and servers != "per-node":
+        raise ConfigurationError(f"--nodes {nodes}: it is for --servers per-node; pass both, or leave it out")
+
+
+# --- simulate ---------------------------------------------------------------------------------------------------------
+
+_SEPARATORS = re.compile(r"[\s;]+|,(?!\s*\w+\s*=)")
+"""Separators between methods; a comma before ``name=`` separates settings of one method."""
+
+
+def simulate(method: str | list[str] = "async_sgd", **settings: Any) -> int:
+    """Simulate methods on a cluster, in virtual time with real gradients. Write a table, a picture and the traces.
+
+    Of several methods, without --lr, short runs find the learning rate that suits each before its own run.
+
+    Args:
+        method: Name, with settings after a colon, as in diloco:period=50,outer_lr=1.0; append @2 for 2 groups, and @1
+            for one group, which is plain synchronous training. Several names, separated by commas, semicolons or
+            spaces (in YAML also a list), are compared in one picture.
+        settings: See SimulationSettings.
+    """
+    entries = [method] if isinstance(method, str) else method
+    names = list(dict.fromkeys(name for entry in entries for name in _SEPARATORS.split(entry) if name))
+    if not names:
+        raise ConfigurationError("--method: pass at least one, as in --method async_sgd,hardsync")
+    from lightning_omni.cli.simulate import run  # here, so that --help does not wait for torch
+
+    return run(names, SimulationSettings(**settings), together=len(names) > 1)
+
+
+# --- device -----------------------------------------------------------------------------------------------------------
+
+
+def device(
+    model: str,
+    data: str | None = None,
+    arguments: dict[str, Any] | None = None,
+    input: list[int] | None = None,
+    classes: int | None = None,
+    batch_size: int | None = None,
+    bf16: str = "propose",
+    budget: Quantity = 120.0,
+    tolerance: float = 0.02,
+    json: Path | None = None,
+) -> int:
+    """Find this machine's fastest settings for a model: memory, compilation, precision.
+
+    Args:
+        model: The LightningModule, as file.py:Class or package.module:Class.
+        data: A LightningDataModule, or a function that returns a DataLoader, in the same form as the model. By default
+            the model's own train_dataloader, or random data from --input.
+        arguments: Arguments of the model's constructor, as in '{"width": 64}'.
+        input: Shape of one sample of random data, as in "[3, 32, 32]".
+        classes: Number of labels of random data. Without it a batch has inputs only.
+        batch_size: Samples in a batch of random data, 64 by default. Real data has its own batch size.
+        bf16: What to do with bfloat16: apply, if it is faster and the losses agree; propose, or skip.
+        budget: Time for all measurements, as in 2min, or in seconds.
+        tolerance: Largest distance between the loss curves of two precisions, as a fraction of the losses.
+        json: File for the report, in JSON.
+    """
+    if json is not None:
+        check_file("--json", json)
+    check_above_zero({"batch_size": batch_size, "classes": classes})
+    seconds = time_of("--budget", budget)
+    from lightning_omni.cli import device as subject  # here, so that --help does not wait for torch
+
+    choice = subject.bf16_of(bf16)
+    module = subject.made_from(model, "model", arguments or {})
+    if not hasattr(module, "training_step"):
+        raise ConfigurationError(f"model {model!r} is no LightningModule: it has no training_step; name one that has")
+    given, batches = subject.data_of(module, data, input, classes, batch_size)
+    with progress_bar() as progress:
+        report = subject.measure(
+            module,
+            given,
+            batches,
+            bf16=choice,
+            budget=seconds,
+            tolerance=tolerance,
+            progress=progress,
+        )
+    try:
+        show(report.table())
+        for line in subject.lines_of(report).splitlines():
+            print_line(line)
+    finally:  # a full disk or a closed standard output must not lose the measurements
+        subject.write(report, json)
+    return 0
+
+
+# --- serve ------------------------------------------------------------------------------------------------------------
+
+HEARTBEAT_TIMEOUT, JOINED_HEARTBEAT_TIMEOUT = 30.0, 5.0
+"""Seconds; the second is for groups that joined on their own, which join again after a false eviction."""
+JOIN_TIMEOUT = 300.0
+"""Seconds in which all ranks, or servers of other shares, must arrive after the first one."""
+
+LARGEST_PORT = 65_535
+
+
+def serve(
+    host: str = "127.0.0.1",
+    port: int = 5555,
+    data_port: int = 0,
+    key_file: Path | None = None,
+    allow_optimizer: str = "",
+    allow_module: str = "",
+    heartbeat_timeout: Quantity | None = None,
+    threads: int = 1,
+    once: bool = False,
+    record: Path | None = None,
+    method: str = "",
+    encryption: str = "curve",
+    wire_format: str = "",
+    transport: str = "",
+    servers: int = 1,
+    servers_here: int = 0,
+    number: int = 0,
+    coordinator: str = "",
+    http: int | None = None,
+    http_host: str = "127.0.0.1",
+    state: Path | None = None,
+    save_every: Quantity = 30.0,
+    progress_timeout: Quantity = 600.0,
+) -> int:
+    """Run a parameter server for runs with OmniStrategy(server="tcp://host:port").
+
+    The server takes one run at a time; when all its ranks have left, the next one may join. Stop it with Ctrl-C.
+
+    Args:
+        host: Address to listen on. Loopback by default: other machines can connect only if you set an address here.
+        port: Port of the control socket; 0 selects a free one.
+        data_port: Port of the data socket; 0 selects a free one.
+        key_file: File with the shared key, created on first use. Copy it to the machines that train.
+        allow_optimizer: Optimizers outside torch.optim that ranks may use, as module:Class, separated by commas.
+        allow_module: Modules outside torch.nn that a merged head may contain, as module:Class, separated by commas.
+        heartbeat_timeout: Silence after which a rank counts as dead, as in 30s, or in seconds, at least 2. By default
+            5s if groups join on their own, and 30s if all ranks are started together.
+        threads: Threads for the optimizer's arithmetic.
+        once: Exit after the first run.
+        record: File for a record of all changes to the weights, for replay in the simulator. With several servers, the
+            coordinating one writes it.
+        method: Methods of your own that runs may use, as module:Class, separated by commas.
+        encryption: "curve", or "off" on a network whose every user you trust; the runs must use the same.
+        wire_format: Wire formats of your own that runs may use, as module:Class, separated by commas.
+        transport: A transport of your own instead of ZeroMQ, as module:Class; the runs must use the same.
+        servers: Number of servers, each with a partition of the parameters. Runs need only the address of this one.
+        servers_here: Number of these servers on this machine, including this one; 0 means all. Start the others on
+            their machines, each with its own number: lightning-omni serve --servers 4 --number 1 --coordinator
+            tcp://...
+        number: Number of the share that this server holds, if another one coordinates.
+        coordinator: Address of the coordinating server.
+        http: Port for /metrics (Prometheus), /status (JSON), /healthz and /readyz, which anyone who can connect may
+            read; 0 selects a free one. By default the server has no HTTP port.
+        http_host: Address for --http. Loopback by default: other machines can connect only if you set an address here.
+        state: Directory in which the server saves its state. If it is killed, another one continues its run at once (on
+            Linux); so does a server that you start with the same directory. Ranks try to reconnect at the same address
+            for five minutes.
+        save_every: Time between two saves in --state, as in 30s, or in seconds.
+        progress_timeout: Time without progress after which a live group that has trained is evicted, as in 10min, or in
+            seconds, at least 2; 0 for never.
+    """
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's threads, which compute nothing here
+    # Imported here, so that --help does not wait for torch.
+    from lightning_omni.cli.serve import Options, stand
+    from lightning_omni.transport.serving.process import ServerSettings
+    from lightning_omni.transport.zeromq.keys import load_or_create
+
+    _check_ports({"--port": port, "--data-port": data_port, "--http": http})
+    check_above_zero({"threads": threads})
+    here = _check_servers(servers, servers_here, number, coordinator, record)
+    if state is not None:
+        _check_state(servers if here < servers else 1, record, transport, port)
+    silence = seconds_of("--heartbeat-timeout", HEARTBEAT_TIMEOUT if heartbeat_timeout is None else heartbeat_timeout)
+    if silence < 2:
+        raise ConfigurationError(f"--heartbeat-timeout {heartbeat_timeout}: pass 2s or more: a busy rank may be late")
+    progress = seconds_of("--progress-timeout", progress_timeout)
+    if 0 < progress < 2:
+        raise ConfigurationError(f"--progress-timeout {progress_timeout}: pass 2s or more, or 0 for never")
+    key, where = load_or_create(key_file)
+    settings = ServerSettings(
+        key=key.hex(),
+        host=host,
+        port=port,
+        heartbeat_timeout=silence,
+        joined_heartbeat_timeout=JOINED_HEARTBEAT_TIMEOUT if heartbeat_timeout is None else silence,
+        join_timeout=JOIN_TIMEOUT,
+        progress_timeout=progress or None,
+        threads=threads,
+        record=str(record or ""),
+        allow_optimizers=_listed("--allow-optimizer", allow_optimizer),
+        allow_modules=_listed("--allow-module", allow_module),
+        methods=_listed("--method", method),
+        wire_formats=_listed("--wire-format", wire_format),
+        transports=(transport,) if transport else (),
+        servers=servers,
+        number=number,
+        coordinator=coordinator,
+        state=str(state or ""),
+        save_every=time_of("--save-every", save_every),
+    )
+    options = Options(here, data_port, encryption, once, http, http_host, where)
+    return stand(settings, options, Console(stderr=True))
+
+
+def _listed(option: str, given: str) -> tuple[str, ...]:
+    """Return the class paths in an option's text, which commas separate.
+
+    Raises:
+        ConfigurationError: one of them is not of the form module:Class.
+    """
+    paths = tuple(path.strip() for path in given.split(",")) if given else ()
+    for path in paths:
+        module, _, name = path.partition(":")
+        if not module or not name:
+            raise ConfigurationError(f"{option} {given}: pass module:Class, several separated by commas")
+    return paths
+
+
+def _check_ports(given: Mapping[str, int | None]) -> None:
+    """Raise an error for a port out of range, of which ZeroMQ would use the last 16 bits."""
+    for option, port in given.items():
+        if port is not None and not 0 <= port <= LARGEST_PORT:
+            raise ConfigurationError(f"{option} {port}: pass a port, 1 to {LARGEST_PORT}, or 0 for a free one")
+
+
+def _check_servers(servers: int, here: int, number: int, coordinator: str, record: Path | None) -> int:
+    """Check the options for several servers, and return the number of servers on this machine."""
+    if servers < 1 or not 0 <= here <= servers:
+        raise ConfigurationError(
+            f"--servers {servers} --servers-here {here}: pass the number of servers, and how many of them run here"
+        )
+    if not 0 <= number < servers:
+        raise ConfigurationError(f"--number {number}: the servers are numbered from 0 to {servers - 1}")
+    if bool(number) != bool(coordinator):
+        raise ConfigurationError(
+            f"--number {number} --coordinator {coordinator!r}: a server with a number other than 0 needs the address of"
+            " the one that coordinates, and that one needs none"
+        )
+    if number and record is not None:
+        raise ConfigurationError(
+            f"--record {record} --number {number}: the server that coordinates records what all do; give it --record"
+        )
+    return 1 if number else here or servers
+
+
+def _check_state(servers: int, record: Path | None, transport: str, port: int) -> None:
+    for option, given, why in (
+        ("--servers-here or --number", servers > 1, "servers on several machines do not save their shares"),
+        ("--record", record, "a record is of one server from beginning to end"),
+        ("--transport", transport, "ranks find a server again where they speak to it over ZeroMQ"),
+        ("--port 0", not port, "ranks look for the server at the same address: name a port"),
+    ):
+        if given:
+            raise ConfigurationError(f"--state {option}: {why}; leave one of both out")
+
+
+# --- doctor -----------------------------------------------------------------------------------------------------------
+
+
+def doctor(address: str, key_file: Path | None = None, mb: float = 100.0, encryption: str = "curve") -> int:
+    """Check and measure the connection from this machine to a parameter server.
+
+    The command checks ports, key, versions, clock, latency, and bandwidth in both directions, for two seconds, and
+    predicts the time of an exchange. Every failure shows a remedy. The command does not join the run. The exit status
+    is 0, or 1 if a check failed.
+
+    Args:
+        address: Address of the server, as in tcp://host:5555.
+        key_file: File with the shared key, by default the one that lightning-omni serve creates.
+        mb: Size of the model's parameters in MB (of 4 bytes each), to predict the time of an exchange.
+        encryption: "curve" or "off", the same as the server's.
+    """
+    check_above_zero({"mb": mb})
+    with command_output() as tell:
+        tell.wait_for("this program to load")
+        from lightning_omni.cli.doctor import Checkup, examine  # here, so that --help does not wait for torch
+
+        checkup = Checkup(tell)
+        examine(checkup, address, key_file, mb, encryption)
+    for sentence in checkup.sentences():
+        show(sentence)
+    return int(checkup.has_failed)
+
+
+# --- top --------------------------------------------------------------------------------------------------------------
+
+CONNECT_TIME = 10.0
+"""Seconds in which the server must answer at the beginning."""
+
+
+def top(
+    address: str,
+    key_file: Path | None = None,
+    every: Quantity = 1.0,
+    once: bool = False,
+    encryption: str = "curve",
+) -> int:
+    """Watch the run of a parameter server: groups, speeds, staleness, progress, joins and losses.
+
+    Like the ranks, the command needs the run's key, in LIGHTNING_OMNI_KEY or a file. It does not join the run.
+
+    Args:
+        address: Address of the server, as in tcp://host:5555.
+        key_file: File with the shared key, by default the one that lightning-omni serve creates.
+        every: Time between two requests to the server, as in 2s, or in seconds.
+        once: Print the table once and exit. This is the default if standard output is not a terminal, or one that
+            cannot overwrite lines (TERM=dumb).
+        encryption: "curve" or "off", the same as the server's.
+    """
+    # Imported here, so that --help does not wait for torch.
+    from lightning_omni.cli.console import show
+    from lightning_omni.cli.top import AGAIN, Rates, picture, watch
+    from lightning_omni.transport.zeromq.keys import load_key
+    from lightning_omni.transport.zeromq.observer import Observer
+
+    seconds = time_of("--every", every)
+    key = load_key(key_file)
+    observer = Observer(address, key, encryption, CONNECT_TIME)
+    console = Console()
+    if not once and console.is_terminal and not console.is_dumb_terminal:
+        return watch(console, observer, lambda: Observer(address, key, encryption, AGAIN), seconds)
+    try:
+        rates = Rates()
+        rates.add(time.monotonic(), observer.overview())
+        time.sleep(seconds)  # a rate needs two readings
+        rates.add(time.monotonic(), overview := observer.overview())
+    finally:
+        observer.close()
+    show(picture(overview, rates, keys=False))
+    return 0

@@ -1,0 +1,394 @@
+"""DDP, this package and its peers on machines that a user describes: the rows that matter, and what to write."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from typing_extensions import override
+
+from lightning_omni.checks import check_number, counted
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.methods import method_named, text_of, with_period
+from lightning_omni.tuning.model.estimate import Estimate
+from lightning_omni.tuning.model.forecast import Scaling, Setting
+from lightning_omni.tuning.model.measurements import Measured
+from lightning_omni.tuning.model.profile import Profile
+from lightning_omni.tuning.search.choice import best_by_forecast, best_enumerated
+from lightning_omni.tuning.search.evidence import PlannedEvidence
+from lightning_omni.tuning.search.space import DEFAULT_METHODS, DEFAULT_WIRES, SearchSpec, Space, group_counts
+
+__all__ = ["ASSUMED", "ComparedRow", "DescribedMachines", "MachineComparison", "described", "strategy_text"]
+
+# --- Machines, and the measurements that a run in one group would make on them ----------------------------------------
+
+DESCRIBED_STEPS = 64
+"""Steps that stand for a description of machines."""
+SERVE_PER_BYTE = 5e-10
+"""Assumed seconds of a described server's update for each byte of the weights."""
+BACKWARD, BUCKET = 0.67, 25e6
+"""Assumed part of a described step that is the backward pass, in which DDP hides its all-reduce but for the last
+bucket; and the bytes of that bucket."""
+
+
+@dataclass(frozen=True)
+class DescribedMachines:
+    """A description of machines and of a training step.
+
+    Args:
+        speeds: speed of each rank, relative to that of a rank that takes ``step``.
+        step: seconds of forward and backward pass of a rank's batch.
+        batch_size: samples of a rank's batch.
+        nbytes: bytes of the weights, as float32.
+        bandwidth: bytes per second of the links.
+        latency: seconds of one message.
+        sites: number of sites, among which the ranks are divided in order; ``bandwidth`` and ``latency`` hold inside.
+        site_bandwidth: bytes per second between sites; None if there is one site.
+        site_latency: seconds of one message between sites.
+        scatter: coefficient of variation of a rank's step times.
+        serve_per_byte: seconds of a server's update for each byte of the weights.
+        backward: part of a step that is the backward pass, in which DDP hides its all-reduce but for the last bucket.
+
+    Raises:
+        ConfigurationError: a number is out of range.
+    """
+
+    speeds: tuple[float, ...]
+    step: float
+    batch_size: int
+    nbytes: int
+    bandwidth: float
+    latency: float = 0.0
+    sites: int = 1
+    site_bandwidth: float | None = None
+    site_latency: float = 0.0
+    scatter: float = 0.05
+    serve_per_byte: float = SERVE_PER_BYTE
+    backward: float = BACKWARD
+
+    def __post_init__(self) -> None:
+        for speed in self.speeds:
+            check_number("speeds", speed, "relative speeds, above 0", above=0, below=math.inf)
+        if len(self.speeds) < 2:
+            raise ConfigurationError(f"speeds={self.speeds}: pass the speeds of two devices or more")
+        if len(self.speeds) % self.sites:
+            raise ConfigurationError(
+                f"sites={self.sites}: {len(self.speeds)} devices cannot be divided evenly; pass a divisor"
+            )
+
+    @property
+    def measured(self) -> Measured:
+        """Return the measurements that a run in one group on these machines would make, from a fixed seed."""
+        ranks = len(self.speeds)
+        random = np.random.default_rng(0)
+        jitter = random.lognormal(0.0, math.sqrt(math.log1p(self.scatter**2)), (ranks, DESCRIBED_STEPS))
+        own = self.step / np.array(self.speeds)[:, None] * jitter / jitter.mean(axis=1, keepdims=True)
+        between = self.site_bandwidth if self.sites > 1 and self.site_bandwidth else self.bandwidth
+        latency = self.site_latency if self.sites > 1 else self.latency
+        all_reduce = 2 * (ranks - 1) * (self.nbytes / ranks / between + latency)
+        exposed = max(all_reduce * min(1.0, BUCKET / self.nbytes), all_reduce - self.backward * self.step)
+        several: dict[str, Any] = {}
+        if self.sites > 1:
+            nodes = tuple(np.repeat(np.arange(self.sites), ranks // self.sites).tolist())
+            several = {"nodes": nodes, "server_node": 0, "node_per_byte": 1 / self.bandwidth}
+            several["node_round_trip"] = 2 * self.latency
+        return Measured(
+            groups=(tuple(range(ranks)),),
+            samples=((float(self.batch_size),) * DESCRIBED_STEPS,) * ranks,
+            own=tuple(map(tuple, own.tolist())),
+            steps=(tuple((own.max(axis=0) + exposed).tolist()),),
+            exchanges=((0.0,) * DESCRIBED_STEPS,),
+            serve=self.serve_per_byte * self.nbytes,
+            nbytes=self.nbytes,
+            round_trip=2 * latency,
+            reduce_per_byte=2 * (ranks - 1) / ranks / between,
+            hands_on=True,
+            shapes=((-(-self.nbytes // 4),),),
+            **several,
+        )
+
+    def profile(self) -> Profile:
+        """Return the hardware model of these machines."""
+        return Profile.fit([self.measured])
+
+
+# --- Comparison -------------------------------------------------------------------------------------------------------
+
+_AVERAGE = "diloco:outer_lr=1.0,outer_momentum=0"
+
+
+class _Ways(NamedTuple):
+    """The ways to train with a package: its methods, their wire formats, and formats of the all-reduce in a group."""
+
+    methods: tuple[str, ...]
+    wires: tuple[str, ...]
+    all_reduces: tuple[str, ...]
+    rebalance: bool = False
+
+
+_OURS = _Ways(DEFAULT_METHODS, DEFAULT_WIRES, ("bf16",), rebalance=True)
+_STREAMED = f"{_AVERAGE},fragments=4,delay=1,keep_steps=true"
+_PEERS = {
+    "torch: DDP's bf16 hook": _Ways((), (), ("bf16",)),
+    "torch: post-local SGD": _Ways(("local_sgd",), ("fp32",), ()),
+    "torchft: DiLoCo": _Ways((_AVERAGE, _STREAMED), ("fp32", "int8/int8"), ("bf16",)),
+    "hivemind: local updates": _Ways((f"{_AVERAGE},dynamic_steps=true",), ("fp32", "int8/int8"), ()),
+}
+"""The methods of this package that have the form of each peer's."""
+_FASTER = 1.05
+"""How much faster servers on each node must be predicted to be than one server."""
+_LONG = 1e6
+"""Batches of a run, in which the time to form groups counts for nothing."""
+_ASSUMPTIONS: tuple[dict[str, Any], ...] = (
+    {"serve_per_byte": SERVE_PER_BYTE / 2},
+    {"serve_per_byte": SERVE_PER_BYTE * 2},
+    {"backward": 0.5},
+    {"backward": 0.8},
+)
+"""Other values of what a description lacks. The intervals cover the predictions with each."""
+ASSUMED = (
+    "assumed: links, steps and bytes as you gave them; a server that updates 1 to 4 GB/s; DDP hides its all-reduce"
+    " behind 0.5 to 0.8 of a step",
+    "the samples that a setting needs are those that other tasks needed in simulation",
+    "peers have the form of this package's methods without a server, at the best setting of each; nothing was run",
+    "not compared: torch's PowerSGD hook for DDP, which depends on the shapes of the weights; it suits slow links",
+)
+
+
+class _KnownEvidence(PlannedEvidence):
+    """Evidence from which no setting is chosen that has more groups or local steps than any simulation."""
+
+    @override
+    def candidates(self) -> list[Setting]:
+        return [each for each in super().candidates() if self.theory.covers(each)]
+
+
+@dataclass(frozen=True)
+class ComparedRow:
+    """The prediction for one way to train.
+
+    Args:
+        name: the way.
+        setting: its best setting.
+        samples_per_second: samples per second of all devices.
+        samples: samples to the target, relative to DDP's.
+        time: time to the target, relative to DDP's, with an interval of probability 0.8.
+        per_node: whether each node has a server, and not rank 0 alone.
+    """
+
+    name: str
+    setting: Setting
+    samples_per_second: float
+    samples: float
+    time: Estimate
+    per_node: bool = False
+
+    @property
+    def cells(self) -> dict[str, str]:
+        return {
+            "": self.name,
+            "setting": described(self.setting) + ", a server on each node" * self.per_node,
+            "samples/s": f"{self.samples_per_second:.4g}",
+            "samples": f"{self.samples:.2f}×",
+            "time": f"{self.time.value:.2f}×",
+            "80 % interval": f"{self.time.low:.2f} to {self.time.high:.2f}",
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        time = {"value": self.time.value, "low": self.time.low, "high": self.time.high}
+        plain = self.setting.to_dict()
+        numbers = {"samples_per_second": self.samples_per_second, "samples": self.samples, "time": time}
+        return {"name": self.name, "setting": plain, "per_node": self.per_node, **numbers}
+
+
+@dataclass(frozen=True)
+class _Predictions:
+    """The predictions for the ways to train with a package.
+
+    Args:
+        described: the evidence from the description.
+        assumed: the evidence with each of `_ASSUMPTIONS`.
+    """
+
+    described: PlannedEvidence
+    assumed: tuple[PlannedEvidence, ...]
+
+    @classmethod
+    def of(
+        cls,
+        machines: DescribedMachines,
+        profiles: Iterable[Profile],
+        ways: _Ways,
+        momentum: float,
+        is_adaptive: bool,
+    ) -> _Predictions:
+        """Return the predictions for a description's profile, and for those with other assumptions."""
+        ranks = len(machines.speeds)
+        start, batch = Setting(1, momentum, 1.0, all_reduce="fp32"), ranks * machines.batch_size
+        groups = tuple(sorted({*group_counts(ranks), machines.sites})) if ways.methods else (1,)
+        space = Space(
+            groups, rebalance=ways.rebalance, method=ways.methods, compression=ways.wires, all_reduce=ways.all_reduces
+        )
+        spec = SearchSpec(start, batch, _LONG * batch, space, Scaling(is_adaptive))
+        described, *assumed = (_KnownEvidence(spec, each) for each in profiles)
+        return cls(described, tuple(assumed))
+
+    @property
+    def ddp(self) -> Setting:
+        return self.described.spec.start
+
+    def row(self, name: str, setting: Setting, per_node: int = False) -> ComparedRow:
+        """Return the prediction for a setting, whose interval covers those with other assumptions."""
+        known, theory = self.described, self.described.forecast().theory
+        speeds = [each.speed_up(setting, self.ddp) for each in (known, *self.assumed)]
+        time = replace(
+            speeds[0],
+            value=1 / speeds[0].value,
+            low=1 / max(each.high for each in speeds),
+            high=1 / min(each.low for each in speeds),
+        )
+        samples = math.exp(theory(setting) - theory(self.ddp))
+        return ComparedRow(name, setting, known.throughput(setting), samples, time, bool(per_node))
+
+
+@dataclass(frozen=True)
+class MachineComparison:
+    """The rows that matter: DDP, the best of this package, the best peer.
+
+    Args:
+        title: the machines, in words.
+        rows: DDP, this package, the best peer.
+        pays: whether this package is faster than DDP by enough for a change.
+    """
+
+    title: str
+    rows: tuple[ComparedRow, ComparedRow, ComparedRow]
+    pays: bool
+
+    @classmethod
+    def of(cls, machines: DescribedMachines, momentum: float, is_adaptive: bool) -> MachineComparison:
+        """Compare on the machines that a user describes."""
+        profiles = [each.profile() for each in (machines, *(replace(machines, **other) for other in _ASSUMPTIONS))]
+        # An all-reduce sends as many bytes over each link as exchanges with a server at each node.
+        nodes = machines.sites if machines.sites > 1 else len(machines.speeds)
+        direct = [each.scaled(servers=nodes, per_node=True) for each in profiles]
+        ways = [profiles] if machines.sites > 1 else [profiles, direct]  # per-node servers are not per site
+        ours = [_Predictions.of(machines, each, _OURS, momentum, is_adaptive) for each in ways]
+        ddp = ours[0].ddp
+        found = [best_enumerated(each.described) for each in ours]
+        pays = any(best != ddp for best in found)
+        peers = [
+            known.row(name, best_by_forecast(known.described))
+            for name, ways in _PEERS.items()
+            for known in [_Predictions.of(machines, direct, ways, momentum, is_adaptive)]
+        ]
+        peer = min((each for each in peers if each.setting != ddp), key=lambda each: each.time.value, default=peers[0])
+        mine = min(
+            (
+                each.row("lightning-omni", best if pays else best_by_forecast(each.described), per_node)
+                for per_node, (each, best) in enumerate(zip(ours, found, strict=True))
+            ),
+            key=lambda row: row.time.value * (_FASTER if row.per_node else 1),
+        )
+        slowest, fastest = min(machines.speeds), max(machines.speeds)
+        kind = "equal devices" if slowest == fastest else f"devices of speeds {slowest:g} to {fastest:g}"
+        where = f" at {machines.sites} sites" if machines.sites > 1 else ""
+        title = f"{len(machines.speeds)} {kind}{where}; time to the same target, DDP: 1"
+        return cls(title, (ours[0].row("DDP", ddp), mine, peer), pays)
+
+    @property
+    def best(self) -> int:
+        """Return the index of the row to use."""
+        return int(self.pays)
+
+    @property
+    def has_hook(self) -> bool:
+        """Return whether DDP with a hook of torch's is what pays."""
+        setting = self.rows[1].setting
+        return self.pays and setting.groups == 1 and not setting.rebalance
+
+    @property
+    def verdict(self) -> str:
+        """Return what to use, and why."""
+        ours = self.rows[1]
+        if not self.pays and ours.setting == self.rows[0].setting:
+            return "use DDP: no setting of lightning-omni is predicted to be faster"
+        if not self.pays:
+            return (
+                f"use DDP: lightning-omni at its best is predicted to take {ours.time.value:.2f} times as long, no gain"
+                " or too small a gain for its uncertainty"
+            )
+        gain = f"{_gain(ours.time)} faster than DDP to the same target"
+        if self.has_hook:
+            return f"use DDP with torch's bf16 hook: {gain}; groups gain no more"
+        return f"use lightning-omni: {gain}; {self._beside_peer}"
+
+    @property
+    def _beside_peer(self) -> str:
+        """Return how this package compares with the best peer, whose prediction is as uncertain."""
+        _, ours, peer = self.rows
+        text = f"{peer.name}: {_gain(peer.time)}"
+        if peer.time.low <= ours.time.value <= peer.time.high or ours.time.low <= peer.time.value <= ours.time.high:
+            return f"{text}, which is no certain difference"
+        return f"{text}, so consider it" if peer.time.value < ours.time.value else text
+
+    @property
+    def snippet(self) -> str:
+        """Return what to write."""
+        if not self.pays:
+            return 'Trainer(strategy="ddp", ...)'
+        if self.has_hook:
+            return "Trainer(strategy=DDPStrategy(ddp_comm_hook=default_hooks.bf16_compress_hook), ...)"
+        start, setting = self.rows[0].setting, self.rows[1].setting
+        text = f"Trainer(strategy={strategy_text(setting, self.rows[1].per_node)}, ...)"
+        if setting.groups == 1:
+            return text
+        factor = setting.lr / start.lr
+        return f"{text}  # momentum {setting.momentum:.2g}, {factor:.2g} times DDP's learning rate"
+
+    def to_dict(self) -> dict[str, Any]:
+        rows = [row.to_dict() for row in self.rows]
+        return {"rows": rows, "verdict": self.verdict, "write": self.snippet, "assumed": list(ASSUMED)}
+
+
+def _gain(time: Estimate) -> str:
+    return f"{1 / time.value:.2f} times ({1 / time.high:.2f} to {1 / time.low:.2f})"
+
+
+def described(setting: Setting) -> str:
+    """Return a setting in a few words, without momentum and learning rate."""
+    words = [counted(setting.groups, "group")]
+    if setting.groups > 1:
+        name, _, rest = setting.method.partition(":")
+        is_average = setting.method.startswith(_AVERAGE)
+        name = "local SGD" if is_average or name == "local_sgd" else name.replace("_", " ")
+        words.append(f"{'streamed ' * ('fragments' in rest)}{name}")
+        words += [f"every {setting.period} steps"] * (setting.period > 1)
+        words += [setting.wire] * (setting.wire not in ("", "fp32"))
+    words += ["proportional batches"] * setting.rebalance
+    return ", ".join(words + [f"all-reduce {setting.all_reduce}"] * (setting.all_reduce not in ("", "fp32")))
+
+
+def strategy_text(setting: Setting, per_node: bool = False) -> str:
+    """Return the strategy with a setting, as users write it."""
+    given = [f"groups={setting.groups}"]
+    if setting.groups > 1 and setting.method:
+        given.append(f'method="{text_of(with_period(method_named(setting.method), setting.period))}"')
+    if setting.rebalance:
+        given.append('rebalance="auto"')
+    push, _, pull = (setting.wire if setting.groups > 1 else "").partition("/")
+    formats = {"push": push, "pull": pull, "all_reduce": setting.all_reduce}
+    formats = {name: format_ for name, format_ in formats.items() if format_ not in ("", "fp32")}
+    if [*formats] == ["push"]:
+        given.append(f'compression="{push}"')
+    elif formats:
+        inside = ", ".join(f'{name}="{format_}"' for name, format_ in formats.items())
+        given.append(f"compression=Compression({inside})")
+    if per_node:
+        given.append('server="per-node"')
+    if setting.overlap:
+        given.append("overlap=True")
+    return f"OmniStrategy({', '.join(given)})"

@@ -1,1 +1,0 @@
-"""``lightning-omni compare``: a decision for machines that a user describes."""

@@ -1,1 +1,0 @@
-"""``lightning-omni device``: the fastest settings of this machine."""

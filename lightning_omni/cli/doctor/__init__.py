@@ -1,1 +1,0 @@
-"""``lightning-omni doctor``: checks of the connection to a server."""

@@ -1,0 +1,93 @@
+"""The options of ``lightning-omni plan`` about exchanges, and its table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from rich.console import Group
+from rich.table import Table
+
+from lightning_omni.checks import check_whole
+from lightning_omni.cli.console import table_of
+from lightning_omni.combinations import refuse_pairs
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.methods import method_named, text_of
+from lightning_omni.tuning.report.plan import Plan, PlanSource, Ways, title
+from lightning_omni.tuning.report.plan import rows as rows_of
+from lightning_omni.tuning.search.space import DEFAULT_ALL_REDUCES, DEFAULT_METHODS, DEFAULT_WIRES, compression_named
+from lightning_omni.wire.compression import EXACT, all_reduce_of
+
+_Read = TypeVar("_Read")
+
+
+def exchanges_of(
+    known: PlanSource, method: str | None, wire: str | None, period: int | None, all_reduce: str | None = None
+) -> Ways:
+    """Return the possible exchanges, from the file and the options that the user has passed.
+
+    Raises:
+        ConfigurationError: a name does not exist, or the options do not work together.
+    """
+    if period is not None:
+        _as_option(
+            "period", lambda: check_whole("period", period, "local steps between two exchanges, 1 or more", low=1)
+        )
+    spec = known.search.spec if known.search is not None else None
+    methods: tuple[str, ...] = DEFAULT_METHODS
+    wires: tuple[str, ...] = DEFAULT_WIRES
+    if spec is not None:
+        methods, wires = spec.space.method or (spec.start.method,), spec.space.compression or (spec.start.wire,)
+    if method is not None:
+        value = _as_option("method", lambda: method_named(method))
+        methods = (text_of(value, without=("period",)),)
+        if period is None and "period=" in method:
+            period = getattr(value, "period", None)
+    if wire is not None:
+        wires = (wire,)
+        _check_wire(wire, methods if method is not None else ())
+    all_reduces = DEFAULT_ALL_REDUCES if spec is None else spec.space.all_reduce
+    if all_reduce is not None:
+        all_reduces = _asked_all_reduce(all_reduce, known)
+    return Ways(methods, wires, () if period is None else (period,), all_reduces if known.profile.shapes else ())
+
+
+def _check_wire(wire: str, methods: Sequence[str]) -> None:
+    """Raise a `ConfigurationError` if the wire format does not exist, or not for one of these methods."""
+    formats = _as_option("compression", lambda: compression_named(wire).features)
+    for method in methods:
+        _as_option("compression", partial(refuse_pairs, method_named(method), formats))
+
+
+def _asked_all_reduce(all_reduce: str, known: PlanSource) -> tuple[str, ...]:
+    """Return the all-reduce formats beside the exact one, if the user requests this one."""
+    if _as_option("all-reduce", lambda: all_reduce_of(all_reduce)) == EXACT:
+        return ()
+    if not known.profile.shapes:
+        raise ConfigurationError(
+            f"--all-reduce {all_reduce}: how many bytes that is depends on the parameters' shapes, which the file does"
+            " not have; pass one that OmniTuner wrote, or leave it out"
+        )
+    return (all_reduce,)
+
+
+def _as_option(option: str, read: Callable[[], _Read]) -> _Read:
+    """Call ``read``, and name the option in its error."""
+    try:
+        return read()
+    except ConfigurationError as error:
+        _, equals, rest = str(error).partition("=")
+        raise ConfigurationError(f"--{option}{equals}{rest}") from error
+
+
+def tables(planned: Plan, samples: float | None) -> tuple[Table, Group]:
+    """Return the table of a plan, and the same in three parts for narrow terminals."""
+    rows, heading, left = rows_of(planned, samples), title(planned), ("batches", "exchange", "bottleneck")
+    best = planned.rows.index(planned.best)
+    first, *heads = (head for head in rows[0] if head != "exchange")
+    parts = [["exchange"], heads[:4], heads[4:]]
+    tall = [
+        table_of(rows, left, [first, *part], None if place else heading, bold=best) for place, part in enumerate(parts)
+    ]
+    return table_of(rows, left, (), heading, bold=best), Group(*tall)

@@ -1,1 +1,0 @@
-"""``lightning-omni plan``: predictions for other machines."""

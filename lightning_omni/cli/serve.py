@@ -1,0 +1,305 @@
+"""A standalone server that takes one run after the other (its start, its end), and its log."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import takewhile
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+from rich.console import Console
+
+from lightning_omni.cli.console import INTERRUPTED, log
+from lightning_omni.errors import quoted
+from lightning_omni.transport import registry
+from lightning_omni.transport.serving.http import StatusServer
+from lightning_omni.transport.serving.process import (
+    Lifeline,
+    ServerProcess,
+    ServerSettings,
+    can_supervise,
+    core_from,
+    load_plugins,
+    preload,
+    raise_limit_of_files,
+    supervise,
+)
+from lightning_omni.transport.serving.save_files import share_directory
+from lightning_omni.transport.serving.state_directory import StateDirectory
+from lightning_omni.transport.zeromq import ZeroMQ, server
+from lightning_omni.transport.zeromq.addresses import EVERYWHERE
+from lightning_omni.transport.zeromq.keys import is_open_to_others
+
+if TYPE_CHECKING:
+    from lightning_omni.server.core import ServerCore
+    from lightning_omni.server.status import RunEvent
+
+# --- Log --------------------------------------------------------------------------------------------------------------
+
+TIMES = "%Y-%m-%d %H:%M:%S"
+"""Format of times in the log."""
+EVERY = 0.25
+"""Seconds between two writes of new events."""
+
+
+class RunLog:
+    """A log of the runs of a server.
+
+    Args:
+        core: server, whose clock may have been still for a while.
+        console: output.
+    """
+
+    def __init__(self, core: ServerCore, console: Console) -> None:
+        self._core, self._console = core, console
+        self._last: RunEvent | None = None
+        self._due = 0.0
+
+    def write(self, at_once: bool = False) -> None:
+        """Write new events, if they are due or ``at_once`` is True."""
+        now = time.monotonic()
+        if now < self._due and not at_once:
+            return
+        self._due = now + EVERY
+        new = list(takewhile(lambda each: each is not self._last, reversed(self._core.run_events)))
+        for event in reversed(new):
+            self._last = event
+            log(self._console, line_of(event, self._core.now), highlight=False)
+
+
+def line_of(event: RunEvent, now: float) -> str:
+    """Return a line with local time and event; ``now`` is on the server's clock, as the event is."""
+    return stamped(quoted(event.text), now - event.at)
+
+
+def stamped(text: str, ago: float = 0.0) -> str:
+    """Return a line with the local time ``ago`` seconds ago."""
+    return f"{datetime.fromtimestamp(time.time() - ago).strftime(TIMES)} {text}"
+
+
+# --- Server -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a standalone server beyond those of every server.
+
+    Attributes:
+        here: number of servers on this machine that share the weights, this one included.
+        data_port: port of the data socket; 0 selects a free one.
+        encryption: encryption of ZeroMQ, unless ``settings.transports`` names a transport of the user's.
+        once: whether to end after the first run.
+        http: port of the status pages; None if there are none.
+        http_host: address of the status pages.
+        key_file: file of the key, to be shown; None for the environment.
+    """
+
+    here: int
+    data_port: int
+    encryption: str
+    once: bool
+    http: int | None
+    http_host: str
+    key_file: Path | None
+
+
+class StopSignals:
+    """The signals SIGINT and SIGTERM that were received."""
+
+    def __init__(self) -> None:
+        self._numbers: list[int] = []
+        self._on_stop: list[Callable[[], None]] = []
+
+    def listen(self, on_stop: Callable[[], None] | None = None) -> None:
+        """Handle the signals from now on.
+
+        Args:
+            on_stop: function to call on a signal, and at once if one was received before.
+        """
+        if on_stop is not None:
+            self._on_stop.append(on_stop)
+            if self._numbers:
+                on_stop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._numbers.append(number)
+        for on_stop in self._on_stop:
+            on_stop()
+
+    def __bool__(self) -> bool:
+        return bool(self._numbers)
+
+    def exit_code(self, code: int) -> int:
+        """Return the exit code of the process: ``code`` unless it was interrupted."""
+        return INTERRUPTED if code == 0 and signal.SIGINT in self._numbers else code
+
+
+def stand(settings: ServerSettings, options: Options, console: Console) -> int:
+    """Serve until the server is stopped; a server that saves its state is forked, and again after its death.
+
+    Returns:
+        The exit code of this process.
+    """
+    logging.basicConfig(format="%(asctime)s %(message)s", datefmt=TIMES, level=logging.WARNING)
+    signals = StopSignals()
+    supervises = bool(settings.state) and can_supervise()
+    if supervises:
+        signals.listen()
+    preload()  # before ranks join, because they give up a server that is silent for long
+    lifeline = None
+    if supervises:
+        outcome = supervise(lambda: bool(signals), lambda text: log(console, stamped(text)))
+        if isinstance(outcome, int):  # in the process that supervises
+            return signals.exit_code(outcome)
+        lifeline = outcome
+    return signals.exit_code(StandaloneServer(settings, options, console, signals, lifeline).run())
+
+
+class StandaloneServer:
+    """A server with its status pages, log, saved state, and servers of other shares.
+
+    Args:
+        settings: settings of the server, also for the servers of other shares on this machine.
+        options: further options.
+        console: output of the log.
+        signals: signals that end the server.
+        lifeline: connection to the process that has forked this one, if any.
+    """
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        options: Options,
+        console: Console,
+        signals: StopSignals,
+        lifeline: Lifeline | None,
+    ) -> None:
+        self._options, self._console, self._signals, self._lifeline = options, console, signals, lifeline
+        torch.set_num_threads(settings.threads)
+        custom = load_plugins(settings)
+        self._core = core_from(settings)
+        self._core.on_run_over = self._run_over
+        self._states = None
+        if settings.state:
+            self._states = StateDirectory(settings.state, settings.save_every, servers=settings.servers)
+        raise_limit_of_files()
+        self._transport: Any = custom[0]() if custom else ZeroMQ(encryption=options.encryption)
+        self._web = StatusServer(options.http_host, options.http) if options.http is not None else None
+        try:
+            self._continued = self._states.restore(self._core) if self._states is not None else ""
+            self._server = self._listen(settings)
+        except BaseException:
+            self._close_web()
+            raise
+        self._log = None if settings.number else RunLog(self._core, console)  # server 0 logs the events
+        self._others = [self._start_share(settings, number) for number in range(1, options.here)]
+        self._stopped = threading.Event()
+        signals.listen(self._stopped.set)
+
+    def _listen(self, settings: ServerSettings) -> Any:
+        """Return the driver of the state machine, bound to its ports."""
+        ports = settings.host, settings.port, self._options.data_port
+        if coordinator := settings.coordinator:
+            log(self._console, f"waiting for the server at {coordinator}, up to {server.CONNECT_TIME:.0f} s")
+            return self._transport.follow(self._core, coordinator, *ports)
+        return self._transport.serve(self._core, *ports)
+
+    def _start_share(self, settings: ServerSettings, number: int) -> ServerProcess:
+        """Start another server on this machine, which this one coordinates."""
+        state, restored = "", 0
+        if self._states is not None:
+            state, restored = str(share_directory(settings.state, number)), self._states.restored
+        return ServerProcess(
+            msgspec.structs.replace(
+                settings,
+                port=0,
+                record="",
+                transport=registry.to_wire(self._transport),
+                number=number,
+                coordinator=self._server.address.replace(f"//{EVERYWHERE}:", "//127.0.0.1:"),
+                state=state,
+                restore=restored,
+            )
+        )
+
+    # --- Run ---------------------------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Serve until a signal, an error, or the end of the first run if ``once`` is set, and return the exit code."""
+        self._announce()
+        try:
+            self._server.run(until=self._is_over)
+        finally:
+            self._close()
+        if self._core.lost_server:
+            log(self._console, self._core.lost_server, style="red")
+            return 1
+        log(self._console, "parameter server stopped")
+        return 0
+
+    def _announce(self) -> None:
+        options = self._options
+        where = options.key_file or "the environment"
+        log(self._console, f"parameter server on {self._server.address}, key from {where}")
+        if options.key_file is not None and is_open_to_others(options.key_file):
+            warning = "other users of this machine can read or write the key file: chmod 600"
+            log(self._console, f"{warning} {options.key_file}", style="yellow")
+        if self._web is not None:
+            log(self._console, f"status on {self._web.url}")
+        if self._continued:
+            log(self._console, self._continued)
+
+    def _is_over(self) -> bool:
+        """Do periodic work between messages, and return whether to stop."""
+        if self._states is not None:
+            self._states.poll(self._core)
+        if self._log is not None:
+            self._log.write()
+        if self._web is not None:
+            self._web.poll(self._core)
+        for number, process in enumerate(self._others, 1):
+            if how := process.how_ended():
+                self._core.server_ended(number, how)
+        if self._core.lost_server or (self._lifeline is not None and self._lifeline.is_over):
+            self._stopped.set()
+        if self._core.is_over:
+            self._run_over()
+            self._core.reset()
+        return self._stopped.is_set()
+
+    def _run_over(self) -> None:
+        """Log the end of a run, and discard its saved state."""
+        outcome = ""
+        if self._log is not None:  # servers of other shares do not count lost ranks
+            self._log.write(at_once=True)
+            outcome = f": {self._core.clock} updates, ranks lost: {len(self._core.roster.lost)}"
+        log(self._console, f"a run is over{outcome}")
+        if self._options.once:
+            self._stopped.set()
+        if self._states is not None:
+            self._states.discard(self._core)
+
+    # --- End ---------------------------------------------------------------------------------------------------------
+
+    def _close(self) -> None:
+        for process in self._others:  # they end with this one
+            process.stop()
+        if self._states is not None:
+            self._states.close(self._core if not self._core.lost_server else None)
+        self._server.close()
+        self._close_web()
+
+    def _close_web(self) -> None:
+        if self._web is not None:
+            self._web.close()

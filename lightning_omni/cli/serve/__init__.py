@@ -1,1 +1,0 @@
-"""``lightning-omni serve``: a standalone parameter server."""

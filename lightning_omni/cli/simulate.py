@@ -1,0 +1,380 @@
+"""The runs of ``simulate``: their methods, learning rates, and output."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.table import Column, Table
+from rich.text import Text
+
+from lightning_omni import simulator
+from lightning_omni.cli.console import (
+    INTERRUPTED,
+    check_file,
+    make_folder,
+    print_line,
+    print_sentence,
+    progress_bar,
+    show,
+    table_of,
+)
+from lightning_omni.cli.simulate_settings import SimulationSettings
+from lightning_omni.cli.simulate_task import Task
+from lightning_omni.combinations import refuse_pairs
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.methods import AsyncSGD, Method, method_named
+from lightning_omni.palette import check_can_draw
+from lightning_omni.simulator import StopSimulation
+from lightning_omni.topology import Topology
+from lightning_omni.trace import Trace, plot_comparison
+
+# --- The learning rate that suits a method ----------------------------------------------------------------------------
+
+# The search applies successive halving to a grid around the workload's own rate: a tenth of the run separates rates
+# that differ by a factor of four, a third of it those that differ by two. The caller runs the winner in full.
+
+COARSE, FINE = 4.0, 2.0
+"""Factors between neighbours of the two grids."""
+FIRST, SECOND = 0.1, 1 / 3
+"""Fractions of a run that the two rounds take."""
+_REACH = 2
+"""Steps of the coarse grid to either side, and largest number of further steps while the best is at an end."""
+_EQUAL = 0.05
+"""Largest relative difference of results that count as equal."""
+
+Try = Callable[[float, float], Trace]
+"""Function from a learning rate and a fraction of the run to the trace of that part."""
+
+
+def best_rate(own: float, attempt: Try, target: tuple[str, float] | None) -> tuple[float, list[float]]:
+    """Return the rate with which short runs progress furthest, and all rates tried.
+
+    Args:
+        own: the workload's rate, in the middle of the grid.
+        attempt: function that makes a short run.
+        target: name and value of the metric that ends a run, or None.
+    """
+    first = {
+        factor: merit(attempt(own * factor, FIRST), target)
+        for factor in (COARSE**power for power in range(-_REACH, _REACH + 1))
+    }
+    for _ in range(_REACH):
+        best = _smallest_of_the_best(first)
+        if best not in (min(first), max(first)):
+            break
+        beyond = best * COARSE if best == max(first) else best / COARSE
+        first[beyond] = merit(attempt(own * beyond, FIRST), target)
+    best = _smallest_of_the_best(first)
+    second = {factor: merit(attempt(own * factor, SECOND), target) for factor in (best / FINE, best, best * FINE)}
+    tried = sorted({*first, *second})
+    return own * _smallest_of_the_best(second), [own * factor for factor in tried]
+
+
+def _smallest_of_the_best(merits: dict[float, tuple[float, float]]) -> float:
+    """Return the smallest of equally good rates, because a rate that is nearly too large suffers in longer runs."""
+    seconds, loss = min(merits.values())
+    if math.isfinite(seconds):
+        return min(factor for factor, each in merits.items() if each[0] <= (1 + _EQUAL) * seconds)
+    return min(factor for factor, each in merits.items() if each[1] <= loss + _EQUAL * abs(loss))
+
+
+def merit(trace: Trace, target: tuple[str, float] | None) -> tuple[float, float]:
+    """Return the quality of a run, less is better: seconds to the target, then the loss in the last third."""
+    reached = trace.time_to(*target) if target is not None else math.nan
+    losses = trace.evaluated.get("loss", trace.rows["loss"])
+    last = float(np.mean(losses[-max(1, len(losses) // 3) :])) if len(losses) else math.nan
+    return (math.inf if math.isnan(reached) else reached, math.inf if math.isnan(last) else last)
+
+
+# --- Runs -------------------------------------------------------------------------------------------------------------
+
+_PICTURES = (".png", ".svg", ".pdf")
+
+OnProgress = Callable[[float, str], None]
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """A method with its groups.
+
+    Args:
+        name: name as the user wrote it.
+        method: the method.
+        topology: ranks of each group.
+    """
+
+    name: str
+    method: Method
+    topology: Topology
+
+    @classmethod
+    def of(cls, name: str, devices: int, groups: int | None) -> Entrant:
+        """Parse the name of a method.
+
+        Args:
+            name: name, as in ``"softsync:n=2@8"``.
+            devices: number of devices.
+            groups: number of groups, unless the name has one; None for as many as devices.
+
+        Raises:
+            ConfigurationError: the method does not exist, or does not support the number of groups.
+        """
+        text, _, own = name.partition("@")
+        if own and not own.isdecimal():
+            raise ConfigurationError(f"{name}: after @ stands the number of groups, as in {text}@4")
+        method = method_named(text)
+        try:
+            topology = Topology.even(devices, int(own) if own else devices if groups is None else groups)
+            method.check(len(topology.alive))
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{name}: {error}") from error
+        return cls(name, method, topology)
+
+    @property
+    def waits(self) -> bool:
+        """Return whether the method has exchanges and waits for them, even if overlap is requested."""
+        return len(self.topology.alive) > 1 and not isinstance(self.method, AsyncSGD)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run.
+
+    Args:
+        entrant: method with its groups.
+        trace: trace of the run.
+        lr: learning rate; None if the optimizer has none.
+        real_seconds: duration in real time.
+        tried: learning rates from which ``lr`` was chosen.
+    """
+
+    entrant: Entrant
+    trace: Trace
+    lr: float | None
+    real_seconds: float
+    tried: tuple[float, ...] = ()
+
+
+def run(names: Sequence[str], settings: SimulationSettings, together: bool = False) -> int:
+    """Run a whole command, and return the exit code.
+
+    ``together`` compares the methods: one picture, and a learning rate for each unless the settings name one.
+    """
+    if settings.picture:
+        check_can_draw(remedy=", or pass --no-picture")
+    task = Task.of(settings)
+    entrants = [Entrant.of(name, len(task.cluster.devices), settings.groups) for name in names]
+    if settings.overlap and not (together and any(not entrant.waits for entrant in entrants)):
+        refuse_pairs(entrants[0].method, {"overlap": "--overlap"})
+    files = _Files(settings.out, "comparison" if together else _file_name(names[0]), together)
+    files.check([entrant.name for entrant in entrants], settings.picture)
+    torch.set_num_threads(settings.threads)
+    runs, code = _runs(entrants, task, finds_rates=together and not task.rates)
+    try:
+        _report(runs, task, together)
+    finally:  # a full or closed standard output must not lose the traces
+        for each in runs:
+            each.trace.save(files.trace(each.entrant.name))
+    if settings.picture and together:
+        traces = {each.entrant.name: each.trace for each in runs}
+        plot_comparison(traces, files.picture, _title(task, settings), task.target)
+    elif settings.picture:
+        runs[0].trace.plot(files.picture, _title(task, settings))
+    if settings.picture:
+        print_line(f"picture: {files.picture}")
+    for each in runs:
+        print_line(f"trace: {files.trace(each.entrant.name)}")
+    return code
+
+
+def _runs(entrants: Sequence[Entrant], task: Task, finds_rates: bool) -> tuple[list[Run], int]:
+    """Run one method after the other until Ctrl-C, and return the runs and the exit code."""
+    runs: list[Run] = []
+    with progress_bar() as shown:
+        try:
+            for place, entrant in enumerate(entrants):
+
+                def show_progress(done: float, text: str, place: int = place, name: str = entrant.name) -> None:
+                    shown((place + done) / len(entrants), f"{name}: {text}")
+
+                runs.append(_run_method(entrant, task, finds_rates, show_progress))
+                if runs[-1].trace.ended == "interrupted":
+                    return runs, INTERRUPTED
+        except KeyboardInterrupt:
+            if not runs:
+                raise
+            return runs, INTERRUPTED
+    return runs, 0
+
+
+def _run_method(entrant: Entrant, task: Task, finds_rates: bool, progress: OnProgress) -> Run:
+    """Run a method with the rate that suits it, or with the best of the user's rates."""
+    own = task.own_rate
+    if finds_rates and own is not None:
+        began = time.perf_counter()
+        lr, tried = best_rate(own, lambda rate, part: _run_part(entrant, rate, part, task, progress), task.target)
+        found = _run_whole(entrant, lr, task, progress)
+        return replace(found, tried=tuple(tried), real_seconds=time.perf_counter() - began)
+    runs: list[Run] = []
+    for rate in task.rates or (None,):
+        runs.append(_run_whole(entrant, rate, task, progress))
+        if runs[-1].trace.ended == "interrupted":
+            break
+    return replace(min(runs, key=lambda each: merit(each.trace, task.target)), tried=task.rates)
+
+
+def _run_whole(entrant: Entrant, rate: float | None, task: Task, progress: OnProgress) -> Run:
+    lr = task.own_rate if rate is None else rate
+    began = time.perf_counter()
+    trace = _simulated(entrant, rate, task, lambda done, text: progress(done, f"{_at(lr)}{text}"))
+    progress(1.0, "done")
+    return Run(
+        entrant, replace(trace, meta={**trace.meta, "name": entrant.name, "lr": lr}), lr, time.perf_counter() - began
+    )
+
+
+def _run_part(entrant: Entrant, rate: float, part: float, task: Task, progress: OnProgress) -> Trace:
+
+    def until(done: float, text: str) -> None:
+        progress(0.0, f"{_at(rate)}for {part:.0%} of the run")
+        if done >= part:
+            raise StopSimulation
+
+    trace = _simulated(entrant, rate, task, until)
+    if trace.ended == "interrupted":
+        raise KeyboardInterrupt  # an interrupted run must not be compared with others
+    return trace
+
+
+def _simulated(entrant: Entrant, rate: float | None, task: Task, progress: OnProgress) -> Trace:
+    return simulator.simulate(
+        entrant.method,
+        entrant.topology,
+        task.cluster,
+        replace(task.workload, optimizer=task.optimizer(rate)),
+        progress=progress,
+        **{**task.options, "overlap": task.options["overlap"] and isinstance(entrant.method, AsyncSGD)},
+    )
+
+
+def _at(rate: float | None) -> str:
+    return "" if rate is None else f"lr {rate:.3g}, "
+
+
+# --- Results ---------------------------------------------------------------------------------------------------------
+
+
+class _Files:
+    """The files for results.
+
+    Args:
+        out: folder, or the picture's file.
+        stem: name of the picture in a folder, without suffix.
+        together: whether several traces belong to one picture.
+    """
+
+    def __init__(self, out: Path, stem: str, together: bool) -> None:
+        names_picture = out.suffix.lower() in _PICTURES
+        self.picture = out if names_picture else out / f"{stem}.png"
+        self._prefix = f"{out.stem}-" if names_picture else ""
+        self._together = together
+
+    def check(self, names: Sequence[str], draws: bool) -> None:
+        """Create the folder, and raise an error if a file cannot be written, before any computation."""
+        make_folder("--out", self.picture.parent)
+        for path in (*([self.picture] if draws else []), *map(self.trace, names)):
+            check_file("--out", path)
+
+    def trace(self, name: str) -> Path:
+        if not self._together:
+            return self.picture.with_name(f"{self.picture.stem}.npz")
+        return self.picture.with_name(f"{self._prefix}{_file_name(name)}.npz")
+
+
+def _file_name(method: str) -> str:
+    return re.sub(r"[^\w.=@]+", "-", method)
+
+
+def _title(task: Task, settings: SimulationSettings) -> str:
+    words = task.cluster.words
+    return f"{words}; {settings.workload.rpartition('/')[2]}, batches of {settings.batch_size} a device"
+
+
+def _report(runs: Sequence[Run], task: Task, together: bool) -> None:
+    rows = [_row(each, task.target) for each in runs]
+    show(table_of(rows, left=("method", "ended")), _tall_table(rows))
+    if together:
+        print_sentence(_of_rates(runs, task))
+        if waiting := [each.entrant.name for each in runs if task.options["overlap"] and each.entrant.waits]:
+            without = ", ".join(waiting)
+            print_sentence(f"--overlap is for async_sgd: {without} ran without")
+
+
+def _of_rates(runs: Sequence[Run], task: Task) -> str:
+    """Return a sentence about the choice of learning rates, and the methods that it favours."""
+    momentum = task.workload.optimizer(task.workload.model.parameters()).param_groups[0].get("momentum")
+    shared = task.momentum or momentum
+    rest = f"; all have momentum {shared:g}, which suits fewer groups better than many" if shared else ""
+    if len(task.rates) == 1:
+        return (
+            f"all methods share the learning rate {task.rates[0]:g}, which flatters those that it happens to suit;"
+            f" leave --lr out, and each gets its own best{rest}"
+        )
+    if task.rates:
+        return f"each method is shown with the best of {_listed(task.rates)}, whole runs of each{rest}"
+    tried = sorted({rate for each in runs for rate in each.tried})
+    if not tried:
+        return f"the workload's optimizer has no learning rate to vary: all methods share what it has{rest}"
+    return (
+        f"each method has its own best learning rate of {_listed([tried[0], tried[-1]], ' to ')}, found by runs of"
+        f" {FIRST:.0%} and {SECOND:.0%} of the length{rest}"
+    )
+
+
+def _listed(rates: Sequence[float], between: str = ", ") -> str:
+    return between.join(f"{rate:.3g}" for rate in rates)
+
+
+def _tall_table(rows: Sequence[Mapping[str, str]]) -> Table:
+    """Return a table with one column for each run, for narrow terminals."""
+    first, *heads = dict.fromkeys(head for row in rows for head in row)
+    columns = [Column(Text(row[first]), justify="right", overflow="fold") for row in rows]
+    table = Table(Column(first, no_wrap=True), *columns)
+    for head in heads:
+        table.add_row(head, *(Text(row.get(head, "-")) for row in rows))
+    return table
+
+
+def _row(run: Run, target: tuple[str, float] | None) -> Mapping[str, str]:
+    trace = run.trace
+    known = ("time", "update", "samples")
+    finals = {name: _number(column[-1]) for name, column in trace.evaluated.items() if name not in known}
+    reached = {}
+    if target is not None:
+        name, value = target
+        reached = {f"s to {name} {value:g}": _number(trace.time_to(name, value))}
+    return {
+        "method": run.entrant.name,
+        "groups": str(len(run.entrant.topology.alive)),
+        **({"lr": _number(run.lr)} if run.lr is not None else {}),
+        "updates": str(trace.updates),
+        "virtual s": _number(trace.seconds),
+        "s/update": _number(trace.seconds_per_update),
+        "staleness": _number(trace.mean_staleness),
+        **finals,
+        **reached,
+        "ended": trace.ended.removeprefix("max_"),
+        "real s": f"{run.real_seconds:.1f}",
+    }
+
+
+def _number(value: float) -> str:
+    """Format a number with four digits, or NaN as a dash."""
+    return "-" if math.isnan(value) else f"{value:.4g}"

@@ -1,1 +1,0 @@
-"""``lightning-omni simulate``: runs in virtual time."""

@@ -1,1 +1,0 @@
-"""``lightning-omni top``: a live view of a server's run."""

@@ -1,0 +1,272 @@
+"""A group's batches: drawn by leases, trained, and divided among the members."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.messages.data import Batch
+
+# --- The samples of each member ---------------------------------------------------------------------------------------
+
+
+def apportion(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
+    """Split samples into whole numbers for the members of a group, so that the slowest ends as early as possible.
+
+    The parts are proportional to the speeds, up to rounding. Each member gets at least two samples if there are enough,
+    or one: BatchNorm fails with a single sample, which has no variance.
+
+    Args:
+        total: samples to split.
+        speeds: speed of each member, in samples per second or any other unit. Earlier results are valid speeds, too,
+            and give the same proportions again.
+
+    Returns:
+        Each member's samples, whose sum is ``total``.
+
+    Raises:
+        ValueError: the group has no member, or a speed is not a positive number.
+
+    Example:
+        >>> apportion(64, [1.0, 2.0, 4.0])
+        (9, 18, 37)
+    """
+    if total < 0 or not speeds or not all(0 < speed < inf for speed in speeds):
+        raise ValueError(f"cannot split {total} samples by the speeds {tuple(speeds)}")
+    least, whole = min(2, total // len(speeds)), sum(speeds)
+    parts = [max(least, int(total * speed / whole)) for speed in speeds]
+    members = range(len(parts))
+    # Rounding down leaves a few samples; a minimum above the part takes a few too many.
+    while sum(parts) < total:
+        parts[min(members, key=lambda member: (parts[member] + 1) / speeds[member])] += 1
+    while sum(parts) > total:
+        spare = (member for member in members if parts[member] > least)
+        parts[max(spare, key=lambda member: parts[member] / speeds[member])] -= 1
+    return tuple(parts)
+
+
+def positions(batch: Batch, member: int, members: int, shares: Sequence[int] = (), in_pairs: bool = False) -> range:
+    """Return one member's positions of a group batch: every ``members``-th one, as in DistributedSampler.
+
+    With one group they are exactly those of DistributedSampler and BatchSampler for that rank. A batch with fewer
+    positions than members uses some of them twice, because every member of a group needs at least one sample.
+
+    Args:
+        batch: the group's batch.
+        member: index in the group, from 0.
+        members: size of the group.
+        shares: each member's samples of a whole batch, if they differ: each member then gets a contiguous range, and of
+            a shorter batch a proportional part.
+        in_pairs: whether members get two positions of a batch with fewer than two for each member, some of them twice:
+            with a single one BatchNorm cannot train.
+
+    Example:
+        >>> list(positions(Batch(10, 16, 0), member=1, members=2))
+        [11, 13, 15]
+        >>> list(positions(Batch(10, 16, 0), member=1, members=2, shares=(2, 4)))
+        [12, 13, 14, 15]
+        >>> [list(positions(Batch(10, 13, 0), member, members=2, in_pairs=True)) for member in (0, 1)]
+        [[10, 11], [10, 12]]
+    """
+    size = batch.stop - batch.start
+    if in_pairs and _is_short(size, members):
+        low, high = sorted((2 * member % size, (2 * member + 1) % size))
+        return range(batch.start + low, batch.start + high + 1, high - low)
+    if shares and size >= members:
+        parts = apportion(size, shares)
+        first = batch.start + sum(parts[:member])
+        return range(first, first + parts[member])
+    first = batch.start + member
+    if first >= batch.stop:
+        first = batch.start + member % size
+        return range(first, first + 1)
+    return range(first, batch.stop, members)
+
+
+def weight(batch: Batch, member: int, members: int, shares: Sequence[int] = (), in_pairs: bool = False) -> float:
+    """Return the factor for a member's mean gradient that makes DDP's mean over members the mean over the batch.
+
+    It is ``members * own samples / all samples``, and less for a sample that several members hold.
+
+    Args:
+        batch: the group's batch.
+        member: index in the group, from 0.
+        members: size of the group.
+        shares: as in `positions`. If empty, the result is 1.0 for any batch: members count equally, as under DDP.
+        in_pairs: as in `positions`.
+
+    Example:
+        >>> [weight(Batch(0, 6, 0), member, 2, shares=(2, 4)) for member in (0, 1)]
+        [0.6666666666666666, 1.3333333333333333]
+    """
+    size = batch.stop - batch.start
+    if not shares or (in_pairs and _is_short(size, members)):
+        return 1.0
+    if size >= members:
+        return members * apportion(size, shares)[member] / size
+    holders = len(range(member % size, members, size))
+    return members / (size * holders)
+
+
+def _is_short(size: int, members: int) -> bool:
+    """Return whether a batch has at least two positions, but fewer than two for each member."""
+    return 1 < size < 2 * members
+
+
+# --- Leases -----------------------------------------------------------------------------------------------------------
+
+# It is the counterpart of `lightning_omni.server.epochs.lease_book`. Members of a group draw by batch number and get
+# the same batches, so they agree without communication.
+
+
+class LeaseClient:
+    """One member's view of an epoch's batches: those of its group, and its own part of each.
+
+    Args:
+        member: index in the group.
+        members: size of the group.
+        generation: the server's number of this forming of groups.
+        shares: each member's samples of a whole batch, if they differ; see `set_batch_shares`.
+
+    Attributes:
+        epoch: number of the epoch.
+        trained: batches of this epoch that the group has begun to train, since groups were last formed.
+        interval: number of the group's validation interval.
+        handed: batches passed to the data loader.
+        in_pairs: whether members get at least two samples of a batch; see
+            `lightning_omni.group.leased_batches.positions`.
+
+    Example:
+        >>> client = LeaseClient(member=1, members=2, generation=1)
+        >>> client.restart(epoch=0)
+        >>> client.draw(0).number
+        0
+        >>> client.record_drawn([Batch(0, 8, interval=0)])
+        >>> client.begin_batch()
+        >>> client.indices(0), client.place
+        (range(1, 8, 2), (0, 1))
+    """
+
+    def __init__(self, member: int = 0, members: int = 1, generation: int = 0, shares: Sequence[int] = ()) -> None:
+        self.epoch = -1
+        self.in_pairs = False
+        self.trained = self.interval = self.handed = 0
+        self._batches: list[Batch] = []
+        self._shares = [(0, tuple(shares))]  # from a batch number on, ascending; never empty
+        self.join(member, members, generation, shares)
+
+    def join(self, member: int, members: int, generation: int, shares: Sequence[int] = ()) -> None:
+        """Set another index or another group; drawn and untrained batches are dropped."""
+        self._member, self._members, self._formed = member, members, generation
+        self._shares = [(0, tuple(shares))]
+        self.restart(self.epoch)
+
+    def restart(self, epoch: int) -> None:
+        """Begin an epoch, or continue it with the server's remaining batches; none of them is drawn here."""
+        self.epoch = epoch
+        self._batches = []
+        self.handed = self.trained = self.interval = 0
+        self._shares = [(0, self.shares)]
+
+    # --- Messages -----------------------------------------------------------------------------------------------------
+
+    def draw(self, number: int, trained: int | None = None) -> m.DrawBatches:
+        """Return the request for the group's batches from a number on.
+
+        Args:
+            number: number of the first batch that is not drawn yet.
+            trained: completely trained batches; by default all that were begun.
+        """
+        done = self.trained if trained is None else trained
+        return m.DrawBatches(epoch=self.epoch, generation=self._formed, number=number, trained=done)
+
+    def record_drawn(self, batches: Sequence[Batch]) -> None:
+        """Add the answer to `draw`, which is empty if the pool is empty now."""
+        self._batches += batches
+
+    def ask_next(self) -> m.AskNext:
+        """Return the question for the next step, once all batches that could be drawn are trained."""
+        return m.AskNext(epoch=self.epoch, generation=self._formed, trained=self.trained, interval=self.interval)
+
+    def apply_next(self, decision: str, coming: Batch | None = None) -> None:
+        """Apply the answer to `ask_next`, and the next batch, if any.
+
+        After ``"validate"`` the group is in the next interval; after ``"more"`` it is in that of its next batch.
+        """
+        if decision == "validate":
+            self.interval += 1
+        elif decision == "more" and coming is not None:
+            self.interval = max(self.interval, coming.interval)
+
+    def leave_epoch(self, stop: str) -> m.LeaveEpoch:
+        """Return the message that the group leaves the epoch early; see `lightning_omni.wire.messages.LeaveEpoch`."""
+        return m.LeaveEpoch(epoch=self.epoch, generation=self._formed, trained=self.trained, stop=stop)
+
+    # --- Batches ------------------------------------------------------------------------------------------------------
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Return the epoch, -1 if none is leased, and the number of its batches trained, with the current one."""
+        return self.epoch, self.trained
+
+    @property
+    def drawn(self) -> int:
+        return len(self._batches)
+
+    def begin_batch(self) -> None:
+        self.trained += 1
+
+    @property
+    def current(self) -> Batch | None:
+        """Return the group's batch that is being trained."""
+        return self._batches[self.trained - 1] if 0 < self.trained <= len(self._batches) else None
+
+    @property
+    def position(self) -> int:
+        """Return the end of the last trained batch in the epoch's permutation: about the progress of all groups.
+
+        It is the same for all members of a group, without a request to the server.
+        """
+        return self.current.stop if self.current is not None else 0
+
+    def indices(self, number: int) -> range:
+        """Return this member's positions of a batch, by the batch's number among the drawn ones."""
+        return positions(self._batches[number], self._member, self._members, self._shares_of(number), self.in_pairs)
+
+    @property
+    def samples(self) -> int:
+        """Return this member's number of samples in the batch that is being trained."""
+        return len(self.indices(self.trained - 1)) if self.current is not None else 0
+
+    # --- Shares ------------------------------------------------------------------------------------------------------
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Return each member's samples of a whole batch, by the latest decision; empty if all get the same."""
+        return self._shares[-1][1]
+
+    def set_batch_shares(self, shares: Sequence[int], from_number: int) -> None:
+        """Give members unequal parts of each batch, from a batch number on. All members must call this alike.
+
+        Args:
+            shares: each member's samples of a whole batch; equal ones have no effect.
+            from_number: first batch that is split this way; no member may have been handed it.
+
+        Raises:
+            ValueError: the shares do not fit the group, or this member was handed that batch.
+        """
+        if from_number < self.handed or len(shares) != self._members or min(shares) < 1:
+            raise ValueError(f"cannot share out {shares} among {self._members} from batch {from_number} on")
+        self._shares.append((from_number, tuple(shares) if len(set(shares)) > 1 else ()))
+
+    @property
+    def weight(self) -> float:
+        """Return this member's weight in the gradient of the current batch; see `protocol.leases.weight`."""
+        batch = self.current
+        if batch is None:
+            return 1.0
+        return weight(batch, self._member, self._members, self._shares_of(self.trained - 1), self.in_pairs)
+
+    def _shares_of(self, number: int) -> tuple[int, ...]:
+        return next(shares for start, shares in reversed(self._shares) if start <= number)

@@ -1,0 +1,359 @@
+"""Ranks of different speed in one group: the compute time of each, and its part of the group's batch.
+
+A rank's compute time runs from the end of its last batch (loading data and hooks count) to the end of this one. The
+timer pauses while the rank waits for its group or the server: while DDP broadcasts buffers before the forward pass,
+from the last gradient to the end of the backward pass, in exchanges, and in collectives of the strategy. In groups that
+exchange, the time ends with the last gradient.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.runtime.leased_loader import RankLeases
+from lightning_omni.runtime.timing import Clock, HostClock, clock_of, wait_for
+from lightning_omni.runtime.world import World
+from lightning_omni.tuning.model import constants as c
+from lightning_omni.tuning.model.steps import Balancer, Throughput
+
+FIRST = 1 + c.SPLIT_WARM_UP + c.SPLIT_FEWEST
+"""Batches before the members of a group exchange speeds for the first time (an epoch's first batch is not measured)."""
+EVERY = 5
+"""Batches between two exchanges of speeds."""
+
+
+class Balance:
+    """The measurement of this rank's speed, and its group's agreement on each rank's part of the batch.
+
+    Args:
+        rebalance: ``"auto"`` measures and rebalances, ``"off"`` does nothing.
+        info: logs a message for the user, on rank 0.
+        only_measures: whether the split is left to other code, which reads ``measured``.
+        clock: the source of timestamps; None for the device's own.
+
+    Attributes:
+        measured: this rank's samples and compute seconds of every batch so far, if it ``only_measures``.
+        loading: seconds of waiting for the data loader so far; they are part of the compute time.
+        squares: squared lengths of this rank's gradient and of its group's mean, if it ``only_measures``: those of the
+            backward passes of this batch, still multiplied by the square of the loss scale.
+    """
+
+    def __init__(
+        self,
+        rebalance: Literal["off", "auto"],
+        info: Callable[[str], None],
+        only_measures: bool = False,
+        clock: Clock | None = None,
+    ) -> None:
+        if rebalance not in ("off", "auto"):
+            raise ConfigurationError(
+                f'rebalance={rebalance!r}: pass "auto" to split a group\'s batch by the speeds of its ranks, or "off"'
+            )
+        self.is_on = rebalance == "auto"
+        self.measured: list[tuple[int, float]] = []
+        self.loading = 0.0
+        self.squares = torch.zeros(2)
+        self._only_measures = only_measures
+        self._info = info
+        self._world: World | None = None
+        self._leases: Callable[[], RankLeases | None] = lambda: None
+        self._samples = 0
+        self._module: Module | None = None
+        self._clock = clock
+        self._own = OwnTime(clock or HostClock())
+        self._hooks: dict[object, Any] = {}
+        self._throughput = Throughput()
+        self._balancer = Balancer()
+        self._until_agreement = FIRST
+        self._exchanged = self._elsewhere = 0.0
+        self._reduced = self._until_gradient = self._asked = 0.0
+
+    @property
+    def speed(self) -> float:
+        """Return this rank's samples per second; 0.0 if unknown."""
+        return self._throughput.speed
+
+    # --- The run -----------------------------------------------------------------------------------------------------
+
+    def begin(self, world: World, module: Module, leases: Callable[[], RankLeases | None], samples: int = 0) -> None:
+        """Start measuring, when training begins.
+
+        Args:
+            world: this rank's world.
+            module: the trained module.
+            leases: returns this rank's view of the data; None if it is not leased.
+            samples: samples in each batch of data that is not leased; 0 measures nothing then.
+        """
+        self._samples = samples
+        if not self.is_on:
+            return
+        if leases() is None and not samples:
+            self._info(
+                'OmniStrategy: rebalance="auto" does nothing in this run: the training data has a sampler of its own,'
+                " is iterable, or comes from several loaders, so every rank's part of a batch is fixed"
+            )
+            return
+        self._world, self._module, self._leases = world, module, leases
+        self._own = OwnTime(self._clock or clock_of(world.device))
+        self._throughput = Throughput()
+        self.regrouped()
+        self._until_agreement = FIRST
+        self._watch()
+        if self._only_measures:
+            self._own.start()
+
+    def end(self) -> None:
+        """Stop measuring, when training ends, and remove the hooks from the module."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+        self._world = self._module = None
+
+    def regrouped(self) -> None:
+        """Restart the balancing with new peers; the measured speed is kept."""
+        self._balancer, self._until_agreement = Balancer(), c.SPLIT_FEWEST
+        self._own.skip()
+
+    def begin_epoch(self) -> None:
+        """Begin an epoch; its first batch is not measured, because it takes longer than others."""
+        self._own.skip()
+        self._watch()
+
+    # --- A batch -----------------------------------------------------------------------------------------------------
+
+    def begin_fetch(self) -> None:
+        self._asked = time.perf_counter()
+
+    def end_fetch(self) -> None:
+        self.loading += time.perf_counter() - self._asked
+
+    def begin_batch(self) -> None:
+        if self._world is not None:
+            self.squares = torch.zeros(2, device=self._world.device)
+            self._exchanged, self._elsewhere = self._world.exchange.traffic.seconds, 0.0
+            self._reduced = self._until_gradient = self._world.reduction.seconds
+
+    def begin_forward(self) -> None:
+        """Pause between the calls of the wrapped module and the module itself: the group may broadcast buffers then."""
+        if self._world is not None and len(self._world.members) > 1:  # alone, the module is not wrapped
+            self._own.pause()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Pause in this context, in which the rank waits for others."""
+        is_running = self._world is not None and self._own.is_running
+        if is_running:
+            self._own.pause()
+        try:
+            yield
+        finally:
+            if is_running:
+                self._own.work()
+
+    def backward_done(self) -> None:
+        """Exclude the wait for the group at the end of a backward pass. A second call changes nothing."""
+        if self._world is not None:
+            self._own.pause_since_gradient()
+            self._own.work()
+            exchanged = self._world.exchange.traffic.seconds - self._exchanged
+            self._elsewhere = exchanged + self._until_gradient - self._reduced
+            if self._only_measures and self._module is not None:
+                means = [each.grad for each in self._module.parameters() if each.grad is not None]
+                self.squares[1] = sum(map(squared_length, means))
+
+    def end_batch(self) -> None:
+        """Finish the measurement of a batch; every few batches, agree with the group on a new split."""
+        leases = self._leases()
+        if self._world is None or (leases is None and not self._samples):
+            return
+        if not self._world.executor.exchanges:  # the optimizer waits for no other rank
+            if self._only_measures:
+                wait_for(self._world.device)  # the batch's time must be known now
+            self._own.pause()
+        trained = self._samples if leases is None else leases.samples
+        for samples, seconds in self._own.finish(trained, self._elsewhere):
+            self._throughput.note(samples, seconds)
+            if self._only_measures:
+                self.measured.append((samples, seconds))
+        self._until_agreement -= 1
+        if self._until_agreement <= 0 and not self._only_measures and leases is not None:
+            is_known = len(self._world.members) == 1 or self._agree(self._world, leases)
+            self._until_agreement = EVERY if is_known else c.SPLIT_FEWEST
+        self._own.start()
+
+    def after_validation(self) -> None:
+        """Restart the timer, because the time since the last batch was not this rank's training."""
+        if self._world is not None:
+            self._own.start()
+
+    def metrics(self) -> dict[str, float]:
+        leases = self._leases()
+        if self._world is None or leases is None or leases.current is None:
+            return {}
+        return {"omni/share": leases.samples / (leases.current.stop - leases.current.start)}
+
+    # --- How ---------------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Register hooks on the module, and on all parameters that have become trainable since the last call."""
+        if self._module is None:
+            return
+        if self._module not in self._hooks:
+            self._hooks[self._module] = self._module.register_forward_pre_hook(lambda *_: self._own.work())
+        for parameter in self._module.parameters():
+            if parameter.requires_grad and parameter not in self._hooks:
+                self._hooks[parameter] = parameter.register_hook(self._gradient)
+
+    def _gradient(self, gradient: Tensor) -> None:
+        """Record the time of a gradient, and the seconds of the collectives before it, in which this rank waited."""
+        if self._only_measures:
+            self.squares[0] += squared_length(gradient)
+        self._own.gradient()
+        if self._world is not None:
+            self._until_gradient = self._world.reduction.seconds
+
+    def _agree(self, world: World, leases: RankLeases) -> bool:
+        """Agree with the members on the split of batches that no loader has taken. Return whether all are measured."""
+        gathered = gather(world, (self.speed, self._throughput.variance, leases.handed))
+        speeds, variances, handed = zip(*gathered, strict=True)
+        if (split := self._balancer.decide(leases.split, speeds, variances)) is not None:
+            leases.set_batch_shares(split.shares, from_number=int(max(handed)))
+            self._info(
+                f"OmniStrategy: group {world.group} rebalanced: {' : '.join(map(str, split.shares))} of"
+                f" {sum(split.shares)} samples; up to {split.gain:.0%} faster"
+            )
+        return all(speeds)
+
+    def speeds_of_all(self, world: World) -> dict[int, float]:
+        """Return the samples per second of every live rank. All ranks call it at the same point of their programs.
+
+        Raises:
+            ConfigurationError: speeds are not measured, or not for long enough.
+        """
+        if not self.is_on:
+            raise ConfigurationError(
+                'by_speed=True: the speeds of ranks are measured with rebalance="auto" only; pass that to OmniStrategy,'
+                " or leave by_speed= out"
+            )
+        # In millionths, plus one: a slot that stays 0 belongs to a lost rank, even if this rank has not learned of it.
+        slots = [0] * world.size
+        slots[world.rank] = 1 + round(self.speed * 1e6)
+        speeds = {rank: (speed - 1) / 1e6 for rank, speed in enumerate(world.all_reduce_max(slots)) if speed}
+        if not all(speeds.values()):
+            unknown = ", ".join(str(rank) for rank, speed in speeds.items() if not speed)
+            raise ConfigurationError(
+                f"by_speed=True: the speed of rank {unknown} is not known yet; call regroup() later, after {FIRST}"
+                " batches or more"
+            )
+        return speeds
+
+
+def squared_length(gradient: Tensor) -> Tensor:
+    """Return the squared length of a gradient, in single precision or better."""
+    values = gradient.detach().coalesce().values() if gradient.is_sparse else gradient.detach()
+    length: Tensor = torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32))
+    return length.square()
+
+
+def gather(world: World, numbers: Sequence[float]) -> list[list[float]]:
+    """Return these numbers of every member of this rank's group, in rank order. All members call it."""
+    return [row.tolist() for row in _gathered(world, torch.tensor(list(numbers), dtype=torch.float64))]
+
+
+def _gathered(world: World, mine: Tensor) -> list[Tensor]:
+    mine = mine.to(world.device)
+    places = [torch.empty_like(mine) for _ in world.members]
+    dist.all_gather(places, mine, group=world.compute_group)
+    return places
+
+
+def gather_values(world: World, value: Any, kind: Any) -> list[Any]:
+    """Return a value of every member of this rank's group, in rank order, encoded by msgspec. All members call it."""
+    mine = msgspec.msgpack.encode(value)
+    lengths = [int(length) for [length] in gather(world, [len(mine)])]
+    rows = _gathered(world, torch.frombuffer(bytearray(mine.ljust(max(lengths), b"\0")), dtype=torch.uint8))
+    texts = [bytes(row[:length].tolist()) for row, length in zip(rows, lengths, strict=True)]
+    return [msgspec.msgpack.decode(text, type=kind) for text in texts]
+
+
+# --- Time ------------------------------------------------------------------------------------------------------------
+
+
+class OwnTime:
+    """A timer that runs while this rank computes, and stops while it waits for others."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._intervals: list[tuple[Any, Any]] = []
+        self._since: Any = None
+        self._gradient: Any = None
+        self._is_whole = self._was_backward = False
+        self._unread: deque[tuple[int, float, list[tuple[Any, Any]]]] = deque()
+
+    def start(self) -> None:
+        self._intervals, self._since, self._gradient = [], None, None
+        self._is_whole, self._was_backward = True, False
+        self.work()
+
+    def skip(self) -> None:
+        """Exclude the batch that is being timed."""
+        self._is_whole = False
+
+    @property
+    def is_running(self) -> bool:
+        return self._since is not None
+
+    def work(self) -> None:
+        if self._since is None:
+            self._since = self._clock.mark()
+
+    def pause(self) -> None:
+        self._pause_from(self._clock.mark())
+
+    def gradient(self) -> None:
+        self._gradient = self._clock.mark(instead_of=self._gradient)
+
+    def pause_since_gradient(self) -> None:
+        """Stop the timer as of the last gradient, since which the rank has waited."""
+        if self._gradient is not None:
+            self._pause_from(self._gradient)
+            self._was_backward = True
+
+    def _pause_from(self, moment: Any) -> None:
+        if self._since is not None:
+            self._intervals.append((self._since, moment))
+        self._since = self._gradient = None
+
+    def finish(self, samples: int, elsewhere: float = 0.0) -> list[tuple[int, float]]:
+        """Finish a batch. Time after its last pause does not count, nor does a batch without gradients.
+
+        Args:
+            samples: this rank's samples in the batch.
+            elsewhere: seconds of waiting during which the timer ran.
+
+        Returns:
+            Samples and seconds of each batch whose time is known now.
+        """
+        if self._is_whole and self._was_backward:
+            self._unread.append((samples, elsewhere, self._intervals))
+        self._intervals, self._since = [], None
+        known = []
+        while self._unread:
+            samples, elsewhere, intervals = self._unread[0]
+            seconds = [self._clock.seconds(*interval) for interval in intervals]
+            if None in seconds:
+                break
+            known.append((samples, sum(filter(None, seconds)) - elsewhere))
+            self._unread.popleft()
+        return known

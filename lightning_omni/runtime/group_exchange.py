@@ -1,0 +1,265 @@
+"""Exchanges inside a group, of answers and numbers, and with other groups, of weights (gossip)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_omni.methods import Inbox
+from lightning_omni.runtime.model.replica import Part
+from lightning_omni.runtime.parallel_state import ParallelState
+from lightning_omni.transport.connections import Address, Control, Peers
+from lightning_omni.wire.codec import Packed, pack, unpack
+from lightning_omni.wire.formats.base import WireFormat, decode
+from lightning_omni.wire.layout import Layout
+from lightning_omni.wire.partition import Split
+
+# --- Inside a group ---------------------------------------------------------------------------------------------------
+
+# One rank exchanges with other groups or the server, and passes the answer on: the leader to its whole group; where the
+# members hold the model together, the rank that exchanges a share to those with the same share.
+
+PREFIX = 128
+"""Bytes of further information in front of the tensors that a rank broadcasts."""
+_LETTER = 1024
+"""Bytes of a leader's note that one broadcast holds; a longer note takes two."""
+
+
+class GroupBroadcast:
+    """The members of this rank's group. All of them make the same calls."""
+
+    def __init__(self, parallel: ParallelState) -> None:
+        self._parallel = parallel
+
+    def broadcast(self, memory: Tensor) -> None:
+        """Broadcast from the leader to its group."""
+        if len(self._parallel.members) == 1:
+            return
+        self._broadcast(memory, self._parallel.compute_group)
+
+    def broadcast_to_replicas(self, memory: Tensor) -> None:
+        """Broadcast from the rank that exchanges a share of the model to the members that have the same share."""
+        if self._parallel.replicas > 1:
+            self._broadcast(memory, self._parallel.replica_group)
+
+    def _broadcast(self, memory: Tensor, group: Any) -> None:
+        shared = memory.to(self._parallel.device) if self._parallel.device.type != "cpu" else memory
+        dist.broadcast(shared, group=group, group_src=0)
+        if shared is not memory:
+            memory.copy_(shared)
+
+    def broadcast_bytes(self, note: bytes) -> bytes:
+        """Return the leader's note, on every member of its group."""
+        if len(self._parallel.members) == 1:
+            return note
+        return _broadcast_bytes(note if self._parallel.is_leader else None, self.broadcast)
+
+    def broadcast_tree_to_replicas(self, tree: Any) -> Any:
+        """Return plain data and tensors of the rank that exchanges a share of the model, on all with the same share."""
+        if self._parallel.replicas == 1:
+            return tree
+        return _broadcast_tree(tree, self._parallel.exchanges, self.broadcast_to_replicas)
+
+    def broadcast_tree_to_all(self, tree: Any, source: int) -> Any:
+        """Return plain data and tensors of one rank on all live ranks, which call it at a synchronization point."""
+        live = self._parallel.process_groups.live
+        place = live.ranks.index(source)
+
+        def broadcast(memory: Tensor) -> None:
+            dist.broadcast(memory, group=live, group_src=place)
+
+        return _broadcast_tree(tree, self._parallel.rank == source, broadcast)
+
+    def largest(self, numbers: Sequence[int]) -> list[int]:
+        """Return the largest of each number over the ranks with which this one holds a replica of the model."""
+        return self._parallel.process_groups.largest(numbers, self._parallel.holder_group)
+
+
+def _broadcast_tree(tree: Any, is_source: bool, broadcast: Callable[[Tensor], None]) -> Any:
+    """Return the tree of one rank of a process group on all of its ranks."""
+    packed, buffer = pack(tree if is_source else {})
+    mine = msgspec.msgpack.encode((packed, buffer.numel())) if is_source else None
+    packed, size = msgspec.msgpack.decode(_broadcast_bytes(mine, broadcast), type=tuple[Packed, int])
+    flat = buffer if is_source else torch.empty(size, dtype=torch.uint8)
+    if size:
+        broadcast(flat)
+    return tree if is_source else unpack(packed, flat, copy=True)
+
+
+def _broadcast_bytes(note: bytes | None, broadcast: Callable[[Tensor], None]) -> bytes:
+    """Return the note of one rank, which is None on the others, on all ranks of a process group."""
+    letter = torch.zeros(8 + _LETTER, dtype=torch.uint8)
+    if note:  # torch takes no empty buffer
+        beginning = torch.frombuffer(bytearray(note[:_LETTER]), dtype=torch.uint8)
+        letter[:8].view(torch.int64)[0] = len(note)
+        letter[8 : 8 + beginning.numel()] = beginning
+    broadcast(letter)
+    size = int(letter[:8].view(torch.int64)[0])
+    if size <= _LETTER:
+        return letter[8 : 8 + size].numpy().tobytes()
+    long = torch.zeros(size, dtype=torch.uint8)
+    if note is not None:
+        long.copy_(torch.frombuffer(bytearray(note), dtype=torch.uint8))
+    broadcast(long)
+    return long.numpy().tobytes()
+
+
+@dataclass(frozen=True)
+class CompressedBroadcast:
+    """An answer that a leader broadcasts to its group as received, so that it crosses the group's links in few bytes.
+
+    Attributes:
+        answers: wire format of the answer.
+        split: division of its tensors over the servers.
+    """
+
+    answers: WireFormat
+    split: Split
+
+    @cached_property
+    def _bounds(self) -> list[tuple[int, int]]:
+        return [self.answers.sizes(share) for share in self.split.shares]
+
+    @property
+    def are_sizes_known(self) -> bool:
+        """Return whether the encoded sizes are known before the answer arrives."""
+        return all(smallest == largest for smallest, largest in self._bounds)
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(_aligned(largest) for _, largest in self._bounds)
+
+    def parts(self, coded: Tensor) -> list[Tensor]:
+        places = accumulate((_aligned(largest) for _, largest in self._bounds), initial=0)
+        return [coded[place : place + largest] for place, (_, largest) in zip(places, self._bounds, strict=False)]
+
+    def decode(self, coded: Tensor, into: Tensor, part: Part) -> None:
+        self.split.write(into, decoded(self.answers, self.parts(coded), self.split, part))
+
+
+def _aligned(nbytes: int) -> int:
+    """Round up to a multiple of 8 bytes, so that numbers of any kind may follow."""
+    return -(-nbytes // 8) * 8
+
+
+def decoded(answers: WireFormat, payloads: Sequence[Tensor], split: Split, part: Part) -> list[Tensor]:
+    """Decode each server's part of an answer, in the layout of its share."""
+    shares = zip(payloads, split.shares, part.backs(len(payloads)), strict=True)
+    return [decode(answers, payload, share, memory) for payload, share, memory in shares]
+
+
+# --- With other groups ------------------------------------------------------------------------------------------------
+
+
+class PeerExchange:
+    """A rank's exchanges with other groups. Every rank of a group makes the same calls.
+
+    Args:
+        parallel: this rank's position in the run.
+        members: communication among the members of its group.
+        synchronize: `ServerExchange.synchronize`.
+        timed: `ServerExchange.timed`.
+    """
+
+    def __init__(
+        self,
+        parallel: ParallelState,
+        members: GroupBroadcast,
+        synchronize: Callable[[str, bytes], list[tuple[int, bytes]]],
+        timed: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._parallel, self._members, self._synchronize, self._timed = parallel, members, synchronize, timed
+        self._peers: Peers | None = None
+
+    @property
+    def moved(self) -> int:
+        return self._peers.moved if self._peers is not None else 0
+
+    def connect(self) -> None:
+        """Connect newly formed groups, if the method has them exchange; their leaders announce addresses."""
+        self.close()
+        if not self._parallel.method.talks_to_peers or self._parallel.is_synchronous:
+            return
+        assert self._parallel.control is not None
+        mine = b""
+        if self._parallel.exchanges:
+            self._peers = self._listen(self._parallel.control)
+            address = self._parallel.server.published(self._peers.address)
+            mine = msgspec.json.encode(Address(self._parallel.group, address))
+        addresses = self._synchronize("peers", mine)
+        if self._peers is not None:
+            others = [msgspec.json.decode(payload, type=Address) for _, payload in addresses if payload]
+            self._peers.connect({other.group: other for other in others if other.group != self._parallel.group})
+
+    def _listen(self, control: Control) -> Peers:
+        """Open this leader's connection to those of other groups."""
+        return control.listen(
+            [part.replica.layout for part in self._parallel.parts],
+            lambda group: group not in self._parallel.live_groups,
+            everywhere=not self._parallel.server.is_on_this_node_only,
+            wire_format=self._parallel.core.wire_format.pushes,
+        )
+
+    def grow(self, index: int, layout: Layout) -> None:
+        """Change the layout of one optimizer's weights; tensors that peers have sent in the old one are dropped."""
+        if self._peers is not None:
+            self._peers.grow(index, layout)
+
+    def publish(self, index: int, tensors: Sequence[Tensor]) -> None:
+        if self._peers is not None:
+            self._peers.publish(index, tensors)
+
+    def send(self, index: int, group: int, tensors: Sequence[Tensor]) -> None:
+        if self._peers is not None:
+            with self._timed():
+                self._peers.send(group, index, tensors)
+
+    def read(self, index: int, group: int) -> Sequence[Tensor] | None:
+        def read() -> tuple[Sequence[Tensor] | None, int]:
+            assert self._peers is not None
+            theirs = self._peers.read(group, index)
+            return theirs, int(theirs is not None)
+
+        return self._share_tensors(self._parallel.parts[index], read)[0]
+
+    def read_inbox(self, index: int) -> Inbox:
+        def read() -> tuple[Sequence[Tensor] | None, int]:
+            assert self._peers is not None
+            inbox = self._peers.read_inbox(index)
+            return inbox.total, inbox.count
+
+        return Inbox(*self._share_tensors(self._parallel.parts[index], read))
+
+    def _share_tensors(
+        self, part: Part, read: Callable[[], tuple[Sequence[Tensor] | None, int]]
+    ) -> tuple[Sequence[Tensor] | None, int]:
+        """Return tensors and a count on all members, read by the leader."""
+        with self._timed():
+            tensors, count = read() if self._parallel.exchanges else (None, 0)
+            if len(self._parallel.members) == 1:
+                return tensors, count
+            memory = part.memory(PREFIX, self._parallel.empty)
+            prefix, views = memory[:PREFIX].view(torch.int64), part.replica.layout.views(memory[PREFIX:])
+            if self._parallel.exchanges:
+                prefix[0] = count
+                for view, tensor in zip(views, tensors or (), strict=False):
+                    view.copy_(tensor)
+            self._members.broadcast(memory[:PREFIX])
+            count = int(prefix[0])
+            if count:
+                self._members.broadcast(memory)
+            return (views if count else None), count
+
+    def close(self) -> None:
+        if self._peers is not None:
+            self._peers.close()
+            self._peers = None

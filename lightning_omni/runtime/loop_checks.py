@@ -1,0 +1,353 @@
+"""Checks of a loop without Lightning: its ranks leave it together, and only wrapped optimizers step in it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from itertools import count
+from types import FrameType
+from typing import Any
+from weakref import WeakSet, ref
+
+import torch
+from torch.distributed import DistStoreError
+from torch.nn import Module, Parameter
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lightning_omni.errors import ConfigurationError, RankLost, UnsupportedError
+from lightning_omni.methods.model.server_optimizer import held_by
+from lightning_omni.runtime._private import collectives_of, store_of
+from lightning_omni.runtime.executor import Executor
+from lightning_omni.runtime.model.sharded import local_of
+from lightning_omni.runtime.parallel_state import ParallelState
+
+# --- The end of a loop ------------------------------------------------------------------------------------------------
+
+# If a member of a compute group has left its loop, after Ctrl-C or without further batches, another would wait in its
+# next step until torch's collectives time out, and so would the first, where all ranks synchronize. `ExitCheck` ends
+# their group instead.
+#
+# Rule 1: a step costs nothing. Members communicate by the store of torch's process groups, and only once one of them
+# has left its loop.
+# Rule 2: the others wait for a slow member. Only a member that has begun a collective which the first will never join
+# waits in vain, and process groups count their collectives.
+#
+# A rank that holds a part of a model and has failed alone, or was interrupted, is at another collective than its peers,
+# which would mistake its next one for theirs. `failed_at_one_place` therefore compares reports of failures in the
+# store.
+
+WITHIN = 10.0
+"""Seconds in which all members of an interrupted group must have left their loops."""
+POLL_S = 0.5
+"""Seconds between two polls of whether another member has left its loop."""
+_LEAVE_TOGETHER = (
+    "all members of a compute group must make the same number of steps: give each the same number of batches, or end"
+    " the loop alike on all of them"
+)
+_loops = count()
+
+
+class ExitCheck:
+    """A check that the members of this rank's group leave a loop together. All ranks create one for each loop.
+
+    Attributes:
+        steps: number of steps that this rank has begun.
+    """
+
+    def __init__(self, parallel: ParallelState) -> None:
+        self._parallel = parallel
+        self.steps = 0
+        self._loop, self._times = next(_loops), 0
+        self._collectives = 0
+        self._is_interrupted = False
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Watch in this context for Ctrl-C, and for members that leave the loop while this rank waits for them."""
+        is_over = threading.Event()
+        threading.Thread(target=self._watch_others, args=(is_over,), name="omni-leaving", daemon=True).start()
+        try:
+            with self._noting():
+                yield
+        finally:
+            is_over.set()
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Note Ctrl-C in this context, where Python's own handler raises a KeyboardInterrupt, and raise it as well."""
+        is_ours = threading.current_thread() is threading.main_thread()
+        if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            yield
+            return
+        signal.signal(signal.SIGINT, self._note)
+        try:
+            yield
+        finally:
+            if signal.getsignal(signal.SIGINT) == self._note:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._is_interrupted = True
+        signal.default_int_handler(number, frame)
+
+    def step_done(self) -> None:
+        """Record the count of collectives after a step of an optimizer; members may have different ones within it."""
+        if self._is_needed:
+            self._collectives = self._count()
+
+    def check(self) -> None:
+        """Wait until the members of this rank's group leave the loop, too. Ranks call it before they synchronize.
+
+        Raises:
+            RankLost: another member waits for this one in a further step, has left after another number of steps, or
+                has not left although this one was interrupted.
+        """
+        if not self._is_needed:
+            return
+        parallel, control = self._parallel, self._parallel.control
+        is_interrupted, self._is_interrupted = self._is_interrupted, False
+        since = self._count() - self._collectives
+        self._times += 1
+        store, keys = self._store, [self._key(member) for member in parallel.members]
+        limit = time.monotonic() + (WITHIN if is_interrupted else parallel.options.timeout.total_seconds())
+        try:
+            store.set(self._key(parallel.rank), str(self.steps))
+            store.set(self._key("first"), f"{parallel.rank} {self.steps} {since}")
+            while not _are_there(store, keys):
+                if control is None or control.cause is not None:
+                    return  # this rank's next call raises the cause
+                if store.check([waits := self._key("waits")]):
+                    self._end(is_interrupted, f"rank {store.get(waits).decode()} waits for it in a further step")
+                if time.monotonic() > limit:
+                    if not is_interrupted:
+                        return
+                    self._end(is_interrupted, f"other members of its compute group have not within {WITHIN:.0f} s")
+            theirs = {member: int(store.get(key)) for member, key in zip(parallel.members, keys, strict=True)}
+            store.delete_key(self._key(parallel.rank, self._times - 1))  # read by all members, as they are here
+        except RankLost:
+            raise
+        except RuntimeError:  # the store's process is gone, and the server knows of it
+            return
+        for member, steps in theirs.items():
+            if steps != self.steps:
+                self._end(is_interrupted, f"rank {member} of its compute group has left it after {steps}")
+
+    def _end(self, is_interrupted: bool, but: str) -> None:
+        left, remedy = f"has left its loop after {self.steps} steps", _LEAVE_TOGETHER
+        if is_interrupted:
+            left = f"was interrupted (Ctrl-C) after {self.steps} steps and has left its loop"
+            remedy = "catch KeyboardInterrupt outside `with world.training():`, or end the loop alike on all ranks"
+        raise RankLost(f"rank {self._parallel.rank} {left}, and {but}: {remedy}")
+
+    def _watch_others(self, is_over: threading.Event) -> None:
+        """Report, in a separate thread, that this rank waits for another member which has left the loop."""
+        before: tuple[int, int] | None = None
+        while not is_over.wait(POLL_S):
+            if not self._is_needed:
+                continue
+            times = self._times
+            try:
+                first = self._key("first", times + 1)
+                if not self._store.check([first]):
+                    continue
+                _, steps, since = map(int, self._store.get(first).split())
+                mine = (self.steps, self._count() - self._collectives)
+                if times == self._times and mine > (steps, since) and mine == before:
+                    self._store.set(self._key("waits", times + 1), str(self._parallel.rank))
+                before = mine
+            except RuntimeError:  # the store's process is gone
+                continue
+
+    @property
+    def _is_needed(self) -> bool:
+        return self._parallel.is_computing and len(self._parallel.members) > 1
+
+    @property
+    def _store(self) -> Any:
+        return store_of(self._parallel.process_groups.original)
+
+    def _key(self, what: Any, times: int | None = None) -> str:
+        times = self._times if times is None else times
+        return f"lightning-omni/left/{self._loop}/{times}/{self._parallel.members[0]}/{what}"
+
+    def _count(self) -> int:
+        """Return the number of collectives inside its compute group that this rank has begun."""
+        try:
+            return sum(map(collectives_of, self._parallel.groups_inside))
+        except KeyError:  # other groups are being formed
+            return 0
+
+
+def _are_there(store: Any, keys: list[str]) -> bool:
+    """Return whether a store has these keys, within the time of a poll."""
+    try:
+        store.wait(keys, timedelta(seconds=POLL_S))
+    except DistStoreError:
+        return False
+    return True
+
+
+def forget(group: Any, rank: int) -> None:
+    """Delete this rank's report from an earlier run of this process, in a process group of all ranks."""
+    store_of(group).delete_key(_key(rank))
+
+
+def failed_at_one_place(group: Any, rank: int, ranks: Sequence[int], where: str, within: float) -> bool:
+    """Return whether all of these ranks report a failure at the same line of the program; each waits for the others.
+
+    Args:
+        group: a process group that contains these ranks.
+        rank: this rank.
+        ranks: all of them, including this one.
+        where: position of this rank's failure; see `place_of`.
+        within: seconds to wait for the others' reports.
+    """
+    store, keys = store_of(group), [_key(each) for each in ranks]
+    try:
+        store.set(_key(rank), where)
+        store.wait(keys, timedelta(seconds=within))
+        return all(store.get(key) == where.encode() for key in keys)
+    except RuntimeError:  # a rank has not reported in time, or the store's process is gone
+        return False
+
+
+def place_of(error: BaseException) -> str:
+    """Return the position in the program at which an error was raised."""
+    frames = (f"{frame.f_code.co_filename}:{line}" for frame, line in traceback.walk_tb(error.__traceback__))
+    return f"{type(error).__name__} at {' '.join(frames)}"
+
+
+def _key(rank: int) -> str:
+    return f"lightning-omni/failed/{rank}"
+
+
+# --- Optimizers that are not wrapped ----------------------------------------------------------------------------------
+
+# With an optimizer that the user has not wrapped, each group would train a model of its own, without any error.
+
+_log = logging.getLogger(__name__)
+
+_WRAP_THEM = (
+    "groups would exchange nothing of it, and each would train a model of its own: wrap every optimizer before `with"
+    " world.training():`, optimizer = OmniOptimizer(optimizer, world), and step that"
+)
+
+
+class RawStepGuard:
+    """A guard against steps without an `OmniOptimizer` of the world, while several groups train."""
+
+    def __init__(self, parallel: ParallelState, executor: Callable[[], Executor]) -> None:
+        self._parallel, self._executor = parallel, executor
+        self._wrapped: list[ref[Module]] = []
+        self._stranger = ""
+
+    def wrapped(self, module: Module) -> None:
+        """Record that the world has wrapped a module, whose weights its groups are to train together."""
+        self._wrapped.append(ref(module))
+        if self._executor().exchanges:
+            _watch_outside()
+            _outside.add(self)
+
+    def warn_outside(self, optimizer: Optimizer) -> None:
+        """Warn once of a step outside of a loop, where gradients are averaged in the group at most."""
+        if self._parallel.control is not None or set(held_by(optimizer)).isdisjoint(self._weights()):
+            return
+        _outside.discard(self)
+        modules = {id(module()) for module in self._wrapped}
+        # `isinstance` would ask proxies for their class, which may be gone.
+        wrappers = (each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel))
+        if self._parallel.rank or any(
+            id(each.module) in modules and each.process_group.size() == self._parallel.size for each in wrappers
+        ):
+            return
+        _log.warning(
+            "%s.step() outside of `with world.training():` moves weights of a module that world.wrap() has wrapped for"
+            " groups: unless your program averages the gradients of all ranks, each group trains a model of its own."
+            " Put the loop into `with world.training():`, with an OmniOptimizer, or, for plain DistributedDataParallel,"
+            " wrap the module in it",
+            type(optimizer).__name__,
+        )
+
+    @contextmanager
+    def watch(self, steps: Callable[[], int]) -> Iterator[None]:
+        """Watch the steps of all optimizers in this context; ``steps`` returns the number of the world's own steps.
+
+        Raises:
+            ConfigurationError: the loop ends, and weights have moved in it by other means alone.
+        """
+        self._stranger = ""
+        before = self._sums() if self._executor().exchanges and not self._parallel.parts else []
+        guard = register_optimizer_step_pre_hook(self._refuse)
+        try:
+            yield
+        finally:
+            guard.remove()
+        if steps() or not self._executor().exchanges:
+            return
+        if self._stranger:
+            raise ConfigurationError(
+                f"world.training(): no OmniOptimizer of this world has stepped, and {self._stranger} has; {_WRAP_THEM}"
+            )
+        if before and before != self._sums():
+            raise ConfigurationError(
+                f"world.training(): no OmniOptimizer was made, and the weights of the module have moved; {_WRAP_THEM}"
+            )
+
+    def _refuse(self, optimizer: Optimizer, *_: Any) -> None:
+        """Refuse the step of an optimizer that would move weights without an exchange."""
+        parallel, executor = self._parallel, self._executor()
+        if not executor.exchanges or executor.is_called or (parallel.steps_at_worker and not parallel.is_computing):
+            return
+        name = type(optimizer).__name__
+        if any(part.optimizer is optimizer for part in parallel.parts):
+            raise UnsupportedError(
+                f"{name}.step() would move this rank's weights, and groups would exchange nothing; call step() of the"
+                " OmniOptimizer that wraps it"
+            )
+        moved = set(held_by(optimizer))
+        for part in parallel.parts:
+            if not moved.isdisjoint(part.replica.ordered):
+                raise UnsupportedError(
+                    f"{name}.step() would move weights of {type(part.optimizer).__name__}, which is one of the group's:"
+                    " call its step(closure), that of the OmniOptimizer, in which groups exchange, with a closure that"
+                    " computes the loss and its gradients"
+                )
+        if not parallel.is_computing:  # perhaps the model is evaluated, by a classifier that is trained on top of it
+            return
+        if not parallel.parts or not moved.isdisjoint(self._weights()):
+            raise ConfigurationError(f"{name}.step() of an optimizer that no OmniOptimizer wraps; {_WRAP_THEM}")
+        self._stranger = name
+
+    def _weights(self) -> Iterator[Parameter]:
+        for module in self._wrapped:
+            if (alive := module()) is not None:
+                yield from alive.parameters()
+
+    def _sums(self) -> list[int]:
+        """Return a sum over the bytes of each weight, which changes when the weight moves."""
+        return [int(local_of(each).contiguous().view(-1).view(torch.uint8).sum()) for each in self._weights()]
+
+
+_outside: WeakSet[RawStepGuard] = WeakSet()
+"""The guards that have not warned yet of steps outside of loops."""
+
+
+@cache
+def _watch_outside() -> None:
+    """Watch the steps of all optimizers from now on: no hook can be removed while hooks are called."""
+
+    def warn(optimizer: Optimizer, *_: Any) -> None:
+        for guard in list(_outside):
+            guard.warn_outside(optimizer)
+
+    register_optimizer_step_pre_hook(warn)

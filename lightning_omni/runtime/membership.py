@@ -1,0 +1,338 @@
+"""A rank's part in its run: its connection to the server, compute groups, and groups that join the run late.
+
+The server is embedded, started by rank 0 for this run, or a standalone one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+
+from lightning_omni.errors import ConfigurationError, ConnectionLost, OmniError, RankLost, Refused
+from lightning_omni.runtime.model.sharded import division_of
+from lightning_omni.runtime.parallel_state import ParallelState
+from lightning_omni.runtime.registration import ask_for_all
+from lightning_omni.runtime.server_exchange import ServerExchange
+from lightning_omni.topology import RECORDER, GroupId, Topology
+from lightning_omni.transport.connections import Answer
+from lightning_omni.transport.zeromq.keys import load_key
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.formats.base import to_wire
+from lightning_omni.wire.layout import Layout
+
+_log = logging.getLogger(__name__)
+
+GRACE = 10.0
+"""Seconds that a rank which must stop has to notice this, before its process is ended."""
+LEARN = 2.0
+"""Seconds in which a rank whose collective failed may learn from the server which other rank failed first."""
+
+
+class Connection:
+    """The connection of this rank to the server, stored as `ParallelState.control` while it is open.
+
+    Attributes:
+        on_stuck: called in a separate thread, with the reason, before this process is ended.
+    """
+
+    def __init__(self, parallel: ParallelState, exchange: ServerExchange) -> None:
+        self._parallel, self._exchange = parallel, exchange
+        self._closed = threading.Event()
+        self.on_stuck: Callable[[OmniError], None] = lambda error: None
+
+    def open(self) -> None:
+        """Enable the end of this process, in case the rank must stop and does not notice."""
+        self._closed.clear()
+
+    def start_server(self) -> None:
+        """Start this rank's embedded servers without waiting, so that they start up while the model is built."""
+        self._parallel.server.start(self._parallel.method, self._parallel.parts)
+
+    # --- To join -----------------------------------------------------------------------------------------------------
+
+    def join(self) -> None:
+        """Join the server. All ranks call it, even while there is one group."""
+        if self._parallel.control is None:
+            self._join()
+            self._parallel.process_groups.join(self._exchange.synchronize, self._parallel.rank)
+
+    def try_to_join(self) -> str:
+        """Join the server if all ranks can, and undo this otherwise. All ranks call it, while they are one group.
+
+        Returns:
+            The reason why a rank could not, the same on all ranks; empty on success.
+        """
+        parallel, groups = self._parallel, self._parallel.process_groups
+        if parallel.control is not None:
+            return ""
+        problem = ""
+        try:
+            self._join()
+        except Exception as error:  # of any kind, because the other ranks wait for this one's result
+            problem = str(error) or type(error).__name__
+        mine = [int(rank == parallel.rank and problem != "") for rank in range(parallel.size)]
+        failed = groups.largest(mine, groups.original)
+        if not any(failed):
+            groups.join(self._exchange.synchronize, parallel.rank)
+            return ""
+        problem = groups.broadcast_text(problem, groups.original, failed.index(1))
+        self._take_back()
+        return problem
+
+    def _take_back(self) -> None:
+        """Undo a join and stop the server. All ranks call it, while they are one group."""
+        parallel = self._parallel
+        self._closed.set()  # the departure of the others must not end this process
+        if parallel.control is not None:
+            parallel.control.close(reason="")
+            parallel.control = None
+            self._divide()
+        dist.barrier(group=parallel.process_groups.original)
+        parallel.server.stop()
+        self._closed.clear()
+
+    def _join(self) -> None:
+        self.start_server()
+        parallel, registration = self._parallel, self._parallel.registration
+        if registration is None:
+            address, key, run = parallel.server.find(parallel.broadcast_text_at_launch)
+        else:
+            address, key, run = self._enlisted_at
+        self._exchange.synchronizations = 0
+        specs = tuple(spec for part in parallel.parts for spec in part.replica.layout_with({}).specs)
+        layout = Layout(specs, division=self._division)
+        size = 0 if parallel.joins_running_run else parallel.size  # 0 if these ranks are not announced
+        silence = registration.silence if registration is not None else 0.0
+        try:
+            if registration is not None:
+                registration.check_goes_on()
+            parallel.control = parallel.server.transport.join(
+                address, key, run, parallel.rank, size, layout, self._on_end, silence
+            )
+        except (ConnectionLost, Refused) as no:
+            if registration is not None:
+                registration.check_goes_on()
+            if registration is None or isinstance(no, ConnectionLost) or no.code != "gone":
+                raise
+            raise ConnectionLost(f"the parameter server that this group came to is gone: {no}") from no
+        parallel.server.check(parallel.control.servers, address)
+        self._divide()
+        parallel.server.share(address, key)
+
+    def _divide(self) -> None:
+        for part in self._parallel.parts:
+            part.replica.divide(self._parallel.servers)
+
+    @property
+    def _division(self) -> str:
+        """Return a description of how a group's members share the parameters; empty if each exchanges all of them."""
+        parallel = self._parallel
+        if not parallel.is_sharded:
+            return ""
+        return division_of((each for part in parallel.parts for each in part.replica.ordered), parallel.mesh)
+
+    @property
+    def _enlisted_at(self) -> tuple[str, bytes, str]:
+        parallel = self._parallel
+        assert parallel.registration is not None
+        assert parallel.options.server.address is not None
+        return parallel.options.server.address, load_key(), parallel.registration.run
+
+    # --- To leave ----------------------------------------------------------------------------------------------------
+
+    def leave(self, reason: str = "", has_finished: bool = False) -> None:
+        """Leave the server, if this rank has joined it.
+
+        Args:
+            reason: why the run cannot continue without this rank; empty if it can.
+            has_finished: whether this rank has trained to the end.
+        """
+        self._closed.set()
+        if self._parallel.control is not None:
+            self._parallel.control.has_finished = has_finished
+            self._parallel.control.close(reason=reason)
+
+    def close(self) -> None:
+        parallel = self._parallel
+        if parallel.registration is not None:
+            parallel.registration.close()
+        self._exchange.close()
+        parallel.ever_lost.update(parallel.lost)
+        parallel.failures += parallel.control.failures if parallel.control is not None else ()
+        parallel.control = None
+
+    def _on_end(self, error: OmniError) -> None:
+        """End this process after a grace period, because the rank must stop. The connection's thread calls it.
+
+        The trainer notices at its next exchange, but not if it is stuck in a collective with dead ranks.
+        """
+        parallel = self._parallel
+
+        def end() -> None:
+            if not self._closed.wait(GRACE):
+                _log.critical("rank %d stops: %s", parallel.rank, error)
+                parallel.server.transport.clear(parallel.server_address)
+                self.on_stuck(error)
+                os._exit(1)
+
+        threading.Thread(target=end, name="omni-end", daemon=True).start()
+
+
+_log = logging.getLogger(__name__)
+
+
+class GroupJoin:
+    """The group of this rank, if it joins a run on its own. `GroupRegistration` has reserved its rank numbers."""
+
+    def __init__(self, parallel: ParallelState, exchange: ServerExchange, connection: Connection) -> None:
+        self._parallel, self._exchange, self._connection = parallel, exchange, connection
+
+    def take_part(self) -> m.Joined:
+        """Join a running run, as soon as its groups train separately. All ranks of this group call it.
+
+        Returns:
+            The server's answer. `ServerStore.read_run_state` reads further state, and weights are read when training
+            begins.
+
+        Raises:
+            ConfigurationError: the run exchanges with other settings than this group.
+            RankLost: the run is over.
+        """
+        parallel = self._parallel
+        self._connection.join()
+        assert parallel.registration is not None
+        joined: m.Joined = m.decode(
+            bytes.fromhex(ask_for_all(parallel.broadcast_text_at_launch, parallel.is_leader, self._ask_to_join)),
+            at="rank",
+            channel=m.CONTROL,
+        )
+        self._check_alike(joined)
+        parallel.topology = Topology((*((),) * joined.group, parallel.members))
+        parallel.generation, self._exchange.synchronizations = joined.generation, joined.synchronizations
+        parallel.process_groups.live.ranks = joined.live
+        for part in parallel.parts:
+            part.replica.group, part.replica.peers = joined.group, joined.groups
+        parallel.core.form(GroupId(str(joined.group), joined.incarnation))
+        parallel.is_entering = parallel.joined_since_sync = True
+        parallel.registration.close()
+        return joined
+
+    def _ask_to_join(self) -> str:
+        """Wait until the group may join, on its leader; return the server's answer as text."""
+        parallel = self._parallel
+        assert parallel.control is not None
+        _log.info("waiting to join the run until its groups train again")
+        timeout = parallel.options.timeout.total_seconds()
+        return m.encode(parallel.control.request(m.Join(ranks=parallel.members), m.Joined, timeout=timeout)).hex()
+
+    def _check_alike(self, joined: m.Joined) -> None:
+        core = self._parallel.core
+        mine = m.method_to_wire(core.method), to_wire(core.wire_format), core.overlaps
+        theirs = joined.method, joined.wire_format, joined.overlap
+        for name, own, other in zip(("method", "compression", "overlap"), mine, theirs, strict=True):
+            if own != other:
+                raise ConfigurationError(f"{name}={own}: the run that this group joins has {other}; pass the same")
+
+    def read_weights(self) -> None:
+        """Load the server's present weights into the group that has joined, without optimizer state."""
+        for index, part in enumerate(self._parallel.parts):
+            part.replica.load(self._exchange.fetch(index))
+
+    def read_again(self) -> None:
+        """Load the server's weights again, if hooks have written this group's weights since it joined.
+
+        The same hooks ran in the run's groups before these trained. All ranks of the group call it.
+        """
+        parallel = self._parallel
+        written = torch.tensor(any(part.replica.written() for part in parallel.parts), device=parallel.device)
+        if len(parallel.members) > 1:
+            dist.all_reduce(written, op=dist.ReduceOp.MAX, group=parallel.compute_group)
+        if written:
+            self.read_weights()
+
+
+class GroupFormation:
+    """The procedure by which the ranks of a run form groups."""
+
+    def __init__(self, parallel: ParallelState, exchange: ServerExchange) -> None:
+        self._parallel, self._exchange = parallel, exchange
+
+    def form(
+        self, groups: int | None = None, speeds: Mapping[int, float] | None = None, keeps_epoch: bool = False
+    ) -> None:
+        """Form groups, and set up this rank's own. All live ranks, which have joined the server, call it.
+
+        Args:
+            groups: the new number of groups; None forms the groups of ``ParallelState.topology``.
+            speeds: each live rank's samples per second, by which groups are formed. None forms them in the order of
+                ranks.
+            keeps_epoch: whether the new groups continue the epoch, whose trained part the server knows.
+        """
+        parallel = self._parallel
+        assert parallel.control is not None
+        parallel.barrier()
+        mine = b""
+        if parallel.is_recorder:
+            topology, incarnation = self._form_until_accepted(groups, speeds, keeps_epoch)
+            mine = json.dumps([topology.groups, incarnation]).encode()
+        text = dict(self._exchange.synchronize("topology", mine)).get(RECORDER)
+        if text is None:  # the rank that forms the groups has failed meanwhile, and the run ends with it
+            raise parallel.control.wait_for_end(LEARN) or RankLost(
+                f"rank {RECORDER} is gone before it has formed groups"
+            )
+        formed, incarnation = json.loads(text)
+        parallel.topology = Topology(tuple(tuple(members) for members in formed))
+        parallel.generation += 1
+        if parallel.rank not in parallel.topology.ranks:
+            parallel.control.check()
+        parallel.make_groups(self._exchange.gather)
+        for part in parallel.parts:
+            # As formed, not as alive: peers learn of a loss at different times, and must draw the same peer.
+            part.replica.group, part.replica.peers = parallel.group, parallel.topology.alive
+        parallel.core.form(GroupId(str(parallel.group), incarnation))
+        self._exchange.peers.connect()
+
+    def _form_until_accepted(
+        self, groups: int | None, speeds: Mapping[int, float] | None, keeps_epoch: bool
+    ) -> tuple[Topology, int]:
+        """Return the groups that the server has accepted, and their incarnation."""
+        parallel = self._parallel
+        while True:
+            topology = parallel.topology if groups is None else self._topology_of_the_living(groups, speeds)
+            form = m.FormGroups(
+                generation=parallel.generation + 1,
+                groups=topology.groups,
+                method=m.method_to_wire(parallel.method),
+                keep_epoch=keeps_epoch,
+                wire_format=to_wire(parallel.core.wire_format),
+                overlap=parallel.core.overlaps,
+                by_member=parallel.is_sharded,
+            )
+            try:
+                return topology, self._request(form, m.GroupsFormed).incarnation
+            except Refused:
+                # A rank has just died and the notice is in flight: form groups without it.
+                if groups is None or topology.ranks == parallel.live_ranks:
+                    raise
+
+    def _request(self, message: m.Message, expect: type[Answer]) -> Answer:
+        """Send a request of any size on the control channel."""
+        assert self._parallel.control is not None
+        data = m.encode(message)
+        if len(data) > m.LARGEST_INLINE:
+            self._exchange.bring(data)
+            message = m.ReadUpload()
+        return self._parallel.control.request(message, expect)
+
+    def _topology_of_the_living(self, groups: int, speeds: Mapping[int, float] | None) -> Topology:
+        parallel = self._parallel
+        if speeds is None:
+            return Topology.of(parallel.live_ranks, groups, parallel.shards)
+        known = {rank: speeds[rank] for rank in parallel.live_ranks if rank in speeds}
+        return Topology.by_speed(known, groups, parallel.shards)

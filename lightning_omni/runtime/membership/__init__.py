@@ -1,1 +1,0 @@
-"""The forming of groups, and groups that join a run on their own."""

@@ -1,0 +1,215 @@
+"""Tensors of several ranks: their comparison before the first collective, and their transfer whatever their layout."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Module, Parameter
+from torch.nn.parameter import is_lazy
+
+from lightning_omni.errors import ConfigurationError, UnsupportedError
+from lightning_omni.runtime._private import ignored_by_ddp, put_in_order
+
+# --- Transfer ---------------------------------------------------------------------------------------------------------
+
+# gloo and NCCL read and write as many elements of memory as a tensor has, from its first one on. That is the tensor
+# itself only if it is contiguous: a view with gaps has others in between, a tensor with another order of dimensions
+# would arrive scrambled, and the memory after an expanded one belongs to other data.
+
+
+@contextmanager
+def contiguous(tensor: Tensor, name: str) -> Iterator[Tensor]:
+    """Provide contiguous memory with a tensor's values for a collective; afterwards the tensor has the memory's.
+
+    Args:
+        tensor: strided; if it is contiguous, the memory is its own.
+        name: name for errors.
+
+    Raises:
+        UnsupportedError: the tensor cannot have these values.
+
+    Example:
+        >>> table = torch.zeros(2, 4)[:, ::2]
+        >>> with contiguous(table, "table") as memory:
+        ...     memory.view(-1)[1] = 5.0
+        >>> table
+        tensor([[0., 5.],
+                [0., 0.]])
+    """
+    own = tensor.detach()
+    if own.is_contiguous() and not own.is_conj() and not own.is_neg():
+        yield own
+        return
+    memory = _copy(own, own)
+    yield memory
+    write(own, memory, name)
+
+
+def write(tensor: Tensor, values: Tensor, name: str = "a tensor") -> None:
+    """Overwrite a tensor; a number that several of its elements share is written once.
+
+    Args:
+        tensor: strided.
+        values: values of its shape, on any device.
+        name: name for errors.
+
+    Raises:
+        UnsupportedError: elements that share a number would get different values.
+    """
+    once, part = tensor.detach(), values
+    for dim, (size, stride) in enumerate(zip(once.shape, once.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            once, part = once.narrow(dim, 0, 1), part.narrow(dim, 0, 1)
+    once.copy_(part)
+    if not tensor.is_contiguous() and not torch.equal(_bytes(tensor, tensor), _bytes(values, tensor)):
+        raise UnsupportedError(
+            f"places of {name} share memory (its shape is {list(tensor.shape)}, its strides are"
+            f" {list(tensor.stride())}), and it cannot have the different values that rank 0 has in them; register a"
+            " copy with memory of its own, .clone()"
+        )
+
+
+def _copy(values: Tensor, like: Tensor) -> Tensor:
+    """Return values in contiguous memory, in the dtype and on the device of another tensor."""
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device).copy_(values)
+
+
+def _bytes(values: Tensor, like: Tensor) -> Tensor:
+    """Return values as bytes, which compare equal where they are NaN, too."""
+    return _copy(values.detach(), like.detach()).view(-1).view(torch.uint8)
+
+
+# --- Comparison -------------------------------------------------------------------------------------------------------
+
+# Rule 1: one small collective compares digests. Ranks exchange names only where the digests differ.
+# Rule 2: an error is raised on all ranks, with the same message.
+# Rule 3: a difference in order alone (that of a set, for example) is no error: all ranks take the first rank's order.
+
+Largest = Callable[[Sequence[int]], list[int]]
+"""A function that returns the largest of each number over all ranks that call it."""
+_MOST_RANKS = 1 << 31
+
+
+def make_alike(module: Module, rank: int, largest: Largest, may_reorder: bool = True) -> None:
+    """Bring the tensors of a module into the same order on all ranks. All ranks call it.
+
+    Args:
+        module: this rank's model.
+        rank: this rank.
+        largest: the maximum over all ranks.
+        may_reorder: whether no code depends yet on the order of the tensors.
+
+    Raises:
+        ConfigurationError: the module has other tensors on another rank, or another order that may not be changed.
+    """
+    remedy = "all ranks train one model: build it alike on each of them"
+    order = agree(_tensors_of(module), rank, largest, remedy)
+    if order is not None and may_reorder and not ignored_by_ddp(module):
+        put_in_order(module, [name.partition(" ")[2] for name in order])
+        order = agree(_tensors_of(module), rank, largest, remedy)
+    if order is not None:
+        raise ConfigurationError(f"the ranks have the tensors of the model in different orders; {remedy}")
+
+
+def check_all_shared(module: Module) -> None:
+    """Raise `UnsupportedError` if the user has excluded trained weights from DDP, which groups cannot exchange then."""
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    if ignored := trained & ignored_by_ddp(module):
+        raise UnsupportedError(
+            f"DistributedDataParallel is to ignore {min(ignored)} (_ddp_params_and_buffers_to_ignore of the module), so"
+            " that each rank has its own, and groups exchange what all ranks have in common; use groups=1"
+        )
+
+
+def agree(found: Mapping[str, str], rank: int, largest: Largest, remedy: str) -> list[str] | None:
+    """Compare named descriptions with those of the other ranks. All ranks call it.
+
+    Args:
+        found: the description of each item, by name.
+        rank: this rank.
+        largest: the maximum over all ranks.
+        remedy: the end of an error message.
+
+    Returns:
+        None if all ranks have the same order; otherwise the names in the order of the first rank.
+
+    Raises:
+        ConfigurationError: another rank has other items or descriptions.
+    """
+    text = json.dumps(list(found.items()))
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    most, least, last = largest([digest, -digest, -rank])
+    if most == -least:
+        return None
+    first = -last
+    theirs = dict(json.loads(_text_of(first == rank, text, largest)))
+    problem = _difference(found, theirs, rank, first)
+    [lowest] = largest([_MOST_RANKS - rank if problem else 0])
+    if lowest:
+        raise ConfigurationError(f"{_text_of(lowest == _MOST_RANKS - rank, problem, largest)}; {remedy}")
+    return list(theirs)
+
+
+def describe(tensor: Tensor) -> str:
+    """Describe the properties of a parameter or buffer that must be equal on all ranks."""
+    if is_lazy(tensor):
+        return "of no shape yet"
+    words = [f"{tensor.dtype} of shape {list(tensor.shape)}".removeprefix("torch.")]
+    if tensor.layout != torch.strided:
+        words.append(str(tensor.layout))
+    elif tensor.requires_grad and not isinstance(tensor, DTensor) and not tensor.is_contiguous():
+        # DistributedDataParallel averages gradients in their memory order, which is that of the parameters.
+        strides = [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+        words.append(f"strides {strides}")
+    elif shared := [dim for dim, size in enumerate(tensor.shape) if size > 1 and tensor.stride(dim) == 0]:
+        # It stores fewer elements than its shape has, so it may not be able to hold those of a rank that stores all.
+        words.append(f"expanded along dimensions {shared}")
+    if isinstance(tensor, Parameter):
+        words.append("trained" if tensor.requires_grad else "frozen")
+    return ", ".join(words)
+
+
+def _tensors_of(module: Module) -> dict[str, str]:
+    """Describe a module's tensors by kind and name, except those that DDP ignores; parents precede children."""
+    found: dict[str, Tensor] = {}
+    for prefix, each in module.named_modules(remove_duplicate=False):
+        for name, parameter in Module.named_parameters(each, prefix, recurse=False, remove_duplicate=False):
+            found[f"parameter {name}"] = parameter
+        for name, buffer in Module.named_buffers(each, prefix, recurse=False, remove_duplicate=False):
+            found[f"buffer {name}"] = buffer
+    ignored, names = ignored_by_ddp(module), dict[int, str]()
+    for name in sorted(found):
+        names.setdefault(id(found[name]), name)
+    return {
+        name: describe(tensor) if names[id(tensor)] == name else f"tied to {names[id(tensor)]}"
+        for name, tensor in found.items()
+        if name.partition(" ")[2] not in ignored
+    }
+
+
+def _difference(mine: Mapping[str, str], theirs: Mapping[str, str], rank: int, first: int) -> str:
+    differences = [
+        *(f"rank {rank} has no {name}, which rank {first} has" for name in theirs if name not in mine),
+        *(f"rank {rank} has a {name}, which rank {first} has not" for name in mine if name not in theirs),
+        *(
+            f"the {name} is {mine[name]} on rank {rank}, and {theirs[name]} on rank {first}"
+            for name in mine
+            if theirs.get(name, mine[name]) != mine[name]
+        ),
+    ]
+    if len(differences) > 1:
+        differences[0] += f" (differences in all: {len(differences)})"
+    return differences[0] if differences else ""
+
+
+def _text_of(is_mine: bool, text: str, largest: Largest) -> str:
+    """Return the text of one rank on all ranks; it is sent rarely, so each byte is sent as a number."""
+    mine = text.encode() if is_mine else b""
+    [length] = largest([len(mine)])
+    return bytes(largest([*mine] or [0] * length)).decode()

@@ -1,0 +1,496 @@
+"""A group's exchanges with the parameter server: the leader sends a request, and the whole group gets the answer."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from lightning_omni.errors import ProtocolError, Refused
+from lightning_omni.group.core import Action, LastAnswer, Outgoing, ServerRequest
+from lightning_omni.methods import Exchange, Publish, Pulled, ReadInbox, ReadPeer, Receive, SendPeer
+from lightning_omni.runtime.group_exchange import PREFIX, CompressedBroadcast, GroupBroadcast, PeerExchange, decoded
+from lightning_omni.runtime.model.replica import Part
+from lightning_omni.runtime.parallel_state import ParallelState
+from lightning_omni.runtime.timing import wait_for
+from lightning_omni.server.collectives import UPLOADED_ELSEWHERE
+from lightning_omni.server.epochs.epoch import STOPS
+from lightning_omni.transport.connections import Control
+from lightning_omni.transport.requests import Requests, check_alike
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.codec import Packed, pack, unpack
+from lightning_omni.wire.formats.base import RAW, Memory, WireFormat, check_size
+from lightning_omni.wire.layout import Layout
+from lightning_omni.wire.messages import SnapshotId
+from lightning_omni.wire.partition import Split
+
+# --- State of the run that the servers hold ---------------------------------------------------------------------------
+
+
+class ServerSnapshot(NamedTuple):
+    """A consistent state of all servers.
+
+    Attributes:
+        cut: the counts that describe the state.
+        parts: for each optimizer ``{"weights": {name: tensor}, "state": {...}, "clock": 0, "method": {...}}``.
+        groups: for each group, the state that was gathered from it.
+    """
+
+    cut: SnapshotId
+    parts: Sequence[dict[str, Any]]
+    groups: Mapping[int, Any]
+
+
+class ServerStore:
+    """The access to the state that the servers hold, each its share, on ranks that exchange with them."""
+
+    def __init__(self, parallel: ParallelState, connections: Callable[[], Requests]) -> None:
+        self._parallel, self._connections = parallel, connections
+
+    def snapshot(self, with_state: bool = True, version: int = 0) -> ServerSnapshot:
+        """Return a consistent state of the servers, or this rank's share of it.
+
+        Args:
+            with_state: whether to include the states of optimizers and methods, and the gathered states of groups.
+            version: number of a validation, for the state at the first request with that number; 0 for the current one.
+        """
+        requests, take = self._connections(), m.TakeSnapshot(with_state=with_state, version=version)
+        answers = requests.exchange([Outgoing(take)] * requests.count, m.Snapshot)
+        first, *others = (unpack(answer.packed, payload, copy=True) for answer, payload in answers)
+        cut, parts = answers[0][0].cut, first["parts"]
+        if others:
+            if any(answer.cut.pushes != cut.pushes for answer, _ in answers):
+                raise ProtocolError("servers that hold a partition each have given snapshots of different moments")
+            parts = [
+                self._whole(part, [tree["parts"][index] for tree in (first, *others)])
+                for index, part in enumerate(self._parallel.parts)
+            ]
+        return ServerSnapshot(cut, parts, first.get("groups", {}))
+
+    def _whole(self, part: Part, shares: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        split = self._parallel.split_of(part, len(shares))
+        weights = split.merged([list(share["weights"].values()) for share in shares])
+        whole = {
+            **shares[0],
+            "weights": dict(zip(part.replica.parameters, weights, strict=True)),
+            "state": split.merged_tree([share["state"] for share in shares]),
+        }
+        if "method" in whole:
+            whole["method"] = split.merged_tree([share["method"] for share in shares])
+        return whole
+
+    def seed(self, parts: Sequence[dict[str, Any]]) -> None:
+        """Send weights and optimizers to the servers, to each its share. The recorder calls it.
+
+        Args:
+            parts: for each optimizer, as `lightning_omni.server.snapshots.Snapshots.seed` takes them.
+        """
+        requests = self._connections()
+        parts = [self._cut_again(self._parallel.parts[index], part, requests.count) for index, part in enumerate(parts)]
+        seeds = []
+        for server in range(requests.count):
+            tree = [
+                part
+                if requests.count == 1
+                else self._share_of(self._parallel.parts[index], part, server, requests.count)
+                for index, part in enumerate(parts)
+            ]
+            packed, buffer = pack({"parts": tree})
+            seeds.append(Outgoing(m.UploadWeights(packed=packed, nbytes=buffer.numel()), buffer))
+        requests.exchange(seeds, m.WeightsUploaded)
+
+    def _cut_again(self, part: Part, seed: dict[str, Any], servers: int) -> dict[str, Any]:
+        """Return a seed in the fragments of the present servers; a checkpoint may have those of others."""
+        if seed.get("method") is None or self._parallel.share is not None:
+            return seed
+        split = self._parallel.split_of(part, servers) if servers > 1 else Split.whole(part.replica.layout)
+        return {**seed, "method": split.recut(seed["method"])}
+
+    def store_group_state(self, packed: Packed, buffer: Tensor) -> None:
+        """Store the state that only this group has, or this rank's share of it, for the next snapshot."""
+        message = m.GroupState(packed=packed, nbytes=buffer.numel())
+        self._connections().own.exchange(message, m.GroupStateStored, buffer)
+
+    def _share_of(self, part: Part, seed: dict[str, Any], server: int, servers: int) -> dict[str, Any]:
+        """Return one server's share of an optimizer's seed."""
+        split = self._parallel.split_of(part, servers)
+        weights = split.parts(list(seed["weights"].values()))[server]
+        names = [spec.name for spec in split.shares[server].specs]
+        method = seed.get("method")
+        return {
+            **seed,
+            "optimizer": split.described(seed["optimizer"], server),
+            "weights": dict(zip(names, weights, strict=True)),
+            "method": None if method is None else split.tree_parts(method)[server],
+        }
+
+    def store_run_state(self, packed: Packed, buffer: Tensor) -> None:
+        """Store the state beside the weights for groups that join. The recorder calls it when groups separate.
+
+        Where its members hold the model together, each stores its share at its own server, and the recorder last.
+        """
+        message = m.StoreRunState(packed=packed, nbytes=buffer.numel())
+        self._connections().own.exchange(message, m.RunStateStored, buffer)
+
+    def read_run_state(self, share: bool = False) -> dict[str, Any]:
+        """Return the stored state for groups that join.
+
+        Args:
+            share: whether to read the share that a member of the recorder's group has stored at this rank's own server.
+        """
+        requests = self._connections()
+        connection = requests.own if share else requests.coordinator
+        answer, payload = connection.exchange(m.ReadRunState(), m.StoredRunState)
+        tree: dict[str, Any] = unpack(answer.packed, payload, copy=True)
+        return tree
+
+
+# --- Exchanges --------------------------------------------------------------------------------------------------------
+
+_log = logging.getLogger(__name__)
+
+_NUMBERS = 96
+"""Offset of the note in the prefix of an answer's tensors, in bytes; whole numbers precede it."""
+_Answer = TypeVar("_Answer", bound=m.Message)
+
+
+@dataclass
+class Traffic:
+    """The time and the bytes of all exchanges of a run so far.
+
+    Attributes:
+        seconds: time spent in them.
+        moved: bytes of tensors to and from the server or other groups; only the leader of a group moves any.
+        shared: the part of them that leader and server passed in shared memory.
+    """
+
+    seconds: float = 0.0
+    moved: int = 0
+    shared: int = 0
+
+
+class ServerExchange:
+    """A rank's exchanges with the server and with other groups. Every rank of a group makes the same calls.
+
+    Attributes:
+        traffic: time and bytes of all exchanges so far.
+        synchronizations: synchronization points since this rank joined the server.
+        members: communication among the members of the group.
+        peers: communication with other groups.
+        store: access to the state that the servers hold of the run as a whole.
+    """
+
+    def __init__(self, parallel: ParallelState) -> None:
+        self._parallel = parallel
+        self.traffic = Traffic()
+        self.synchronizations = 0
+        self.members = GroupBroadcast(parallel)
+        self.peers = PeerExchange(parallel, self.members, self.synchronize, self.timed)
+        self.store = ServerStore(parallel, self._free_connections)
+        self._requests: Requests | None = None
+        self._under_way: dict[int, ServerRequest] = {}
+        self._travels: ServerRequest | None = None
+        self._arrived: dict[int, list[tuple[m.Weights, Tensor]]] = {}
+
+    # --- Server -------------------------------------------------------------------------------------------------------
+
+    def do(self, index: int, action: Action) -> Any:
+        """Perform an action of the group's core for one optimizer, and return the answer to its need.
+
+        Raises:
+            NonFiniteGradients: the server refused too many pushes in a row.
+        """
+        match action:
+            case ServerRequest(waits=False):
+                return self.send(action)
+            case ServerRequest():
+                return self.ask_weights(action)
+            case Receive():
+                return self.receive(index)
+            case Publish():
+                return self.peers.publish(index, action.tensors)
+            case SendPeer():
+                return self.peers.send(index, action.group, action.tensors)
+            case ReadPeer():
+                return self.peers.read(index, action.group)
+            case ReadInbox():
+                return self.peers.read_inbox(index)
+        raise TypeError(f"nothing is to be done for {action!r}")
+
+    def ask_weights(self, ask: ServerRequest) -> Pulled:
+        """Push or fetch for this group, and return the server's answer."""
+        self.send(ask)
+        return self.receive(ask.optimizer)
+
+    def send(self, ask: ServerRequest) -> None:
+        """Send a request to the server without waiting for its answer, which `receive` returns.
+
+        A group has one exchange in flight: the answer to another optimizer's request is received first, and kept.
+        """
+        part = self._parallel.parts[ask.optimizer]
+        if self._parallel.share is not None:
+            ask = self._part_of_member(ask)
+        if self._parallel.exchanges:
+            with self.timed():
+                requests = self._free_connections()
+                requests.send(self._said(ask, part, requests.count), self._rooms(ask, part, requests.count))
+            self._travels = ask
+        self._under_way[ask.optimizer] = ask
+
+    def _part_of_member(self, ask: ServerRequest) -> ServerRequest:
+        """Return this member's request: with the note measured by the leader; leased data only on the leader."""
+        need = ask.need
+        if isinstance(need, Exchange) and need.note:
+            note = msgspec.msgpack.decode(self.members.broadcast_bytes(msgspec.msgpack.encode(need.note)), type=float)
+            ask = ask._replace(need=msgspec.structs.replace(need, note=note))
+        return ask if self._parallel.is_leader else ask._replace(epoch=-1, trained=0)
+
+    def receive(self, index: int) -> Pulled:
+        """Return the answer to the last request for an optimizer, on every member of the group."""
+        ask, part = self._under_way.pop(index), self._parallel.parts[index]
+        layout = part.replica.layout.fragment(ask.fragment, self._parallel.method.fragments)
+        memory = part.memory(PREFIX, self._parallel.empty)[: PREFIX + (layout.nbytes if ask.pulls else 0)]
+        return self._share(ask, layout, memory)
+
+    def _room(self, ask: ServerRequest, part: Part) -> Tensor | None:
+        """Return memory for the tensors of an answer, in their encoding, on ranks that exchange with the server."""
+        if not ask.pulls:
+            return None
+        layout = part.replica.layout.fragment(ask.fragment, self._parallel.method.fragments)
+        if (answers := self._answers(ask)) != RAW:
+            part.coded = part.coded or Memory(self._parallel.empty)
+            return part.coded.room(answers.sizes(layout)[1])
+        if not ask.waits:  # meanwhile the group trains, and its weights are compared with the last answer's
+            part.into, part.spare = part.spare, part.into
+        return part.memory(PREFIX, self._parallel.empty)[PREFIX : PREFIX + layout.nbytes]
+
+    def _answers(self, ask: ServerRequest) -> WireFormat:
+        return self._parallel.core.wire_format.answers if isinstance(ask.need, Exchange) else RAW
+
+    def finish_exchanges(self) -> None:
+        """Wait for the exchanges in flight, and let the method apply the answers. All members of the group call it."""
+        for index in list(self._under_way):
+            self._parallel.core.apply_answer(index, self.receive(index))
+
+    def _said(self, ask: ServerRequest, part: Part, servers: int) -> list[Outgoing]:
+        memories = part.outs(servers, self._parallel.empty)
+        if servers == 1:
+            return [self._parallel.core.send(ask, part.replica.layout, memories[0])]
+        return self._parallel.core.send_parts(ask, self._parallel.split_of(part, servers), memories)
+
+    def _rooms(self, ask: ServerRequest, part: Part, servers: int) -> Sequence[Tensor | None] | None:
+        """Return memory for the tensors of all servers' answers; None if it is allocated when they arrive."""
+        room = self._room(ask, part)
+        if servers == 1:
+            return [room]
+        if room is None or self._answers(ask) != RAW:
+            return None
+        return (
+            self._parallel.split_of(part, servers)
+            .fragment(ask.fragment, self._parallel.method.fragments)
+            .memories(room)
+        )
+
+    def fetch(self, index: int) -> Pulled:
+        """Fetch the server's weights for this group, although its method did not request them."""
+        return self.ask_weights(self._parallel.core.fetch(index))
+
+    def ask(self, message: m.Message, expect: type[_Answer], payload: Tensor | None = None) -> tuple[_Answer, Tensor]:
+        """Send a message to the coordinating server, on the data connection, and wait for its answer.
+
+        Returns:
+            The answer and its payload, uint8.
+        """
+        return self._free_connections().coordinator.exchange(message, expect, payload)
+
+    def bring(self, data: bytes) -> None:
+        """Upload bytes for the next control message, which are too large for its channel. Any rank may call it."""
+        payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self.ask(m.Upload(nbytes=payload.numel()), m.Uploaded, payload)
+
+    def synchronize(self, what: str, payload: bytes) -> list[tuple[int, bytes]]:
+        """Gather the bytes of every live rank. All live ranks call it and wait for each other.
+
+        Args:
+            what: description of the collective, the same on all ranks.
+            payload: this rank's bytes.
+
+        Returns:
+            The number and the bytes of each live rank, in rank order.
+        """
+        assert self._parallel.control is not None
+        brought = len(payload) > m.LARGEST_INLINE
+        message = m.Contribute(number=self.synchronizations, what=what, uploaded=brought, where=self._parallel.where())
+        self.synchronizations += 1
+        gathered, parts = self._contribute(self._parallel.control, message, payload)
+        if gathered.must_download:
+            _, payload_of_all = self.ask(m.Download(number=gathered.number), m.Downloaded)
+            parts = [part.numpy().tobytes() for part in payload_of_all.split(list(gathered.sizes))]
+        return list(zip(gathered.ranks, parts, strict=True))
+
+    def _contribute(self, control: Control, message: m.Contribute, payload: bytes) -> tuple[m.Gathered, list[bytes]]:
+        timeout = self._parallel.options.timeout.total_seconds()
+        while message.uploaded:
+            self.bring(payload)
+            try:
+                return control.request_payload(message, m.Gathered, timeout=timeout)
+            except Refused as no:
+                if no.code != UPLOADED_ELSEWHERE:  # otherwise the server that had the payload is gone
+                    raise
+        return control.request_payload(message, m.Gathered, payload, timeout=timeout)
+
+    def gather(self, numbers: list[int]) -> list[list[int]]:
+        """Return the whole numbers of every live rank, in rank order."""
+        return [json.loads(text) for _, text in self.synchronize("numbers", json.dumps(numbers).encode())]
+
+    # --- Inside the group ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count time and bytes in this context as those of exchanges.
+
+        The host waits for the device before it reads the clock, so that the remaining backward pass does not count.
+        This costs nothing, because the copies of an exchange wait for the device in any case.
+        """
+        wait_for(self._parallel.device)
+        began, requests, between = time.perf_counter(), self._requests, self.peers.moved
+        moved, shared = (requests.moved, requests.shared) if requests is not None else (0, 0)
+        yield
+        self.traffic.seconds += time.perf_counter() - began
+        if self._requests is not None:
+            self.traffic.moved += self._requests.moved - moved
+            self.traffic.shared += self._requests.shared - shared
+        self.traffic.moved += self.peers.moved - between
+
+    def warn_of_refusal(self, applied: bool, in_row: int) -> None:
+        """Warn of the first refused push in a row: it was not finite."""
+        if not applied and in_row == 1:
+            _log.warning(
+                "group %d made a push that is not finite; it was refused, and the weights did not change",
+                self._parallel.group,
+            )
+
+    def _share(self, ask: ServerRequest, layout: Layout, memory: Tensor) -> Pulled:
+        """Return the server's answer on all members of the group; the leader receives and broadcasts it."""
+        part, by_member = self._parallel.parts[ask.optimizer], self._parallel.share is not None
+        coded, answer = self._coded(ask, layout), None
+        letter = memory if coded is None else part.handed.room(PREFIX + coded.nbytes)
+        with self.timed():
+            if self._parallel.exchanges:
+                parts = None if coded is None else coded.parts(letter[PREFIX:])
+                answer = self._receive(ask, layout, memory[PREFIX:], parts)
+                _write(answer, letter[:PREFIX])
+            self.members.broadcast(letter[:PREFIX] if by_member else letter)
+            if by_member and ask.pulls:
+                self.members.broadcast_to_replicas(memory[PREFIX:])
+            if coded is not None:
+                coded.decode(letter[PREFIX:], memory[PREFIX:], part)
+        clock, received, note = _read(letter[:PREFIX])
+        if by_member and answer is not None and answer.clock != clock:
+            raise ProtocolError(f"servers have applied {answer.clock} and {clock} updates to the shares of a group")
+        if received.staleness >= 0:
+            part.staleness[received.staleness] += 1
+        tensors = layout.views(memory[PREFIX:]) if ask.pulls else ()
+        pulled = self._parallel.core.receive(received, tensors, clock, note, ask.fragment)
+        self.warn_of_refusal(received.applied, received.refused_in_row)
+        return pulled
+
+    def _coded(self, ask: ServerRequest, layout: Layout) -> CompressedBroadcast | None:
+        """Return the encoded answer to broadcast, if it has fewer bytes than its tensors; otherwise None."""
+        answers = self._answers(ask)
+        if answers == RAW or not ask.pulls or len(self._parallel.members) == 1 or self._parallel.share is not None:
+            return None
+        assert self._parallel.control is not None
+        coded = CompressedBroadcast(answers, self._divided(ask, layout, self._parallel.control.servers))
+        return coded if coded.are_sizes_known and coded.nbytes < layout.nbytes else None
+
+    def _divided(self, ask: ServerRequest, layout: Layout, servers: int) -> Split:
+        if servers == 1:
+            return Split.whole(layout)
+        return self._parallel.split_of(self._parallel.parts[ask.optimizer], servers).fragment(
+            ask.fragment, self._parallel.method.fragments
+        )
+
+    def _receive(self, ask: ServerRequest, layout: Layout, into: Tensor, coded: Sequence[Tensor] | None) -> m.Weights:
+        """Receive the servers' answer into ``into``, or encoded into ``coded``, on ranks that exchange with them."""
+        answers = self._answers(ask)
+        is_flat = answers == RAW or not ask.pulls
+        requests, part = self._servers(), self._parallel.parts[ask.optimizer]
+        split = self._divided(ask, layout, requests.count)
+        if ask.optimizer in self._arrived:
+            received = self._arrived.pop(ask.optimizer)
+        else:
+            self._travels = None
+            received = requests.receive(m.Weights, split.memories(into) if is_flat and ask.pulls else None)
+        check_alike(received)
+        payloads = [payload for _, payload in received]
+        if not is_flat:
+            for payload, share in zip(payloads, split.shares, strict=True):
+                check_size(answers, payload.numel(), share)
+        if coded is not None:
+            for memory, payload in zip(coded, payloads, strict=True):
+                memory.copy_(payload)
+        elif ask.pulls:
+            if not is_flat:
+                payloads = decoded(answers, payloads, split, part)
+            split.write(into, payloads)
+        return received[0][0]
+
+    # --- Connections --------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        self._under_way.clear()
+        self._arrived.clear()
+        self._travels = None
+        if self._requests is not None:
+            self._requests.close()
+            self._requests = None
+        self.peers.close()
+
+    @property
+    def is_free(self) -> bool:
+        """Return whether no exchange is in flight, so that the server answers the next request at once."""
+        return self._travels is None
+
+    def _free_connections(self) -> Requests:
+        """Return the data connections, once the answer of an exchange in flight has been received and kept."""
+        requests = self._servers()
+        if self._travels is not None:
+            ask, self._travels = self._travels, None
+            self._arrived[ask.optimizer] = requests.receive(m.Weights)
+        return requests
+
+    def _servers(self) -> Requests:
+        if self._requests is None:
+            assert self._parallel.control is not None
+            timeout, by_member = self._parallel.options.timeout.total_seconds(), self._parallel.share is not None
+            largest = self._largest_in_replica if by_member else int
+            share = None if self._parallel.share is None else self._parallel.share[0]
+            self._requests = Requests(self._parallel.control.attach_all(timeout, share), by_member, largest)
+        return self._requests
+
+    def _largest_in_replica(self, number: int) -> int:
+        return self.members.largest([number])[0]
+
+
+def _write(answer: m.Weights, prefix: Tensor) -> None:
+    """Write the fields of an answer other than its tensors into their prefix, which `_read` reads."""
+    applied, stop, repeated = int(answer.applied), STOPS.index(answer.stop), int(answer.repeated)
+    numbers = [answer.clock, answer.staleness, applied, answer.progress, stop, repeated, answer.refused_in_row]
+    numbers += [answer.validations, answer.groups]
+    prefix[: 8 * len(numbers)].view(torch.int64).copy_(torch.tensor(numbers))
+    prefix[_NUMBERS:].view(torch.float64)[0] = answer.note
+
+
+def _read(prefix: Tensor) -> tuple[int, LastAnswer, float]:
+    numbers, notes = prefix[:_NUMBERS].view(torch.int64), prefix[_NUMBERS:].view(torch.float64)
+    clock, staleness, applied, progress, stop, repeated, *counts = numbers[:9].tolist()
+    return clock, LastAnswer(staleness, bool(applied), progress, STOPS[stop], bool(repeated), *counts), float(notes[0])

@@ -1,0 +1,187 @@
+"""The services for an epoch: the leases of its samples, and validations while groups train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from lightning_omni.errors import MalformedMessage
+from lightning_omni.methods import Method
+from lightning_omni.server.run_context import RunContext
+from lightning_omni.server.service import Out, Payload, Sender, Service, as_tensor, bytes_of
+from lightning_omni.server.training import Training
+from lightning_omni.topology import Topology
+from lightning_omni.wire import messages as m
+from lightning_omni.wire.codec import Packed, check_specs
+from lightning_omni.wire.journal import ClaimedEntry, EvaluatedEntry, ReadEntry, SavedEntry
+
+# --- Leases -----------------------------------------------------------------------------------------------------------
+
+
+class LeaseService(Service):
+    """The service that leases samples.
+
+    Args:
+        run: the run.
+        training: service that is notified of groups that wait.
+    """
+
+    def __init__(self, run: RunContext, training: Training) -> None:
+        self._roster, self._epochs, self._events = run.roster, run.epochs, run.events
+        self._training = training
+
+    def form(self, topology: Topology, method: Method, message: m.FormGroups) -> None:
+        sizes = {group: len(topology.members(group)) for group in topology.alive}
+        self._epochs.form(sizes, message.generation, message.keep_epoch)
+
+    def join(self, group: int, ranks: tuple[int, ...]) -> None:
+        self._epochs.join(group, ranks)
+        if self._roster.joining:  # the group holds a batch even before it requests one
+            self._epochs.draw_first(group)
+
+    def evict(self, group: int, lost: bool) -> list[Out]:
+        self._epochs.evict(group)
+        return []
+
+    def resolve_pending(self) -> list[Out]:
+        out = []
+        for rank, decision in self._epochs.resolve_pending(self._training.all_answered):
+            out.append(Out(self._roster.members[rank].peer, m.CONTROL, m.Next(next=decision)))
+            self._training.resume(rank)
+        return out
+
+    def state(self) -> dict[str, Any]:
+        return self._epochs.state()
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._epochs.load(state)
+
+    def open(self, sender: Sender, message: m.OpenEpoch, payload: Payload) -> list[Out]:
+        """Open an epoch."""
+        self._epochs.open(message.plan)
+        return [Out(sender.peer, m.CONTROL, m.EpochOpened(epoch=message.plan.epoch))]
+
+    def draw(self, sender: Sender, message: m.DrawBatches, payload: Payload) -> list[Out]:
+        """Lease a group its next batches."""
+        book, group = self._epochs.book_of(message.epoch, message.generation), sender.group
+        if not book.has(group):  # another member's `Leave` arrived first
+            return [Out(sender.peer, m.CONTROL, m.BatchesDrawn(number=message.number, batches=()))]
+        spans = self._events.new_spans(group, message)
+        batches = self._epochs.draw(group, message.number, message.trained)
+        self._events.train(group, message.epoch, spans)
+        return [Out(sender.peer, m.CONTROL, m.BatchesDrawn(number=message.number, batches=tuple(batches)))]
+
+    def wait(self, sender: Sender, message: m.AskNext, payload: Payload) -> list[Out]:
+        """Record that a group has trained its batches; it is answered once the next step is decided."""
+        if decision := self._epochs.repeated_decision(sender.rank, message):
+            return [Out(sender.peer, m.CONTROL, m.Next(next=decision))]
+        spans = self._events.new_spans(sender.group, message)
+        self._epochs.wait(sender.group, sender.rank, message)
+        self._events.train(sender.group, message.epoch, spans)
+        return self._training.idle(sender.rank)
+
+    def leave(self, sender: Sender, message: m.LeaveEpoch, payload: Payload) -> list[Out]:
+        """Remove a group from the epoch early, at its own request."""
+        spans = self._events.new_spans(sender.group, message)
+        self._epochs.leave(sender.group, message)
+        self._events.train(sender.group, message.epoch, spans)
+        return [Out(sender.peer, m.CONTROL, m.EpochLeft())]
+
+
+# --- Validations ------------------------------------------------------------------------------------------------------
+
+LARGEST = 256 << 20
+"""The most bytes of tensors in the result of one validation: metrics, and the buffers of the evaluated model."""
+
+
+class ValidationService(Service):
+    """The service that assigns validations to groups.
+
+    Args:
+        run: the run.
+        training: service that is notified of groups that push nothing meanwhile.
+    """
+
+    def __init__(self, run: RunContext, training: Training) -> None:
+        self._roster, self._epochs, self._journal = run.roster, run.epochs, run.journal
+        self._training = training
+
+    def form(self, topology: Topology, method: Method, message: m.FormGroups) -> None:
+        self._epochs.validations.form()
+
+    def evict(self, group: int, lost: bool) -> list[Out]:
+        self._epochs.validations.evict(group)
+        return []
+
+    def state(self) -> dict[str, Any]:
+        state = self._epochs.validations.state()
+        results = {number: _plain(result) for number, result in state["results"].items()}
+        return {**state, "results": results}
+
+    def load(self, state: dict[str, Any]) -> None:
+        results = {number: _result(*plain) if plain else None for number, plain in state["results"].items()}
+        self._epochs.validations.load({**state, "results": results})
+
+    def redo(self, entry: ClaimedEntry | EvaluatedEntry | ReadEntry | SavedEntry) -> None:
+        """Replay an entry of the journal."""
+        book = self._epochs.validations
+        match entry:
+            case ClaimedEntry():
+                book.claim(entry.group, entry.epoch, entry.passed)
+            case EvaluatedEntry():
+                book.publish(entry.group, entry.number, (entry.packed, as_tensor(entry.payload)))
+            case ReadEntry():
+                self._read(entry.rank, entry.number)
+            case SavedEntry():
+                book.save(entry.number)
+
+    def _read(self, rank: int, number: int) -> Any:
+        result = self._epochs.validations.read(rank, number)
+        self._epochs.validations.forget(self._roster.live)
+        self._journal.note(ReadEntry(rank, number))
+        return result
+
+    def claim(self, sender: Sender, message: m.ClaimValidation, payload: Payload) -> list[Out]:
+        """Assign a validation to a group that passes its point in the epoch."""
+        self._epochs.book_of(message.epoch, message.generation)
+        number = self._epochs.validations.claim(sender.group, message.epoch, message.passed)
+        self._journal.note(ClaimedEntry(sender.group, message.epoch, message.passed))
+        answer = Out(sender.peer, m.CONTROL, m.ValidationClaimed(number=number))
+        return [answer, *(self._training.idle(sender.rank) if number else ())]
+
+    def check_result(self, sender: Sender, message: m.PublishEvaluation) -> int:
+        """Check the size of a validation's result, and return it."""
+        self._epochs.validations.check_evaluates(sender.group, message.number)
+        if message.nbytes > LARGEST:
+            raise MalformedMessage(f"{message.nbytes} bytes are announced, and at most {LARGEST} may come")
+        check_specs(message.packed.specs, message.nbytes)
+        return message.nbytes
+
+    def publish(self, sender: Sender, message: m.PublishEvaluation, payload: Payload) -> list[Out]:
+        """Store a group's result of a validation."""
+        result = message.packed, as_tensor(payload)
+        self._epochs.validations.publish(sender.group, message.number, result)
+        self._journal.note(EvaluatedEntry(sender.group, message.number, message.packed, bytes_of(payload)))
+        self._training.resume(sender.rank)
+        return [Out(sender.peer, m.DATA, m.EvaluationPublished())]
+
+    def ask(self, sender: Sender, message: m.AskValidations, payload: Payload) -> list[Out]:
+        """Answer a rank with the number of complete validations."""
+        book = self._epochs.validations
+        return [Out(sender.peer, m.CONTROL, m.Validations(complete=book.complete, is_missed=book.is_missed))]
+
+    def read(self, sender: Sender, message: m.ReadEvaluation, payload: Payload) -> list[Out]:
+        """Answer a rank with the result of a validation."""
+        packed, buffer = self._read(sender.rank, message.number) or (None, as_tensor(b""))
+        answer = m.EvaluationResult(packed=packed or Packed(b"", ()), is_void=packed is None, nbytes=buffer.numel())
+        return [Out(sender.peer, m.DATA, answer, (buffer,) if buffer.numel() else ())]
+
+
+def _plain(result: tuple[Packed, Tensor] | None) -> tuple[bytes, bytes] | None:
+    return None if result is None else (msgspec.msgpack.encode(result[0]), bytes_of(result[1]))
+
+
+def _result(packed: bytes, payload: bytes) -> tuple[Packed, Tensor]:
+    return msgspec.msgpack.decode(packed, type=Packed), as_tensor(payload)

@@ -1,0 +1,534 @@
+"""Groups that join a running run: the state that they receive, and an evicted group that joins again."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import multiprocessing
+import os
+import shlex
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from lightning_omni.errors import ConfigurationError, MalformedMessage, UnsupportedError
+from lightning_omni.runtime import names_of
+from lightning_omni.runtime.model.sharded import fill, is_part, local_of, reshard, tensors_of
+from lightning_omni.runtime.registration import COMES_BACK, comes_back_to, return_to, run_is_saved
+from lightning_omni.strategy import launcher
+from lightning_omni.strategy.grouping import GroupedStrategy
+from lightning_omni.strategy.lightning_internals.callbacks import (
+    averaged_models,
+    deciding_callbacks,
+    dump_checkpoint,
+    load_callback_states,
+    load_checkpoint,
+    output_folders,
+    set_output_folders,
+)
+from lightning_omni.strategy.lightning_internals.loops import (
+    progress_counters,
+    reload_epochs,
+    replaces_scheduler,
+    runs_lr_finder,
+    set_reload_epochs,
+    start_fit_at_epoch,
+)
+from lightning_omni.strategy.lightning_internals.metrics import cached_metric_values, set_cached_metrics
+from lightning_omni.strategy.loops.epoch import EntryPoint
+from lightning_omni.strategy.loops.paced_schedulers import described
+from lightning_omni.wire.codec import pack
+from lightning_omni.wire.steps_and_samples import Progress
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
+
+# --- The state that a joining group receives --------------------------------------------------------------------------
+
+# The recorder's group makes the state each time the groups begin to compute, and the server stores it. It is a
+# checkpoint without weights and optimizer state, whose progress is that of the run. A group that joins loads it before
+# its loops begin, and continues in the current epoch.
+
+_APART = ("state_dict", "loops", "epoch", "global_step")
+"""Omitted entries of Lightning's checkpoint: the server has the weights, and progress is counted in samples."""
+_ALIKE = (
+    "max_epochs",
+    "max_steps",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "reload_dataloaders_every_n_epochs",
+)
+"""Arguments of the Trainer that must be equal in all groups."""
+
+
+class RunStates:
+    """The state of a run for joining groups: the recorder's group makes it, and a joining group loads it.
+
+    Args:
+        strategy: the strategy of this rank.
+
+    Attributes:
+        is_described: whether the checkpoint that Lightning makes now has no weights in it.
+    """
+
+    def __init__(self, strategy: GroupedStrategy) -> None:
+        self._strategy = strategy
+        self._told: set[str] = set()
+        self._again: dict[str, Any] | None = None
+        self._limits: dict[str, float | None] = {}
+        self.is_described = False
+
+    def check(self, trainer: Trainer) -> None:
+        """Raise `UnsupportedError` for features of this fit that do not work with groups that join."""
+        if self._strategy.world.registration is None:
+            return
+        if runs_lr_finder(trainer):
+            raise UnsupportedError(
+                "elastic=True with LearningRateFinder or Tuner.lr_find: it measures all ranks as one group, which ranks"
+                " of different launchers cannot form; find the rate before, without server= and LIGHTNING_OMNI_SERVER,"
+                " and pass it to all groups"
+            )
+        if replaces_scheduler(trainer):
+            raise UnsupportedError(
+                "elastic=True with StochasticWeightAveraging: it replaces a learning-rate scheduler in mid-run, and a"
+                " group that joins has none to replace it with; use WeightAveraging, or start all ranks together"
+            )
+        if len(averaged_models(trainer)) > 1:
+            raise UnsupportedError(
+                "elastic=True with several WeightAveraging callbacks: a checkpoint has room for the average of one, and"
+                " so has what a group that joins is given; keep one of them"
+            )
+        self._limits = {name: getattr(trainer, name) for name in _ALIKE}
+
+    # --- The recorder's group ----------------------------------------------------------------------------------------
+
+    def store(self) -> None:
+        """Store the state at the server from the recorder's group, after the groups have begun to compute.
+
+        All ranks call it.
+        """
+        world = self._strategy.world
+        if world.registration is None or world.process_groups.live.ranks[0] not in world.members:
+            return
+        self.renew()
+
+    def renew(self) -> None:
+        """Replace the state at the server by the current one, while groups compute. The recorder's group calls it."""
+        world = self._strategy.world
+        reshard(world.wrapper.sharded)
+        tree = self._describe()  # all members make it, since hooks of users that save may need collectives
+        if tree["shared"]:
+            if world.exchanges and not world.is_leader:
+                world.exchange.store.store_run_state(*pack({"shared": tree["shared"]}))
+            world.wait_for_members()  # other groups may join as soon as the leader has stored its part
+        if world.is_leader:
+            try:
+                packed, buffer = pack(tree)
+            except MalformedMessage as error:
+                packed, buffer = pack({"refused": f"the run's schedulers or optimizers cannot be sent: {error}"})
+            world.exchange.store.store_run_state(packed, buffer)
+
+    def _describe(self) -> dict[str, Any]:
+        strategy, trainer = self._strategy, self._strategy.pl_module.trainer
+        self.is_described = True
+        try:
+            checkpoint = dump_checkpoint(trainer)
+        finally:
+            self.is_described = False
+        served = {id(each) for part in strategy.world.parts for each in part.replica.ordered}
+        entries = tensors_of(strategy.pl_module).items()
+        own = {name: each for name, each in entries if isinstance(each, Tensor) and id(each) not in served}
+        shared = {name: own.pop(name) for name in list(own) if is_part(own[name])}
+        bases = strategy.epochs.schedulers.bases
+        averages = averaged_models(trainer)
+        progress = strategy.epochs.run.progress
+        return {
+            "limits": self._limits,
+            "configured": self._configured(),
+            "epoch": trainer.current_epoch,
+            "counters": progress_counters(trainer)[1:],
+            "samples": strategy.epochs.samples,
+            "progress": None if progress is None else msgspec.to_builtins(progress),
+            "metrics": cached_metric_values(trainer),
+            "order": strategy.epochs.data.order,
+            "split": strategy.epochs.data.split,
+            "folders": output_folders(trainer),
+            "reloads": reload_epochs(trainer),
+            "schedule": [list(bases.get(config.scheduler, ())) for config in trainer.lr_scheduler_configs],
+            "schedulers": checkpoint.pop("lr_schedulers"),
+            "hyperparameters": checkpoint.pop("optimizer_states"),
+            "layouts": strategy.world.parameter_groups.first_layouts,
+            "held": [_names_in(optimizer, strategy.pl_module) for optimizer in strategy.optimizers],
+            "trainable": {name: each.requires_grad for name, each in strategy.pl_module.named_parameters()},
+            "tracking": _tracking(strategy.pl_module),
+            "module": {name: each.detach() for name, each in own.items()},
+            "shared": {name: local_of(each) for name, each in shared.items()},
+            "averages": [average.state_dict() for average in averages],
+            "callbacks": self._sendable("the state of the callback", checkpoint.pop("callbacks")),
+            "more": self._sendable("the checkpoint's entry", {k: v for k, v in checkpoint.items() if k not in _APART}),
+        }
+
+    def _configured(self) -> dict[str, str]:
+        """Return in words the settings that must be equal in all groups.
+
+        Otherwise groups would train differently or wait for each other in different collectives. The hyperparameters of
+        optimizers and schedulers are not among them: a joining group gets those of the run.
+        """
+        strategy, trainer = self._strategy, self._strategy.pl_module.trainer
+        schedulers = [_in_words(config) for config in trainer.lr_scheduler_configs]
+        return {
+            "optimization": "automatic" if strategy.pl_module.automatic_optimization else "manual",
+            "optimizers": ", ".join(type(each).__name__ for each in strategy.optimizers) or "none",
+            "schedulers": ", ".join(schedulers) or "none",
+            "callbacks": ", ".join(deciding_callbacks(trainer)) or "none that saves, stops or tunes",
+        }
+
+    def _sendable(self, what: str, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries that can be sent; warn once about each other one, which joining groups do not get."""
+        problems = {name: problem for name, value in entries.items() if (problem := _problem(value))}
+        for name in problems.keys() - self._told:
+            self._told.add(name)
+            self._strategy.rank_zero_warn(
+                f"OmniStrategy: {what} {name} is not given to groups that join: {problems[name]}"
+            )
+        return {name: value for name, value in entries.items() if name not in problems}
+
+    # --- A group that has joined -------------------------------------------------------------------------------------
+
+    def take_over(self, trainer: Trainer) -> None:
+        """Join the run, and load its state. All ranks of the group call it before its loops begin.
+
+        Raises:
+            UnsupportedError: the state of the run cannot be sent.
+            ConfigurationError: this group has other limits, callbacks, optimizers or schedulers.
+        """
+        strategy = self._strategy
+        joined = strategy.world.take_part()
+        tree = strategy.world.exchange.store.read_run_state()
+        self._check_given(trainer, tree)
+        assert joined.plan is not None  # the server admits groups only during an epoch
+        checkpoint = {**tree["more"], "callbacks": tree["callbacks"], "state_dict": tree["module"]}
+        if tree["averages"]:  # the callback loads both; the module's own weights are read when training begins
+            [average] = tree["averages"]
+            whole = {name[7:]: each for name, each in average.items() if name.startswith("module.")}
+            checkpoint |= {"state_dict": whole, "current_model_state": strategy.pl_module.state_dict()}
+        set_output_folders(trainer, tree["folders"])
+        load_checkpoint(trainer, checkpoint)
+        if tree["shared"] and not (strategy.world.share is None or strategy.world.is_leader):
+            tree["shared"] = strategy.world.exchange.store.read_run_state(share=True)["shared"]
+        self._take_over_module(tree)
+        self._again = tree
+        schedule: dict[Any, Any] = {}
+        for config, state, base in zip(trainer.lr_scheduler_configs, tree["schedulers"], tree["schedule"], strict=True):
+            config.scheduler.load_state_dict(_like(vars(config.scheduler), state))
+            if base:
+                schedule[config.scheduler] = tuple(base)
+        entered = EntryPoint(
+            plan=joined.plan,
+            samples=tree["samples"],
+            progress=msgspec.convert(tree["progress"], Progress | None),
+            split=tree["split"],
+        )
+        strategy.epochs.enter(entered, schedule)
+        set_cached_metrics(trainer, tree["metrics"])
+        strategy.epochs.data.order = tree["order"]
+        start_fit_at_epoch(trainer, tree["epoch"], tree["counters"])
+
+    def _check_given(self, trainer: Trainer, tree: Mapping[str, Any]) -> None:
+        if "refused" in tree:
+            raise UnsupportedError(f"no group can join this run: {tree['refused']}")
+        for name, limit in tree["limits"].items():
+            if self._limits[name] != limit:  # this group would end while others train, or train alone
+                raise ConfigurationError(
+                    f"{name}={self._limits[name]}: the run that this group joins has {name}={limit}; give all groups"
+                    " the same"
+                )
+        for name, own in self._configured().items():
+            if own != (theirs := tree["configured"][name]):
+                raise ConfigurationError(
+                    f"{name}: {own}; the run that this group joins has: {theirs}; give all groups the same script"
+                )
+        if len(averaged_models(trainer)) != len(tree["averages"]):
+            raise ConfigurationError(
+                "callbacks: WeightAveraging is either in the run or in the group that joins it, and not in both; give"
+                " all groups the same callbacks"
+            )
+
+    def hooks_are_over(self) -> None:
+        """Load the run's state again after the hooks of the epoch's start.
+
+        The run had called these hooks before this group joined. Loading undoes their second effect here, on learning
+        rates, weights and counts of callbacks, for example.
+        """
+        if (tree := self._again) is None:
+            return
+        self.take_over_optimizers()
+        self._again = None
+        load_callback_states(self._strategy.pl_module.trainer, tree)
+        set_reload_epochs(self._strategy.pl_module.trainer, tree["reloads"])
+        self._take_over_module(tree)
+        self._strategy.world.read_again()
+
+    def _take_over_module(self, tree: Mapping[str, Any]) -> None:
+        """Load buffers and untrained parameters; of a sharded tensor, each member loads its own shard.
+
+        Raises:
+            ConfigurationError: the module of the run has more tensors.
+        """
+        module = self._strategy.pl_module
+        unexpected = Module.load_state_dict(module, tree["module"], strict=False).unexpected_keys
+        if unexpected:
+            raise ConfigurationError(
+                f"the module of the run that this group joins has {unexpected[0]}, and this group's module has not:"
+                " give all groups the same module, which has it from the beginning; what a callback adds in mid-run"
+                " (ModelPruning, say), no group that joins later has"
+            )
+        if tree["shared"]:
+            fill(tensors_of(module), tree["shared"])
+
+    def training_begins(self) -> None:
+        """Load the optimizers' parameters and settings after the hooks before training, and before weights are read."""
+        if self._again is not None:
+            self.take_over_optimizers()
+            self._strategy.world.parameter_groups.begin_with(self._again["layouts"])
+
+    def take_over_optimizers(self) -> None:
+        """Train the parameters that the run trains, with its settings.
+
+        All ranks of the group call it after ``on_fit_start``. Before that, a callback may have frozen parameters that
+        the run has unfrozen since. This may add parameters to an optimizer; their weights are read before the first
+        batch, as if this group had added them itself.
+
+        Raises:
+            ConfigurationError: the optimizers of the run hold a parameter that this group does not have.
+        """
+        if (run := self._again) is None:
+            return
+        module = self._strategy.pl_module
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(run["trainable"].get(name, parameter.requires_grad))
+        for name, tracks in run["tracking"].items():
+            module.get_submodule(name).track_running_stats = tracks
+        optimizers = self._strategy.optimizers
+        for optimizer, state, held in zip(optimizers, run["hyperparameters"], run["held"], strict=True):
+            if held != _names_in(optimizer, module):
+                _hold(optimizer, held, module)
+            for group, theirs in zip(optimizer.param_groups, state["param_groups"], strict=True):
+                group.update(
+                    (name, _as_here(group.get(name), value)) for name, value in theirs.items() if name != "params"
+                )
+
+
+def _in_words(config: Any) -> str:
+    """Return in words a scheduler of Lightning's configuration and when it is stepped."""
+    name, inside = described(config.scheduler)
+    within = f"({', '.join(one or 'of its own' for one, _ in inside)})" if inside else ""
+    when = config.interval if config.frequency == 1 else f"{config.frequency} {config.interval}s"
+    return f"{name or type(config.scheduler).__name__}{within} every {when}"
+
+
+def _names_in(optimizer: Optimizer, module: Module) -> list[list[str]]:
+    """Return the names of the parameters in each parameter group; an empty string for one outside the module."""
+    names = names_of(module)
+    return [[names.get(parameter, "") for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def _hold(optimizer: Optimizer, held: Sequence[Sequence[str]], module: Module) -> None:
+    """Give an optimizer the parameter groups of the run, which a callback has changed since the run began."""
+    known, before = dict(module.named_parameters()), optimizer.param_groups
+    if missing := [name for group in held for name in group if name not in known]:
+        raise ConfigurationError(
+            f"the optimizers of the run hold {missing[0] or 'a parameter that is not in the module'}, which came"
+            " to them after it had begun, and this group cannot find it in its module: give all groups the same module,"
+            " and register in it what an optimizer may come to hold"
+        )
+    optimizer.param_groups = [
+        {**(before[number] if number < len(before) else optimizer.defaults), "params": [known[name] for name in group]}
+        for number, group in enumerate(held)
+    ]
+
+
+def _tracking(module: Module) -> dict[str, bool]:
+    """Return whether each normalization layer updates its running statistics, which BaseFinetuning switches."""
+    flags = ((name, getattr(each, "track_running_stats", None)) for name, each in module.named_modules())
+    return {name: flag for name, flag in flags if isinstance(flag, bool)}
+
+
+def _problem(tree: Any) -> str:
+    """Return why a tree cannot be sent, or an empty string."""
+    if any(isinstance(leaf, Tensor) and is_part(leaf) for leaf in tree_leaves(tree)):
+        return "it holds a part of the model"
+    try:
+        pack(tree)
+    except MalformedMessage as error:
+        return str(error)
+    return ""
+
+
+def _as_here(own: Any, value: Any) -> Any:
+    """Return a hyperparameter of the run; a tensor is moved from the CPU to the device of this group's own value."""
+    return value.to(own.device) if isinstance(value, Tensor) and isinstance(own, Tensor) else value
+
+
+def _like(own: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a scheduler's state as it was before it was sent: a Counter is sent as a dict."""
+    return {name: Counter(value) if isinstance(own.get(name), Counter) else value for name, value in state.items()}
+
+
+# --- An evicted group -------------------------------------------------------------------------------------------------
+
+# An interrupted fit cannot be continued, neither in torch.distributed nor in a user's hooks, but the script can run
+# again from its beginning. Therefore nothing is repaired: if the script ends with the error, and no user code has
+# caught it, the process replaces itself (`os.execve`) with the command that started it. Rank numbers, weights and the
+# position in the epoch are then those of any group that joins late.
+
+_log = logging.getLogger(__name__)
+
+LONGEST_WAIT = 30.0
+"""Maximum wait in seconds before a group rejoins; the wait starts at one second and doubles."""
+FORGETS_AFTER = 2 * LONGEST_WAIT
+"""Seconds in the run after which an eviction is no longer in a row with the one before."""
+try:
+    _DIRECTORY = os.getcwd()
+except OSError:  # it was deleted; `_obstacle` reports that
+    _DIRECTORY = ""
+"""The directory in which the command was started: its paths may be relative, and the script may change it later."""
+
+
+class Rejoining:
+    """The rejoining of a group of which this process is the only rank, or has started the others.
+
+    Attributes:
+        is_armed: whether the process restarts its command when its script ends.
+    """
+
+    def __init__(self) -> None:
+        self._run, self._count = comes_back_to()
+        self._is_saved = run_is_saved()
+        self._began = math.inf
+        self._error: BaseException | None = None
+        self._reason = ""
+        self.is_armed = False
+
+    def enlisted(self, run: str) -> None:
+        """Note that the group is about to join the run of this name."""
+        if run != self._run:
+            self._run, self._is_saved = run, True  # assumed until `took_part`
+
+    def took_part(self, run: str, is_saved: bool) -> None:
+        """Note that the group participates in a run, and whether another server could continue it."""
+        self._run, self._is_saved, self._began = run, is_saved, time.monotonic()
+
+    def finished(self) -> None:
+        """Note that the run is trained to its end, so that there is none to rejoin; a further fit is another run."""
+        self._run, self._count = "", 0
+        os.environ.pop(COMES_BACK, None)
+
+    def arm(self, error: BaseException, reason: BaseException, most: int, ranks: int) -> bool:
+        """Prepare to rejoin if the script ends with the error of the fit; return whether the group can.
+
+        Args:
+            error: the error that the fit raises.
+            reason: why the group is out of the run.
+            most: how often in a row the group may rejoin.
+            ranks: number of ranks of the group.
+        """
+        if not most or not self._run:
+            return False
+        if time.monotonic() - self._began > FORGETS_AFTER:
+            self._count = 0
+        if self._count >= most:
+            _log.warning(
+                "this group has joined again %d times in a row (Elastic(max_rejoins=...)) and does so no more: %s",
+                most,
+                reason,
+            )
+        elif obstacle := _obstacle(ranks):
+            _log.warning("this group does not rejoin automatically: %s", obstacle)
+        else:
+            self._error, self._reason, self.is_armed = error, str(reason), True
+            self._replace_hook()
+        return self.is_armed
+
+    def start_again(self) -> None:
+        """Restart this process's command after a wait. This does not return, except by Ctrl-C during the wait."""
+        wait = min(LONGEST_WAIT, 2.0**self._count)
+        _log.warning(
+            "%s. The group joins again in %.0f s, as a new one (number %d in a row): this process starts `%s` again",
+            self._reason,
+            wait,
+            self._count + 1,
+            shlex.join(sys.orig_argv),
+        )
+        launcher.end_children()
+        for child in multiprocessing.active_children():  # loader workers would survive, as the process id stays
+            child.kill()
+            child.join()
+        time.sleep(wait)
+        environment = {**launcher.environment(), COMES_BACK: return_to(self._run, self._count + 1, self._is_saved)}
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # a stream may be closed or None
+                stream.flush()
+        _close_at_exec()
+        os.chdir(_DIRECTORY)
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+
+    def _replace_hook(self) -> None:
+        before = sys.excepthook
+
+        def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+            if isinstance(error, KeyboardInterrupt) or all(each is not self._error for each in _behind(error)):
+                before(kind, error, traceback)
+                return
+            try:
+                self.start_again()
+            except KeyboardInterrupt:
+                raise SystemExit(130) from None
+
+        sys.excepthook = hook
+
+
+def _obstacle(ranks: int) -> str:
+    """Return why this process cannot start all ranks of its group again, or an empty string."""
+    if dist.is_torchelastic_launched():
+        return "torchrun has started it, and starts it again if it is given --max-restarts"
+    if multiprocessing.parent_process() is not None:
+        return "its processes are copies that another one has made (start_method)"
+    if launcher.is_interactive():
+        return "in a notebook or an interactive session there is no script to start again"
+    if not sys.executable or not (hasattr(sys.modules["__main__"], "__file__") or "-c" in sys.orig_argv):
+        return "there is no command that could be started again"
+    if not os.path.isdir(_DIRECTORY):
+        return "the directory in which its command was started is gone"
+    if launcher.children() != ranks - 1:
+        return "not all of its ranks were started by this process"
+    return ""
+
+
+def _behind(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and the errors that it was raised from, or while handling."""
+    seen: set[int] = set()
+    next_one: BaseException | None = error
+    while next_one is not None and id(next_one) not in seen:
+        seen.add(id(next_one))
+        yield next_one
+        next_one = next_one.__cause__ or next_one.__context__
+
+
+def _close_at_exec() -> None:
+    """Close the sockets and devices of libraries at `os.execve`, so that their ports are free again."""
+    for name in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed already
+            if int(name) > 2:
+                os.set_inheritable(int(name), False)

@@ -1,0 +1,218 @@
+"""The schedulers of a run, which follow the progress of all groups: their base counts, and when they are paced.
+
+ReduceLROnPlateau with ``interval="step"`` that monitors a metric of validations inside the epoch.
+
+Lightning steps it by the number of a rank's batch. Groups train different numbers of batches. It is therefore stepped
+when a rank's callbacks receive a validation, and counts the batches that DDP would have trained by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightning_omni.strategy.lightning_internals.loops import step_plateaus, step_schedule
+from lightning_omni.strategy.lightning_internals.metrics import cached_metrics
+from lightning_omni.strategy.loops.paced_schedulers import (
+    Counts,
+    Pacer,
+    Schedule,
+    SchedulerSnapshot,
+    StepCounts,
+    arrive,
+    caught_up,
+    counts_of,
+    reach_all,
+    standing,
+)
+from lightning_omni.strategy.loops.progress import RunProgress
+from lightning_omni.wire.messages import EpochPlan
+from lightning_omni.wire.steps_and_samples import Progress
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
+
+
+class RunSchedulers:
+    """The schedulers of one fit after another.
+
+    Args:
+        run: the run's progress.
+        steps: returns the progress in optimizer steps of DDP, as far as this rank knows.
+
+    Attributes:
+        bases: counts from which paced schedulers continue.
+        synchronized: the schedulers' states when all groups had last exchanged everything that they had trained.
+    """
+
+    def __init__(self, run: RunProgress, steps: Callable[[], int]) -> None:
+        self._run, self._steps = run, steps
+        self._trainer: Trainer | None = None
+        self._pacer: Pacer | None = None
+        self._counts = StepCounts()
+        self._resumed: Sequence[Sequence[int]] = ()
+        self._before = 0  # steps of DDP before the epoch
+        self.bases: Schedule = {}
+        self.synchronized: dict[Any, SchedulerSnapshot | None] = {}
+
+    def connect(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def resume(self, counts: Sequence[Sequence[int]]) -> None:
+        """Store the schedulers' counts of the checkpoint from which the fit resumes: see `Pacer.counts_at`."""
+        self._resumed = counts
+
+    def start(self, count_from_here: bool) -> None:
+        """Advance the schedulers to the run's progress before the first epoch; they may continue from there."""
+        self.begin_epoch()
+        counts, self._resumed = arrive(self._configs, self._resumed, self._counts), ()
+        if count_from_here:
+            self.bases = {**self.bases, **{each: (count, self._steps()) for each, count in counts.items()}}
+
+    def begin_epoch(self) -> None:
+        """Count the batches of schedules with a frequency from here, as Lightning does."""
+        progress = self._run.progress
+        self._before = progress.steps_before(progress.epochs) if progress is not None else 0
+
+    def keep_pace(self, is_paced: bool) -> None:
+        """Make schedulers follow the progress of all groups from now on; without pacing, store only their counts.
+
+        Those that the user's code steps, as in manual optimization, count the steps of their own group.
+        """
+        trainer = self._trainer
+        assert trainer is not None
+        if not trainer.lightning_module.automatic_optimization:
+            return
+        pacer = Pacer(
+            self._configs,
+            self._steps,
+            lambda: trainer.current_epoch + 1,
+            lambda frequency, steps: self._run.now().scheduled(frequency, steps - self._before),
+            self._counts,
+            lambda scheduler: step_schedule(trainer, scheduler),
+        )
+        self.bases = pacer.count_from(self.bases)
+        if is_paced:
+            pacer.pace()
+            self._pacer = pacer
+        self.note_synchronized()
+
+    def note_synchronized(self) -> None:
+        """Store the schedulers' states, since everything that groups have trained is exchanged."""
+        self.synchronized = {each: standing(each) for each in self._pacer.schedulers} if self._pacer else {}
+
+    @property
+    def are_paced(self) -> bool:
+        return self._pacer is not None
+
+    @property
+    def count_steps(self) -> bool:
+        """Return whether a scheduler follows the run's progress in steps."""
+        return self._pacer is not None and self._pacer.counts_any_steps
+
+    @property
+    def are_others(self) -> bool:
+        """Return whether callbacks or hooks have replaced the schedulers, as StochasticWeightAveraging does."""
+        return self._pacer is not None and not self._pacer.has(self._configs)
+
+    def step(self, scheduler: Any, call: Callable[[], Any]) -> None:
+        """Make Lightning's call of the module's ``lr_scheduler_step``."""
+        if self._pacer is not None:
+            self._pacer.step(scheduler, call)
+        else:
+            call()
+
+    def keep_up(self) -> None:
+        if self._pacer is not None:
+            self._pacer.keep_up()
+
+    def catch_up(self) -> None:
+        """Advance the schedulers to the end of an epoch, and let them continue from there."""
+        if self._pacer is not None:
+            self._pacer.catch_up()
+        elif self._run.progress is not None:  # Lightning alone has stepped them, as under DDP
+            for config in self._configs:
+                if config.interval == "step" and config.scheduler in self.bases:
+                    self.bases[config.scheduler] = self._counts.of(config.scheduler), self._steps()
+
+    def align(self, all_reduce_max: Callable[[list[int]], list[int]]) -> None:
+        """Give all ranks the same scheduler counts, and stop pacing.
+
+        Ranks of different groups form one group now; otherwise each would have another learning rate.
+        """
+        self.release()
+        if counts := counts_of(self._configs, self._counts):
+            reach_all(self._configs, all_reduce_max(counts), self._counts)
+
+    def catch_up_in(self, checkpoint: dict[str, Any], progress: Progress | None) -> list[Counts]:
+        """Advance the schedulers in a checkpoint to its progress, in place; return their counts: see `Pacer.counts_at`.
+
+        The rank that saves may lag behind the weights of the checkpoint, or may have trained samples that these do not
+        contain.
+        """
+        if self._pacer is None or progress is None or self._trainer is None:
+            return []
+        counts = self._pacer.counts_at(self._configs, self._run.steps_at(progress))
+        schedulers = [config.scheduler for config in self._configs]
+        return caught_up(checkpoint, schedulers, self._trainer.optimizers, counts, self.synchronized)
+
+    def release(self) -> None:
+        """Stop pacing and restore the schedulers."""
+        if self._pacer is not None:
+            self._pacer.release()
+            self._pacer = None
+
+    def finish(self) -> None:
+        self.release()
+        self.bases, self.synchronized = {}, {}
+
+    def forget(self) -> None:
+        self.finish()
+        self._counts.forget()
+        self._trainer = None
+
+    @property
+    def _configs(self) -> list[Any]:
+        assert self._trainer is not None
+        return self._trainer.lr_scheduler_configs
+
+
+class Plateaus:
+    """The schedulers of this kind in one fit."""
+
+    def __init__(self) -> None:
+        self._validated: set[str] | None = None  # metrics of validations; None until there was one
+        self._points = 0
+
+    def begin(self, plan: EpochPlan, trained: int) -> None:
+        """Begin an epoch, or join it, after ``trained`` of its samples."""
+        self._points = (trained + plan.validate_offset) // plan.validate_every if plan.validate_every else 0
+
+    def stepped_by_batches(self, trainer: Trainer, configs: list[Any]) -> list[Any]:
+        """Return the schedulers that monitor no metric of a validation."""
+        return [config for config in configs if not self._waits(trainer, config)]
+
+    def validated(self, trainer: Trainer, before: dict[str, Any], plan: EpochPlan, batches: int, size: int) -> None:
+        """Step the schedulers that are due, after a validation that this rank's callbacks have received.
+
+        Args:
+            trainer: the Trainer of this rank.
+            before: metrics before the validation.
+            plan: plan of the epoch.
+            batches: batches of the epoch under DDP, if it is over; 0 inside it.
+            size: samples in a batch of all ranks.
+        """
+        now = cached_metrics(trainer)
+        self._validated = (self._validated or set()) | {name for name in now if now[name] is not before.get(name)}
+        self._points += 1
+        done = batches or (self._points * plan.validate_every - plan.validate_offset) // size
+        configs = [config for config in trainer.lr_scheduler_configs if self._waits(trainer, config)]
+        if due := [config for config in configs if done % config.frequency == 0]:
+            step_plateaus(trainer, due)
+
+    def _waits(self, trainer: Trainer, config: Any) -> bool:
+        if not (config.reduce_on_plateau and config.interval == "step"):
+            return False
+        if self._validated is None:
+            return config.monitor not in cached_metrics(trainer)
+        return config.monitor in self._validated

@@ -1,1 +1,0 @@
-"""Learning-rate schedulers that follow the progress of all groups."""

@@ -1,1 +1,0 @@
-"""Guards of a tuned run: divergence, flat losses, and a speed other than forecast."""

@@ -1,0 +1,467 @@
+"""The settings of a fit: those that a search covers, and the one that the run trains with, on every rank."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_omni.checks import plain
+from lightning_omni.errors import ConfigurationError, UnsupportedError
+from lightning_omni.methods import METHODS, method_named, text_of, with_period
+from lightning_omni.runtime.balance import Balance
+from lightning_omni.runtime.parallel_state import Communication
+from lightning_omni.runtime.state.checkpoint import RollbackPoint
+from lightning_omni.strategy.hooks import OmniStrategyHooks
+from lightning_omni.strategy.lightning_internals.callbacks import averaged_tensors, restart_empty_averages
+from lightning_omni.strategy.lightning_internals.strategies import has_ddp_comm_hook
+from lightning_omni.tuning.callback.hyperparameters import Hyperparameters
+from lightning_omni.tuning.callback.losses import DivergenceGuard
+from lightning_omni.tuning.callback.tuned_run import Command, TunedRun
+from lightning_omni.tuning.model.forecast import Setting
+from lightning_omni.tuning.search import SearchSpec, Space
+from lightning_omni.tuning.search import constants as c
+from lightning_omni.tuning.search.space import (
+    DEFAULT_ALL_REDUCES,
+    DEFAULT_METHODS,
+    DEFAULT_WIRES,
+    apply_further,
+    compression_named,
+    is_plain,
+)
+from lightning_omni.wire.compression import Compression, all_reduce_of
+from lightning_omni.wire.compression import text_of as text_of_all_reduce
+
+__all__ = ["AppliedSetting", "FitSpace", "communicate", "communication_of"]
+
+# --- The space of a search --------------------------------------------------------------------------------------------
+
+_log = logging.getLogger(__name__)
+
+_USUAL = ("async_sgd", Compression(), False)
+"""Method, compression and overlap of a strategy whose user has chosen none."""
+
+
+class FitSpace:
+    """The search space of one fit.
+
+    Args:
+        run: the fit.
+    """
+
+    def __init__(self, run: TunedRun) -> None:
+        self._run, self._has_no_server = run, False
+
+    def join_server(self) -> bool:
+        """Join the parameter server, which several groups need; return whether that worked.
+
+        All ranks call it, while they are one group. It is tried once in a fit; if it fails, rank 0 warns the user.
+        """
+        run = self._run
+        if not self._has_no_server and (problem := run.world.connection.try_to_join()):
+            self._has_no_server = True
+            if run.is_rank_zero:
+                _log.warning(
+                    "OmniTuner: the run stays in one group, because several need a parameter server: %s", problem
+                )
+        return not self._has_no_server
+
+    def restrict_to_server(self, spec: SearchSpec) -> SearchSpec:
+        """Return the specification, restricted to one group if there is no server. All ranks call it."""
+        if max(spec.space.groups) == 1 or self.join_server():
+            return spec
+        return replace(spec, space=replace(spec.space, groups=(1,)))
+
+    def why_impossible(self, groups: int) -> str:
+        """Return why a number of groups is impossible; empty if it is possible."""
+        run = self._run
+        if self._has_no_server:
+            return "there is no parameter server"
+        if type(run.world.method) not in METHODS.values() and "method" not in run.options.space:
+            return (
+                f"what {type(run.world.method).__name__} costs in samples is not known; pass the names of methods in"
+                ' space={"method": ...}'
+            )
+        try:
+            run.world.check_method(groups)
+            run.strategy.check_several(run.trainer)
+            for optimizer in run.trainer.optimizers:
+                run.world.check_optimizer(optimizer)
+        except (ConfigurationError, UnsupportedError) as error:
+            return str(error)
+        return "sparse gradients travel inside one group only" if self._has_sparse_gradients else ""
+
+    @property
+    def _has_sparse_gradients(self) -> bool:
+        return any(getattr(each, "sparse", False) is True for each in self._run.trainer.lightning_module.modules())
+
+    @property
+    def may_rebalance(self) -> bool:
+        return Space.of(self._run.options.space, self._run.world.size).rebalance
+
+    def specification(self, hyperparameters: Hyperparameters, switch: float) -> SearchSpec:
+        """Return the specification of a search that starts from the present setting.
+
+        Args:
+            hyperparameters: those of the optimizer.
+            switch: seconds to form groups, as far as they are known.
+        """
+        run = self._run
+        start, batch = self._start(hyperparameters), run.batch(len(run.world.live_ranks))
+        return SearchSpec(
+            start,
+            batch,
+            run.horizon,
+            self._space(hyperparameters, start),
+            hyperparameters.scaling,
+            seconds=run.seconds_left,
+            ends_by_time=run.ends_by_time,
+            switch=switch,
+            budget=run.options.budget,
+            allowance=run.options.budget * run.seconds - run.spent,
+            seed=run.options.seed + run.state.rounds,
+            reference=run.state.reference or batch / start.groups,
+        )
+
+    def _start(self, hyperparameters: Hyperparameters) -> Setting:
+        run, world = self._run, self._run.world
+        start = Setting(
+            groups=max(1, len(world.live_groups)),
+            momentum=hyperparameters.momentum,
+            lr=hyperparameters.lr,
+            rebalance=run.strategy.balance.is_on,
+            period=int(getattr(world.method, "period", 1)),
+            further=tuple(sorted((each.name, _plain(each.name, each.current(world))) for each in run.options.further)),
+        )
+        if type(world.method) not in METHODS.values():
+            return start
+        return replace(
+            start,
+            method=text_of(world.method, without=("period",)),
+            wire=_text_of_wire(world.options.compression),
+            overlap=world.core.overlaps,
+            all_reduce=text_of_all_reduce(world.reduction.format),
+        )
+
+    def _space(self, hyperparameters: Hyperparameters, start: Setting) -> Space:
+        run, world = self._run, self._run.world
+        live, given = len(world.live_ranks), dict(run.options.space)
+        if world.lost and "groups" in given:  # the user could not foresee it
+            groups = given["groups"] if isinstance(given["groups"], Iterable) else [given["groups"]]
+            given["groups"] = [1, *(each for each in groups if each <= live)]
+        own = run.state.own.momentum if run.state.own is not None else start.momentum
+        space = Space.of(given, live, self._allows, own)
+        if not hyperparameters.is_momentum_free:
+            space = replace(space, momentum=(start.momentum, start.momentum))
+        if run.strategy.epochs.leases is None:
+            space = replace(space, rebalance=False)
+        if not space.method and not hasattr(world.method, "period"):
+            space = replace(space, period=())
+        options = world.options
+        if (options.method, options.compression, options.overlap) == _USUAL:
+            space = replace(
+                space,
+                method=space.method or self._methods(),
+                compression=space.compression or DEFAULT_WIRES,
+                all_reduce=space.all_reduce or self._all_reduces(),
+            )
+        return space
+
+    def _allows(self, groups: int) -> bool:
+        """Return whether a number of groups is possible, and log why it is not."""
+        reason = self.why_impossible(groups)
+        if reason and not self._run.problem:
+            self._run.info(f"OmniTuner: {groups} groups are not tried: {reason}")
+        return not reason
+
+    def _all_reduces(self) -> tuple[str, ...]:
+        """Return the usable all-reduce formats: none with sparse gradients or a user's communication hook."""
+        has_hook = has_ddp_comm_hook(self._run.strategy)
+        return () if has_hook or self._has_sparse_gradients else DEFAULT_ALL_REDUCES
+
+    def _methods(self) -> tuple[str, ...]:
+        """Return the methods with known costs that groups of this run can use."""
+        world = self._run.world
+        before, found = world.method, []
+        for name in DEFAULT_METHODS:
+            world.method = method_named(name)
+            with suppress(ConfigurationError):
+                if not self.why_impossible(2):
+                    found.append(name)
+        world.method = before
+        return tuple(found)
+
+
+def _plain(name: str, value: Any) -> Any:
+    """Return a value of a user-defined dimension as a plain one, if it can travel unchanged."""
+    if not is_plain(value):
+        raise ConfigurationError(
+            f"space={{{name!r}: ...}}: current(world) returned {value!r}; return a number, a text, True or False"
+        )
+    return plain(value)
+
+
+def _text_of_wire(given: Compression) -> str:
+    """Return the formats of pushes and pulls as a setting has them; empty if one has no name."""
+    if not isinstance(given.push, str) or not isinstance(given.pull, str):
+        return ""
+    return given.push if given.pull == "fp32" else f"{given.push}/{given.pull}"
+
+
+# --- The applied setting ----------------------------------------------------------------------------------------------
+
+
+def communication_of(setting: Setting, current: Communication) -> Communication:
+    """Return the communication of a setting; properties that it leaves open stay as they are."""
+    method, wire, overlap, all_reduce = current
+    if setting.method:
+        method, overlap = method_named(setting.method), setting.overlap
+    if setting.wire:
+        wire = compression_named(setting.wire).wire_format
+    if setting.all_reduce:
+        all_reduce = all_reduce_of(setting.all_reduce)
+    return Communication(with_period(method, setting.period), wire, overlap, all_reduce)
+
+
+def communicate(strategy: OmniStrategyHooks, wanted: Communication) -> bool:
+    """Set the communication of groups formed from now on, and return whether that is a change. All ranks call it.
+
+    If all ranks are one group, its members average in the new format at once.
+    """
+    world = strategy.world
+    before, world.communication = world.communication, wanted
+    if before.all_reduce != wanted.all_reduce and not world.executor.exchanges:
+        strategy.wrap_for_group()
+    return before != wanted
+
+
+class AppliedSetting:
+    """The setting of one fit.
+
+    Args:
+        run: the fit.
+        space: the search space of the fit.
+
+    Attributes:
+        seconds_to_form: seconds that the latest formation of several groups took; `FORMING` before the first one.
+    """
+
+    def __init__(self, run: TunedRun, space: FitSpace) -> None:
+        self._run, self._space = run, space
+        self.seconds_to_form = c.FORMING
+        self._guard: DivergenceGuard | None = None
+        self._before: RollbackPoint | None = None
+        self._exchanged = 0.0
+
+    # --- Applying -----------------------------------------------------------------------------------------------------
+
+    def capture(self) -> None:
+        """Store the present state of the run as its rollback point."""
+        self._before = self._now()
+
+    def apply(self, hyperparameters: Hyperparameters, command: Command) -> None:
+        """Train with the setting of a command from now on. All ranks call it."""
+        state = self._run.state
+        hyperparameters.set_momentum(command.setting.momentum)
+        hyperparameters.make_default()
+        hyperparameters.scale(command.scale)
+        state.scaled *= command.scale
+        state.setting = command.setting
+        state.speeds = sorted(command.speeds.items()) if command.speeds and command.by_speed else []
+        self.form(command.setting, command.speeds, command.by_speed)
+
+    def form(self, setting: Setting, speeds: Mapping[int, float] | None = None, by_speed: bool = False) -> None:
+        """Form the groups of a setting, with its exchange and its split of batches. All ranks call it."""
+        strategy, world, began = self._run.strategy, self._run.world, time.perf_counter()
+        again = communicate(strategy, communication_of(setting, world.communication))
+        again |= apply_further(self._run.options.further, world, setting)
+        if setting.rebalance:
+            self.split_by_speed()
+        if setting.groups != len(world.topology.alive) or by_speed or (again and setting.groups > 1):
+            strategy.form(setting.groups, speeds if by_speed else None)
+        if setting.rebalance and speeds is not None and len(world.members) > 1 and strategy.epochs.leases is not None:
+            strategy.set_batch_shares([speeds[rank] for rank in world.members])
+        if not strategy.epochs.is_open:
+            world.enter_world(strategy.pl_module)
+        if setting.groups > 1:
+            self.seconds_to_form = time.perf_counter() - began
+
+    def split_by_speed(self) -> bool:
+        """Split batches by speed from now on, where that pays; return whether that is possible. All ranks call it."""
+        strategy = self._run.strategy
+        if strategy.epochs.leases is None:
+            return False
+        if not strategy.balance.is_on:
+            strategy.balance = Balance("auto", self._run.info)
+            strategy.balance.begin(strategy.world, strategy.pl_module, lambda: strategy.epochs.leases)
+        return True
+
+    def restore_user_setting(self) -> None:
+        """Restore the user's own setting, in one group. All ranks call it."""
+        run, own = self._run, self._run.own
+        hyperparameters = run.hyperparameters()
+        run.strategy.merge_groups()
+        hyperparameters.set_momentum(own.momentum)
+        hyperparameters.make_default()
+        hyperparameters.scale(1 / run.state.scaled)
+        communicate(run.strategy, communication_of(own, run.world.communication))
+        apply_further(run.options.further, run.world, own)
+        run.state.setting, run.state.scaled = own, 1.0
+        run.state.reference = float(run.batch(len(run.world.live_ranks)))
+        self._guard = self._before = None  # they belong to the choice that is undone
+
+    # --- Watching -----------------------------------------------------------------------------------------------------
+
+    def watch(self, threshold: float, keeps: bool = False) -> None:
+        """Treat the run as diverged from now on if its loss exceeds a threshold.
+
+        Args:
+            threshold: the training loss; NaN for none.
+            keeps: whether a larger threshold from before stays: the run may have learnt little since.
+        """
+        state = self._run.state
+        known = [each for each in (threshold, state.divergence_threshold if keeps else math.nan) if math.isfinite(each)]
+        state.divergence_threshold = max(known, default=math.nan)
+        guards = known and self._before is not None and not self.is_user_setting
+        self._guard = DivergenceGuard(state.divergence_threshold) if guards else None
+
+    @property
+    def is_user_setting(self) -> bool:
+        """Return whether the run makes the same updates as without a tuner, which then causes no divergence."""
+        setting, own = self._run.state.setting, self._run.state.own
+        if setting is None or own is None or setting.groups > 1:
+            return False
+        is_same = setting.all_reduce == own.all_reduce and setting.further == own.further
+        return is_same and setting.momentum == own.momentum and math.isclose(self._run.state.scaled, 1.0)
+
+    @property
+    def has_given_up(self) -> bool:
+        """Return whether too many pushes of this rank's group in a row were not applied."""
+        return self._guard is not None and self._guard.has_given_up
+
+    def batch_done(self, loss: Tensor | None) -> None:
+        if self._guard is None:
+            return
+        world = self._run.world
+        before, self._exchanged = self._exchanged, world.exchange.traffic.seconds
+        applied = world.core.last_answer.applied if world.exchange.traffic.seconds != before else None
+        self._guard.batch_done(loss, world.executor.exchanges, applied)
+
+    @property
+    def has_diverged(self) -> bool:
+        """Return whether the run has diverged since the last search. All ranks call it, with the same result."""
+        if self._guard is None:
+            return False
+        mean = self._guard.mean(torch.zeros((), device=self._run.strategy.root_device))
+        return self._guard.is_worse(*self._run.strategy.reduce(mean, reduce_op="sum").tolist())
+
+    def capture_weights(self) -> None:
+        """Store the present weights in the rollback point, where the run has not diverged. All ranks call it."""
+        if self._guard is None or self._before is None:
+            return
+        # If one rank refuses, all do: a rollback would otherwise leave them with different weights.
+        if not any(self._run.world.all_reduce_max([int(self._before.is_spoilt)])):
+            self._before.keep_weights()
+
+    def roll_back(self) -> None:
+        """Restore the rollback point, in one group with the user's own setting. All ranks call it.
+
+        A run that has diverged in one group, with the user's all-reduce and own dimensions, keeps its setting with
+        smaller steps.
+        """
+        run, state, was = self._run, self._run.state, self._run.setting
+        assert self._before is not None
+        run.strategy.merge_groups()
+        self.return_to(self._before)
+        state.is_final = True
+        if was.groups == 1 and (was.all_reduce, was.further) == (run.own.all_reduce, run.own.further):
+            self._train_in_one_group(replace(was, lr=was.lr / c.RATE_FACTOR), 1 / c.RATE_FACTOR)
+        else:
+            self._train_in_one_group(run.own, 1 / state.scaled)
+        self.watch(state.divergence_threshold)
+        run.info(
+            f"OmniTuner: the run has diverged with {was}: it is rolled back to the weights that it had after the last"
+            f" good epoch or search, and goes on with {state.setting}"
+        )
+
+    def _now(self) -> RollbackPoint:
+        run = self._run
+        return RollbackPoint.of(run.module, run.trainer.optimizers, run.world.core, averaged_tensors(run.trainer))
+
+    def return_to(self, point: RollbackPoint) -> None:
+        """Restore a rollback point, where all ranks are one group. All ranks call it."""
+        point.restore(self._run.world.core)
+        restart_empty_averages(self._run.trainer)
+        self._run.world.reduction.forget()
+
+    # --- Trials of the user's own setting -----------------------------------------------------------------------------
+
+    @property
+    def can_restart(self) -> bool:
+        """Return whether a trial can begin from the rollback point."""
+        return self._before is not None
+
+    def begin_trial(self, starts_over: bool) -> RollbackPoint:
+        """Train with the user's own setting in one group. All ranks call it.
+
+        Args:
+            starts_over: whether the trial begins from the rollback point instead of the present weights.
+
+        Returns:
+            The state of the run before the trial.
+        """
+        run, state = self._run, self._run.state
+        speeds, state.before_trial = state.speeds, state.setting
+        run.strategy.merge_groups()
+        before = self._now()
+        if starts_over:
+            assert self._before is not None
+            self.return_to(self._before)
+        self._train_in_one_group(run.own, 1 / state.scaled)
+        state.speeds = speeds  # end_trial forms the groups by them again
+        self._guard = None
+        return before
+
+    def end_trial(self, to: RollbackPoint | None) -> None:
+        """Train with the setting before the trial again. All ranks call it.
+
+        Args:
+            to: the state to restore; None to continue from the state after the trial.
+        """
+        run, state = self._run, self._run.state
+        before = state.before_trial
+        assert before is not None
+        if to is not None:
+            self.return_to(to)
+        before = replace(before, groups=min(before.groups, len(run.world.live_ranks)))
+        speeds = dict(state.speeds) or None
+        state.before_trial = None
+        state.reference = run.batch(len(run.world.live_ranks)) / before.groups
+        scale = before.lr / run.own.lr / state.scaled
+        self.apply(run.hyperparameters(), Command(before, speeds=speeds, by_speed=bool(speeds), scale=scale))
+        self.watch(math.nan, keeps=True)
+
+    # --- Giving groups up ---------------------------------------------------------------------------------------------
+
+    def return_to_one_group(self, setting: Setting) -> None:
+        """Train with a setting of one group from now on, and choose no other any more. All ranks call it."""
+        run, state = self._run, self._run.state
+        run.strategy.merge_groups()
+        self._train_in_one_group(setting, setting.lr / run.own.lr / state.scaled)
+        state.is_final = True
+        self.watch(state.divergence_threshold)
+
+    def _train_in_one_group(self, setting: Setting, factor: float) -> None:
+        """Train with a setting in one group, with scaled learning rates; batches are split by speed where that pays."""
+        run = self._run
+        rebalance = bool(run.strategy.epochs.leases) and self._space.may_rebalance
+        run.state.reference = float(run.batch(len(run.world.live_ranks)))
+        alone = replace(setting, groups=1, rebalance=rebalance)
+        self.apply(run.hyperparameters(), Command(alone, scale=factor))

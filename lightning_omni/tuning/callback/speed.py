@@ -1,0 +1,442 @@
+"""The speed of a run, and the check whether it is as forecast, or a reason to choose again."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import astuple, dataclass, replace
+from functools import reduce
+from operator import add
+from statistics import NormalDist
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_omni.errors import OmniError
+from lightning_omni.strategy.hooks import strategy_of
+from lightning_omni.strategy.lightning_internals.callbacks import loader_of
+from lightning_omni.tuning.callback.settings import AppliedSetting
+from lightning_omni.tuning.callback.tuned_run import Command, TunedRun, TunerReports
+from lightning_omni.tuning.model.forecast import Setting
+from lightning_omni.tuning.model.steps import StepTimer
+from lightning_omni.tuning.search import Search, TrainedSegment
+from lightning_omni.tuning.search import constants as c
+from lightning_omni.tuning.search.choice import Choice, best_by_forecast
+from lightning_omni.tuning.search.evidence import mean_error
+from lightning_omni.tuning.trainer import batch_size_of
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
+
+__all__ = ["ForecastCheck", "SpeedRecord"]
+
+# --- Speed ------------------------------------------------------------------------------------------------------------
+
+
+def _standard_errors(probability: float) -> float:
+    """Return the number of standard errors that noise exceeds with a probability, to either side."""
+    return NormalDist().inv_cdf(1 - probability / 2)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The batches that one rank trained.
+
+    Attributes:
+        timed: samples of the timed batches.
+        seconds: seconds of the timed batches.
+        batches: number of the timed batches.
+        squares: sum of the squares of their seconds.
+    """
+
+    timed: int = 0
+    seconds: float = 0.0
+    batches: int = 0
+    squares: float = 0.0
+
+    def __add__(self, other: Trained) -> Trained:
+        return Trained(*(one + more for one, more in zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def rate(self) -> float:
+        return self.timed / self.seconds if self.seconds else 0.0
+
+    @property
+    def error(self) -> float:
+        """Return the relative standard error of a batch's mean time; infinite if too few are timed."""
+        if self.batches < 2 or not self.seconds:
+            return math.inf
+        mean = self.seconds / self.batches
+        return math.sqrt(max(0.0, self.squares / self.batches - mean**2) / (self.batches - 1)) / mean
+
+    @property
+    def variance(self) -> float:
+        """Return the square of the standard error of the rate; infinite if too few batches are timed."""
+        return (self.rate * self.error) ** 2 if math.isfinite(self.error) else math.inf
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The speed of all ranks together, without validations, saving and everything else.
+
+    Attributes:
+        samples: samples of all ranks.
+        seconds: seconds that all ranks together take for these, if none waits for another at the end.
+        error: relative standard error of the seconds.
+    """
+
+    samples: float
+    seconds: float
+    error: float
+
+    def __add__(self, other: Speed) -> Speed:
+        """Return the speed of both, one after the other."""
+        seconds = self.seconds + other.seconds
+        error = math.hypot(self.error * self.seconds, other.error * other.seconds) / seconds
+        return Speed(self.samples + other.samples, seconds, error)
+
+    @property
+    def rate(self) -> float:
+        return self.samples / self.seconds
+
+    def log_most(self, probability: float = c.FALSE_ALARM) -> float:
+        """Return an upper bound of the log rate, which noise exceeds with at most this probability."""
+        return math.log(self.rate) + _standard_errors(probability) * self.error
+
+    def is_known_within(self, factor: float) -> bool:
+        """Return whether noise hides no more than a factor."""
+        return _standard_errors(c.FALSE_ALARM) * self.error <= math.log(factor)
+
+
+class SpeedHistory:
+    """The speeds of a run's epochs, and whether it trains faster or slower than before.
+
+    After each epoch the last 1, 2, 4, ... epochs, up to half of all, are compared with those before. There are many
+    comparisons, so they share the probability of a false alarm, in a run of any number of epochs: the n-th epoch's have
+    1/(n(n - 1)) of it, which sums to one (alpha spending, as in sequential trials). The noise is that of all epochs,
+    since a few batches show little of it.
+
+    Example:
+        >>> history = SpeedHistory()
+        >>> [history.add(Speed(1000, seconds, error=0.05)) for seconds in (10.0, 9.0, 10.5, 14.0)]
+        [False, False, False, True]
+    """
+
+    def __init__(self) -> None:
+        self._epochs: list[Speed] = []
+
+    def add(self, epoch: Speed) -> bool:
+        """Add an epoch, and return whether the speed has changed."""
+        self._epochs.append(epoch)
+        count = len(self._epochs)
+        windows = [2**power for power in range((count // 2).bit_length())]
+        return any(self._differs(window, c.FALSE_ALARM / ((count - 1) * count * len(windows))) for window in windows)
+
+    def _differs(self, last: int, probability: float) -> bool:
+        """Return whether the last epochs differ by more than noise does with this probability."""
+        before, now = reduce(add, self._epochs[:-last]), reduce(add, self._epochs[-last:])
+        both = before + now
+        error = both.error * math.sqrt(both.seconds / before.seconds + both.seconds / now.seconds)
+        return abs(math.log(now.rate / before.rate)) > max(
+            math.log(1 + c.CLEAR_CHANGE), _standard_errors(probability) * error
+        )
+
+
+class RunThroughput:
+    """A counter of one rank's samples and of the seconds of their training, without validations and searches.
+
+    The first batch after an interruption is not timed, because it includes other work, and waits for late ranks.
+
+    Args:
+        clock: returns the time in seconds.
+
+    Attributes:
+        trained: the batches since the last `take`.
+
+    Example:
+        >>> moments = iter([0.0, 2.0, 4.0, 100.0, 102.0])
+        >>> counted = RunThroughput(clock=lambda: next(moments))
+        >>> counted.go()
+        >>> for _ in range(3):
+        ...     counted.batch_done(8)
+        >>> counted.pause(), counted.go()  # a validation
+        (None, None)
+        >>> counted.batch_done(8), counted.batch_done(8)
+        (None, None)
+        >>> counted.take()
+        Trained(timed=24, seconds=6.0, batches=3, squares=12.0)
+    """
+
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        self._timer = StepTimer(clock)
+        self._is_on = False
+        self.trained = Trained()
+
+    def go(self) -> None:
+        """Start counting."""
+        self._is_on = True
+        self._timer.interrupt()
+
+    def pause(self) -> None:
+        """Stop counting."""
+        self._is_on = False
+
+    def batch_done(self, samples: int) -> None:
+        """Count this rank's samples in a batch."""
+        if not self._is_on:
+            return
+        seconds = self._timer.done()
+        timed = Trained() if seconds is None else Trained(samples, seconds, 1, seconds**2)
+        self.trained = self.trained + timed
+
+    def take(self) -> Trained:
+        """Return and drop the batches since the last call."""
+        taken, self.trained = self.trained, Trained()
+        return taken
+
+
+def samples_in(trainer: Trainer, batch_idx: int) -> int:
+    """Return this rank's samples in the batch that has just been trained."""
+    leases = strategy_of(trainer).epochs.leases
+    if leases is not None:
+        return int(leases.samples)
+    loader: Any = loader_of(trainer)  # its sampler has a length
+    size = batch_size_of(loader)
+    return max(0, min(size, len(loader.sampler) - batch_idx * size))
+
+
+_OTHER_SPEED = "the ranks train at another speed than before"
+"""The reason to choose again."""
+
+
+class SpeedRecord:
+    """A record of how fast a run trains.
+
+    Args:
+        run: the tuned run.
+
+    Attributes:
+        throughput: the counter of this rank's samples while it trains.
+        speed: speed of all ranks in that part of the last epoch that was trained with the present setting; None if
+            unknown.
+    """
+
+    def __init__(self, run: TunedRun) -> None:
+        self._run = run
+        self.throughput = RunThroughput()
+        self.speed: Speed | None = None
+        self._speeds = SpeedHistory()
+        self._has_changed = False
+        self._totals: dict[int, tuple[float, float]] = {}
+        self._changed_in = -1
+
+    # --- Measurements -------------------------------------------------------------------------------------------------
+
+    def search_begins(self) -> None:
+        """Drop the totals of the last choice."""
+        self._totals = {}
+
+    def changed(self, in_mid_epoch: bool = False) -> None:
+        """Start over, because the run trains with another setting from now on."""
+        self._speeds, self._has_changed = SpeedHistory(), False
+        self.speed = None
+        if in_mid_epoch:
+            self._changed_in = self._run.trainer.current_epoch
+            self.throughput.take()
+
+    def stash_speeds(self) -> SpeedHistory:
+        """Start over for a temporary setting, and return the speeds before it."""
+        speeds = self._speeds
+        self.changed(in_mid_epoch=self._run.strategy.epochs.is_open)
+        return speeds
+
+    def restore_speeds(self, speeds: SpeedHistory) -> None:
+        """Continue with the speeds before a temporary setting, in the middle of an epoch."""
+        self.changed(in_mid_epoch=True)
+        self._speeds = speeds
+
+    def epoch_done(self) -> None:
+        """Record the speed of an epoch, or of its trained part. On all ranks; the report leaves validations out."""
+        run = self._run
+        timed, rate, variance = self._sum_over_ranks(self.throughput.take())
+        if run.rounds and run.state.setting is not None and rate > 0:
+            groups = run.state.setting.groups
+            before = self._totals.get(groups, (0.0, 0.0))
+            self._totals[groups] = before[0] + timed, before[1] + timed / rate
+            run.rounds[-1].measured_after[groups] = self._totals[groups][0] / self._totals[groups][1]
+        is_mixed = self._changed_in == run.trainer.current_epoch  # part of it was trained with another setting
+        self.speed = _speed(timed, rate, variance)
+        self._has_changed = self.speed is not None and not is_mixed and self._speeds.add(self.speed)
+
+    def speed_so_far(self) -> Speed | None:
+        """Return the speed in a current epoch whose groups are all at a synchronization point. All ranks call it."""
+        return _speed(*self._sum_over_ranks(self.throughput.trained))
+
+    def _sum_over_ranks(self, own: Trained) -> list[float]:
+        """Return the timed samples of all ranks, and the samples per second with their variance."""
+        world, strategy = self._run.world, self._run.strategy
+        counts = torch.tensor([own.timed, own.rate, own.variance], device=strategy.root_device)
+        *sums, variance = strategy.reduce(counts, reduce_op="sum").tolist()
+        # Ranks that wait for each other measure the same, and count once: those of a group, or all.
+        is_one = len(world.topology.alive) == 1 or world.method.has_barrier
+        return [*sums, variance * len(world.live_ranks) / (1 if is_one else len(world.topology.alive))]
+
+    # --- Decision -----------------------------------------------------------------------------------------------------
+
+    def reason(self) -> str:
+        """Return why another search may be worth its time, or ""; the same on all ranks."""
+        # The forecast ignores how the run went with its choice, and would choose the same again.
+        has_changed = self._has_changed and not self._run.state.is_final
+        return _OTHER_SPEED if self._run.broadcast(int(has_changed)) else ""
+
+
+def _speed(timed: float, rate: float, variance: float) -> Speed | None:
+    """Return the speed; None if nothing was timed, or too little on some rank."""
+    return Speed(timed, timed / rate, math.sqrt(variance) / rate) if rate > 0 and math.isfinite(variance) else None
+
+
+# --- Comparison with the forecast -------------------------------------------------------------------------------------
+
+# A forecast may be wrong about unseen effects: a server that shares its cores, a link with other traffic, a lock in the
+# user's data. Then one group may be faster after all, for the samples that groups cost.
+#
+# The forecast of one group may be wrong, too: its batches were a few fast ones, or the machine has become slower since,
+# for groups and for one. So one group is timed again, and from then on groups are chosen only if they pay although they
+# are slower than predicted, by the measured factor. If they do not, they are given up.
+#
+# One group with the user's own setting may also be slower than in the first batches: ranks that stall now and then, or
+# slow down later, make all others wait. It is then timed again, too.
+
+
+class ForecastCheck:
+    """A comparison of a run's samples per second with the forecast.
+
+    The speed of groups is compared with that of one group once after each choice. `SpeedRecord` detects groups that get
+    slower later.
+
+    Args:
+        run: the tuned run.
+        applied: the setting that it trains with.
+        speeds: the record of its speed.
+        reports: the reports of a change.
+    """
+
+    def __init__(self, run: TunedRun, applied: AppliedSetting, speeds: SpeedRecord, reports: TunerReports) -> None:
+        self._run, self._applied, self._speed_record, self._reports = run, applied, speeds, reports
+        self._steps, self._next = 0, c.FEWEST_STEPS
+
+    def step_done(self) -> str:
+        """Return why one group with the user's own setting is to be timed again, or "". All ranks call it.
+
+        Its speed is compared with the forecast after 8 steps, and then whenever a fifth more steps are done: so a
+        slowdown is found before as many steps again are lost. The comparisons until the steps have doubled share one
+        probability of a false alarm.
+        """
+        run, state = self._run, self._run.state
+        is_user_setting = state.setting is not None and state.setting == state.own
+        if not is_user_setting or state.is_final or state.before_trial is not None:
+            return ""
+        self._steps += 1
+        if self._steps < self._next:
+            return ""
+        self._next = math.ceil(self._steps * (1 + c.CLEAR_CHANGE))
+        speed = self._speed_record.speed_so_far()
+        return run.world.broadcast_text(self._why_slower(speed) if speed is not None else "")
+
+    def _why_slower(self, speed: Speed) -> str:
+        """Return why one group is clearly slower than forecast, or ""; rank 0 decides."""
+        run = self._run
+        if not run.searches:
+            return ""
+        search = run.searches[-1]
+        least = search.prediction(run.setting).samples_per_second.low
+        probability = c.FALSE_ALARM * math.log2(1 + c.CLEAR_CHANGE)
+        if math.log(least) - speed.log_most(probability) < math.log(c.GAIN):
+            return ""
+        predicted = search.throughput(run.setting)  # as in the report
+        return f"it trains {speed.rate:.3g} samples per second, and {predicted:.3g} were predicted"
+
+    def epoch_done(self) -> str:
+        """Return why one group is to be timed again, by the speed of a whole epoch, or "". All ranks call it."""
+        speed = self._speed_record.speed
+        return self._check(speed) if self._is_due and speed is not None else ""
+
+    def validated(self) -> str:
+        """Return why one group is to be timed again, by a certain enough speed inside an epoch; or "".
+
+        All ranks call it.
+        """
+        if not self._is_due:
+            return ""
+        speed = self._speed_record.speed_so_far()
+        return self._check(speed) if speed is not None and speed.is_known_within(c.GAIN) else ""
+
+    @property
+    def _is_due(self) -> bool:
+        """Return whether a choice of groups or of user-defined values is unchecked; the same on all ranks."""
+        state, setting = self._run.state, self._run.state.setting
+        if state.is_final or setting is None or state.own is None or state.checked == state.rounds:
+            return False
+        return setting.groups > 1 or setting.further != state.own.further
+
+    def _check(self, speed: Speed) -> str:
+        run, state = self._run, self._run.state
+        state.checked = state.rounds
+        is_known = run.is_rank_zero and run.searches
+        found = self._refutes(run.searches[-1], run.setting, speed) if is_known else None
+        segments = self._trained(speed, is_refuted=found is not None) if is_known else state.segments
+        command, was_refuted = run.broadcast_command(found), state.refuted
+        state.segments, state.refuted = run.broadcast_segments(segments), state.refuted or command is not None
+        if command is None:
+            return self._why_other_value()
+        if not was_refuted:
+            return command.why
+        self._applied.return_to_one_group(command.setting)
+        self._speed_record.changed(in_mid_epoch=run.strategy.epochs.is_open)
+        self._reports.chosen(command)
+        return ""
+
+    def _why_other_value(self) -> str:
+        """Return why another value in a user-defined dimension should be used, as rank 0 decides."""
+        run = self._run
+        if not run.options.further:
+            return ""
+        why, began = "", time.perf_counter()
+        if run.is_rank_zero and run.searches:
+            last = run.searches[-1]
+            space = replace(last.spec.space, further=run.options.further)  # no checkpoint holds them
+            spec = replace(last.spec, space=space, horizon=run.horizon, seconds=run.seconds_left)
+            with suppress(OmniError):  # it is reported when batches are timed
+                chosen = Search(spec, last.observation, last.known, run.state.segments).choice().setting
+                if chosen.further != run.setting.further:
+                    value = ", ".join(f"{name}={value}" for name, value in chosen.further)
+                    why = f"{value} is to be tried, or was faster"
+            last.overhead += time.perf_counter() - began
+        why = run.world.broadcast_text(why)
+        run.exclude_seconds(time.perf_counter() - began)
+        return why
+
+    def _trained(self, speed: Speed, is_refuted: bool) -> list[TrainedSegment]:
+        """Return the last segment of each setting, with the one that has just been measured."""
+        run, setting, search = self._run, self._run.setting, self._run.searches[-1]
+        log_ratio = math.log(search.modelled_throughput(setting) / speed.rate)
+        variance = speed.error**2 + mean_error(search.measured) ** 2
+        segment = TrainedSegment(setting, log_ratio, variance, speed.rate if is_refuted else 0.0)
+        return [*(each for each in run.state.segments if each.setting != setting), segment]
+
+    def _refutes(self, search: Search, setting: Setting, speed: Speed) -> Command | None:
+        """Return a command for one group; None if groups of that speed are, or may be, worth their samples."""
+        one = best_by_forecast(search, groups=1)
+        theory = search.forecast().theory
+        one_at_least = math.log(search.prediction(one).samples_per_second.low)
+        if setting.groups == 1 or speed.log_most() - theory(setting) >= one_at_least - theory(one):
+            return None
+        predicted = search.throughput(setting)
+        why = (
+            f"{setting.groups} groups train {speed.rate:.3g} samples per second, and {predicted:.3g} were predicted;"
+            " for the samples that they need, one group is faster"
+        )
+        self._run.choice = Choice(one, why, search.forecast().of(one))
+        return Command(one, why=why)

@@ -1,0 +1,237 @@
+"""The lossy wire formats, with error feedback at the sender: bf16, fp16, int8 and top-k.
+
+Rule: the part that a push leaves out is its sender's residual, which is added to the next push. So the decoded
+elements and the residual add up to the pushed elements in any format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from lightning_omni.checks import check_number, check_whole
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.wire.formats.base import RESIDUAL, Encoded, Memory, State, WireFormat, register
+from lightning_omni.wire.layout import Layout
+
+
+class Lossy(WireFormat, frozen=True, kw_only=True):
+    """A format that encodes the same elements in fewer bytes.
+
+    A subclass encodes one run of real elements, in float32, or in float64 if one of the tensors has that dtype. A
+    complex element counts as two real ones.
+    """
+
+    def nbytes(self, count: int) -> int:
+        raise NotImplementedError(f"{type(self).__name__} does not say how large its payloads are")
+
+    def compress(self, numbers: Tensor) -> list[Tensor]:
+        """Return elements, ``(count,)``, as tensors whose bytes travel in order. Non-finite ones stay non-finite."""
+        raise NotImplementedError(f"{type(self).__name__} cannot compress")
+
+    def expand(self, payload: Tensor, count: int) -> Tensor:
+        """Return the elements, ``(count,)``, that these bytes encode. May raise any exception on other bytes."""
+        raise NotImplementedError(f"{type(self).__name__} cannot expand")
+
+    def sizes(self, layout: Layout) -> tuple[int, int]:
+        nbytes = self.nbytes(sum(layout.reals))
+        return nbytes, nbytes
+
+    def encode(self, tensors: Sequence[Tensor | None], layout: Layout, state: State, memory: Memory) -> Encoded:
+        present = tuple(tensor is not None for tensor in tensors)
+        owed = [before for _, before in zip_longest(tensors, state.get(RESIDUAL, ()))]
+        there = [
+            _numbers(tensor) if before is None else _numbers(tensor) + _numbers(before)
+            for tensor, before in zip(tensors, owed, strict=True)
+            if tensor is not None
+        ]
+        if not there:
+            return Encoded(torch.empty(self.nbytes(0), dtype=torch.uint8), present, state)
+        flat = torch.cat(there)
+        parts = [part.contiguous().view(torch.uint8) for part in self.compress(flat)]
+        room = memory.room(sum(part.numel() for part in parts))
+        payload = torch.cat(parts, out=room) if flat.is_cpu else torch.cat(parts)
+        left = iter((flat - self.expand(payload, flat.numel()).to(flat)).split([each.numel() for each in there]))
+        for place, tensor in enumerate(tensors):
+            if tensor is not None:
+                owed[place] = _like(next(left), tensor)
+        return Encoded(payload if flat.is_cpu else room.copy_(payload), present, {RESIDUAL: owed})
+
+    def decode(self, payload: Tensor, layout: Layout, memory: Memory) -> Tensor:
+        if payload.storage_offset():  # the bytes are read as wider elements, which must be aligned
+            payload = payload.clone()
+        buffer, views = memory.hold(layout)
+        for view, part in zip(views, self.expand(payload, sum(layout.reals)).split(layout.reals), strict=True):
+            view.copy_(_like(part, view))
+        return buffer
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    real = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+    wide = torch.promote_types(real.dtype, torch.float32)
+    return real.to(wide).flatten()
+
+
+def _like(numbers: Tensor, tensor: Tensor) -> Tensor:
+    """Return real elements in the shape of a tensor, in their own precision."""
+    if tensor.is_complex():
+        real, imaginary = numbers.reshape(*tensor.shape, 2).unbind(-1)
+        return torch.complex(real, imaginary)  # no view, because views of complex numbers must be aligned
+    return numbers.view_as(tensor)
+
+
+# --- bf16 and fp16 ----------------------------------------------------------------------------------------------------
+
+
+class Rounded(Lossy, frozen=True, kw_only=True):
+    """A format that rounds to another dtype. A number beyond its range travels as the largest, with a residual."""
+
+    dtype: ClassVar[torch.dtype]
+
+    def nbytes(self, count: int) -> int:
+        return count * self.dtype.itemsize
+
+    def compress(self, numbers: Tensor) -> list[Tensor]:
+        largest = torch.finfo(self.dtype).max
+        # Only finite elements are clamped, so that the server can detect the others.
+        return [torch.where(numbers.isfinite(), numbers.clamp(-largest, largest), numbers).to(self.dtype)]
+
+    def expand(self, payload: Tensor, count: int) -> Tensor:
+        return payload.view(self.dtype).float()
+
+
+@register
+class BF16(Rounded, frozen=True, kw_only=True, tag="bf16"):
+    """A format of half the bytes of float32, with its range and 8 bits of precision.
+
+    Example:
+        >>> from lightning_omni.wire.layout import Layout
+        >>> from lightning_omni.wire.formats.base import Memory
+        >>> layout = Layout.of({"w": torch.zeros(2)})
+        >>> encoded = BF16().encode([torch.tensor([1.0, 1.0009765625])], layout, {}, Memory())
+        >>> encoded.payload.numel(), encoded.state["residual"][0].tolist()
+        (4, [0.0, 0.0009765625])
+    """
+
+    dtype: ClassVar[torch.dtype] = torch.bfloat16
+
+
+@register
+class FP16(Rounded, frozen=True, kw_only=True, tag="fp16"):
+    """A format of half the bytes of float32, with 11 bits of precision, from about 6e-8 to 65,504."""
+
+    dtype: ClassVar[torch.dtype] = torch.float16
+
+
+# --- int8 -------------------------------------------------------------------------------------------------------------
+
+
+@register
+class Int8(Lossy, frozen=True, kw_only=True, tag="int8"):
+    """A format of about a quarter of float32's bytes: one byte for each element, and a scale for each block of them.
+
+    A block's scale is its largest magnitude over 127, so the error of each element is at most half a scale.
+
+    Args:
+        block: number of elements that share a scale, 8 or more.
+
+    Raises:
+        ConfigurationError: the blocks are too small.
+
+    Example:
+        >>> Int8().nbytes(1000) / 4000
+        0.258
+
+    References:
+        Dettmers 2016, "8-Bit Approximations for Parallelism in Deep Learning", arXiv:1511.04561; Seide et al. 2014,
+        "1-Bit Stochastic Gradient Descent" (error feedback).
+    """
+
+    block: int = 128
+
+    def __post_init__(self) -> None:
+        check_whole("block", self.block, "8 or more numbers to a scale", 8)
+
+    def nbytes(self, count: int) -> int:
+        return 4 * self._blocks(count) + count
+
+    def compress(self, numbers: Tensor) -> list[Tensor]:
+        rows = self._rows(numbers.float())
+        # A NaN or an infinity makes its block's scale non-finite, and so all elements of the block.
+        scales = (rows.abs().amax(1) / 127).view(torch.int32)
+        # With 16 bits of precision, 127 times a scale is exact, so decoded ones are encoded to the same bytes again.
+        scales = scales.bitwise_and(-256).view(torch.float32)
+        steps = torch.where(scales > 0, scales, 1.0)
+        multiples = (rows / steps[:, None]).round().nan_to_num(0.0)
+        return [scales, multiples.to(torch.int8).flatten()[: numbers.numel()]]
+
+    def expand(self, payload: Tensor, count: int) -> Tensor:
+        scales, multiples = payload.split([4 * self._blocks(count), count])
+        rows = self._rows(multiples.view(torch.int8).float())
+        numbers: Tensor = rows * scales.view(torch.float32)[:, None]
+        return numbers.flatten()[:count]
+
+    def _blocks(self, count: int) -> int:
+        return -(-count // self.block)
+
+    def _rows(self, numbers: Tensor) -> Tensor:
+        padded: Tensor = pad(numbers, (0, self._blocks(numbers.numel()) * self.block - numbers.numel()))
+        return padded.view(-1, self.block)
+
+
+# --- topk -------------------------------------------------------------------------------------------------------------
+
+
+@register
+class TopK(Lossy, frozen=True, kw_only=True, tag="topk"):
+    """A format of the largest elements of a push with their indices, 8 bytes each; the residual collects the others.
+
+    Args:
+        fraction: fraction of the elements that travel, above 0 to 1; at least one travels.
+
+    Raises:
+        ConfigurationError: the fraction is out of range.
+
+    Example:
+        >>> TopK(fraction=0.01).nbytes(1000) / 4000
+        0.02
+
+    References:
+        Aji and Heafield 2017, "Sparse Communication for Distributed Gradient Descent", arXiv:1704.05021; Stich et al.
+        2018, "Sparsified SGD with Memory", arXiv:1809.07599.
+    """
+
+    fraction: float = 0.01
+
+    def __post_init__(self) -> None:
+        check_number("fraction", self.fraction, "a part of the numbers, above 0 to 1", high=1, above=0)
+
+    def nbytes(self, count: int) -> int:
+        return 8 * self._most(count)
+
+    def compress(self, numbers: Tensor) -> list[Tensor]:
+        # Non-finite elements count as the largest, so that the server receives them.
+        magnitudes = numbers.abs().nan_to_num(nan=torch.inf)
+        places = magnitudes.topk(self._most(numbers.numel()), sorted=False).indices.sort().values
+        return [places.to(torch.int32), numbers[places].float()]
+
+    def expand(self, payload: Tensor, count: int) -> Tensor:
+        places, numbers = payload.tensor_split(2)
+        where = places.view(torch.int32).long()
+        if where.numel() and not 0 <= int(where.min()) <= int(where.max()) < count:
+            raise ValueError(f"a place is not among {count} numbers")
+        flat = torch.zeros(count, device=payload.device)
+        flat[where] = numbers.view(torch.float32)
+        return flat
+
+    def _most(self, count: int) -> int:
+        if count >= 1 << 31:
+            raise ConfigurationError(
+                f'compression="topk": {count:,} numbers of one optimizer; it can tell 2**31 places apart'
+            )
+        return min(count, max(1, round(self.fraction * count)))
