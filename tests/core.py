@@ -100,6 +100,6 @@ from lightning_omni.wire.formats.base import decode as decode
 from lightning_omni.wire.layout import Layout as Layout
 from lightning_omni.wire.messages import EpochPlan as EpochPlan
 from lightning_omni.wire.messages import method_from_wire as method_from_wire
-from lightning_omni.wire.partition import Split as Split
+from lightning_omni.wire.partition import Partition as Partition
 
 register_format = _formats.register

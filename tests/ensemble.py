@@ -25,9 +25,9 @@ from core import (
     Memory,
     Out,
     Outgoing,
+    Partition,
     ServerCore,
     ServerRequest,
-    Split,
     Total,
     WireFormat,
     as_tensor,
@@ -291,7 +291,7 @@ class Group:
         count = len(ensemble.cores)
         self.stands_for = ensemble.stands_for if count == 1 else 1
         self.layout = msgspec.structs.replace(self.layout, servers=max(count, self.stands_for))
-        self.split = Split.of(self.layout, count, elementwise=True) if count > 1 else Split.whole(self.layout)
+        self.split = Partition.of(self.layout, count, elementwise=True) if count > 1 else Partition.whole(self.layout)
         self.replica = Replica(list(self.parameters.values()), make(list(self.parameters.values())), rank)
         self.replica.servers = self.layout.servers
         self.core = GroupCore(ensemble.method, ensemble.wire_format, overlap=ensemble.overlap)

@@ -64,7 +64,7 @@ from lightning_omni.wire.formats.base import (
     with_fragment,
 )
 from lightning_omni.wire.layout import Layout
-from lightning_omni.wire.partition import Split
+from lightning_omni.wire.partition import Partition
 
 
 @dataclass(frozen=True)
@@ -390,7 +390,7 @@ class GroupCore:
         own.outgoing = None if ask.waits else [outgoing]
         return outgoing
 
-    def send_parts(self, ask: ServerRequest, split: Split, memories: Sequence[Memory]) -> list[Outgoing]:
+    def send_parts(self, ask: ServerRequest, split: Partition, memories: Sequence[Memory]) -> list[Outgoing]:
         """Return the messages to each of several servers, as in `send`; the first server coordinates.
 
         Args:

@@ -22,14 +22,14 @@ from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack
 
 
-class ToHead(NamedTuple):
+class HeadMessage(NamedTuple):
     """A message to the server, and its payload: uint8."""
 
     message: m.HeadForward | m.HeadBackward
     payload: Tensor
 
 
-class HeadSide:
+class MergedHeadClient:
     """The messages of one group for a merged head, in the order in which they may be sent.
 
     Args:
@@ -47,7 +47,7 @@ class HeadSide:
         >>> import torch
         >>> head = nn.Linear(2, 1)
         >>> optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
-        >>> side = HeadSide("head", 1, head, optimizer, list(head.parameters()))
+        >>> side = MergedHeadClient("head", 1, head, optimizer, list(head.parameters()))
         >>> forward = side.forward(((torch.ones(3, 2),), {}))
         >>> side.begin()
         >>> side.end()
@@ -96,7 +96,7 @@ class HeadSide:
 
     # --- Messages ----------------------------------------------------------------------------------------------------
 
-    def forward(self, tree: Any, autocast: str = "", exclusive: bool = True) -> ToHead:
+    def forward(self, tree: Any, autocast: str = "", exclusive: bool = True) -> HeadMessage:
         """Return the message with the group's batch.
 
         Args:
@@ -114,11 +114,11 @@ class HeadSide:
             autocast=autocast,
             exclusive=exclusive,
         )
-        return ToHead(message, buffer)
+        return HeadMessage(message, buffer)
 
     def backward(
         self, gradients: Sequence[Tensor | None], place: tuple[int, int] = (-1, 0), scale: float = 1.0
-    ) -> ToHead:
+    ) -> HeadMessage:
         """Return the message with the gradients of the head's output.
 
         Args:
@@ -139,7 +139,7 @@ class HeadSide:
             epoch=epoch,
             trained=trained,
         )
-        return ToHead(message, buffer)
+        return HeadMessage(message, buffer)
 
     def release(self) -> m.HeadRelease:
         """Give up an access without a backward pass; return the message."""

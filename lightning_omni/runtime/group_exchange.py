@@ -21,7 +21,7 @@ from lightning_omni.transport.connections import Address, Control, Peers
 from lightning_omni.wire.codec import Packed, pack, unpack
 from lightning_omni.wire.formats.base import WireFormat, decode
 from lightning_omni.wire.layout import Layout
-from lightning_omni.wire.partition import Split
+from lightning_omni.wire.partition import Partition
 
 # --- Inside a group ---------------------------------------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ class CompressedBroadcast:
     """
 
     answers: WireFormat
-    split: Split
+    split: Partition
 
     @cached_property
     def _bounds(self) -> list[tuple[int, int]]:
@@ -151,7 +151,7 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // 8) * 8
 
 
-def decoded(answers: WireFormat, payloads: Sequence[Tensor], split: Split, part: Part) -> list[Tensor]:
+def decoded(answers: WireFormat, payloads: Sequence[Tensor], split: Partition, part: Part) -> list[Tensor]:
     """Decode each server's part of an answer, in the layout of its share."""
     shares = zip(payloads, split.shares, part.backs(len(payloads)), strict=True)
     return [decode(answers, payload, share, memory) for payload, share, memory in shares]

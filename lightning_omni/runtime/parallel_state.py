@@ -31,7 +31,7 @@ from lightning_omni.transport.connections import Control
 from lightning_omni.wire.codec import Packed, pack, unpack
 from lightning_omni.wire.compression import AllReduce
 from lightning_omni.wire.formats.base import WireFormat
-from lightning_omni.wire.partition import Split, is_elementwise
+from lightning_omni.wire.partition import Partition, is_elementwise
 
 
 class Communication(NamedTuple):
@@ -374,12 +374,12 @@ class ParallelState:
         """Return the process group of the ranks with which this one holds a replica of the model."""
         return self.process_groups.compute(self.holders)
 
-    def split_of(self, part: Part, servers: int) -> Split:
+    def split_of(self, part: Part, servers: int) -> Partition:
         """Return the division of an optimizer's parameters over this number of servers."""
         layout = part.replica.layout
         if part.split is None or part.split.layout is not layout or len(part.split.shares) != servers:
             at_servers = None if self.steps_at_worker else part.optimizer
-            part.split = Split.of(layout, servers, is_elementwise(self.method, at_servers))
+            part.split = Partition.of(layout, servers, is_elementwise(self.method, at_servers))
         return part.split
 
     def empty(self, nbytes: int) -> Tensor:

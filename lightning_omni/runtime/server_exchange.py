@@ -30,7 +30,7 @@ from lightning_omni.wire.codec import Packed, pack, unpack
 from lightning_omni.wire.formats.base import RAW, Memory, WireFormat, check_size
 from lightning_omni.wire.layout import Layout
 from lightning_omni.wire.messages import SnapshotId
-from lightning_omni.wire.partition import Split
+from lightning_omni.wire.partition import Partition
 
 # --- State of the run that the servers hold ---------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ class ServerStore:
         """Return a seed in the fragments of the present servers; a checkpoint may have those of others."""
         if seed.get("method") is None or self._parallel.share is not None:
             return seed
-        split = self._parallel.split_of(part, servers) if servers > 1 else Split.whole(part.replica.layout)
+        split = self._parallel.split_of(part, servers) if servers > 1 else Partition.whole(part.replica.layout)
         return {**seed, "method": split.recut(seed["method"])}
 
     def store_group_state(self, packed: Packed, buffer: Tensor) -> None:
@@ -412,9 +412,9 @@ class ServerExchange:
         coded = CompressedBroadcast(answers, self._divided(ask, layout, self._parallel.control.servers))
         return coded if coded.are_sizes_known and coded.nbytes < layout.nbytes else None
 
-    def _divided(self, ask: ServerRequest, layout: Layout, servers: int) -> Split:
+    def _divided(self, ask: ServerRequest, layout: Layout, servers: int) -> Partition:
         if servers == 1:
-            return Split.whole(layout)
+            return Partition.whole(layout)
         return self._parallel.split_of(self._parallel.parts[ask.optimizer], servers).fragment(
             ask.fragment, self._parallel.method.fragments
         )

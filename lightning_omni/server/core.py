@@ -26,7 +26,7 @@ from lightning_omni.server.membership.roster import Roster
 from lightning_omni.server.membership.service import Joining, Membership
 from lightning_omni.server.membership.timeouts import TimeLimits
 from lightning_omni.server.merged_head import MergedHeadService
-from lightning_omni.server.parameters.served_parameters import ServedOptimizer
+from lightning_omni.server.parameters.served_parameters import ServedParameters
 from lightning_omni.server.parameters.store import ParameterStore
 from lightning_omni.server.replication import Coordinator, Follower, NoReplication, Replication
 from lightning_omni.server.restore import Restore, check_state
@@ -430,7 +430,7 @@ class ServerCore:
         return self._admission.data_connection(rank)
 
     @property
-    def optimizers(self) -> list[ServedOptimizer]:
+    def optimizers(self) -> list[ServedParameters]:
         """Return the optimizers that the server steps, in the order of their numbers."""
         return self._store.all
 

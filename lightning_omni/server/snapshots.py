@@ -13,7 +13,7 @@ from lightning_omni.methods import Method
 from lightning_omni.methods.model.modules import ResolveModule
 from lightning_omni.methods.model.server_optimizer import Resolve
 from lightning_omni.server.epochs.epoch import MOST_OPEN
-from lightning_omni.server.parameters.served_parameters import ROOM, ServedOptimizer
+from lightning_omni.server.parameters.served_parameters import ROOM, ServedParameters
 from lightning_omni.server.parameters.store import ServedHead
 from lightning_omni.server.run_context import RunContext
 from lightning_omni.server.service import Out, Payload, Sender, Service, as_tensor
@@ -73,7 +73,7 @@ class Snapshots(Service):
         self._formed, method = formed, m.method_from_wire(formed.method)
         self._method = method
         groups = self._roster.formed.history(len(formed.groups))
-        self._store.hold([ServedOptimizer.from_state(part, method, groups, self._resolve) for part in state["parts"]])
+        self._store.hold([ServedParameters.from_state(part, method, groups, self._resolve) for part in state["parts"]])
         self._training.apply_settings(formed)
 
     def check_packed(self, sender: Sender, message: m.UploadWeights | m.GroupState) -> int:
@@ -161,13 +161,13 @@ class Snapshots(Service):
             trained=self._epochs.trained_spans,
         )
 
-    def _served_of(self, part: Any, method: Method, groups: Iterable[int]) -> ServedOptimizer:
+    def _served_of(self, part: Any, method: Method, groups: Iterable[int]) -> ServedParameters:
         optimizer, weights, clock = part["optimizer"], part["weights"], int(part["clock"])
         if part.get("head") is not None:
             return ServedHead(optimizer, weights, clock, part["head"], groups, self._resolve, self._resolve_module)
         room, servers = ROOM + int(part.get("room", 0)), int(part.get("servers", 1))
         state = part.get("method")
-        return ServedOptimizer(optimizer, weights, clock, method, groups, self._resolve, state, room, servers=servers)
+        return ServedParameters(optimizer, weights, clock, method, groups, self._resolve, state, room, servers=servers)
 
 
 def _weights_of(contents: SnapshotContents) -> SnapshotContents:

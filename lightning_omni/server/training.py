@@ -18,7 +18,7 @@ from lightning_omni.methods import Method, Reply
 from lightning_omni.server.admission import Admission
 from lightning_omni.server.event_log import Kind
 from lightning_omni.server.parameters.push_checks import Deliveries, Delivery, is_finite
-from lightning_omni.server.parameters.served_parameters import ServedOptimizer
+from lightning_omni.server.parameters.served_parameters import ServedParameters
 from lightning_omni.server.run_context import RunContext
 from lightning_omni.server.service import Out, Payload, Peer, Sender, Service, as_tensor, bytes_of, nbytes_of
 from lightning_omni.topology import Topology
@@ -206,7 +206,7 @@ class Training(Service):
         return is_finite(layout, self._decode(as_tensor(payload), layout))
 
     def _answer_again(
-        self, sender: Sender, message: m.PushMessage, served: ServedOptimizer, last: Delivery
+        self, sender: Sender, message: m.PushMessage, served: ServedParameters, last: Delivery
     ) -> list[Out]:
         """Answer a repeated push, for instance after a lost answer; an answer that is still pending is sent once."""
         if not last.is_answered:
@@ -382,14 +382,14 @@ class Training(Service):
         return Out(peer, m.DATA, message, parts)
 
 
-def _master_weights(served: ServedOptimizer, group: int) -> tuple[Tensor]:
+def _master_weights(served: ServedParameters, group: int) -> tuple[Tensor]:
     """Return the master weights that a group has, without a copy."""
     layout = served.layout_of(group)
     return (served.buffer if layout is served.layout else served.buffer[: layout.nbytes],)
 
 
 def _pulled(
-    served: ServedOptimizer, reply: Reply, push: m.PushMessage | None, copies: bool = False
+    served: ServedParameters, reply: Reply, push: m.PushMessage | None, copies: bool = False
 ) -> tuple[Payload, ...]:
     """Return the encoded tensors that answer a push; none if it requests none.
 

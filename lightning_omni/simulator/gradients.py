@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.group.leased_batches import apportion, positions
-from lightning_omni.group.merged_head import HeadSide
+from lightning_omni.group.merged_head import MergedHeadClient
 from lightning_omni.methods.model.head import check_mergeable, held_by_one, pass_through
 from lightning_omni.methods.model.modules import describe_module, tensors_of, with_tensors
 from lightning_omni.simulator.cluster import Cluster
@@ -159,7 +159,7 @@ class SimulatedHead:
         self.name = name
         self._module = check_mergeable(name, model)
         _, self.parameters = held_by_one(name, self._module, [optimizer])
-        self._side = HeadSide(name, HEAD, self._module, optimizer, list(self.parameters.values()))
+        self._side = MergedHeadClient(name, HEAD, self._module, optimizer, list(self.parameters.values()))
         self._server: SimulatedServer
         self._group_place = (0, -1, 0)
         self._output: Any = None

@@ -20,7 +20,7 @@ from lightning_omni.methods.contract import Exchange, Fetch, Gradient, NextGradi
 from lightning_omni.methods.model.replica import Hyperparameters, Pulled, Replica, copies
 from lightning_omni.methods.model.server_optimizer import describe, detach_state, holds, hyperparameters_of
 from lightning_omni.server.event_log import Event, Spans
-from lightning_omni.server.parameters.served_parameters import ServedOptimizer
+from lightning_omni.server.parameters.served_parameters import ServedParameters
 from lightning_omni.simulator.monitor import Row, arrays
 from lightning_omni.simulator.server import partitioned_format, resolve_also
 from lightning_omni.simulator.workbench import Samples, Workbench, named_parameters, own_replica
@@ -31,7 +31,7 @@ from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats.base import RAW, Encoded, Memory, WireFormat, decode, from_wire, name_of
 from lightning_omni.wire.layout import Layout
 from lightning_omni.wire.messages import Batch
-from lightning_omni.wire.partition import Split, is_elementwise
+from lightning_omni.wire.partition import Partition, is_elementwise
 
 BatchAt = Callable[[int, range], Any]
 """A function that returns the batch of an epoch's positions: ``batches(epoch, positions)``."""
@@ -199,10 +199,10 @@ class _Replay:
         self._bench = self._new_bench()
         self._param_groups: tuple[dict[str, Any], ...] = ()
         self._is_formed = False
-        self._served: ServedOptimizer
+        self._served: ServedParameters
         self._method: Method
         self._wire_format: WireFormat
-        self._split: Split
+        self._split: Partition
         self._overlap = False
         self._out, self._in = Memory(), Memory()
         self._groups: dict[int, _Group] = {}
@@ -265,7 +265,7 @@ class _Replay:
                 self._deliver(side.evict(event.group))
 
     @staticmethod
-    def _check_clock(event: Event, served: ServedOptimizer) -> None:
+    def _check_clock(event: Event, served: ServedParameters) -> None:
         if served.master.clock != event.clock:
             raise ProtocolError(f"the record says {event}, but after it the clock is {served.master.clock}")
 
@@ -306,10 +306,10 @@ class _Replay:
         self._served.answer_in(self._wire_format.answers)
         self._groups = {number: self._new_group(number, topology) for number in topology.alive}
 
-    def _divided(self, servers: int) -> Split:
+    def _divided(self, servers: int) -> Partition:
         layout = Layout.of({name: parameter.detach() for name, parameter in self._parameters.items()})
         at_servers = self._optimizer if self._method.steps_at == "server" else None
-        return Split.of(layout, servers, is_elementwise(self._method, at_servers))
+        return Partition.of(layout, servers, is_elementwise(self._method, at_servers))
 
     def _served_of(
         self,
@@ -318,12 +318,12 @@ class _Replay:
         method: Method,
         topology: Topology,
         servers: int,
-    ) -> ServedOptimizer:
+    ) -> ServedParameters:
         names: dict[Tensor, str] = {parameter: name for name, parameter in self._parameters.items()}
         description = describe(optimizer, names) if optimizer is not None else None
         weights = {name: self._start[name] for name in self._parameters}
         resolve = resolve_also(self._optimizer)
-        return ServedOptimizer(description, weights, clock, method, topology.alive, resolve, servers=servers)
+        return ServedParameters(description, weights, clock, method, topology.alive, resolve, servers=servers)
 
     def _join(self, event: Event) -> None:
         """Add a group, which reads the weights before anything else."""

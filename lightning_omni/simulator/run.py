@@ -43,7 +43,7 @@ from lightning_omni.wire import messages as m
 from lightning_omni.wire.compression import Compression
 from lightning_omni.wire.formats import WireFormat
 from lightning_omni.wire.layout import Layout
-from lightning_omni.wire.partition import Split, is_elementwise
+from lightning_omni.wire.partition import Partition, is_elementwise
 
 # --- Construction, and the loop over events until the run ends --------------------------------------------------------
 
@@ -113,10 +113,14 @@ class Simulation:
 
     # --- Its parts ---------------------------------------------------------------------------------------------------
 
-    def _split(self, layout: Layout, servers: int) -> Split:
+    def _split(self, layout: Layout, servers: int) -> Partition:
         method = self._formation.method
         at_servers = self._optimizer if method.steps_at == "server" else None
-        return Split.of(layout, servers, is_elementwise(method, at_servers)) if servers > 1 else Split.whole(layout)
+        return (
+            Partition.of(layout, servers, is_elementwise(method, at_servers))
+            if servers > 1
+            else Partition.whole(layout)
+        )
 
     def _new_gradients(self, workload: Workload) -> Gradients:
         batches, topology, head = self._batches, self._formation.topology, self._head

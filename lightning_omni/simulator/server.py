@@ -24,7 +24,7 @@ from lightning_omni.methods.model.modules import class_path
 from lightning_omni.methods.model.server_optimizer import Resolve, describe, resolver
 from lightning_omni.server.core import ServerCore
 from lightning_omni.server.event_log import Recorder
-from lightning_omni.server.parameters.served_parameters import ServedOptimizer
+from lightning_omni.server.parameters.served_parameters import ServedParameters
 from lightning_omni.server.service import Out, Payload, Peer
 from lightning_omni.simulator.cluster import Link
 from lightning_omni.simulator.engine import Engine, Process, Timeline
@@ -49,7 +49,7 @@ from lightning_omni.wire.formats.base import (
 from lightning_omni.wire.handshake import NONCE_BYTES
 from lightning_omni.wire.journal import Entry
 from lightning_omni.wire.layout import Layout
-from lightning_omni.wire.partition import Split
+from lightning_omni.wire.partition import Partition
 
 # --- Connections in this process --------------------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ class SimulatedServer:
         self._saved_state: SavedState | None = None
         self.incarnation = 0
         self.away_until: float | None = None
-        self.served: ServedOptimizer
+        self.served: ServedParameters
         for rank in topology.ranks:
             self._join(rank)
 
@@ -440,7 +440,7 @@ _LENGTH = 8
 """Bytes of the length of a part."""
 
 
-def partitioned_format(wire_format: WireFormat, method: Method, split: Split) -> WireFormat:
+def partitioned_format(wire_format: WireFormat, method: Method, split: Partition) -> WireFormat:
     """Return the wire format with the rounding of several servers, for the one server of the simulator and the replay.
 
     Raw tensors are the same in parts, and messages between groups have no parts.
@@ -473,7 +473,7 @@ class PartitionedFormat(WireFormat, frozen=True, kw_only=True, dict=True, tag="b
     """
 
     wire_format: dict[str, Any]
-    split: Split
+    split: Partition
 
     @cached_property
     def _each(self) -> WireFormat:
@@ -506,6 +506,6 @@ class PartitionedFormat(WireFormat, frozen=True, kw_only=True, dict=True, tag="b
         )
         return buffer
 
-    def _split_of(self, layout: Layout) -> Split:
+    def _split_of(self, layout: Layout) -> Partition:
         """Return the same cuts for a layout of some of the tensors, or of a fragment of them."""
         return self.split if layout.specs == self.split.layout.specs else self.split.within(layout)

@@ -202,7 +202,7 @@ def register_names(registry: Any, strategy: type) -> None:
         registry.register(name, strategy, description=description, override=True, **options)
 
 
-class Asked:
+class RequestedOptions:
     """The options that the user requested, by arguments or else by environment variables.
 
     Args:

@@ -37,7 +37,15 @@ from lightning_omni.runtime.model.sharded import (
     whole,
 )
 from lightning_omni.runtime.server_exchange import ServerSnapshot
-from lightning_omni.runtime.state.checkpoint import ENTRY, Folder, Saved, beside, by_names, is_folder, without_tensors
+from lightning_omni.runtime.state.checkpoint import (
+    ENTRY,
+    CheckpointFolder,
+    RunCheckpoint,
+    beside,
+    by_names,
+    is_folder,
+    without_tensors,
+)
 from lightning_omni.runtime.state.checkpoint import save as save_folder
 from lightning_omni.strategy.grouping import GroupedStrategy
 from lightning_omni.strategy.joining import RunStates
@@ -68,13 +76,13 @@ class Checkpoints:
 
     def __init__(self, info: Callable[[str], None]) -> None:
         self._info = info
-        self.folder: Folder | None = None
+        self.folder: CheckpointFolder | None = None
         self._snapshot: ServerSnapshot | None = None
         self._has_said = False
-        self.resumed = Saved()
+        self.resumed = RunCheckpoint()
 
     def forget(self) -> None:
-        self._snapshot, self.resumed, self.folder = None, Saved(), None
+        self._snapshot, self.resumed, self.folder = None, RunCheckpoint(), None
 
     # --- Saving ------------------------------------------------------------------------------------------------------
 
@@ -173,7 +181,9 @@ class Checkpoints:
                 if cut.epoch != -1:
                     _count_as_ddp(checkpoint, progress)
                 schedules = epochs.schedulers.catch_up_in(checkpoint, progress)
-                checkpoint[ENTRY] = Saved(cut, groups, progress, schedules=schedules, samples=samples).to_plain()
+                checkpoint[ENTRY] = RunCheckpoint(
+                    cut, groups, progress, schedules=schedules, samples=samples
+                ).to_plain()
             return
         progress = None if epochs.run.progress is None else snapshot.cut.progress(epochs.run.progress)
         _count_as_ddp(checkpoint, progress)
@@ -189,7 +199,7 @@ class Checkpoints:
                 "states": states,
             }
         more |= {"schedules": epochs.schedulers.catch_up_in(checkpoint, progress), "samples": samples}
-        checkpoint[ENTRY] = Saved(snapshot.cut, groups, progress, **more).to_plain()
+        checkpoint[ENTRY] = RunCheckpoint(snapshot.cut, groups, progress, **more).to_plain()
 
     def save_folder(
         self,
@@ -218,14 +228,16 @@ class Checkpoints:
 
     def read(self, checkpoint: Mapping[str, Any]) -> None:
         """Read the run's entry of a loaded checkpoint, of this strategy or of any other."""
-        self.resumed = replace(Saved.from_plain(checkpoint.get(ENTRY, {})) or Saved(), folder=self.folder)
+        self.resumed = replace(
+            RunCheckpoint.from_plain(checkpoint.get(ENTRY, {})) or RunCheckpoint(), folder=self.folder
+        )
 
     def open_folder(self, path: Path, module: Module, **options: Any) -> dict[str, Any]:
         """Read a checkpoint that is a folder, without the states of optimizers. All ranks call it.
 
         The weights are read into the module's own memory; ``options`` are for ``torch.load`` of everything else.
         """
-        self.folder = Folder(path)
+        self.folder = CheckpointFolder(path)
         checkpoint = {**self.folder.metadata(**options), "state_dict": self.folder.weights(module.state_dict())}
         if self.folder.optimizers:
             checkpoint["optimizer_states"] = [{}] * self.folder.optimizers  # placeholders until the optimizers exist

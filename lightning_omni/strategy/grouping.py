@@ -41,7 +41,7 @@ from lightning_omni.strategy.lightning_internals.loops import validates_by_time,
 from lightning_omni.strategy.lightning_internals.strategies import has_model_averaging, set_ddp_options, set_rank
 from lightning_omni.strategy.loops.driver import EpochDriver
 from lightning_omni.strategy.loops.live_metrics import Reporting, StepTimes, gathering_sentence
-from lightning_omni.strategy.optimizers import Merged, Proxies, Trainable, check_wrapped
+from lightning_omni.strategy.optimizers import MergedSubmodule, Proxies, Trainable, check_wrapped
 from lightning_omni.wire.compression import Compression
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class GroupedStrategy(_Base):
 
     def _make_parts(self, options: FitOptions) -> None:
         self._world: World | None = None
-        self.merged = Merged(options.merged)
+        self.merged = MergedSubmodule(options.merged)
         self.proxies = Proxies()
         self.epochs = EpochDriver(options.data, self.rank_zero_info, self.rank_zero_warn, options.validation)
         self.balance = Balance(options.rebalance, self.rank_zero_info)

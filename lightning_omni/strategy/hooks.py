@@ -26,7 +26,12 @@ from lightning_omni.runtime.model.meshes import FSDP, evenly, shown, sizes_in
 from lightning_omni.runtime.model.sharded import check_clipping, reshard
 from lightning_omni.runtime.process_groups import check_none_lost
 from lightning_omni.runtime.timing import clock_of
-from lightning_omni.strategy.arguments import Asked, FitOptions, refuse_unknown_of_ddp, split_model_parallel
+from lightning_omni.strategy.arguments import (
+    FitOptions,
+    RequestedOptions,
+    refuse_unknown_of_ddp,
+    split_model_parallel,
+)
 from lightning_omni.strategy.checkpoints import Checkpoints, SavingStrategy
 from lightning_omni.strategy.joining import Rejoining, RunStates
 from lightning_omni.strategy.launcher import describe_exit, exit_process, is_interactive
@@ -47,9 +52,9 @@ from lightning_omni.strategy.lightning_internals.strategies import (
 from lightning_omni.strategy.loops.epoch import LightningRank, draws_batches, has_lightning_sampler
 from lightning_omni.strategy.loops.listener import Listener, NestedRuns
 from lightning_omni.strategy.namespaces import namespace_of, need_namespace, new_in, strategy_class_in
-from lightning_omni.strategy.optimizers import Merged, Proxies, explain_unused
+from lightning_omni.strategy.optimizers import MergedSubmodule, Proxies, explain_unused
 from lightning_omni.strategy.signals import Signals, end_in_one_line, requeue_signal
-from lightning_omni.strategy.user_groups import Arrangement
+from lightning_omni.strategy.user_groups import UserGroupsStash
 from lightning_omni.topology import check_groups
 from lightning_omni.transport.serving import ServerProcess
 from lightning_omni.wire import messages as m
@@ -139,7 +144,7 @@ class OmniStrategyHooks(SavingStrategy):
         refuse_unknown_of_ddp(self, OmniStrategyHooks, ddp)
         sharding, theirs = split_model_parallel(model_parallel)
         ddp = {**theirs, **ddp}
-        asked = self._asked = Asked(groups, method, data, server, elastic)
+        asked = self._asked = RequestedOptions(groups, method, data, server, elastic)
         with asked.naming_variables():
             self._world_options = WorldOptions(
                 groups=asked.groups,
@@ -169,7 +174,7 @@ class OmniStrategyHooks(SavingStrategy):
         self.checkpoints = Checkpoints(self.rank_zero_warn)
         self.has_failed = self.is_writing = False
         self._failed_at = ""
-        self.arrangement = Arrangement(self)
+        self.arrangement = UserGroupsStash(self)
         self.on_ready: list[Callable[[], None]] = []
         """Functions called on every rank after the groups are formed and before the first batch, such as a tuner's."""
         self._server_process: ServerProcess | None = None
@@ -607,7 +612,7 @@ class OmniStrategyHooks(SavingStrategy):
             self.signals.restore()
         self.epochs.forget()
         self.checkpoints.forget()
-        self.nested, self.merged, self.proxies = NestedRuns(self), Merged(self.merged.name), Proxies()
+        self.nested, self.merged, self.proxies = NestedRuns(self), MergedSubmodule(self.merged.name), Proxies()
 
     # --- Data --------------------------------------------------------------------------------------------------------
 

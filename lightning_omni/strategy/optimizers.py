@@ -52,7 +52,7 @@ class Proxies:
         return bool(self._of)
 
     def attach(
-        self, world: World, module: Module, optimizers: Sequence[Optimizer], merged: Merged, trainer: Trainer
+        self, world: World, module: Module, optimizers: Sequence[Optimizer], merged: MergedSubmodule, trainer: Trainer
     ) -> None:
         """Attach these optimizers, which hold parameters, and the merged head to the world, and no others."""
         world.detach_all()
@@ -144,7 +144,7 @@ def _refuse_raw_step(self: Optimizer, closure: Any = None) -> Tensor:
 _refuse_raw_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers look for their own mark
 
 
-class Merged:
+class MergedSubmodule:
     """The submodule that stays at the server (``merged=``), called a merged head; it may be absent.
 
     Args:

@@ -7,20 +7,20 @@ from typing import NamedTuple
 from lightning_omni.runtime.balance import Balance
 from lightning_omni.runtime.parallel_state import Communication
 from lightning_omni.strategy.grouping import GroupedStrategy
-from lightning_omni.strategy.optimizers import Merged
+from lightning_omni.strategy.optimizers import MergedSubmodule
 from lightning_omni.topology import Topology
 
 
-class Arranged(NamedTuple):
+class UserGroups(NamedTuple):
     """The groups, and how they exchange, as the user chose them."""
 
     topology: Topology
     communication: Communication
     balance: Balance
-    merged: Merged
+    merged: MergedSubmodule
 
 
-class Arrangement:
+class UserGroupsStash:
     """The stored groups of the user for one strategy.
 
     Args:
@@ -29,13 +29,13 @@ class Arrangement:
 
     def __init__(self, strategy: GroupedStrategy) -> None:
         self._strategy = strategy
-        self._users: Arranged | None = None
+        self._users: UserGroups | None = None
 
     def stash(self) -> None:
         """Store the user's groups and communication settings before a tuner replaces them, for a later fit."""
         if self._users is None:
             strategy, world = self._strategy, self._strategy.world
-            self._users = Arranged(world.topology, world.communication, strategy.balance, strategy.merged)
+            self._users = UserGroups(world.topology, world.communication, strategy.balance, strategy.merged)
 
     def begin_in_one_group(self) -> None:
         """Put all ranks into one group, for a fit whose groups are chosen while it trains."""
@@ -57,7 +57,7 @@ class Arrangement:
         users, self._users = self._users, None
         if users is None:
             return
-        strategy.merged = Merged(users.merged.name)
+        strategy.merged = MergedSubmodule(users.merged.name)
         if not world.ever_lost:
             world.topology, world.communication = users.topology, users.communication
             strategy.balance = users.balance

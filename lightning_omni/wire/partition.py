@@ -43,7 +43,7 @@ _SERVERS = "servers"
 """Key, beside the states of fragments, of the number of shares from which the fragments are cut."""
 
 
-class Split(msgspec.Struct, frozen=True, dict=True):
+class Partition(msgspec.Struct, frozen=True, dict=True):
     """A division of one optimizer's parameters over servers.
 
     Attributes:
@@ -53,7 +53,7 @@ class Split(msgspec.Struct, frozen=True, dict=True):
 
     Example:
         >>> layout = Layout.of({"w": torch.ones(3, 64), "b": torch.ones(4)})
-        >>> split = Split.of(layout, 2, elementwise=True)
+        >>> split = Partition.of(layout, 2, elementwise=True)
         >>> [[(spec.name, spec.range) for spec in share.specs] for share in split.shares]
         [[('w', (0, 128))], [('w', (128, 192)), ('b', None)]]
         >>> [[part.numel() for part in parts] for parts in split.parts([torch.ones(3, 64), torch.ones(4)])]
@@ -65,7 +65,7 @@ class Split(msgspec.Struct, frozen=True, dict=True):
     places: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, layout: Layout, servers: int, elementwise: bool) -> Split:
+    def of(cls, layout: Layout, servers: int, elementwise: bool) -> Partition:
         """Divide a layout over servers; tensors are cut only if ``elementwise``."""
         cut = _ranges(layout, servers) if elementwise else _wholes(layout, servers)
         if layout.servers != servers:
@@ -77,17 +77,17 @@ class Split(msgspec.Struct, frozen=True, dict=True):
         )
 
     @classmethod
-    def whole(cls, layout: Layout, servers: int = 1) -> Split:
+    def whole(cls, layout: Layout, servers: int = 1) -> Partition:
         """Return a division with everything on the first server."""
         none = Layout((), layout.version)
         others = servers - 1
         return cls(layout, (layout, *[none] * others), (tuple(range(len(layout.specs))), *[()] * others))
 
-    def fragment(self, number: int | None, of: int) -> Split:
+    def fragment(self, number: int | None, of: int) -> Partition:
         """Return the division of one of ``of`` fragments; this division if the number is None.
 
         Example:
-            >>> split = Split.of(Layout.of({"w": torch.ones(256)}), 2, elementwise=True)
+            >>> split = Partition.of(Layout.of({"w": torch.ones(256)}), 2, elementwise=True)
             >>> [[spec.range for spec in share.specs] for share in split.fragment(1, of=2).shares]
             [[(64, 128)], [(192, 256)]]
         """
@@ -98,10 +98,10 @@ class Split(msgspec.Struct, frozen=True, dict=True):
         return self._fragments[number, of]
 
     @cached_property
-    def _fragments(self) -> dict[tuple[int, int], Split]:
+    def _fragments(self) -> dict[tuple[int, int], Partition]:
         return {}
 
-    def within(self, layout: Layout) -> Split:
+    def within(self, layout: Layout) -> Partition:
         """Return the same division of other entries: some of these parameters, or ranges of them."""
         by_name: dict[str, list[int]] = {}
         for place, spec in enumerate(layout.specs):
@@ -115,7 +115,7 @@ class Split(msgspec.Struct, frozen=True, dict=True):
                 if (part := _overlap(layout.specs[place], spec)) is not None
             ]
             shares.append(found)
-        return Split(
+        return Partition(
             layout,
             tuple(Layout(tuple(part for _, part in share), layout.version) for share in shares),
             tuple(tuple(place for place, _ in share) for share in shares),
@@ -311,7 +311,7 @@ class Split(msgspec.Struct, frozen=True, dict=True):
         fragments = _recut(tree[FRAGMENTS], before, after)
         return {**_beside_fragments(tree), FRAGMENTS: fragments, _SERVERS: len(self.shares)}
 
-    def _each_fragment(self, states: Sequence[Any]) -> Iterable[tuple[Split, Any]]:
+    def _each_fragment(self, states: Sequence[Any]) -> Iterable[tuple[Partition, Any]]:
         return ((self.fragment(number, len(states)), state) for number, state in enumerate(states))
 
     def _merged_places(self, trees: Sequence[Mapping[int, Mapping[str, Any]]]) -> dict[int, dict[str, Any]]:
@@ -358,7 +358,7 @@ class Split(msgspec.Struct, frozen=True, dict=True):
 
 
 def over_parameters(tree: Any, specs: Sequence[TensorSpec], make: Callable[[Any, int | None], Any]) -> Any:
-    """Apply a function to each value of a tree as in `Split.tree_parts`.
+    """Apply a function to each value of a tree as in `Partition.tree_parts`.
 
     Args:
         tree: tree of the whole, or of one server.
@@ -399,7 +399,7 @@ def _beside_fragments(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _recut(trees: Sequence[Any], before: Sequence[Layout], after: Sequence[Layout]) -> Sequence[Any]:
-    """Return the states of all fragments for other cuts; see `Split.recut`."""
+    """Return the states of all fragments for other cuts; see `Partition.recut`."""
     first, count = trees[0], len(trees)
     if isinstance(first, Mapping) and first.keys() == Total().state().keys():
         return [Total().state() for _ in range(count)]

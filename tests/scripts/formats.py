@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_omni import OmniOptimizer, World
 from lightning_omni.runtime.options import WorldOptions
-from lightning_omni.runtime.state.checkpoint import Saved
+from lightning_omni.runtime.state.checkpoint import RunCheckpoint
 from lightning_omni.strategy.checkpoints import Checkpoints
 from lightning_omni.strategy.loops.driver import EpochDriver
 
@@ -109,7 +109,7 @@ def gather_group_state(world: World) -> bool:
     same = True
     if world.rank == 0:
         groups = world.exchange.store.snapshot().groups
-        world.states.resume(Saved(groups=3, states=groups))  # of other groups: it says so, and takes nothing
+        world.states.resume(RunCheckpoint(groups=3, states=groups))  # of other groups: it says so, and takes nothing
         saved = groups[world.group][0]
         before = world.core.sender_state(0)["residual"]
         world.core.load_sender_state(0, {})

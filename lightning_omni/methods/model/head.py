@@ -24,7 +24,7 @@ from lightning_omni.methods.model.server_optimizer import held_by
 
 
 @dataclass(frozen=True)
-class Passed:
+class HeadBackwardPass:
     """The gradients of a backward pass through the head.
 
     Attributes:
@@ -100,7 +100,7 @@ class MergedHead:
             self._inputs, self._outputs, self._modes = inputs, tensors_of(output), training
         return with_tensors(output, [tensor.detach() for tensor in tensors_of(output)])
 
-    def backward(self, gradients: Sequence[Tensor | None], scale: float = 1.0) -> Passed:
+    def backward(self, gradients: Sequence[Tensor | None], scale: float = 1.0) -> HeadBackwardPass:
         """End the access with the gradients of the output of `forward`.
 
         Args:
@@ -126,7 +126,7 @@ class MergedHead:
         own = [next(given) if parameter.requires_grad else None for parameter in self._ordered]
         if scale != 1.0:
             own = [None if gradient is None else gradient.mul_(scale) for gradient in own]
-        return Passed(into, own)
+        return HeadBackwardPass(into, own)
 
     def abandon(self) -> None:
         """End the access without a gradient."""
@@ -156,7 +156,7 @@ def modes_of(module: nn.Module) -> tuple[bool, ...]:
     return tuple(each.training for _, each in module.named_modules(remove_duplicate=False))
 
 
-class Passage(Protocol):
+class HeadConnection(Protocol):
     """A connection that brings inputs to a merged head and returns outputs, and likewise gradients."""
 
     def bring(self, tree: Any, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -171,7 +171,7 @@ class Passage(Protocol):
         """
 
 
-def pass_through(passage: Passage, tree: Any) -> tuple[Tensor, ...]:
+def pass_through(passage: HeadConnection, tree: Any) -> tuple[Tensor, ...]:
     """Return the tensors of a merged head's output, with a backward pass through the passage.
 
     Args:
@@ -188,7 +188,7 @@ def pass_through(passage: Passage, tree: Any) -> tuple[Tensor, ...]:
 
 class _Pass(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, passage: Passage, tree: Any, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, passage: HeadConnection, tree: Any, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.passage = passage
         ctx.set_materialize_grads(False)
         ctx.inputs = [(tensor.shape, tensor.dtype) for tensor in tensors]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_omni.errors import ConfigurationError, Refused, UnsupportedError
-from lightning_omni.group.merged_head import HeadSide, ToHead
+from lightning_omni.group.merged_head import HeadMessage, MergedHeadClient
 from lightning_omni.methods.model.head import pass_through
 from lightning_omni.methods.model.modules import tensors_of, with_tensors
 from lightning_omni.runtime.model.parameter_groups import ParameterGroups
@@ -59,7 +59,7 @@ class RemoteHead:
         self._exchange, self._parameter_groups = exchange, parameter_groups
         self._parallel, self._part, self._number, self._name, self._module = parallel, part, number, name, module
         self._parameters = set(part.replica.ordered)
-        self.side = HeadSide(name, number, module, part.optimizer, part.replica.ordered)
+        self.side = MergedHeadClient(name, number, module, part.optimizer, part.replica.ordered)
         self._own = module.forward
         self._rows: list[int] = []
         self._output: Any = None
@@ -148,13 +148,13 @@ class RemoteHead:
             # Copies, because torch does not allow writes to a view that a function returns.
             return [tensor.clone() for tensor in self._scatter(views, shapes)]
 
-    def _forward(self, tree: Any, exclusive: bool) -> ToHead:
+    def _forward(self, tree: Any, exclusive: bool) -> HeadMessage:
         kind = self._parallel.device.type
         mixed = torch.is_autocast_enabled(kind)
         autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if mixed else ""
         return self.side.forward(tree, autocast, exclusive)
 
-    def _ask(self, request: ToHead, expect: type[_Answer]) -> tuple[_Answer, Tensor]:
+    def _ask(self, request: HeadMessage, expect: type[_Answer]) -> tuple[_Answer, Tensor]:
         try:
             return self._exchange.ask(request.message, expect, request.payload)
         except Refused as no:

@@ -25,7 +25,7 @@ from lightning_omni.methods.model.server_optimizer import describe, detach_state
 from lightning_omni.runtime.model.sharded import complete, gradient_of, here, like, load_state, parts_of, rows
 from lightning_omni.wire.formats.base import Memory
 from lightning_omni.wire.layout import Layout
-from lightning_omni.wire.partition import Split, over_parameters
+from lightning_omni.wire.partition import Partition, over_parameters
 
 _LARGE = 1 << 16
 """Elements of a weight above which a comparison of all takes too long for a step."""
@@ -310,7 +310,7 @@ class Part:
     """Memory for an encoded answer and its prefix, which a leader broadcasts to its group."""
     spare: Tensor | None = None
     """Memory that replaces ``into`` while an exchange is in flight."""
-    split: Split | None = None
+    split: Partition | None = None
     """The division of its parameters over the servers, at the last exchange."""
     staleness: Counter[int] = field(default_factory=Counter)
     """Number of exchanges by staleness, since the last report; a loop without Lightning requests none."""

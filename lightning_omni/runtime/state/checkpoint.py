@@ -149,7 +149,7 @@ def without_tensors(tree: Any, layout: Layout, parameters: Sequence[Tensor], ten
 
     Args:
         tree: this rank's part, with one entry for each parameter, as in
-            `lightning_omni.wire.partition.Split.tree_parts`.
+            `lightning_omni.wire.partition.Partition.tree_parts`.
         layout: layout of this rank's parts of the parameters.
         parameters: the parameters, in the order of the layout.
         tensors: tensors of the checkpoint; changed in place.
@@ -168,7 +168,7 @@ def without_tensors(tree: Any, layout: Layout, parameters: Sequence[Tensor], ten
 # --- Loading ---------------------------------------------------------------------------------------------------------
 
 
-class Folder:
+class CheckpointFolder:
     """A checkpoint folder to read from. Ranks of a process group that read the same data do so together."""
 
     def __init__(self, path: Path) -> None:
@@ -275,7 +275,7 @@ VERSION = 4
 
 
 @dataclass(frozen=True)
-class Saved:
+class RunCheckpoint:
     """The state of a run in a checkpoint.
 
     Attributes:
@@ -303,7 +303,7 @@ class Saved:
     states: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     schedules: Sequence[Sequence[int]] = ()
     samples: int = 0
-    folder: Folder | None = None
+    folder: CheckpointFolder | None = None
 
     def to_plain(self) -> dict[str, Any]:
         """Return plain data and tensors, which ``torch.load(weights_only=True)`` reads."""
@@ -321,7 +321,7 @@ class Saved:
         return {"name": NAME, "version": VERSION, "run": run, "group": dict(self.states)}
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Saved | None:
+    def from_plain(cls, plain: Mapping[str, Any]) -> RunCheckpoint | None:
         """Return the contents of a checkpoint's entry; None if the entry is not this package's.
 
         Raises:

@@ -26,7 +26,7 @@ from lightning_omni.runtime.model.replica import Part, fingerprint
 from lightning_omni.runtime.model.sharded import here, in_order, load_state, parts_of, whole
 from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.runtime.server_exchange import ServerExchange, ServerSnapshot
-from lightning_omni.runtime.state.checkpoint import Saved
+from lightning_omni.runtime.state.checkpoint import RunCheckpoint
 from lightning_omni.runtime.state.served_state import ServedState
 from lightning_omni.topology import RECORDER
 from lightning_omni.wire import messages as m
@@ -49,11 +49,11 @@ class StateTransfer:
 
     def __init__(self, parallel: ParallelState, exchange: ServerExchange, residuals: Residuals) -> None:
         self._parallel, self._exchange, self._residuals = parallel, exchange, residuals
-        self._resumed = Saved()
+        self._resumed = RunCheckpoint()
 
     # --- A resumed run -----------------------------------------------------------------------------------------------
 
-    def resume(self, saved: Saved) -> None:
+    def resume(self, saved: RunCheckpoint) -> None:
         """Continue from a checkpoint, when training begins.
 
         Args:
@@ -69,11 +69,11 @@ class StateTransfer:
             and len(saved.server) == len(self._parallel.parts)
             and saved.parameters == names
         )
-        self._resumed = self._filled(saved) if same else Saved()
+        self._resumed = self._filled(saved) if same else RunCheckpoint()
         if not same:
             self._residuals.leave_out(saved.states)
 
-    def _filled(self, saved: Saved) -> Saved:
+    def _filled(self, saved: RunCheckpoint) -> RunCheckpoint:
         """Return a saved state with its tensors, if a folder has them: the server's, and those of this rank's group."""
         if saved.folder is None:
             return saved
@@ -89,7 +89,7 @@ class StateTransfer:
 
     def forget(self) -> None:
         """Drop the state to resume from, because training has begun."""
-        self._resumed = Saved()
+        self._resumed = RunCheckpoint()
 
     # --- Groups are formed -------------------------------------------------------------------------------------------
 
@@ -174,7 +174,7 @@ class StateTransfer:
         if self._parallel.owns_state:
             snapshot = self._exchange.store.snapshot()
             self._give_back(snapshot)
-            self._resumed = Saved(server=[part["method"] for part in snapshot.parts])
+            self._resumed = RunCheckpoint(server=[part["method"] for part in snapshot.parts])
             for part, clock in zip(self._parallel.parts, snapshot.cut.clocks, strict=True):
                 part.replica.clock = clock
 

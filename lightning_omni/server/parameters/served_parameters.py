@@ -47,7 +47,7 @@ class GroupHistory(NamedTuple):
     gone: Sequence[int]
 
 
-class ServedOptimizer:
+class ServedParameters:
     """The master weights of one optimizer in one flat buffer, with the server side of the method.
 
     Args:
@@ -134,7 +134,7 @@ class ServedOptimizer:
     @classmethod
     def from_state(
         cls, state: Mapping[str, Any], method: Method, groups: GroupHistory, resolve: Resolve
-    ) -> ServedOptimizer:
+    ) -> ServedParameters:
         """Rebuild an optimizer from a `state`, whose tensors are copied."""
         where = state["weights"], int(state["clock"]), method, groups.formed, resolve
         more = {"sizes": state["sizes"], "servers": int(state.get("servers", 1))}

@@ -15,7 +15,7 @@ from lightning_omni.methods import AsyncSGD, Method
 from lightning_omni.methods.model.head import MergedHead, clip
 from lightning_omni.methods.model.modules import ResolveModule, rebuild_module
 from lightning_omni.methods.model.server_optimizer import Resolve
-from lightning_omni.server.parameters.served_parameters import ServedOptimizer
+from lightning_omni.server.parameters.served_parameters import ServedParameters
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats.base import from_wire
 from lightning_omni.wire.layout import DTYPES
@@ -65,13 +65,13 @@ class HeadStep:
     applied: bool
 
 
-class ServedHead(ServedOptimizer):
+class ServedHead(ServedParameters):
     """A merged head, with the user's optimizer over its weights.
 
     Args:
-        description: the optimizer, as for `ServedOptimizer`; never None, because the head is stepped here.
-        weights: as for `ServedOptimizer`.
-        clock: as for `ServedOptimizer`.
+        description: the optimizer, as for `ServedParameters`; never None, because the head is stepped here.
+        weights: as for `ServedParameters`.
+        clock: as for `ServedParameters`.
         head: ``{"name": of the submodule, "module": from describe_module, "seed": of its random numbers}``.
         groups: numbers of the participating groups.
         resolve: returns the class for the optimizer's class path.
@@ -219,7 +219,7 @@ class ParameterStore:
     def __init__(self) -> None:
         self.hold(())
 
-    def hold(self, optimizers: Sequence[ServedOptimizer]) -> None:
+    def hold(self, optimizers: Sequence[ServedParameters]) -> None:
         """Replace the run's optimizers."""
         self.all = list(optimizers)
         self.pushed = [(number, optimizer) for number, optimizer in enumerate(optimizers) if not optimizer.is_head]
@@ -238,7 +238,7 @@ class ParameterStore:
         """Return the updates so far, over all optimizers. Those of a merged head belong to updates of the body."""
         return sum([optimizer.master.clock for _, optimizer in self.pushed])
 
-    def optimizer(self, number: int) -> ServedOptimizer:
+    def optimizer(self, number: int) -> ServedParameters:
         """Return the optimizer of a number.
 
         Raises:

@@ -16,7 +16,7 @@ from torch.nn import Module
 from lightning_omni.runtime import World
 from lightning_omni.runtime.executor import Executor
 from lightning_omni.runtime.leased_loader import RankLeases
-from lightning_omni.runtime.state.checkpoint import Saved
+from lightning_omni.runtime.state.checkpoint import RunCheckpoint
 from lightning_omni.server.event_log import Spans
 from lightning_omni.strategy.lightning_internals.callbacks import (
     copy_checkpoint_records,
@@ -129,7 +129,7 @@ class EpochDriver:
         self._started, self._begun, self._have_differed = False, -1, False
         self._plateaus = Plateaus()
 
-    def resume(self, saved: Saved) -> None:
+    def resume(self, saved: RunCheckpoint) -> None:
         self.run.resume(saved)
         self.schedulers.resume(saved.schedules)
 

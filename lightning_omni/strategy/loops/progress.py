@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lightning_omni.runtime import World
-from lightning_omni.runtime.state.checkpoint import Saved
+from lightning_omni.runtime.state.checkpoint import RunCheckpoint
 from lightning_omni.server.event_log import Spans
 from lightning_omni.strategy.lightning_internals.callbacks import reloads
 from lightning_omni.strategy.lightning_internals.loops import (
@@ -71,7 +71,7 @@ class RunProgress:
         if self.is_counted_together and trainer.max_steps != -1:
             self.step_limit = sys.maxsize  # until `start`: the loop would compare this rank's own steps with max_steps
 
-    def resume(self, saved: Saved) -> None:
+    def resume(self, saved: RunCheckpoint) -> None:
         self.resumed, self.resumed_samples, self.past = saved.cut, saved.samples, saved.progress
         self.is_counted_together = saved.progress is not None or saved.cut.epoch != -1
 

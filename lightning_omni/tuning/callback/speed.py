@@ -41,7 +41,7 @@ def _standard_errors(probability: float) -> float:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TimedBatches:
     """The batches that one rank trained.
 
     Attributes:
@@ -56,8 +56,8 @@ class Trained:
     batches: int = 0
     squares: float = 0.0
 
-    def __add__(self, other: Trained) -> Trained:
-        return Trained(*(one + more for one, more in zip(astuple(self), astuple(other), strict=True)))
+    def __add__(self, other: TimedBatches) -> TimedBatches:
+        return TimedBatches(*(one + more for one, more in zip(astuple(self), astuple(other), strict=True)))
 
     @property
     def rate(self) -> float:
@@ -166,13 +166,13 @@ class RunThroughput:
         >>> counted.batch_done(8), counted.batch_done(8)
         (None, None)
         >>> counted.take()
-        Trained(timed=24, seconds=6.0, batches=3, squares=12.0)
+        TimedBatches(timed=24, seconds=6.0, batches=3, squares=12.0)
     """
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         self._timer = StepTimer(clock)
         self._is_on = False
-        self.trained = Trained()
+        self.trained = TimedBatches()
 
     def go(self) -> None:
         """Start counting."""
@@ -188,12 +188,12 @@ class RunThroughput:
         if not self._is_on:
             return
         seconds = self._timer.done()
-        timed = Trained() if seconds is None else Trained(samples, seconds, 1, seconds**2)
+        timed = TimedBatches() if seconds is None else TimedBatches(samples, seconds, 1, seconds**2)
         self.trained = self.trained + timed
 
-    def take(self) -> Trained:
+    def take(self) -> TimedBatches:
         """Return and drop the batches since the last call."""
-        taken, self.trained = self.trained, Trained()
+        taken, self.trained = self.trained, TimedBatches()
         return taken
 
 
@@ -274,7 +274,7 @@ class SpeedRecord:
         """Return the speed in a current epoch whose groups are all at a synchronization point. All ranks call it."""
         return _speed(*self._sum_over_ranks(self.throughput.trained))
 
-    def _sum_over_ranks(self, own: Trained) -> list[float]:
+    def _sum_over_ranks(self, own: TimedBatches) -> list[float]:
         """Return the timed samples of all ranks, and the samples per second with their variance."""
         world, strategy = self._run.world, self._run.strategy
         counts = torch.tensor([own.timed, own.rate, own.variance], device=strategy.root_device)

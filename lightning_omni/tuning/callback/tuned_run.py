@@ -20,7 +20,7 @@ from lightning_omni.trace import reaches
 from lightning_omni.tuning.callback.hyperparameters import Hyperparameters
 from lightning_omni.tuning.callback.losses import TrainingLosses
 from lightning_omni.tuning.model.forecast import Setting
-from lightning_omni.tuning.report import Round, RunTimes, TuningReport, Written
+from lightning_omni.tuning.report import ReportOrigin, Round, RunTimes, TuningReport
 from lightning_omni.tuning.search import Choice, Dimension, Search, TrainedSegment
 from lightning_omni.tuning.search import constants as c
 from lightning_omni.tuning.trainer import batch_size_of, check_tunable, log
@@ -425,7 +425,7 @@ class TunerReports:
     def _contents(self) -> tuple[Any, ...]:
         run, options = self._run, self._run.options
         validated = tuple(run.state.reached)
-        return tuple(run.rounds), options.target, options.monitor, run.times, validated, Written.now()
+        return tuple(run.rounds), options.target, options.monitor, run.times, validated, ReportOrigin.now()
 
     def _report(self, report: TuningReport) -> None:
         """Log the numbers, and write files; an error in them does not end the run."""

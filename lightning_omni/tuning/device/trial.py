@@ -78,7 +78,7 @@ class TrainingSetup:
 
 
 class Trial:
-    """A copy of a setup that trains with one setting; it is `Timed`.
+    """A copy of a setup that trains with one setting; it is `TimedTraining`.
 
     Args:
         setup: setup to copy.
@@ -232,7 +232,7 @@ TOLERANCE = 0.02
 """Distance of two loss curves, as a fraction of the losses, up to which they agree."""
 
 
-class Timed(Protocol):
+class TimedTraining(Protocol):
     """A training that can be timed.
 
     Attributes:
@@ -293,7 +293,7 @@ class Comparison:
 
 
 def compare(
-    before: Timed, after: Timed, deadline: float, clock: Callable[[], float], enough: float = math.inf
+    before: TimedTraining, after: TimedTraining, deadline: float, clock: Callable[[], float], enough: float = math.inf
 ) -> Comparison:
     """Time two ways alternately, each first in half of the pairs, until the difference is clear.
 

@@ -13,7 +13,7 @@ from typing import Any
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.tuning.model.forecast import Scaling, Setting, Theory
 from lightning_omni.tuning.model.profile import BOTTLENECKS, Prediction, Profile
-from lightning_omni.tuning.report.summary import Written, duration
+from lightning_omni.tuning.report.summary import ReportOrigin, duration
 from lightning_omni.tuning.report.tuning import TextTable, TuningReport, templates
 from lightning_omni.tuning.search import Search, SearchSpec, Space
 from lightning_omni.tuning.search.choice import best_by_forecast, cheapest, risk_adjusted
@@ -81,7 +81,7 @@ class PlanSource:
 
 
 @dataclass(frozen=True)
-class Ways:
+class PossibleExchanges:
     """The possible exchanges between groups, and inside them.
 
     Args:
@@ -186,7 +186,7 @@ class Plan:
     cluster: PlannedCluster
     known: PlanSource
     theory: Theory
-    ways: Ways
+    ways: PossibleExchanges
     has_lr: bool
 
     def describe(self, setting: Setting) -> str:
@@ -362,6 +362,6 @@ def html(plan: Plan, samples: float | None) -> str:
             title=title(plan),
             sentences=sentences(plan, samples),
             table=table,
-            written=Written.now().sentence,
+            written=ReportOrigin.now().sentence,
         )
     )

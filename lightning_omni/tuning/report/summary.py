@@ -170,7 +170,7 @@ class RunTimes(Serializable):
 
 
 @dataclass(frozen=True)
-class Written(Serializable):
+class ReportOrigin(Serializable):
     """When and where a report was written.
 
     Args:
@@ -184,7 +184,7 @@ class Written(Serializable):
     hosts: tuple[str, ...] = ()
 
     @classmethod
-    def now(cls, hosts: tuple[str, ...] = ()) -> Written:
+    def now(cls, hosts: tuple[str, ...] = ()) -> ReportOrigin:
         """Return the present, on these hosts; by default on this one."""
         from lightning_omni import __version__
 

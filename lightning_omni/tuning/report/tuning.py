@@ -20,7 +20,16 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.tuning.report.summary import NAMES, Round, RunTimes, SearchSummary, Written, duration, number, times
+from lightning_omni.tuning.report.summary import (
+    NAMES,
+    ReportOrigin,
+    Round,
+    RunTimes,
+    SearchSummary,
+    duration,
+    number,
+    times,
+)
 
 # --- Page: one HTML file that includes its styles and needs no network ------------------------------------------------
 
@@ -174,7 +183,7 @@ def page(
     statement: str,
     run: RunTimes | None,
     sections: Sequence[Section],
-    written: Written | None = None,
+    written: ReportOrigin | None = None,
 ) -> str:
     """Return the whole page.
 
@@ -255,7 +264,7 @@ class TuningReport:
     monitor: str
     times: RunTimes | None = None
     validated: tuple[tuple[float, float], ...] = ()
-    written: Written | None = None
+    written: ReportOrigin | None = None
 
     def __post_init__(self) -> None:
         if not self.rounds:
@@ -311,7 +320,7 @@ class TuningReport:
             plain["monitor"],
             RunTimes.from_dict(times) if times else None,
             tuple((float(seconds), float(value)) for seconds, value in plain["validated"]),
-            Written.from_dict(written) if written else None,
+            ReportOrigin.from_dict(written) if written else None,
         )
 
     def save(self, folder: str | Path) -> list[Path]:

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from lightning_omni.errors import NonFiniteGradients, ProtocolError, UnsupportedError
 from lightning_omni.group.core import GroupCore, LastAnswer, ServerRequest
 from lightning_omni.group.leased_batches import LeaseClient
-from lightning_omni.group.merged_head import HeadSide
+from lightning_omni.group.merged_head import MergedHeadClient
 from lightning_omni.methods import (
     AsyncSGD,
     Exchange,
@@ -125,7 +125,7 @@ def test_a_group_gives_up_after_so_many_nonfinite_pushes_in_a_row() -> None:
 
 def test_a_merged_head_is_accessed_once_in_a_step() -> None:
     head = torch.nn.Linear(2, 1)
-    side = HeadSide("head", 1, head, torch.optim.SGD(head.parameters(), lr=0.5), list(head.parameters()))
+    side = MergedHeadClient("head", 1, head, torch.optim.SGD(head.parameters(), lr=0.5), list(head.parameters()))
     with pytest.raises(UnsupportedError, match='merged="head": the submodule is used twice'):
         side.end()
     side.check()

@@ -34,7 +34,7 @@ from lightning_omni.methods import (
     Reply,
 )
 from lightning_omni.server.event_log import Event
-from lightning_omni.server.parameters.served_parameters import ServedOptimizer
+from lightning_omni.server.parameters.served_parameters import ServedParameters
 from lightning_omni.simulator import Cluster as Devices
 from lightning_omni.simulator import Computation, Failure, Jitter, Limits, Link, Slowdown
 from lightning_omni.topology import Topology
@@ -294,7 +294,7 @@ def test_a_group_that_is_refused_begins_again_from_all_of_the_masters_weights() 
 def test_a_server_that_has_gone_back_in_time_refuses_what_is_newer_and_the_group_hears_it() -> None:
     message = {"optimizer": 0, "present": (True,), "hyperparameters": (), "epoch": -1, "trained": 0, "nbytes": 8}
     for method, fragment in ((DecoupledDiLoCo(period=2, fragments=2), 0), (DiLoCo(period=2), -1)):
-        served = ServedOptimizer(None, {"w": torch.zeros(4)}, 3, method, range(2), lambda path: None)  # type: ignore[arg-type, return-value]
+        served = ServedParameters(None, {"w": torch.zeros(4)}, 3, method, range(2), lambda path: None)  # type: ignore[arg-type, return-value]
         newer = m.PushMessage(read_at=5, fragment=fragment, **message)  # type: ignore[arg-type]
         tensors = [torch.ones(2 if fragment == 0 else 4)]
         if method.resyncs:

@@ -57,7 +57,7 @@ from lightning_omni.methods import (
 from lightning_omni.methods.contract import GroupSide
 from lightning_omni.methods.model.replica import Pulled, Replica, all_finite
 from lightning_omni.methods.model.server_optimizer import describe, hyperparameters_of, resolver
-from lightning_omni.server.parameters.served_parameters import ServedOptimizer
+from lightning_omni.server.parameters.served_parameters import ServedParameters
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.layout import Layout
 
@@ -1674,7 +1674,7 @@ def test_a_method_of_ones_own_is_registered_travels_and_serves() -> None:
     optimizer = torch.optim.SGD(parameters.values(), lr=0.5)
     description = describe(optimizer, {p: name for name, p in parameters.items()})
     weights = {name: p.detach() for name, p in parameters.items()}
-    served = ServedOptimizer(description, weights, 0, SignSGD(), range(2), resolver(()))
+    served = ServedParameters(description, weights, 0, SignSGD(), range(2), resolver(()))
     cluster = Cluster(SignSGD(), 2, [*weights.values()], sgd(0.5), lambda w, g, s: [torch.tensor([3.0, -0.1])])
     cluster.begin(0)
     need = cluster.need(0)

@@ -38,7 +38,7 @@ from lightning_omni.methods import (
 from lightning_omni.methods.contract import Total
 from lightning_omni.methods.model.replica import Replica
 from lightning_omni.methods.model.server_optimizer import describe, holds, hyperparameters_of, resolver
-from lightning_omni.server.parameters.served_parameters import ServedOptimizer
+from lightning_omni.server.parameters.served_parameters import ServedParameters
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.layout import MOST_STRUCTURES, Structure, Structures
 
@@ -85,7 +85,7 @@ class Run:
         self.replicas = [self._replica(group, sizes, make) for group in range(groups)]
         first = self.replicas[0]
         names: dict[Tensor, str] = {parameter: str(place) for place, parameter in enumerate(first.ordered)}
-        self.served = ServedOptimizer(
+        self.served = ServedParameters(
             describe(first.optimizer, names) if method.steps_at == "server" else None,
             {name: parameter.detach() for parameter, name in names.items()},
             0,

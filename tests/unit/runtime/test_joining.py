@@ -42,7 +42,7 @@ from lightning_omni.runtime import WorldOptions
 from lightning_omni.runtime.model.meshes import ModelParallel, sizes_in
 from lightning_omni.runtime.registration import COMES_BACK, GroupRegistration, ask_for_all, comes_back_to, return_to
 from lightning_omni.runtime.server_process import RunServer
-from lightning_omni.runtime.state.checkpoint import Folder
+from lightning_omni.runtime.state.checkpoint import CheckpointFolder
 from lightning_omni.server.membership import timeouts as time_limits
 from lightning_omni.server.membership.roster import origin
 from lightning_omni.server.status import MOST_OBSERVERS
@@ -1296,7 +1296,7 @@ def test_a_group_that_shards_its_model_joins_however_it_does_so(run: Run, given:
     if "x" in given["inside"]:  # the checkpoint is a folder
         net = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 3))
         blank = {"frozen": torch.zeros(3), **{f"net.{name}": each for name, each in net.state_dict().items()}}
-        saved = weights_of({"state_dict": Folder(run.folder / "a" / "epoch=2.ckpt").weights(blank)})
+        saved = weights_of({"state_dict": CheckpointFolder(run.folder / "a" / "epoch=2.ckpt").weights(blank)})
         assert saved == one["weights"]
 
 

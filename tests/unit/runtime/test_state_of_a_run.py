@@ -24,7 +24,7 @@ from lightning_omni.group.core import GroupCore
 from lightning_omni.methods import AsyncSGD
 from lightning_omni.runtime.leased_loader import RankLeases
 from lightning_omni.runtime.server_exchange import ServerSnapshot
-from lightning_omni.runtime.state.checkpoint import Folder, RollbackPoint, beside, is_folder, save
+from lightning_omni.runtime.state.checkpoint import CheckpointFolder, RollbackPoint, beside, is_folder, save
 from lightning_omni.strategy.checkpoints import Checkpoints
 from lightning_omni.strategy.loops.limits import FitLimits
 from lightning_omni.strategy.loops.progress import RunProgress
@@ -179,7 +179,7 @@ def test_a_checkpoint_takes_the_place_of_a_link(tmp_path: Path, leads: str) -> N
     path.symlink_to(other)
     save(path, {"state_dict": {"w": torch.ones(2)}}, {"epoch": 3}, dist.group.WORLD)
     assert not path.is_symlink()
-    assert Folder(path).metadata() == {"epoch": 3}
+    assert CheckpointFolder(path).metadata() == {"epoch": 3}
     assert sorted(each.name for each in tmp_path.iterdir()) == ["last.ckpt"] + ["other"] * (leads == "to a folder")
     assert not other.exists() or (other / "file").exists()
 
@@ -193,7 +193,7 @@ def test_a_checkpoint_of_which_the_first_rank_cannot_write_its_part_is_refused_a
     cause = "get local object" if sys.version_info >= (3, 13) else "pickle"
     with pytest.raises(OSError, match=rf"one of before is as it was: .*{cause}.* \([\d.]+ MB are free there\)"):
         save(path, tensors, {"epoch": lambda: 3}, dist.group.WORLD)
-    assert Folder(path).metadata() == {"epoch": 3}
+    assert CheckpointFolder(path).metadata() == {"epoch": 3}
     assert [each.name for each in tmp_path.iterdir()] == ["last.ckpt"]
 
 

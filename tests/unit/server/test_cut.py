@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.runtime.state.checkpoint import NAME, VERSION, Saved
+from lightning_omni.runtime.state.checkpoint import NAME, VERSION, RunCheckpoint
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack, unpack
 from lightning_omni.wire.messages import EpochPlan, SnapshotId
@@ -124,7 +124,7 @@ CUT = SnapshotId(clocks=(7, 3), pushes={0: 6, 2: 4}, epoch=1, total=64, trained=
 PROGRESS = Progress(ReferenceBatch(4, 2), batches=8, epochs=1, samples=16)
 STATES = {0: [{"memory": {"outer": [torch.ones(2)]}, "sender": {"format": {"name": "raw"}, "state": {}}}], 2: []}
 SCHEDULES = [[4, 6], []]
-SAVED = Saved(
+SAVED = RunCheckpoint(
     CUT, 2, PROGRESS, {"name": "async_sgd"}, [["w"], ["v"]], [{"buffer": torch.zeros(3)}, {}], STATES, SCHEDULES, 63
 )
 
@@ -144,11 +144,13 @@ def as_payload(tree: Any) -> Any:
 
 
 @pytest.mark.parametrize("travels", [as_file, as_payload])
-@pytest.mark.parametrize("saved", [SAVED, Saved(CUT, 2, PROGRESS), Saved(CUT, 3)], ids=["whole", "weights", "static"])
-def test_what_a_checkpoint_says_of_a_run_is_saved_and_sent_as_plain_data(travels: Any, saved: Saved) -> None:
+@pytest.mark.parametrize(
+    "saved", [SAVED, RunCheckpoint(CUT, 2, PROGRESS), RunCheckpoint(CUT, 3)], ids=["whole", "weights", "static"]
+)
+def test_what_a_checkpoint_says_of_a_run_is_saved_and_sent_as_plain_data(travels: Any, saved: RunCheckpoint) -> None:
     plain = travels(saved.to_plain())
     assert (plain["name"], plain["version"]) == (NAME, VERSION)
-    again = Saved.from_plain(plain)
+    again = RunCheckpoint.from_plain(plain)
     assert again is not None
     assert (again.cut, again.groups, again.progress) == (saved.cut, saved.groups, saved.progress)
     assert (again.method, again.parameters) == (saved.method, saved.parameters)
@@ -160,6 +162,6 @@ def test_what_a_checkpoint_says_of_a_run_is_saved_and_sent_as_plain_data(travels
 @pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1])
 def test_an_entry_of_another_version_is_refused_and_one_of_others_left_alone(version: int) -> None:
     with pytest.raises(ConfigurationError, match=f"has version {version}, and this one reads {VERSION}; use the"):
-        Saved.from_plain({"name": NAME, "version": version, "whatever": 1})
-    assert Saved.from_plain({}) is None
-    assert Saved.from_plain({"name": "others"}) is None
+        RunCheckpoint.from_plain({"name": NAME, "version": version, "whatever": 1})
+    assert RunCheckpoint.from_plain({}) is None
+    assert RunCheckpoint.from_plain({"name": "others"}) is None

@@ -36,7 +36,7 @@ from lightning_omni.methods.contract import Total
 from lightning_omni.methods.model.fragments import UNIT, read, write
 from lightning_omni.methods.model.server_optimizer import hyperparameters_of, resolver
 from lightning_omni.server import ServerCore
-from lightning_omni.server.parameters.served_parameters import ServedOptimizer
+from lightning_omni.server.parameters.served_parameters import ServedParameters
 from lightning_omni.server.replication import MOST_HELD
 from lightning_omni.server.service import Out
 from lightning_omni.simulator import replay
@@ -56,7 +56,7 @@ from lightning_omni.wire.journal import LostEntry
 from lightning_omni.wire.layout import DTYPES, Layout
 from lightning_omni.wire.messages import EpochPlan
 from lightning_omni.wire.messages import servers as sm
-from lightning_omni.wire.partition import Split
+from lightning_omni.wire.partition import Partition
 
 OPTIMIZERS: dict[str, Make] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-2),
@@ -125,7 +125,7 @@ def test_shares_put_together_are_the_tensors_and_every_number_is_in_one(
 ) -> None:
     tensors = tensors_of(specs)
     layout = Layout.of(tensors)
-    split = Split.of(layout, servers, elementwise)
+    split = Partition.of(layout, servers, elementwise)
     assert len(split.shares) == servers
     assert sum(share.numel for share in split.shares) == layout.numel
     assert same(split.merged(split.parts(list(tensors.values()))), list(tensors.values()))
@@ -152,7 +152,7 @@ def test_what_is_remembered_of_parameters_is_divided_and_put_together_with_them(
     specs: list[tuple[tuple[int, ...], str]], servers: int, elementwise: bool
 ) -> None:
     tensors = list(tensors_of(specs).values())
-    split = Split.of(Layout.of(tensors_of(specs)), servers, elementwise)
+    split = Partition.of(Layout.of(tensors_of(specs)), servers, elementwise)
     tree = {
         "total": {"count": 3, "sum": [None if place % 3 == 1 else each for place, each in enumerate(tensors)]},
         "state": {place: {"step": torch.tensor(4.0), "exp_avg": each} for place, each in enumerate(tensors)},
@@ -167,7 +167,7 @@ def test_what_is_remembered_of_parameters_is_divided_and_put_together_with_them(
 
 def test_what_treats_tensors_as_wholes_is_not_cut_and_the_largest_go_apart() -> None:
     layout = Layout.of({"a": torch.ones(8), "b": torch.ones(100), "c": torch.ones(90), "d": torch.ones(5)})
-    split = Split.of(layout, 2, elementwise=False)
+    split = Partition.of(layout, 2, elementwise=False)
     assert [[spec.name for spec in share.specs] for share in split.shares] == [["b"], ["a", "c", "d"]]
 
 
@@ -177,7 +177,7 @@ def test_every_server_cuts_its_share_into_fragments_and_both_sides_of_an_exchang
     specs: list[tuple[tuple[int, ...], str]], servers: int, of: int
 ) -> None:
     tensors = tensors_of(specs)
-    split = Split.of(Layout.of(tensors), servers, elementwise=True)
+    split = Partition.of(Layout.of(tensors), servers, elementwise=True)
     replica = Replica([Parameter(each, requires_grad=False) for each in tensors.values()], None)  # type: ignore[arg-type]
     replica.servers = servers
     parts, came = split.parts(list(tensors.values())), [torch.zeros_like(each) for each in tensors.values()]
@@ -220,7 +220,7 @@ def remembered(share: Layout, of: int) -> dict[str, Any]:
 def test_what_is_remembered_of_fragments_is_put_together_and_divided_by_their_own_cuts(
     specs: list[tuple[tuple[int, ...], str]], servers: int, of: int
 ) -> None:
-    split = Split.of(Layout.of(tensors_of(specs)), servers, elementwise=True)
+    split = Partition.of(Layout.of(tensors_of(specs)), servers, elementwise=True)
     trees = [remembered(share, of) for share in split.shares]
     merged = split.merged_tree(trees)
     assert merged["servers"] == servers
@@ -237,9 +237,9 @@ def test_momentum_of_fragments_is_cut_again_for_another_number_of_servers(
     specs: list[tuple[tuple[int, ...], str]], servers: int, others: int, of: int
 ) -> None:
     tensors = tensors_of(specs)
-    splits = [Split.of(Layout.of(tensors), count, elementwise=True) for count in (servers, others)]
+    splits = [Partition.of(Layout.of(tensors), count, elementwise=True) for count in (servers, others)]
 
-    def by_cuts_of(split: Split) -> dict[str, Any]:
+    def by_cuts_of(split: Partition) -> dict[str, Any]:
         pieces = [read(list(tensors.values()), split.layout.pieces(number, of)) for number in range(of)]
         states = [
             {
@@ -261,7 +261,7 @@ def test_momentum_of_fragments_is_cut_again_for_another_number_of_servers(
 
 
 def test_groups_that_are_remembered_are_not_taken_for_numbers_of_as_many_parameters() -> None:
-    split = Split.of(Layout.of({"w": torch.ones(64), "b": torch.ones(64)}), 2, elementwise=True)
+    split = Partition.of(Layout.of({"w": torch.ones(64), "b": torch.ones(64)}), 2, elementwise=True)
     master = Master({"w": Parameter(torch.ones(64)), "b": Parameter(torch.ones(64))}, None)
     side = method_named("decoupled_diloco:period=1,fragments=1,quorum=3").server_side(master, range(3))
     for group in (0, 1):
@@ -373,21 +373,21 @@ def test_a_share_may_have_fewer_numbers_than_there_are_fragments_or_none(method:
 def test_servers_that_are_handed_what_others_remembered_of_fragments_go_on_bitwise(method: str) -> None:
     chosen, random = method_named(f"{method}:period=4,fragments=2"), torch.Generator().manual_seed(2)
     tensors = {name: each.detach() for name, each in several_layers().items()}
-    split = Split.of(Layout.of(tensors), 3, elementwise=True)
+    split = Partition.of(Layout.of(tensors), 3, elementwise=True)
 
-    def new(weights: Any, states: Any, clock: int) -> list[ServedOptimizer]:
+    def new(weights: Any, states: Any, clock: int) -> list[ServedParameters]:
         shares = zip(split.parts(weights), split.shares, states, strict=True)
         parts = [
             ({spec.name: each for spec, each in zip(of.specs, part, strict=True)}, state) for part, of, state in shares
         ]
-        return [ServedOptimizer(None, part, clock, chosen, (0, 1), resolver(()), state) for part, state in parts]  # type: ignore[arg-type]
+        return [ServedParameters(None, part, clock, chosen, (0, 1), resolver(()), state) for part, state in parts]  # type: ignore[arg-type]
 
-    def push(optimizers: Sequence[ServedOptimizer], group: int, number: int, tensors: Sequence[Tensor]) -> None:
+    def push(optimizers: Sequence[ServedParameters], group: int, number: int, tensors: Sequence[Tensor]) -> None:
         for served, part in zip(optimizers, split.fragment(number, 2).parts(tensors), strict=True):
             served.method_side.receive(Push(group, served.master.clock, part, note=8.0, fragment=number))
 
     optimizers = new(list(tensors.values()), [None] * 3, 0)
-    copies: list[ServedOptimizer] = []
+    copies: list[ServedParameters] = []
     for turn in range(9):
         if turn == 4:
             if not chosen.has_barrier:  # one group has come, and the merge needs two
@@ -414,14 +414,14 @@ def test_the_pace_of_groups_is_saved_and_divided_whole_however_many_parameters_t
 ) -> None:
     method = method_named(f"diloco:period=8,fragments={fragments},dynamic_steps=true")
     weights = [torch.ones(64, 4) for _ in range(parameters)]
-    split = Split.of(Layout.of({f"p{place}": each for place, each in enumerate(weights)}), 2, elementwise=True)
+    split = Partition.of(Layout.of({f"p{place}": each for place, each in enumerate(weights)}), 2, elementwise=True)
 
-    def new(states: Sequence[Any]) -> list[ServedOptimizer]:
+    def new(states: Sequence[Any]) -> list[ServedParameters]:
         shares = zip(split.parts(weights), split.shares, states, strict=True)
         parts = [
             ({spec.name: each for spec, each in zip(of.specs, part, strict=True)}, state) for part, of, state in shares
         ]
-        return [ServedOptimizer(None, part, 0, method, (0, 1), resolver(()), state) for part, state in parts]  # type: ignore[arg-type]
+        return [ServedParameters(None, part, 0, method, (0, 1), resolver(()), state) for part, state in parts]  # type: ignore[arg-type]
 
     optimizers, pushed = new([None, None]), split.fragment(0, fragments)
     given = pushed.parts([torch.ones(spec.local_shape) for spec in pushed.layout.specs])
@@ -437,7 +437,7 @@ def test_the_pace_of_groups_is_saved_and_divided_whole_however_many_parameters_t
 def test_a_server_stands_for_a_number_of_servers_that_there_may_be() -> None:
     for servers in (0, -1, 1 << 40):
         with pytest.raises(MalformedMessage, match="stands for 1 to"):
-            ServedOptimizer(None, {"w": torch.ones(4)}, 0, method_named("diloco"), (0,), resolver(()), servers=servers)
+            ServedParameters(None, {"w": torch.ones(4)}, 0, method_named("diloco"), (0,), resolver(()), servers=servers)
 
 
 class Linear(torch.nn.Module):

@@ -43,7 +43,7 @@ from lightning_omni.tuning.model.profile import Profile
 from lightning_omni.wire.formats import wire_of
 from lightning_omni.wire.formats.base import RAW, RESIDUAL, Memory
 from lightning_omni.wire.layout import Layout
-from lightning_omni.wire.partition import Split
+from lightning_omni.wire.partition import Partition
 
 GENERATOR = torch.Generator().manual_seed(0)
 DATA = TensorDataset(torch.randn(960, 32, generator=GENERATOR), torch.randn(960, 8, generator=GENERATOR))
@@ -181,7 +181,7 @@ def test_a_format_by_share_is_what_each_server_decodes_of_its_part(
         for shape, present in zip(shapes, there, strict=True)
     ]
     layout = Layout.of({str(place): torch.empty(shape) for place, shape in enumerate(shapes)})
-    split, each = Split.of(layout, servers, elementwise), wire_of(name)
+    split, each = Partition.of(layout, servers, elementwise), wire_of(name)
     whole = partitioned_format(each, AsyncSGD(), split)
     owed: dict[str, Any] = {RESIDUAL: [torch.full(shape, 0.01) for shape in shapes]}
     encoded = whole.encode(tensors, layout, owed, Memory())
@@ -205,7 +205,7 @@ def test_a_format_by_share_is_what_each_server_decodes_of_its_part(
 
 
 def test_tensors_as_they_are_and_what_groups_send_one_another_have_no_parts() -> None:
-    split = Split.of(Layout.of({"w": torch.ones(256)}), 2, elementwise=True)
+    split = Partition.of(Layout.of({"w": torch.ones(256)}), 2, elementwise=True)
     assert partitioned_format(RAW, AsyncSGD(), split) == RAW
     assert partitioned_format(wire_of("int8"), Gossip(), split) == wire_of("int8")
     assert partitioned_format(Compression(pull="bf16").wire_format, AsyncSGD(), split).pushes == RAW

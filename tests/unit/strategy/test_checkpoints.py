@@ -10,7 +10,7 @@ import torch
 from runs import Run, run
 
 from lightning_omni.runtime.leased_loader import RankLeases
-from lightning_omni.runtime.state.checkpoint import Saved
+from lightning_omni.runtime.state.checkpoint import RunCheckpoint
 from lightning_omni.strategy.checkpoints import end_whole_epoch, go_on_after
 from lightning_omni.strategy.loops.progress import RunProgress
 from lightning_omni.wire.messages import SnapshotId
@@ -169,7 +169,9 @@ def resumed_on(ranks: int, samples: int, warnings: list[str]) -> RunProgress:
     leases = RankLeases(ranks, 4, total, 0, lambda epoch: None, is_local=False, dataset_size=samples)
     data: Any = SimpleNamespace(leases=leases)
     run = RunProgress(data, warnings.append)
-    run.resume(Saved(SnapshotId(epoch=1, total=50_004, trained=((0, 20_000), (40_000, 50_004))), samples=50_000))
+    run.resume(
+        RunCheckpoint(SnapshotId(epoch=1, total=50_004, trained=((0, 20_000), (40_000, 50_004))), samples=50_000)
+    )
     run.check_resumed(1)
     return run
 

@@ -42,7 +42,7 @@ from lightning_omni.strategy.loops.driver import EpochDriver
 from lightning_omni.strategy.loops.epoch import LeasedData
 from lightning_omni.strategy.loops.paced_schedulers import Pacer, arrive
 from lightning_omni.strategy.loops.run_schedulers import RunSchedulers
-from lightning_omni.strategy.optimizers import Merged, Proxies, check_wrapped
+from lightning_omni.strategy.optimizers import MergedSubmodule, Proxies, check_wrapped
 from lightning_omni.wire.compression import Exact
 from lightning_omni.wire.steps_and_samples import Progress, ReferenceBatch
 
@@ -873,7 +873,7 @@ def test_an_optimizer_that_the_trainer_does_not_know_may_not_move_the_module_ins
     elsewhere = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     world, proxies = World(), Proxies()
-    proxies.attach(world, module, [known], Merged(None), trainer)
+    proxies.attach(world, module, [known], MergedSubmodule(None), trainer)
     proxies.guard([known])
     try:
         unknown.step()  # all ranks synchronize: they hear of it
@@ -896,7 +896,7 @@ def test_an_optimizer_inside_another_may_not_step_by_itself_and_the_other_ones_s
     outer = Sharpness(module.parameters(), lr=0.1)
     trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     world, proxies = World(), Proxies()
-    proxies.attach(world, module, [outer], Merged(None), trainer)
+    proxies.attach(world, module, [outer], MergedSubmodule(None), trainer)
     proxies.guard([outer])
     try:
         world.is_computing = True

@@ -23,7 +23,7 @@ from searches import START, found, later, observed, search, space_of
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.tuning.callback.speed import RunThroughput
-from lightning_omni.tuning.report import Round, RunTimes, TuningReport, Written
+from lightning_omni.tuning.report import ReportOrigin, Round, RunTimes, TuningReport
 from lightning_omni.tuning.report.summary import NAMES, SearchSummary, number, span, times
 from lightning_omni.tuning.report.tuning import templates
 from lightning_omni.tuning.search import Dimension, Space, TrainedSegment
@@ -254,7 +254,9 @@ def test_a_number_is_the_same_under_its_name_everywhere_before_and_after_loading
     made = search(seen, space, start, segments=segments)
     groups = made.choice().setting.groups
     last = Round(made, 3, 60.0, {} if rate is None else {groups: rate})
-    shown = TuningReport((last,), target, "train_loss", RunTimes(120.0, 6.0), ((1.0, 2.0), (9.0, 1.0)), Written.now())
+    shown = TuningReport(
+        (last,), target, "train_loss", RunTimes(120.0, 6.0), ((1.0, 2.0), (9.0, 1.0)), ReportOrigin.now()
+    )
     read = TuningReport.from_dict(json.loads(json.dumps(shown.to_dict())))
     assert shown_numbers(read) == shown_numbers(shown)
     assert [(row.rate, row.speed_up) for row in read.summaries[0].considered] == [

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from lightning_omni.tuning.callback.speed import RunThroughput, Speed, SpeedHistory, Trained
+from lightning_omni.tuning.callback.speed import RunThroughput, Speed, SpeedHistory, TimedBatches
 
 BATCH = 8
 
@@ -35,7 +35,7 @@ def test_ranks_and_epochs_add_up() -> None:
     both, whole = epoch_of(first) + epoch_of(second), epoch_of(np.concatenate([first, second]))
     assert (both.samples, both.seconds) == pytest.approx((whole.samples, whole.seconds))
     assert both.error == pytest.approx(whole.error, rel=0.05)
-    assert Trained(8, 1.0, 1, 1.0) + Trained() == Trained(8, 1.0, 1, 1.0)
+    assert TimedBatches(8, 1.0, 1, 1.0) + TimedBatches() == TimedBatches(8, 1.0, 1, 1.0)
 
 
 def seem_changed(epochs: Iterable[Speed]) -> bool:
@@ -49,9 +49,9 @@ def test_of_one_batch_the_error_is_not_known() -> None:
 
 
 def test_of_a_rank_whose_batches_were_not_timed_the_rate_is_not_known() -> None:
-    assert np.isinf(Trained().variance)
-    assert np.isinf(Trained(BATCH, 0.1, 1, 0.01).variance)
-    assert Trained(2 * BATCH, 1.0, 2, 0.5).variance == pytest.approx(0.0)
+    assert np.isinf(TimedBatches().variance)
+    assert np.isinf(TimedBatches(BATCH, 0.1, 1, 0.01).variance)
+    assert TimedBatches(2 * BATCH, 1.0, 2, 0.5).variance == pytest.approx(0.0)
 
 
 @pytest.mark.parametrize("batches", [8, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (16, 64))])

@@ -28,7 +28,7 @@ from lightning_omni.methods import METHODS, Gradient, Inbox, NextGradient, Pulle
 from lightning_omni.methods.contract import Publish, ReadInbox, ReadPeer, SendPeer
 from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.server.event_log import Event, read_record
-from lightning_omni.server.parameters.served_parameters import ServedOptimizer
+from lightning_omni.server.parameters.served_parameters import ServedParameters
 from lightning_omni.simulator import Computation, Limits, replay
 from lightning_omni.simulator.workbench import Samples
 from lightning_omni.trace import Trace
@@ -377,7 +377,7 @@ def test_gossip_takes_less_time_in_fewer_bytes_and_does_not_part_groups_that_agr
 def test_what_a_group_loses_to_the_centre_the_centre_gains(wire: Compression) -> None:
     """With a learning rate of 0 nothing but the spring moves anything: the sum of all weights stays."""
     chosen, method = wire.wire_format, method_named("elastic_averaging:period=1,moving_rate=0.3")
-    served = ServedOptimizer(None, {"w": drawn((300,), 0)}, 0, method, (0, 1), lambda path: SGD)
+    served = ServedParameters(None, {"w": drawn((300,), 0)}, 0, method, (0, 1), lambda path: SGD)
     served.answer_in(chosen.answers)
     cores = []
     for group in (0, 1):
