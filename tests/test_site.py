@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 from pathlib import Path
@@ -44,6 +45,15 @@ def test_the_readme_has_the_speed_ups_that_were_measured(
     theirs = rows[hosts][column].partition("PowerSGD:")[2] if peer == "PowerSGD" else rows[hosts][column]
     ratios = [a / b for a, b in zip(draw["numbers"](theirs), draw["numbers"](rows[hosts][3]), strict=True)]
     assert f"| {min(ratios):.1f} to {max(ratios):.1f} times faster than {peer}" in README
+
+
+def test_the_recorded_session_has_the_commands_of_its_script_and_lasts_two_minutes() -> None:
+    commands = runpy.run_path(str(ROOT / "docs" / "pictures" / "record.py"))["COMMANDS"]
+    header, *events = map(json.loads, (ROOT / "docs" / "pictures" / "session.cast").read_text().splitlines())
+    assert header["version"] == 2
+    assert [text for _, _, text in events if text.startswith("$ ")] == [f"$ {each}\r\n" for each in commands]
+    assert [at for at, _, _ in events] == sorted(at for at, _, _ in events)
+    assert events[-1][0] < 130
 
 
 def strategies() -> list[tuple[str, str]]:
