@@ -344,7 +344,7 @@ def test_nothing_reaches_the_page_unescaped() -> None:
 
 
 def test_what_each_part_of_the_choice_gives_multiplies_to_what_all_of_it_gives() -> None:
-    space = space_of(method=["local_sgd"], wire=["fp32", "int8"], period=[32])
+    space = space_of(method=["local_sgd"], compression=["fp32", "int8"], period=[32])
     made = search(observed(allreduce=1.0), space)
     summary, choice = SearchSummary(made), made.choice().setting
     parts = summary.contributions
