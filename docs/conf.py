@@ -14,7 +14,15 @@ author = "lightning-omni developers"
 release = lightning_omni.__version__
 html_title = f"lightning-omni {release}"
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "commands", "mathml", "public_names"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "combinations",
+    "commands",
+    "mathml",
+    "public_names",
+]
 exclude_patterns = ["_build"]
 default_role = "literal"  # docstrings write `name` as the pages do
 

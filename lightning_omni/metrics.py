@@ -75,8 +75,6 @@ class RunReport:
             with gossip, those that it sent to other groups and read from them.
         head_time: recent seconds of one exclusive access to the merged head; 0 if there is none.
         serve_time: recent seconds of the server itself for one push; 0 if there are none.
-        total_momentum: recent estimate of explicit momentum plus that of asynchrony; None if it is unknown, because
-            there were few pushes, the optimizer is not plain SGD, or it steps at the workers.
     """
 
     updates: int
@@ -89,7 +87,6 @@ class RunReport:
     bytes_per_step: float = 0.0
     head_time: float = 0.0
     serve_time: float = 0.0
-    total_momentum: float | None = None
 
     def __str__(self) -> str:
         """Format the report for people, rounded; on one rank: ``if trainer.is_global_zero: print(strategy.report())``.
@@ -108,7 +105,6 @@ class RunReport:
         costs += [f"{1000 * self.serve_time:.2g} ms a push"] if self.serve_time else []
         costs += [f"{1000 * self.head_time:.2g} ms at the head"] if self.head_time else []
         parts += [", ".join(costs)] if costs else []
-        parts += [f"total momentum {self.total_momentum:.2g}"] if self.total_momentum is not None else []
         parts += [f"{self.refused} pushes refused"] if self.refused else []
         parts += [f"ranks lost: {', '.join(map(str, self.ranks_lost))}"] if self.ranks_lost else []
         return "; ".join(parts)

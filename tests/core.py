@@ -4,6 +4,9 @@ from lightning_omni import palette as palette
 from lightning_omni.checks import check_whole as check_whole
 from lightning_omni.cli import main as main
 from lightning_omni.cli.commands import serve as serve
+from lightning_omni.combinations import FEATURES as FEATURES
+from lightning_omni.combinations import PAIRS as PAIRS
+from lightning_omni.combinations import refused_pairs as refused_pairs
 from lightning_omni.group.core import Action as Action
 from lightning_omni.group.core import GroupCore as GroupCore
 from lightning_omni.group.core import LastAnswer as LastAnswer
@@ -11,7 +14,6 @@ from lightning_omni.group.core import Outgoing as Outgoing
 from lightning_omni.group.core import ServerRequest as ServerRequest
 from lightning_omni.group.leased_batches import LeaseClient as LeaseClient
 from lightning_omni.group.leased_batches import apportion as apportion
-from lightning_omni.group.sharded_inbox import ShardedInbox as ShardedInbox
 from lightning_omni.methods.contract import Exchange as Exchange
 from lightning_omni.methods.contract import Fetch as Fetch
 from lightning_omni.methods.contract import Step as Step

@@ -9,9 +9,8 @@ answer once it has arrived; `receive`, `exchange` and `request` raise if no answ
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -29,7 +28,6 @@ from core import (
     Payload,
     Peers,
     ServerCore,
-    ShardedInbox,
     Total,
     Transport,
     WireFormat,
@@ -478,10 +476,7 @@ class InMemoryPeers:
         self._leaders, self._is_lost = server.leaders, is_lost
         self._addresses: Mapping[int, Address] = {}
         self._published: dict[int, list[Tensor]] = {}
-        self._publications: Counter[int] = Counter()
-        self._held: dict[tuple[int, int], list[Tensor]] = {}
         self._inboxes = [Total() for _ in layouts]
-        self._arrivals = [ShardedInbox() for _ in layouts]
         self._leaders[address] = self
 
     def connect(self, addresses: Mapping[int, Address]) -> None:
@@ -489,33 +484,12 @@ class InMemoryPeers:
 
     def publish(self, optimizer: int, tensors: Sequence[Tensor]) -> None:
         self._published[optimizer] = [tensor.detach().clone() for tensor in tensors]
-        self._publications[optimizer] += 1
 
     def read(self, group: int, optimizer: int) -> Sequence[Tensor] | None:
         leader = self._leader(group)
         published = leader._published.get(optimizer) if leader is not None else None
-        published = self._held.pop((group, optimizer), published)
         self.moved += sum(tensor.nbytes for tensor in published or ())
         return [tensor.clone() for tensor in published] if published is not None else None
-
-    def hold(self, group: int, optimizer: int) -> int:
-        leader = self._leader(group)
-        if leader is None or optimizer not in leader._published:
-            return 0
-        self._held[group, optimizer] = leader._published[optimizer]
-        return leader._publications[optimizer]
-
-    def takes(self, group: int) -> bool:
-        return self._leader(group) is not None
-
-    def send_part(self, group: int, optimizer: int, tensors: Sequence[Tensor], sender: int, number: int) -> None:
-        if (leader := self._leader(group)) is not None:
-            self.moved += sum(tensor.nbytes for tensor in tensors)
-            leader._arrivals[optimizer].add(sender, number, tensors)
-
-    @contextmanager
-    def arrivals(self, optimizer: int) -> Iterator[ShardedInbox]:
-        yield self._arrivals[optimizer]
 
     def send(self, group: int, optimizer: int, tensors: Sequence[Tensor]) -> None:
         if (leader := self._leader(group)) is not None:
@@ -529,7 +503,6 @@ class InMemoryPeers:
 
     def grow(self, optimizer: int, layout: Layout) -> None:
         self._inboxes[optimizer] = Total()
-        self._arrivals[optimizer].spoil()
         self._published.pop(optimizer, None)
 
     def close(self) -> None:

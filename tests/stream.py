@@ -318,7 +318,7 @@ class StreamControl(Control):
     def close(self, reason: str | None = None) -> None:
         if self._closing.is_set():
             return
-        if reason is not None and not self.is_ended:
+        if reason is not None and self.cause is None:
             with contextlib.suppress(OmniError):
                 self.request(m.Goodbye(reason=reason), m.Acknowledged, timeout=5.0)
         self._closing.set()

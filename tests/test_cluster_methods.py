@@ -20,7 +20,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "downpour": [{"n_push": 2, "n_fetch": 3, "warm_start": 4}, {"n_push": 2, "n_fetch": 2, "send": "updates"}],
     "elastic_averaging": [{"period": 3}],
     "gossip": [{"kind": "pull"}, {"kind": "push"}],
-    "local_sgd": [{"period": 3, "warmup_steps": 2}, {"period": 4, "fragments": 2, "delay": 1, "alpha": 0.25}],
+    "local_sgd": [{"period": 3, "warmup_steps": 2}, {"period": 4, "fragments": 2, "alpha": 0.25}],
     "diloco": [{"period": 3}, {"period": 4, "fragments": 2, "delay": 1}],
     "async_diloco": [{"period": 4}, {"period": 4, "fragments": 2}],
     "decoupled_diloco": [{"period": 4, "fragments": 2}],
@@ -35,7 +35,7 @@ MOMENTUM: dict[str, Any] = {"momentum": 0.5, "nesterov": True}
 ALWAYS = {
     NAMES.index(name)
     for name in (
-        "async_sgd-1", "downpour-2-3-4", "gossip-push", "local_sgd-4-2-1-0.25", "diloco-3", "async_diloco-4-2",
+        "async_sgd-1", "downpour-2-3-4", "gossip-push", "local_sgd-4-2-0.25", "diloco-3", "async_diloco-4-2",
     )
 }  # fmt: skip
 ALWAYS |= {number for number, point in enumerate(POINTS) if len(SETTINGS[point["name"]]) == 1}

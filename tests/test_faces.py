@@ -220,7 +220,7 @@ LOOPS: dict[str, dict[str, Any]] = {
 }
 INTERRUPTED = {
     "between two steps": {"interrupted": "async_sgd"},
-    "during an exchange": {"interrupted": "local_sgd:period=8,fragments=4,delay=1"},
+    "during an exchange": {"interrupted": "diloco:period=8,fragments=4,delay=1"},
 }
 MISTAKES = {f"mistakes, {each}": {"mistake in": each} for each in ("async_sgd", "local_sgd:period=4")}
 BESIDE = {f"beside, {each}": {"beside": each} for each in ("async_sgd", "local_sgd:period=4")}

@@ -166,7 +166,7 @@ START: tuple[dict[str, Any], ...] = (
     {"method": "async_sgd", "compression": BOTH},
 )
 MIDST: tuple[dict[str, Any], ...] = (
-    {"method": "local_sgd:period=4,fragments=2,delay=1,alpha=0.3", "compression": "int8", "server": {"count": 2}},
+    {"method": "local_sgd:period=4,fragments=2,alpha=0.3", "compression": "int8", "server": {"count": 2}},
     {"method": "elastic_averaging:period=3", "compression": BOTH},
     {"method": "diloco:period=2", "compression": BOTH},
 )

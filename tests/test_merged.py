@@ -7,11 +7,8 @@ import time
 from typing import Any
 
 import pytest
-import torch
-from core import Samples, read_record, replay
+from core import read_record
 from runs import SLOWER, Run, Running, run
-from torch import nn
-from torch.utils.data import TensorDataset
 
 from lightning_omni.simulator import trace_of
 
@@ -26,19 +23,8 @@ FITS: dict[str, dict[str, Any]] = {
         "record": True,
         "trainer": {"gradient_clip_val": 0.1, "precision": "bf16-mixed"},
     },
-    "recorded": {"strategy": {"groups": 4}, "model": {"optimizer": "plain"}, "record": True},
-    "recorded pairs": {
-        "strategy": {"groups": 2, "method": "diloco:period=3"},
-        "model": {"optimizer": "plain"},
-        "record": True,
-    },
-    "local": {"strategy": {"groups": 2, "method": "local_sgd:period=4"}, "model": ADAM},
+    "pairs": {"strategy": {"groups": 2}, "model": ADAM},
     "regrouped": {"strategy": {"groups": 4}, "regroup": {"5": 2, "9": 1, "12": 4}, "data": {"samples": 512}},
-    "two servers": {
-        "strategy": {"groups": 4, "server": {"count": 2}},
-        "regroup": {"5": 2, "9": 1, "12": 4},
-        "data": {"samples": 512},
-    },
     "nan": {
         "strategy": {"groups": 4},
         "model": {"defect": "nan"},
@@ -46,38 +32,28 @@ FITS: dict[str, dict[str, Any]] = {
     },
     "misused": {"strategy": {"groups": 4, "data": "static"}, "model": {"defect": "misused"}},
     "counter": {"strategy": {"groups": 4}, "model": {"defect": "counter"}, "trainer": {"max_epochs": 1}},
-    "idle": {"strategy": {"groups": 4, "method": "hardsync"}, "model": {"defect": "idle"}, "record": True},
+    "idle": {"strategy": {"groups": 4}, "model": {"defect": "idle"}, "record": True},
     "written": {"strategy": {"groups": 2}, "model": {"defect": "written"}, "trainer": {"max_epochs": 4}},
     "frozen first": {"strategy": {"groups": 2}, "model": {"defect": "frozen first, copied"}},
     "resumed": {
-        "strategy": {"groups": 2, "method": "local_sgd:period=4"},
+        "strategy": {"groups": 2},
         "model": ADAM,
-        "resumes": "local",
+        "resumes": "pairs",
         "trainer": {"max_epochs": 4},
     },
     "resumed with another head": {
-        "strategy": {"groups": 2, "method": "local_sgd:period=4"},
+        "strategy": {"groups": 2},
         "model": ADAM,
         "merged": "classifier.3",
-        "resumes": "local",
+        "resumes": "pairs",
         "trainer": {"max_epochs": 4},
     },
     "one group": {"strategy": {"groups": 1}, "trainer": {"max_epochs": 1}},
     "not merged": {"strategy": {"groups": 1}, "merged": None, "trainer": {"max_epochs": 1}},
-    "recorded, overlapping": {
-        "strategy": {"groups": 4, "overlap": True},
-        "model": {"optimizer": "plain"},
-        "record": True,
-    },
-    "recorded, lossy": {
-        "strategy": {"groups": 4, "compression": {"push": "int8", "pull": "bf16"}},
-        "model": {"optimizer": "plain"},
-        "record": True,
-    },
 }
 
 
-ONLY_WITH_ALL = ("recorded", "regrouped", "resumed")
+ONLY_WITH_ALL = ("regrouped", "resumed")
 """Of each there is another one with something more to it: what is exchanged, servers, the head."""
 
 
@@ -89,7 +65,7 @@ def cases(*names: str) -> list[Any]:
 @pytest.fixture(scope="module")
 def fits(is_all: bool) -> dict[str, list[Any]]:
     chosen = [name for name in FITS if is_all or name not in ONLY_WITH_ALL]
-    numbers = {"resumes": chosen.index("local")}  # of the fit whose checkpoint it is
+    numbers = {"resumes": chosen.index("pairs")}  # of the fit whose checkpoint it is
     options = [FITS[name] | (numbers if "resumes" in FITS[name] else {}) for name in chosen]
     finished = run("merged.py", {"devices": 4, "fits": options}, timeout=440)
     for number, name in enumerate(chosen):
@@ -106,7 +82,7 @@ def test_no_gradient_is_lost_or_counted_twice(fits: dict[str, list[Any]]) -> Non
     assert max(misses.values()) < 1e-6, misses
 
 
-@pytest.mark.parametrize("name", cases("adam", "local", "regrouped", "two servers", "written", "frozen first"))
+@pytest.mark.parametrize("name", cases("adam", "pairs", "regrouped", "written", "frozen first"))
 def test_all_ranks_end_with_the_same_body_and_head(fits: dict[str, list[Any]], name: str) -> None:
     assert len({each["digest"] for each in fits[name]}) == 1
     assert all(all(each["moved"].values()) for each in fits[name])
@@ -121,7 +97,7 @@ def test_weights_of_the_head_that_were_written_at_an_epochs_start_are_those_that
     assert min(abs(loss - math.log(3)) for loss in first) < 1e-6
 
 
-@pytest.mark.parametrize("name", cases("adam", "local", "regrouped", "two servers", "nan", "one group", "resumed"))
+@pytest.mark.parametrize("name", cases("adam", "pairs", "regrouped", "nan", "one group", "resumed"))
 def test_a_checkpoint_is_whole(fits: dict[str, list[Any]], name: str) -> None:
     assert fits[name][0]["saved"]
 
@@ -131,42 +107,6 @@ def test_the_head_is_never_stale_while_the_body_is(fits: dict[str, list[Any]]) -
     assert head.columns()["staleness"].tolist() == [0] * 32
     assert head.updates == body.updates == fits["adam"][0]["report"]["updates"] == 32
     assert body.columns()["staleness"].max() > 0
-
-
-@pytest.mark.parametrize("name", cases("recorded", "recorded, overlapping", "recorded, lossy", "recorded pairs"))
-def test_a_recorded_run_is_replayed(fits: dict[str, list[Any]], name: str) -> None:
-    """Bitwise with groups of one; the rows of larger groups are put together at the head, and here they are not."""
-    real, model = fits[name][0], network()
-    model.load_state_dict({key: torch.tensor(value) for key, value in real["initial"].items()})
-    samples = Samples(dataset(), seed=0)
-    again = replay(
-        FITS[name]["events"],
-        model,
-        loss=lambda net, batch: nn.functional.cross_entropy(net.classifier(net.body(batch[0])), batch[1]),
-        batches=lambda *where: samples.batch(samples.at(*where)),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.5),
-        merged="classifier",
-    )
-    assert again.clock == real["report"]["updates"] > 0
-    for key, value in again.weights.items():
-        if name != "recorded pairs":
-            assert torch.equal(value, torch.tensor(real["weights"][key])), key
-        else:
-            torch.testing.assert_close(value, torch.tensor(real["weights"][key]))
-
-
-def network() -> nn.Module:
-    """The network of the training script, without Lightning."""
-    net = nn.Module()
-    net.body = nn.Sequential(nn.Linear(12, 16), nn.ReLU())
-    net.classifier = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.0), nn.Linear(64, 3))
-    return net
-
-
-def dataset() -> TensorDataset:
-    """The data of the training script."""
-    x = torch.randn(256, 12, generator=torch.Generator().manual_seed(0))
-    return TensorDataset(x, x[:, :3].argmax(1), torch.arange(256))
 
 
 def test_an_access_for_nothing_is_given_up_before_any_rank_waits_for_the_group(fits: dict[str, list[Any]]) -> None:
@@ -179,7 +119,7 @@ def test_an_access_for_nothing_is_given_up_before_any_rank_waits_for_the_group(f
 @pytest.mark.parametrize("name", cases("resumed", "resumed with another head"))
 def test_a_run_goes_on_from_a_checkpoint_whatever_was_merged(fits: dict[str, list[Any]], name: str) -> None:
     assert len({each["digest"] for each in fits[name]}) == 1
-    assert fits[name][0]["val_loss"] < fits["local"][0]["val_loss"]
+    assert fits[name][0]["val_loss"] < fits["pairs"][0]["val_loss"]
 
 
 def test_what_is_not_finite_is_refused_at_the_head_and_in_the_body(fits: dict[str, list[Any]]) -> None:

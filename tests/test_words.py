@@ -325,7 +325,6 @@ def test_no_page_has_two_versions_of_a_line(page: Path) -> None:
 
 SHARDED_MODELS = re.compile(
     r"lightning_omni/(runtime|strategy)/"  # ranks, and Lightning's hooks, hold models that FSDP or a mesh shards
-    r"|lightning_omni/group/sharded_inbox|tests/unit/runtime/test_together"  # gossip between groups of such models
     r"|examples/studies/char_gpt|tests/((scripts|benchmarks|unit/\w+)/)?(test_)?(inside|joining|tensor_parallel|private|arguments|user_code)"
 )
 """Files in which a name may contain `shard`: a piece of a model that FSDP or tensor parallelism has made."""
@@ -335,11 +334,7 @@ def test_only_files_of_sharded_models_have_shards() -> None:
     modules = [path for folder in ("lightning_omni", "tests", "examples") for path in (ROOT / folder).rglob("*.py")]
     texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in modules if path != Path(__file__)}
     found = {path: {*names_in(text), path} for path, text in texts.items() if not SHARDED_MODELS.match(path)}
-    assert {name for names in found.values() for name in names if "shard" in name.lower()} <= {
-        "sharded_inbox",
-        "ShardedInbox",
-        "ShardedPeers",
-    }
+    assert {name for names in found.values() for name in names if "shard" in name.lower()} <= {"sharded", "is_sharded"}
 
 
 def names_in(text: str) -> set[str]:

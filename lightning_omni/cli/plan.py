@@ -11,6 +11,7 @@ from rich.table import Table
 
 from lightning_omni.checks import check_whole
 from lightning_omni.cli.console import table_of
+from lightning_omni.combinations import refuse_pairs
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import method_named, text_of
 from lightning_omni.tuning.report.plan import Plan, PlanSource, PossibleExchanges, title
@@ -56,9 +57,9 @@ def exchanges_of(
 
 def _check_wire(wire: str, methods: Sequence[str]) -> None:
     """Raise a `ConfigurationError` if the wire format does not exist, or not for one of these methods."""
-    wire_format = _as_option("compression", lambda: compression_named(wire).wire_format)
+    formats = _as_option("compression", lambda: compression_named(wire).features)
     for method in methods:
-        _as_option("compression", partial(wire_format.check, method_named(method)))
+        _as_option("compression", partial(refuse_pairs, method_named(method), formats))
 
 
 def _asked_all_reduce(all_reduce: str, known: PlanSource) -> tuple[str, ...]:

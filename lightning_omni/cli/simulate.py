@@ -27,12 +27,11 @@ from lightning_omni.cli.console import (
 )
 from lightning_omni.cli.simulate_settings import SimulationSettings
 from lightning_omni.cli.simulate_task import Task
+from lightning_omni.combinations import refuse_pairs
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.methods import Method, method_named
-from lightning_omni.methods.overlap import check_overlap
+from lightning_omni.methods import AsyncSGD, Method, method_named
 from lightning_omni.palette import check_can_draw
-from lightning_omni.simulator import Cluster, StopSimulation
-from lightning_omni.simulator.run import check_restarts
+from lightning_omni.simulator import StopSimulation
 from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace, plot_comparison
 
@@ -138,17 +137,10 @@ class Entrant:
             raise ConfigurationError(f"{name}: {error}") from error
         return cls(name, method, topology)
 
-    def check(self, cluster: Cluster) -> None:
-        """Raise a `ConfigurationError` if the method does not support the cluster's restarts."""
-        try:
-            check_restarts(cluster, self.topology, self.method)
-        except ConfigurationError as error:
-            raise ConfigurationError(f"{self.name}: {error}") from error
-
     @property
     def waits(self) -> bool:
         """Return whether the method has exchanges and waits for them, even if overlap is requested."""
-        return len(self.topology.alive) > 1 and self.method.steps_at == "worker"
+        return len(self.topology.alive) > 1 and not isinstance(self.method, AsyncSGD)
 
 
 @dataclass(frozen=True)
@@ -179,10 +171,8 @@ def run(names: Sequence[str], settings: SimulationSettings, together: bool = Fal
         check_can_draw(remedy=", or pass --no-picture")
     task = Task.of(settings)
     entrants = [Entrant.of(name, len(task.cluster.devices), settings.groups) for name in names]
-    for entrant in entrants:
-        entrant.check(task.cluster)
     if settings.overlap and not (together and any(not entrant.waits for entrant in entrants)):
-        check_overlap(entrants[0].method)
+        refuse_pairs(entrants[0].method, {"overlap": "--overlap"})
     files = _Files(settings.out, "comparison" if together else _file_name(names[0]), together)
     files.check([entrant.name for entrant in entrants], settings.picture)
     torch.set_num_threads(settings.threads)
@@ -270,7 +260,7 @@ def _simulated(entrant: Entrant, rate: float | None, task: Task, progress: OnPro
         task.cluster,
         replace(task.workload, optimizer=task.optimizer(rate)),
         progress=progress,
-        **{**task.options, "overlap": task.options["overlap"] and entrant.method.steps_at == "server"},
+        **{**task.options, "overlap": task.options["overlap"] and isinstance(entrant.method, AsyncSGD)},
     )
 
 
@@ -324,7 +314,7 @@ def _report(runs: Sequence[Run], task: Task, together: bool) -> None:
         print_sentence(_of_rates(runs, task))
         if waiting := [each.entrant.name for each in runs if task.options["overlap"] and each.entrant.waits]:
             without = ", ".join(waiting)
-            print_sentence(f"--overlap is for methods whose optimizer steps at the server: {without} ran without")
+            print_sentence(f"--overlap is for async_sgd: {without} ran without")
 
 
 def _of_rates(runs: Sequence[Run], task: Task) -> str:
@@ -378,7 +368,6 @@ def _row(run: Run, target: tuple[str, float] | None) -> Mapping[str, str]:
         "virtual s": _number(trace.seconds),
         "s/update": _number(trace.seconds_per_update),
         "staleness": _number(trace.mean_staleness),
-        **({"goodput": f"{trace.goodput:.0%}"} if trace.meta["cluster"]["events"] else {}),
         **finals,
         **reached,
         "ended": trace.ended.removeprefix("max_"),

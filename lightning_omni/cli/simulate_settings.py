@@ -3,131 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from lightning_omni.cli.units import Quantity
-
-
-@dataclass(frozen=True)
-class Scatter:
-    """A distribution of times.
-
-    Args:
-        kind: none, exponential, normal, lognormal or gamma.
-        cv: Standard deviation over mean; always 1 for exponential, and not set for none.
-    """
-
-    kind: str = "none"
-    cv: float | None = None
-
-
-@dataclass(frozen=True)
-class NetworkSettings:
-    """A network link.
-
-    Args:
-        bandwidth: Bandwidth, as in 10Gbit or 1GB/s, or in bytes per second.
-        latency: Latency of one message, as in 50us, or in seconds.
-    """
-
-    bandwidth: Quantity = math.inf
-    latency: Quantity = 0.0
-
-
-@dataclass(frozen=True)
-class Death:
-    """The death of a rank, and of its group.
-
-    Args:
-        rank: Number of the rank.
-        time: Time of the death.
-        until: Time at which the group joins again; None for never.
-    """
-
-    rank: int
-    time: Quantity
-    until: Quantity | None = None
-
-
-@dataclass(frozen=True)
-class SlowTime:
-    """A period in which a rank computes slower.
-
-    Args:
-        rank: Number of the rank.
-        start: Time from which it is slow.
-        stop: Time from which it is not.
-        factor: Factor by which its times are longer.
-    """
-
-    rank: int
-    start: Quantity
-    stop: Quantity
-    factor: float
-
-
-@dataclass(frozen=True)
-class ServerDeath:
-    """The death of the parameter server, after which another one continues from the last save.
-
-    Args:
-        time: Time of the death.
-        until: Time from which the other one serves.
-    """
-
-    time: Quantity
-    until: Quantity
-
-
-@dataclass(frozen=True)
-class Devices:
-    """Some equal devices: a batch of b samples takes ``(overhead + b * seconds_per_sample) * jitter``.
-
-    Args:
-        count: Number of devices.
-        seconds_per_sample: Time of forward and backward for one sample, as in 1ms, or in seconds.
-        overhead: Additional time of every batch, in the same form.
-        jitter: Scatter of these times: lognormal:0.2, or a kind and its cv.
-    """
-
-    count: int = 1
-    seconds_per_sample: Quantity = 1e-3
-    overhead: Quantity = 0.0
-    jitter: Scatter | str = "none"
-
-
-@dataclass(frozen=True)
-class Machines:
-    """A whole cluster.
-
-    Args:
-        devices: One entry for each kind, in the order of ranks.
-        link: Links from each group to the server, and from group to group.
-        server: The server's network card, which all transfers share.
-        group_link: Links between the members of a group, for its all-reduce and for answers that its leader forwards.
-        update_seconds: Time that the server takes for one push.
-        head_seconds_per_sample: Time that a merged head takes for one sample.
-        events: Ranks that die (rank, time) or are slow for a while (rank, start, stop, factor); and the server, which
-            dies and is started again (time, until).
-        servers: Number of parameter servers that share the weights; or per-node, one on each node.
-        nodes: Nodes over which the devices are spread evenly, in the order of ranks; by default each device is a node.
-        save_every: Time between two saves of the server's state, from which it continues after its death.
-    """
-
-    devices: tuple[Devices, ...]
-    link: NetworkSettings = field(default_factory=NetworkSettings)
-    server: NetworkSettings = field(default_factory=NetworkSettings)
-    group_link: NetworkSettings = field(default_factory=NetworkSettings)
-    update_seconds: Quantity = 0.0
-    head_seconds_per_sample: Quantity = 0.0
-    events: tuple[
-        ServerDeath | Death | SlowTime, ...
-    ] = ()  # the parser takes the first that fits; a Death has a rank, too
-    servers: int | str = 1
-    nodes: int | None = None
-    save_every: Quantity = 30.0
 
 
 @dataclass(frozen=True)
@@ -152,7 +32,6 @@ class SimulationSettings:
         servers: Number of parameter servers that share the weights; or per-node, one on each node, which the groups on
             that node reach without a link.
         nodes: Nodes over which the devices are spread evenly, for per-node; by default each device is a node.
-        cluster: A whole cluster with different devices, links and failures (best in YAML), instead of these settings.
         workload: Model and data: synthetic, or file.py:function or package.module:function that returns a
             lightning_omni.simulator.Workload.
         batch_size: Samples in one device's batch.
@@ -161,8 +40,8 @@ class SimulationSettings:
         compression: Encoding of pushes: fp32, bf16, fp16, int8 or topk:0.01; of pushes and pulls, as in
             {"push": "int8", "pull": "bf16"}.
         all_reduce: Format in which the devices of a group average gradients: fp32, bf16, fp16 or powersgd:8.
-        overlap: Groups compute their next gradient during an exchange, for methods whose optimizer steps at the server.
-            Of several methods, others run without it, and are named.
+        overlap: Groups compute their next gradient during an exchange, with async_sgd. Of several methods,
+            others run without it, and are named.
         lr: Learning rate, or several as in [0.03, 0.1]: then each method is shown with its best one, which reaches the
             target first or else has the lowest last loss. By default one method uses the workload's; of several, each
             gets its best around it.
@@ -193,7 +72,6 @@ class SimulationSettings:
     head_seconds_per_sample: Quantity = 0.0
     servers: int | str = 1
     nodes: int | None = None
-    cluster: Machines | None = None
     workload: str = "synthetic"
     batch_size: int = 32
     rebalance: Literal["off", "auto"] = "off"

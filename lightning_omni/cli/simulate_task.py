@@ -11,29 +11,16 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_omni.cli.simulate_settings import (
-    Death,
-    Devices,
-    Machines,
-    NetworkSettings,
-    Scatter,
-    ServerDeath,
-    SimulationSettings,
-    SlowTime,
-)
+from lightning_omni.cli.simulate_settings import SimulationSettings
 from lightning_omni.cli.units import check_above_zero, flag, rate_of, seconds_of, time_of
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.simulator import (
     Cluster,
     Computation,
-    Device,
     Evaluation,
-    Failure,
     Jitter,
     Limits,
     Link,
-    ServerRestart,
-    Slowdown,
     Workload,
     workload_named,
 )
@@ -42,21 +29,6 @@ from lightning_omni.wire.compression import Compression
 _EVALUATIONS = 50
 """Approximate number of evaluations in a run by default."""
 _DEFAULT_EPOCHS = 10
-_OF_CLUSTER = (
-    "devices",
-    "seconds_per_sample",
-    "overhead",
-    "jitter",
-    "straggler",
-    "bandwidth",
-    "latency",
-    "server_bandwidth",
-    "update_seconds",
-    "head_seconds_per_sample",
-    "servers",
-    "nodes",
-)
-"""Settings that a whole cluster replaces."""
 _POSITIVE = ("devices", "straggler", "batch_size", "epochs", "updates", "evaluate_every", "threads")
 _POSITIVE_TIMES = ("seconds", "evaluate_every_seconds")
 
@@ -144,21 +116,15 @@ class Task:
 
 
 def cluster_of(settings: SimulationSettings) -> Cluster:
-    """Return the cluster of the simple settings, or the whole one that replaces it."""
-    if settings.cluster is not None:
-        changed = [name for name in _OF_CLUSTER if getattr(settings, name) != getattr(SimulationSettings, name)]
-        if changed:
-            flags = ", ".join(flag(name) for name in changed)
-            raise ConfigurationError(f"cluster describes the whole cluster; move {flags} into it, or leave it out")
-        return _whole(settings.cluster)
-    link = _link("--", NetworkSettings(settings.bandwidth, settings.latency))
+    """Return the cluster of the settings."""
+    link = Link(rate_of("--bandwidth", settings.bandwidth), seconds_of("--latency", settings.latency))
     card = settings.server_bandwidth
     return Cluster.with_straggler(
         settings.devices,
         settings.straggler,
         seconds_of("--seconds-per-sample", settings.seconds_per_sample),
         seconds_of("--overhead", settings.overhead),
-        jitter_of("--jitter", settings.jitter),
+        jitter_of(settings.jitter),
         link=link,
         server=Link(link.bandwidth if card is None else rate_of("--server-bandwidth", card)),
         group_link=link,
@@ -169,63 +135,16 @@ def cluster_of(settings: SimulationSettings) -> Cluster:
     )
 
 
-def _whole(machines: Machines) -> Cluster:
-    kinds = [(kind.count, _device(f"cluster.devices[{place}]", kind)) for place, kind in enumerate(machines.devices)]
-    link, server, group_link = (
-        _link(f"cluster.{name}.", getattr(machines, name)) for name in ("link", "server", "group_link")
-    )
-    return Cluster(
-        tuple(device for count, device in kinds for _ in range(count)),
-        link,
-        server,
-        group_link,
-        seconds_of("cluster.update_seconds", machines.update_seconds),
-        seconds_of("cluster.head_seconds_per_sample", machines.head_seconds_per_sample),
-        tuple(_event(f"cluster.events[{place}]", event) for place, event in enumerate(machines.events)),
-        machines.servers,  # type: ignore[arg-type]  # checked there
-        machines.nodes,
-        seconds_of("cluster.save_every", machines.save_every),
-    )
-
-
-def _device(name: str, kind: Devices) -> Device:
-    return Device(
-        seconds_of(f"{name}.seconds_per_sample", kind.seconds_per_sample),
-        seconds_of(f"{name}.overhead", kind.overhead),
-        jitter_of(f"{name}.jitter", kind.jitter),
-    )
-
-
-def _link(place: str, network: NetworkSettings) -> Link:
-    return Link(rate_of(f"{place}bandwidth", network.bandwidth), seconds_of(f"{place}latency", network.latency))
-
-
-def _event(name: str, event: Death | SlowTime | ServerDeath) -> Failure | Slowdown | ServerRestart:
-    if isinstance(event, ServerDeath):
-        return ServerRestart(seconds_of(f"{name}.time", event.time), seconds_of(f"{name}.until", event.until))
-    if isinstance(event, Death):
-        until = None if event.until is None else seconds_of(f"{name}.until", event.until)
-        return Failure(event.rank, seconds_of(f"{name}.time", event.time), until)
-    start, stop = (seconds_of(f"{name}.{end}", getattr(event, end)) for end in ("start", "stop"))
-    return Slowdown(event.rank, start, stop, event.factor)
-
-
-def jitter_of(name: str, given: str | Scatter) -> Jitter:
-    """Return the scatter of times from a text such as ``"lognormal:0.2"``, or from its parts.
-
-    Errors begin with ``name``, the option as the user wrote it.
-    """
-    if isinstance(given, Scatter):
-        cv = math.nan if given.cv is None else given.cv
-        return Jitter(given.kind, cv)  # type: ignore[arg-type]  # checked there
+def jitter_of(given: str) -> Jitter:
+    """Return the scatter of times from a text such as ``"lognormal:0.2"``."""
     kind, _, by = given.partition(":")
     if kind in ("normal", "lognormal", "gamma") and not by:
-        raise ConfigurationError(f"{name} {given}: by how much? pass {kind}:0.2 for a fifth of the mean")
+        raise ConfigurationError(f"--jitter {given}: by how much? pass {kind}:0.2 for a fifth of the mean")
     try:
         return Jitter(kind, float(by or math.nan))  # type: ignore[arg-type]
     except ValueError as error:
         raise ConfigurationError(
-            f"{name} {given}: pass none, exponential, or normal, lognormal or gamma as in lognormal:0.2"
+            f"--jitter {given}: pass none, exponential, or normal, lognormal or gamma as in lognormal:0.2"
         ) from error
 
 

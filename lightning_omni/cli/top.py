@@ -39,7 +39,7 @@ WINDOW = 10.0
 LINES = 8
 """Number of recent events that are shown."""
 UNKNOWN = "-"
-KEYS = "↑ ↓ choose a group   e evict it   b and bar its hosts   g set the number of groups   s save now   q quit"
+KEYS = "↑ ↓ choose a group   e evict it   b and bar its hosts   s save now   q quit"
 _HEADS = (
     "group", "host", "ranks", "alive", "step", "forward", "exchange", "rest", "samples/s", "share", "stale", "slowest",
     "bottleneck",
@@ -261,16 +261,13 @@ def duration(seconds: float) -> str:
 
 AGAIN = 1.0
 """Seconds for one attempt to reconnect to a server; keys wait meanwhile."""
-QUIT, EVICT, BAR, GROUPS, SAVE = "q", "e", "b", "g", "s"
-UP, DOWN, YES, ENTER, BACK = "up", "down", "y", "enter", "back"
+QUIT, EVICT, BAR, SAVE = "q", "e", "b", "s"
+UP, DOWN, YES = "up", "down", "y"
 _ESCAPES = {
     "\x1b[A": UP, "\x1b[B": DOWN, "\x1bOA": UP, "\x1bOB": DOWN, "k": UP, "j": DOWN, "\x03": QUIT,
-    "\r": ENTER, "\n": ENTER, "\x7f": BACK, "\b": BACK,
 }  # fmt: skip
 _KEY = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1bO.|.", re.DOTALL)
 """Characters that a terminal sends for one key: F5 is an escape, "[15~", and not a 5."""
-_LONGEST_NUMBER = 6
-"""Largest number of digits in a number of groups."""
 
 
 # --- Keys ------------------------------------------------------------------------------------------------------------
@@ -281,9 +278,6 @@ class Actions(Protocol):
 
     def evict(self, group: GroupStatus, bars: bool) -> str:
         """Evict a group, and bar its hosts from joining again if ``bars`` is True."""
-
-    def set_groups(self, groups: int) -> str:
-        """Request ``groups`` groups."""
 
     def save(self) -> str:
         """Request a save of the server's state."""
@@ -297,7 +291,6 @@ class View:
         chosen: index of the selected group.
         asked: group to evict if the next key confirms it.
         bars: whether to bar its hosts, too.
-        typed: digits of a number of groups so far; None if none is being typed.
         note: sentence below the table.
         is_over: whether to end.
     """
@@ -305,7 +298,6 @@ class View:
     chosen: int = 0
     asked: GroupStatus | None = None
     bars: bool = False
-    typed: str | None = None
     note: str = ""
     is_over: bool = False
 
@@ -316,8 +308,6 @@ def press(view: View, key: str, overview: Overview | None, actions: Actions) -> 
     if view.asked is not None:
         note = actions.evict(view.asked, view.bars) if key == YES else f"group {view.asked.name} stays"
         return replace(view, asked=None, note=note)
-    if view.typed is not None:
-        return _type(view, view.typed, key, actions)
     if key == QUIT:
         return replace(view, is_over=True)
     if key in (UP, DOWN) and groups:
@@ -325,8 +315,6 @@ def press(view: View, key: str, overview: Overview | None, actions: Actions) -> 
         return replace(view, chosen=min(max(view.chosen + step, 0), len(groups) - 1), note="")
     if key in (EVICT, BAR) and groups:
         return _ask(view, groups[min(view.chosen, len(groups) - 1)], bars=key == BAR)
-    if key == GROUPS and groups:
-        return _asking(view, "")
     if key == SAVE and groups:
         return replace(view, note=actions.save())
     return view
@@ -338,21 +326,6 @@ def _ask(view: View, group: GroupOverview, bars: bool) -> View:
     if bars:
         question += f", and let no group from {' '.join(group.hosts) or 'its hosts'} join any more"
     return replace(view, asked=status, bars=bars, note=f"{question}? y: yes   any other key: no")
-
-
-def _type(view: View, typed: str, key: str, actions: Actions) -> View:
-    """Handle a key while a number of groups is being typed."""
-    if key.isdecimal() and len(typed) < _LONGEST_NUMBER:
-        return _asking(view, typed + key)
-    if key == BACK:
-        return _asking(view, typed[:-1])
-    if key == ENTER and typed:
-        return replace(view, typed=None, note=actions.set_groups(int(typed)))
-    return replace(view, typed=None, note="the groups stay as they are")
-
-
-def _asking(view: View, typed: str) -> View:
-    return replace(view, typed=typed, note=f"how many groups? {typed}_   Enter: form them   any other key: none")
 
 
 def keys_of(typed: str) -> list[str]:
@@ -414,12 +387,6 @@ class _Connected:
     def evict(self, group: GroupStatus, bars: bool) -> str:
         problem = self._problem(lambda observer: observer.evict(group, bars))
         return f"group {group.name} was not evicted: {problem}" if problem else f"group {group.name} is evicted"
-
-    def set_groups(self, groups: int) -> str:
-        problem = self._problem(lambda observer: observer.set_groups(groups))
-        if problem:
-            return f"the groups stay as they are: {problem}"
-        return f"{counted(groups, 'group')} will be formed when the next epoch begins"
 
     def save(self) -> str:
         problem = self._problem(lambda observer: observer.save())

@@ -31,6 +31,7 @@ from torch import Tensor
 from lightning_omni.errors import NonFiniteGradients, ProtocolError
 from lightning_omni.group.leased_batches import LeaseClient
 from lightning_omni.methods import Method
+from lightning_omni.methods.async_sgd import AsyncSGD
 from lightning_omni.methods.contract import (
     Answer,
     Exchange,
@@ -169,7 +170,6 @@ class _MethodState:
     """The group side of the method for one optimizer."""
 
     replica: Replica
-    is_head: bool = False
     side: GroupSide | None = None
     parameters: int = 0
     need: Need = field(default_factory=NextGradient)
@@ -195,8 +195,8 @@ class GroupCore:
         wire_format: encoding of its pushes.
         max_nonfinite_pushes: the number of consecutive pushes with NaN or infinite elements that ends the run; None if
             there is no limit.
-        overlap: whether exchanges overlap the computation of gradients, if the method's optimizer steps at the server;
-            see `lightning_omni.methods.overlap`.
+        overlap: whether exchanges of `AsyncSGD` overlap the computation of gradients; see
+            `lightning_omni.methods.overlap`.
 
     Attributes:
         identity: identity of this group.
@@ -236,14 +236,13 @@ class GroupCore:
         self.last_answer = LastAnswer()
         self._method_states: list[_MethodState] = []
 
-    def attach(self, replica: Replica, is_head: bool = False) -> int:
+    def attach(self, replica: Replica) -> int:
         """Add the weights of an optimizer; return its number.
 
         Args:
             replica: the weights.
-            is_head: whether they belong to a merged head, which the server steps by itself.
         """
-        self._method_states.append(_MethodState(replica, is_head))
+        self._method_states.append(_MethodState(replica))
         return len(self._method_states) - 1
 
     def detach_all(self) -> None:
@@ -349,7 +348,7 @@ class GroupCore:
     @property
     def overlaps(self) -> bool:
         """Return whether exchanges overlap the computation of gradients."""
-        return self.overlap and self.method.steps_at == "server"
+        return self.overlap and isinstance(self.method, AsyncSGD)
 
     # --- Actions -----------------------------------------------------------------------------------------------------
 
@@ -363,7 +362,7 @@ class GroupCore:
         These are the master weights or, if groups have none in common, the mean of all groups' own weights.
         """
         own = self._method_states[optimizer]
-        if self.method.evaluated == "mean" and not own.is_head:
+        if self.method.evaluated == "mean":
             return ServerRequest(optimizer, Average(own.replica.offered(own.replica.weights())), *self.place)
         return self.fetch(optimizer)
 
@@ -469,8 +468,7 @@ class GroupCore:
         """Start the method's generator, or restart it for other groups or more parameters."""
         if own.side is None or own.parameters != len(own.replica.ordered):
             own.parameters = len(own.replica.ordered)
-            side = self.method.group_side(own.replica)
-            own.side = overlapped(side, own.replica) if self.overlaps else side
+            own.side = overlapped(own.replica) if self.overlaps else self.method.group_side(own.replica)
             own.need = next(own.side)
 
     def _encode_for_peers(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -19,7 +19,7 @@ from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods.model.head import modes_of
 from lightning_omni.methods.model.server_optimizer import hyperparameters_of
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.codec import RAW_ACTIVATIONS, ActivationFormats, Packed, flat_of, pack_activations
+from lightning_omni.wire.codec import pack
 
 
 class HeadMessage(NamedTuple):
@@ -38,7 +38,6 @@ class MergedHeadClient:
         module: the submodule.
         optimizer: the user's optimizer of its parameters, for the hyperparameters.
         parameters: these parameters, in the optimizer's order.
-        wire: encoding of activations and gradients.
 
     Attributes:
         clip: largest norm or magnitude of the head's gradient; 0 clips nothing.
@@ -63,9 +62,8 @@ class MergedHeadClient:
         module: nn.Module,
         optimizer: Optimizer,
         parameters: Sequence[Parameter],
-        wire: ActivationFormats = RAW_ACTIVATIONS,
     ) -> None:
-        self.number, self.wire = number, wire
+        self.number = number
         self._name, self._module, self._optimizer, self._parameters = name, module, optimizer, parameters
         self.has_access = self._was_used = False
         self.clip = 0.0
@@ -106,7 +104,7 @@ class MergedHeadClient:
             autocast: dtype of automatic mixed precision, if any.
             exclusive: whether a backward pass will follow.
         """
-        packed, buffer = pack_activations(self.wire.up, tree)
+        packed, buffer = pack(tree)
         message = m.HeadForward(
             optimizer=self.number,
             packed=packed,
@@ -128,7 +126,7 @@ class MergedHeadClient:
             place: the group's position in the epoch's data: see `LeaseClient.place`.
             scale: factor for the gradients of the head's weights.
         """
-        packed, buffer = pack_activations(self.wire.up, list(gradients))
+        packed, buffer = pack(list(gradients))
         epoch, trained = place
         message = m.HeadBackward(
             optimizer=self.number,
@@ -142,10 +140,6 @@ class MergedHeadClient:
             trained=trained,
         )
         return HeadMessage(message, buffer)
-
-    def flat_of(self, packed: Packed, payload: Tensor) -> Tensor:
-        """Decode the tensors of a server's answer into flat memory."""
-        return flat_of(self.wire.down, packed, payload)
 
     def release(self) -> m.HeadRelease:
         """Give up an access without a backward pass; return the message."""

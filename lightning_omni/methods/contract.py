@@ -284,8 +284,6 @@ class ServerSide(ABC):
             an epoch or at a synchronization point of all ranks. No group may wait for a push of theirs.
         as_sent: maps tensors of an answer to the values that the group receives; where both sides apply the answer,
             both apply these values.
-        overlaps: whether groups compute while their exchanges are in flight, so that a push may have been computed from
-            older weights than the group last received.
         now: time of the current event, in seconds on a monotonic clock; set by the driver.
         due: time of the next call of `expire`, on the same clock; infinite for never.
     """
@@ -298,7 +296,6 @@ class ServerSide(ABC):
         self.idle_groups: set[int] = set()
         master.cut(method.fragments)
         self.as_sent: Callable[[Tensors], Tensors] = lambda tensors: tensors
-        self.overlaps = False
         self.now, self.due = 0.0, math.inf
         self.setup()
 

@@ -14,10 +14,6 @@ from lightning_omni.methods.model.replica import copies
 from lightning_omni.methods.model.server_optimizer import directions_of
 
 _EPSILON = 1e-7
-_READS = 3
-"""The number of reads kept for each group. With an exchange in flight, the next gradient was computed at the weights
-before those of the last answer.
-"""
 
 
 class _Compensate(ServerSide):
@@ -27,7 +23,7 @@ class _Compensate(ServerSide):
 
     def setup(self) -> None:
         start = copies(self.master.weights())
-        self._read = {group: [(self.master.clock, start)] for group in self.groups}
+        self._read = dict.fromkeys(self.groups, start)
         self._square: dict[int, list[Tensor]] = {}
 
     def receive(self, push: Push) -> list[Reply]:
@@ -39,8 +35,7 @@ class _Compensate(ServerSide):
         return [Reply(push.group, staleness)]
 
     def fetched(self, group: int) -> None:
-        before = self._read.get(group, []) if self.overlaps else []
-        self._read[group] = [*before, (self.master.clock, copies(self.master.weights()))][-_READS:]
+        self._read[group] = copies(self.master.weights())
 
     def join(self, group: int) -> None:
         super().join(group)
@@ -48,12 +43,12 @@ class _Compensate(ServerSide):
 
     def grow(self, start: int) -> None:
         new = copies(self.master.weights()[start:])
-        self._read = {group: [(clock, [*read, *new]) for clock, read in reads] for group, reads in self._read.items()}
+        self._read = {group: [*read, *new] for group, read in self._read.items()}
         self._square = {group: [*means, *map(torch.zeros_like, new)] for group, means in self._square.items()}
 
     def read_from(self, group: int, start: int) -> None:
         new = copies(self.master.weights()[start:])
-        self._read[group] = [(clock, [*read[:start], *new]) for clock, read in self._read[group]]
+        self._read[group] = [*self._read[group][:start], *new]
 
     def evict(self, group: int) -> list[Reply]:
         self._read.pop(group, None)
@@ -62,12 +57,10 @@ class _Compensate(ServerSide):
 
     def _compensated(self, push: Push) -> list[Tensor | None]:
         corrected: list[Tensor | None] = []
-        reads = self._read[push.group]
-        _, read = next((each for each in reads if each[0] >= push.read_at), reads[-1])
         assert self.master.optimizer is not None
         directions = directions_of(self.master.optimizer)
         for index, (parameter, gradient, then) in enumerate(
-            zip(self.master.parameters.values(), push.tensors, read, strict=True)
+            zip(self.master.parameters.values(), push.tensors, self._read[push.group], strict=True)
         ):
             if gradient is None:
                 corrected.append(None)

@@ -31,10 +31,9 @@ class LocalSGD(Streaming, frozen=True, kw_only=True, tag="local_sgd"):
         period: H, local steps between two averages, in steps.
         warmup_steps: initial steps with an average after each (post-local SGD), in steps.
         fragments: P, fragments of the weights that are averaged one by one, every H/P steps; P divides H.
-        delay: steps that a group makes while an average is in flight, fewer than H/P; 0 waits for it.
+        delay: 0; only `DiLoCo` trains on while a fragment travels.
         alpha: part of its own weights that a group keeps at an average, from 0 to less than 1.
-        keep_steps: whether a group keeps the steps that it made while an average was in flight, by adding their change
-            to the average.
+        keep_steps: False, because it needs a delay.
         dynamic_steps: whether slow groups make fewer steps between two averages, in proportion to their speed.
 
     The model that is evaluated is the exact mean of all groups' weights.
@@ -43,8 +42,8 @@ class LocalSGD(Streaming, frozen=True, kw_only=True, tag="local_sgd"):
         ConfigurationError: an argument is out of range.
 
     Example:
-        >>> LocalSGD(period=8, fragments=4, delay=1)
-        LocalSGD(period=8, fragments=4, delay=1, alpha=0.0, keep_steps=False, dynamic_steps=False, warmup_steps=0)
+        >>> LocalSGD(period=8, fragments=4)
+        LocalSGD(period=8, fragments=4, delay=0, alpha=0.0, keep_steps=False, dynamic_steps=False, warmup_steps=0)
 
     References:
         Stich 2019, "Local SGD Converges Fast and Communicates Little", arXiv:1805.09767;

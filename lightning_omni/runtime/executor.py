@@ -168,8 +168,7 @@ class Exchanging(Executor):
                         " one optimizer: give it to one of them, or use groups=1"
                     )
                 seen.add(id(parameter))
-                is_averaged = self._parallel.steps_at_worker and part.head is None
-                if is_averaged and not (parameter.is_floating_point() or parameter.is_complex()):
+                if self._parallel.steps_at_worker and not (parameter.is_floating_point() or parameter.is_complex()):
                     raise UnsupportedError(
                         f"the parameter {name} is of {parameter.dtype}, and {type(self._parallel.method).__name__}"
                         " averages weights; leave it out of the optimizer, or use groups=1"
@@ -227,7 +226,7 @@ class Exchanging(Executor):
         """Load the weights to evaluate, of all optimizers, on every rank."""
         parallel = self._parallel
         for index, part in enumerate(parallel.parts):
-            if parallel.steps_here(part):
+            if parallel.steps_at_worker:
                 part.replica.stash()
             pulled = self._exchange.ask_weights(parallel.core.synchronize(index))
             if pulled.refused:  # the group's own weights are not finite, and not in the mean: they are dropped
@@ -254,7 +253,7 @@ class Exchanging(Executor):
                 " world.training():`; put the training loop into it"
             )
 
-        if arguments and not self._parallel.steps_here(part):
+        if arguments and not self._parallel.steps_at_worker:
             raise UnsupportedError(
                 f"{type(optimizer).__name__}.step() is called with {', '.join(arguments)}, which is not sent to the"
                 " parameter server, where it steps; use a method whose optimizer steps on the ranks"
@@ -264,7 +263,7 @@ class Exchanging(Executor):
         def step(*_: Any) -> Any:
             return self._step(index, part, optimizer, closure, arguments)
 
-        if not self._parallel.steps_here(part):
+        if not self._parallel.steps_at_worker:
             # The optimizer steps at the server, but users' step hooks are on this rank: an average of weights, say.
             step = Optimizer.profile_hook_step(step)
         self.is_called = True
@@ -293,7 +292,7 @@ class Exchanging(Executor):
         self._external_writes.check(part)
         with torch.no_grad():
             self._parameter_groups.follow(index)
-            are_needed = not self._parallel.steps_here(part)
+            are_needed = not self._parallel.steps_at_worker
             hyperparameters = hyperparameters_of(optimizer, part.replica.ever_held, are_needed)
             with evaluating(part.replica, closure, loss, arguments), self._stepping():
                 self._advance(index, Gradient(part.replica.gradients(), hyperparameters))

@@ -10,17 +10,16 @@ from datetime import timedelta
 from typing import Literal
 
 from lightning_omni.checks import check_kind, check_number, check_whole, keep_plain
+from lightning_omni.combinations import refuse_pairs
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method, checked, method_named
-from lightning_omni.methods.overlap import check_overlap
 from lightning_omni.runtime.model.meshes import FSDP, ModelParallel, Sharding, shown
 from lightning_omni.topology import check_groups
 from lightning_omni.transport.registry import TRANSPORTS, Transport, name_of
 from lightning_omni.transport.zeromq import ZeroMQ
 from lightning_omni.transport.zeromq.keys import key_of_environment
-from lightning_omni.wire.compression import EXACT, Compression
+from lightning_omni.wire.compression import Compression
 from lightning_omni.wire.formats.base import WireFormat
-from lightning_omni.wire.partition import check_by_member
 
 
 @dataclass(frozen=True)
@@ -229,7 +228,7 @@ class WorldOptions:
         method: how groups exchange, by name or as a `lightning_omni.methods.Method`.
         compression: the formats in which tensors are sent: that of pushes, such as ``"int8"``, or a `Compression`.
         overlap: whether a group computes its next gradient during an exchange, which makes it one step staler; for
-            methods whose optimizer steps at the server.
+            async_sgd.
         server: address of a running server; or ``"per-node"``, or a `Server`. None starts one beside rank 0.
         elastic: how groups join, leave and are evicted: True lets the ranks of this launcher join the run at
             ``server`` as a group of its own; or an `Elastic`.
@@ -289,16 +288,12 @@ class WorldOptions:
         if not (isinstance(self.timeout, timedelta) and self.timeout > timedelta(0)):
             raise ConfigurationError(f"timeout={self.timeout!r}: pass a timedelta such as timedelta(minutes=30)")
         key_of_environment()  # raises its errors now, before the ranks are started
+        method = self.resolved_method()
+        refuse_pairs(method, self.features)
         if self.elastic.join:
             self._check_join()
         if self.is_sharded:
-            self._check_sharded()
-        if self.compression.all_reduce_format != EXACT:
-            self._check_all_reduce()
-        method = self.resolved_method()
-        self.compression.check(method)
-        if self.overlap:
-            check_overlap(method)
+            self._check_transport()
         if self.groups is not None:
             method.check(self.groups)
 
@@ -313,12 +308,6 @@ class WorldOptions:
                 f"groups={self.groups} and elastic=True: what one launcher starts is one group of the run; leave"
                 " groups= out, and start each group by itself"
             )
-        method = self.resolved_method()
-        if method.talks_to_peers:
-            raise ConfigurationError(
-                f"method={type(method).__name__}() and elastic=True: its groups exchange with those that were formed"
-                " with them, and never with one that joins later; pass another method"
-            )
         transport = self.server.resolved_transport()
         if not isinstance(transport, ZeroMQ):
             raise ConfigurationError(
@@ -326,38 +315,27 @@ class WorldOptions:
                 " out"
             )
 
-    def _check_sharded(self) -> None:
-        given, server = shown(self.model_parallel), self.server
-        check_by_member(self.resolved_method(), given)
-        if server.count != 1:
-            raise ConfigurationError(
-                f"{server.given_count} and {given}: each member of a group has a server for its share, so their number"
-                " is that of the shards; leave it out"
-            )
-        if server.record is not None:
-            raise ConfigurationError(
-                f"Server(record={server.record!r}) and {given}: a record is replayed with groups that hold the model"
-                " whole; leave record= or model_parallel= out"
-            )
-        transport = server.resolved_transport()
+    def _check_transport(self) -> None:
+        transport = self.server.resolved_transport()
         if type(transport).follow is Transport.follow:
             raise ConfigurationError(
-                f"{given} and Server(transport={name_of(transport)!r}): with this transport there is one server, and"
-                " each member of a group needs one; leave transport= or model_parallel= out"
+                f"{shown(self.model_parallel)} and Server(transport={name_of(transport)!r}): with this transport there"
+                " is one server, and each member of a group needs one; leave transport= or model_parallel= out"
             )
 
-    def _check_all_reduce(self) -> None:
-        given = f"Compression(all_reduce={self.compression.all_reduce!r})"
-        if self.is_sharded:
-            raise ConfigurationError(
-                f"{given} and {shown(self.model_parallel)}: FSDP2 averages what it shards; leave all_reduce= or"
-                " model_parallel= out"
-            )
-        if self.server.record is not None:
-            raise ConfigurationError(
-                f"{given} and Server(record={self.server.record!r}): a record is replayed with gradients that the"
-                " members of a group average as they are; leave one of them out"
-            )
+    @property
+    def features(self) -> dict[str, str]:
+        """Return the features of `lightning_omni.combinations` that these settings use, each as the user wrote it."""
+        server, sharding = self.server, self.model_parallel
+        used = {
+            "sharded": (sharding is not None, shown(sharding)),
+            "mesh": (isinstance(sharding, ModelParallel), shown(sharding)),
+            "servers": (server.count != 1, server.given_count),
+            "overlap": (self.overlap, "overlap=True"),
+            "joining": (self.elastic.join, "elastic=True"),
+            "record": (server.record is not None, f"Server(record={server.record!r})"),
+        }
+        return {**{name: given for name, (is_used, given) in used.items() if is_used}, **self.compression.features}
 
     @property
     def is_sharded(self) -> bool:

@@ -28,7 +28,6 @@ from lightning_omni.runtime.registration import GroupRegistration
 from lightning_omni.runtime.server_process import RunServer
 from lightning_omni.topology import RECORDER, Topology
 from lightning_omni.transport.connections import Control
-from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, pack, unpack
 from lightning_omni.wire.compression import AllReduce
 from lightning_omni.wire.formats.base import WireFormat
@@ -197,16 +196,11 @@ class ParallelState:
             self._records = self.rank == self.process_groups.live.ranks[0]
         return self._records
 
-    def follow_recorder(self, asks: bool = False) -> bool:
-        """Check whether this rank is the recorder now: while groups compute, the recorder's group may leave.
-
-        Args:
-            asks: whether to request the status from the server, instead of using the last one.
-        """
-        if self.registration is not None and self.control is not None and self.is_computing:
-            status = self.control.request(m.AskStatus(), m.Status) if asks else self.control.status
-            if status is not None:
-                self._records |= self.rank == status.recorder  # never reset, because the status may be old
+    def follow_recorder(self) -> bool:
+        """Check whether this rank is the recorder now: while groups compute, the recorder's group may leave."""
+        status = self.control.status if self.control is not None else None
+        if self.registration is not None and status is not None and self.is_computing:
+            self._records |= self.rank == status.recorder  # never reset, because the status may be old
         return self.is_recorder
 
     @property
@@ -380,19 +374,12 @@ class ParallelState:
         """Return the process group of the ranks with which this one holds a replica of the model."""
         return self.process_groups.compute(self.holders)
 
-    def steps_here(self, part: Part) -> bool:
-        """Return whether the user's optimizer steps this part on every rank."""
-        return self.steps_at_worker and part.head is None
-
     def split_of(self, part: Part, servers: int) -> Partition:
         """Return the division of an optimizer's parameters over this number of servers."""
         layout = part.replica.layout
         if part.split is None or part.split.layout is not layout or len(part.split.shares) != servers:
-            at_servers = None if self.steps_here(part) else part.optimizer
-            if part.head is not None:
-                part.split = Partition.whole(layout, servers)
-            else:
-                part.split = Partition.of(layout, servers, is_elementwise(self.method, at_servers))
+            at_servers = None if self.steps_at_worker else part.optimizer
+            part.split = Partition.of(layout, servers, is_elementwise(self.method, at_servers))
         return part.split
 
     def empty(self, nbytes: int) -> Tensor:

@@ -76,8 +76,6 @@ class ServerStore:
         return ServerSnapshot(cut, parts, first.get("groups", {}))
 
     def _whole(self, part: Part, shares: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        if part.head is not None:  # the server that coordinates holds all of it
-            return shares[0]
         split = self._parallel.split_of(part, len(shares))
         weights = split.merged([list(share["weights"].values()) for share in shares])
         whole = {
@@ -111,7 +109,7 @@ class ServerStore:
 
     def _cut_again(self, part: Part, seed: dict[str, Any], servers: int) -> dict[str, Any]:
         """Return a seed in the fragments of the present servers; a checkpoint may have those of others."""
-        if seed.get("method") is None or part.head is not None or self._parallel.share is not None:
+        if seed.get("method") is None or self._parallel.share is not None:
             return seed
         split = self._parallel.split_of(part, servers) if servers > 1 else Partition.whole(part.replica.layout)
         return {**seed, "method": split.recut(seed["method"])}
@@ -122,13 +120,7 @@ class ServerStore:
         self._connections().own.exchange(message, m.GroupStateStored, buffer)
 
     def _share_of(self, part: Part, seed: dict[str, Any], server: int, servers: int) -> dict[str, Any]:
-        """Return one server's share of an optimizer's seed; the coordinating server gets all of a merged head."""
-        if part.head is not None:
-            if server == 0:
-                return seed
-            empty = Partition.of(Layout(()), servers, elementwise=True)
-            optimizer = None if self._parallel.steps_at_worker else empty.described(seed["optimizer"], server)
-            return {**seed, "optimizer": optimizer, "weights": {}, "head": None}
+        """Return one server's share of an optimizer's seed."""
         split = self._parallel.split_of(part, servers)
         weights = split.parts(list(seed["weights"].values()))[server]
         names = [spec.name for spec in split.shares[server].specs]
@@ -438,7 +430,7 @@ class ServerExchange:
         else:
             self._travels = None
             received = requests.receive(m.Weights, split.memories(into) if is_flat and ask.pulls else None)
-        check_alike(received if part.head is None else received[:1])  # other servers hold nothing of a merged head
+        check_alike(received)
         payloads = [payload for _, payload in received]
         if not is_flat:
             for payload, share in zip(payloads, split.shares, strict=True):

@@ -21,6 +21,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_omni.checks import plain
+from lightning_omni.combinations import refuse_pairs
 from lightning_omni.errors import ConfigurationError, OmniError, RankLost, UnsupportedError, end_reason
 from lightning_omni.group.core import LastAnswer
 from lightning_omni.methods.model.head import check_mergeable, held_by_one
@@ -182,9 +183,10 @@ class World(ParallelState):
         Raises:
             ConfigurationError: the submodule cannot be merged; the message names the reason.
         """
+        refuse_pairs(self.method, {**self.options.features, "merged": f"merged={name!r}"})
         module = check_mergeable(name, model)
         optimizer, parameters = held_by_one(name, module, optimizers)
-        check_servable(optimizer)  # whatever the method, a head is stepped at the server
+        check_servable(optimizer)
         part = Part(optimizer, ModelReplica(parameters, optimizer), head=(name, module))
         self.heads.append(
             RemoteHead(self, self.exchange, self.parameter_groups, part, self._add_group(part), name, module)
@@ -194,7 +196,7 @@ class World(ParallelState):
     def _add_group(self, part: Part) -> int:
         self.parts.append(part)
         part.replica.divide(self.servers)
-        return self.core.attach(part.replica, is_head=part.head is not None)
+        return self.core.attach(part.replica)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raise `UnsupportedError` if the method cannot step this optimizer across groups."""

@@ -8,20 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lightning_omni.errors import OmniError, ProtocolError, Refused
-from lightning_omni.methods import Method
 from lightning_omni.server.parameters.store import HeadRequest, ServedHead
 from lightning_omni.server.run_context import RunContext
 from lightning_omni.server.service import Out, Payload, Peer, Sender, Service, as_tensor
-from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.codec import (
-    RAW_ACTIVATIONS,
-    ActivationFormats,
-    check,
-    pack_activations,
-    unpack_activations,
-)
-from lightning_omni.wire.formats.base import from_wire
+from lightning_omni.wire.codec import check_specs, pack, unpack
 
 
 class MergedHeadService(Service):
@@ -35,10 +26,6 @@ class MergedHeadService(Service):
     def __init__(self, run: RunContext, clock: Callable[[], float]) -> None:
         self._roster, self._store, self._events = run.roster, run.store, run.events
         self._clock = clock
-        self._wire = RAW_ACTIVATIONS
-
-    def form(self, topology: Topology, method: Method, message: m.FormGroups) -> None:
-        self._wire = ActivationFormats.of(from_wire(message.wire_format))
 
     def evict(self, group: int, lost: bool) -> list[Out]:
         """End a group's access and remove it from the queues."""
@@ -62,9 +49,7 @@ class MergedHeadService(Service):
         """Run a group's batch through the head, once it has exclusive access if it requests that."""
         head = self._store.head(message.optimizer)
         # The connection owns the memory, and sends nothing else before the answer.
-        request = HeadRequest(
-            sender.group, sender.peer, message, unpack_activations(self._wire.up, message.packed, as_tensor(payload))
-        )
+        request = HeadRequest(sender.group, sender.peer, message, unpack(message.packed, as_tensor(payload)))
         if not message.exclusive:
             return [self._output(head, request)]
         self._roster.formed.check_leads(sender.rank, sender.group)
@@ -76,9 +61,7 @@ class MergedHeadService(Service):
         head, group, number = self._store.head(message.optimizer), sender.group, message.optimizer
         spans = self._events.new_spans(group, message)
         try:
-            stepped = head.backward(
-                group, message, unpack_activations(self._wire.up, message.packed, as_tensor(payload)), number
-            )
+            stepped = head.backward(group, message, unpack(message.packed, as_tensor(payload)), number)
         except ProtocolError as error:
             head.forget(group)
             return [_refusal(sender.peer, error), *self._serve(number)]
@@ -94,7 +77,7 @@ class MergedHeadService(Service):
             note=message.clip,
         )
         head.release(self._clock())
-        packed, buffer = pack_activations(self._wire.down, stepped.inputs)
+        packed, buffer = pack(stepped.inputs)
         answer = m.HeadGradients(
             packed=packed,
             nbytes=buffer.numel(),
@@ -118,12 +101,12 @@ class MergedHeadService(Service):
 
     def _check_packed(self, message: m.HeadForward | m.HeadBackward) -> int:
         self._store.head(message.optimizer)
-        check(self._wire.up, message.packed, message.nbytes)
+        check_specs(message.packed.specs, message.nbytes)
         return message.nbytes
 
     def _output(self, head: ServedHead, request: HeadRequest) -> Out:
         try:
-            packed, buffer = pack_activations(self._wire.down, head.forward(request))
+            packed, buffer = pack(head.forward(request))
         except OmniError as error:
             if request.message.exclusive:
                 head.forget(request.group)

@@ -128,7 +128,6 @@ TABLE = (
     Row(m.AskServer, CONTROL, Role.OBSERVER, RunObservation, RunObservation.describe),
     Row(m.Echo, CONTROL, Role.OBSERVER, RunObservation, RunObservation.echo),
     Row(m.Evict, CONTROL, Role.OBSERVER, Membership, Membership.evict),
-    Row(m.SetGroups, CONTROL, Role.OBSERVER, Membership, Membership.set_groups),
     Row(m.SaveNow, CONTROL, Role.OBSERVER, Membership, Membership.save),
     # data
     Row(m.OpenEpoch, CONTROL, Role.MEMBER, LeaseService, LeaseService.open),

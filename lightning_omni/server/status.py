@@ -12,7 +12,6 @@ import msgspec
 from lightning_omni.checks import counted
 from lightning_omni.errors import MalformedMessage, Refused
 from lightning_omni.methods import Method
-from lightning_omni.server.parameters.momentum_estimate import total_momentum
 from lightning_omni.server.run_context import RunContext
 from lightning_omni.server.service import Out, Payload, Peer, Sender, Service
 from lightning_omni.topology import Topology
@@ -126,9 +125,7 @@ class StatusService(Service):
             lost=self._roster.lost_ranks,
             head_time=sum(head.access_time for _, head in self._store.heads),
             serve_time=fmean(self._serve_times) if self._serve_times else 0.0,
-            total_momentum=total_momentum(served.momentum_estimator for _, served in self._store.pushed),
             recorder=self._roster.recorder,
-            wanted_groups=self._roster.wanted_groups,
             signal=max((members[rank].timings.signal for rank in self._roster.live if rank in members), default=0),
         )
 
@@ -266,7 +263,7 @@ class RunObservation(Service):
         self._over, self._description = over, description
         self._formed: m.FormGroups | None = None
         self._run_events: deque[RunEvent] = deque(maxlen=LONGEST_LOG)
-        self._counts: tuple[Any, ...] = (0, 0, 0, 0, "")
+        self._counts: tuple[Any, ...] = (0, 0, 0, "")
         self._saved = (0, 0.0)
         self._joined: set[int] = set()
         self._lost: set[int] = set()
@@ -367,16 +364,13 @@ class RunObservation(Service):
         self._note(self._now(), "joined", f"group {name} takes part: {ranks_text(ranks)}")
 
     def tick(self, now: float) -> None:
-        """Log ranks that joined, were lost or left since the last call, requests for groups, and the end of the run."""
+        """Log ranks that joined, were lost or left since the last call, and the end of the run."""
         roster = self._roster
         if self._journal.saves != self._saved[0]:
             self._saved = self._journal.saves, now
-        counts = (len(roster.members), len(roster.lost), len(roster.gone), roster.wanted_groups, self._over())
+        counts = (len(roster.members), len(roster.lost), len(roster.gone), self._over())
         if counts == self._counts:
             return
-        if roster.wanted_groups not in (0, self._counts[3]):
-            wanted = counted(roster.wanted_groups, "group")
-            self._note(now, "wanted", f"{wanted} asked for, from the next epoch on")
         self._counts = counts
         if new := sorted(roster.members.keys() - self._joined):
             hosts = ", ".join(sorted({roster.members[rank].host for rank in new} - {""}))

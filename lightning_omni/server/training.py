@@ -374,7 +374,7 @@ class Training(Service):
             clock=self._store.optimizer(optimizer).master.clock,
             progress=self._epochs.progress,
             stop=self._epochs.stop,
-            validations=self._epochs.validations.known(self._roster.hears_first(group)),
+            validations=self._epochs.validations.complete,
             nbytes=sum(map(nbytes_of, parts)),
             groups=self._roster.joined_groups,
             **outcome._asdict(),

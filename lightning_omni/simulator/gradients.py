@@ -25,10 +25,9 @@ from lightning_omni.simulator.server import HEAD, SimulatedServer
 from lightning_omni.simulator.workbench import Result, Workbench
 from lightning_omni.simulator.workload import Loss
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.codec import ActivationFormats, pack_activations, unpack, unpack_activations
+from lightning_omni.wire.codec import unpack
 from lightning_omni.wire.compression import EXACT, AllReduce, Unsent, run_through
-from lightning_omni.wire.formats.base import RAW, WireFormat
-from lightning_omni.wire.layout import Layout, TensorSpec
+from lightning_omni.wire.layout import Layout
 from lightning_omni.wire.messages import Batch
 
 FORWARD = 1 / 3
@@ -141,33 +140,6 @@ class Assignment(NamedTuple):
     seconds: float
 
 
-class ActivationSize(NamedTuple):
-    """The size of one sample's data on the way to a merged head, or back.
-
-    Attributes:
-        numbers: number of floating-point elements.
-        nbytes: their bytes in their own dtypes.
-        others: bytes of all other tensors.
-    """
-
-    numbers: int
-    nbytes: int
-    others: int
-
-    @classmethod
-    def of(cls, tree: Any) -> ActivationSize:
-        sizes = [(each.numel(), each.element_size(), each.is_floating_point()) for each in tensors_of(tree)]
-        floats = [(count, count * width) for count, width, is_float in sizes if is_float]
-        others = sum(count * width for count, width, is_float in sizes if not is_float)
-        return cls(sum(count for count, _ in floats), sum(nbytes for _, nbytes in floats), others)
-
-    def on_wire(self, wire: WireFormat, samples: int) -> int:
-        if wire == RAW or not self.numbers:
-            return (self.nbytes + self.others) * samples
-        layout = Layout((TensorSpec("", (self.numbers * samples,), "float32"),))
-        return wire.sizes(layout)[1] + self.others * samples
-
-
 class SimulatedHead:
     """A stand-in for the merged submodule's ``forward`` in the simulation's model, which calls the server.
 
@@ -196,12 +168,12 @@ class SimulatedHead:
         """Describe the head for the server: its name, its module, and the seed; without weights and optimizer."""
         return {"name": self.name, "module": describe_module(self._module), "seed": seed}
 
-    def sizes(self, model: nn.Module, loss: Loss, batch: Any) -> tuple[ActivationSize, ActivationSize]:
-        """Return the sizes of the head's inputs and outputs for a batch."""
-        seen: list[tuple[ActivationSize, ActivationSize]] = []
+    def sizes(self, model: nn.Module, loss: Loss, batch: Any) -> tuple[int, int]:
+        """Return the bytes of the head's inputs and outputs for a batch."""
+        seen: list[tuple[int, int]] = []
 
         def keep(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            seen.append((ActivationSize.of((args, kwargs)), ActivationSize.of(output)))
+            seen.append((_nbytes((args, kwargs)), _nbytes(output)))
 
         was_training = model.training
         hook = self._module.register_forward_hook(keep, with_kwargs=True)
@@ -218,8 +190,8 @@ class SimulatedHead:
             )
         return seen[0]
 
-    def install(self, server: SimulatedServer, wire: ActivationFormats) -> None:
-        self._server, self._side.wire = server, wire
+    def install(self, server: SimulatedServer) -> None:
+        self._server = server
         self._module.forward = self
 
     def access_for(self, leader: int, epoch: int, trained: int) -> None:
@@ -238,7 +210,7 @@ class SimulatedHead:
     def _ask(self, tree: Any, exclusive: bool) -> list[Tensor]:
         request = self._side.forward(tree, exclusive=exclusive)
         answer, payload = self._server.ask_head(self._group_place[0], request.message, request.payload, m.HeadOutput)
-        self._output = unpack(answer.packed, self._side.flat_of(answer.packed, payload))
+        self._output = unpack(answer.packed, payload)
         return tensors_of(self._output)
 
     def take_back(
@@ -248,44 +220,12 @@ class SimulatedHead:
         leader, epoch, trained = self._group_place
         request = self._side.backward(gradients, (epoch, trained))
         answer, payload = self._server.ask_head(leader, request.message, request.payload, m.HeadGradients)
-        found: list[Any] = unpack(answer.packed, self._side.flat_of(answer.packed, payload))
+        found: list[Any] = unpack(answer.packed, payload)
         return found
 
 
-class RoundedHead:
-    """A stand-in for a merged head's ``forward`` in a replay, with the rounding of the wire formats in both directions.
-
-    Args:
-        module: the head.
-        wire: wire formats of activations and gradients.
-    """
-
-    def __init__(self, module: nn.Module, wire: ActivationFormats) -> None:
-        self._own, self._wire = module.forward, wire
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        up, down = self._wire
-        args, kwargs = _rounded((args, kwargs), up, down)
-        return _rounded(self._own(*args, **kwargs), down, up)
-
-
-def _rounded(tree: Any, there: WireFormat, back: WireFormat) -> Any:
-    outputs = _Rounded.apply(there, back, *tensors_of(tree))  # type: ignore[no-untyped-call, unused-ignore]
-    return with_tensors(tree, outputs)
-
-
-class _Rounded(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, there: WireFormat, back: WireFormat, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.back = back
-        ctx.set_materialize_grads(False)
-        outputs = tuple(unpack_activations(there, *pack_activations(there, list(tensors))))
-        ctx.mark_non_differentiable(*(each for each in outputs if not (each.is_floating_point() or each.is_complex())))
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        return (None, None, *unpack_activations(ctx.back, *pack_activations(ctx.back, list(gradients))))
+def _nbytes(tree: Any) -> int:
+    return sum(each.numel() * each.element_size() for each in tensors_of(tree))
 
 
 class Gradients:
@@ -319,8 +259,7 @@ class MergedHeadGradients(Gradients):
         bench: computes the gradients.
         head: the merged head.
         costs: durations of the travel to the head.
-        sizes: sizes of the head's inputs and outputs for one sample.
-        wire: their wire formats.
+        sizes: bytes of the head's inputs and outputs for one sample.
     """
 
     def __init__(
@@ -329,11 +268,10 @@ class MergedHeadGradients(Gradients):
         bench: Workbench,
         head: SimulatedHead,
         costs: Exchanges,
-        sizes: tuple[ActivationSize, ActivationSize],
-        wire: ActivationFormats,
+        sizes: tuple[int, int],
     ) -> None:
         super().__init__(engine, bench)
-        self._head, self._costs, self._wire = head, costs, wire
+        self._head, self._costs = head, costs
         self._inputs, self._outputs = sizes
         self._lost: set[int] = set()
 
@@ -346,16 +284,16 @@ class MergedHeadGradients(Gradients):
     def _through_head(self, work: Assignment) -> Timeline:
         """Run a batch in a process of its own, which reaches the head even if its group has died."""
         (part,) = work.parts
-        samples, (up, down) = len(part), self._wire
+        samples = len(part)
         yield self._engine.now + work.seconds * FORWARD
-        answers = self._outputs.on_wire(down, samples), self._outputs.on_wire(up, samples)
-        yield from self._costs.to_head(work.group, self._inputs.on_wire(up, samples), answers, samples)
+        inputs, outputs = self._inputs * samples, self._outputs * samples
+        yield from self._costs.to_head(work.group, inputs, (outputs, outputs), samples)
         if work.group in self._lost:
             return None
         # The group has had exclusive access until now, so the whole batch may be computed now.
         self._head.access_for(work.leader, *work.place)
         batch = self._bench.samples.batch(self._bench.samples.at(work.place[0], part))
         result: Result = self._bench.compute(work.weights, [batch])
-        yield from self._costs.from_head(work.group, self._inputs.on_wire(down, samples))
+        yield from self._costs.from_head(work.group, inputs)
         yield self._engine.now + work.seconds * (1 - FORWARD)
         return result

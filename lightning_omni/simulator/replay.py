@@ -10,19 +10,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
 from lightning_omni.errors import ConfigurationError, ProtocolError
 from lightning_omni.group.core import Action, GroupCore, ServerRequest
 from lightning_omni.group.leased_batches import positions
-from lightning_omni.methods import AsyncSGD, Method
+from lightning_omni.methods import Method
 from lightning_omni.methods.contract import Exchange, Fetch, Gradient, NextGradient, Receive, Reply, Tensors
 from lightning_omni.methods.model.replica import Hyperparameters, Pulled, Replica, copies
 from lightning_omni.methods.model.server_optimizer import describe, detach_state, holds, hyperparameters_of
 from lightning_omni.server.event_log import Event, Spans
 from lightning_omni.server.parameters.served_parameters import ServedParameters
-from lightning_omni.simulator.gradients import RoundedHead
 from lightning_omni.simulator.monitor import Row, arrays
 from lightning_omni.simulator.server import partitioned_format, resolve_also
 from lightning_omni.simulator.workbench import Samples, Workbench, named_parameters, own_replica
@@ -30,7 +28,6 @@ from lightning_omni.simulator.workload import Loss, MakeOptimizer
 from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.codec import RAW_ACTIVATIONS, ActivationFormats
 from lightning_omni.wire.formats.base import RAW, Encoded, Memory, WireFormat, decode, from_wire, name_of
 from lightning_omni.wire.layout import Layout
 from lightning_omni.wire.messages import Batch
@@ -61,9 +58,8 @@ def replay(
     loss: Loss,
     batches: BatchAt,
     optimizer: MakeOptimizer,
-    merged: str | None = None,
 ) -> Replayed:
-    """Repeat a recorded run of one optimizer, and of a merged head if there was one.
+    """Repeat a recorded run of one optimizer.
 
     Members of a group compute one after the other; their gradients are averaged as DDP does. An optimizer at the server
     uses the recorded hyperparameters; optimizers at the workers keep their initial ones. The replay adds parameters
@@ -76,8 +72,6 @@ def replay(
         loss: the mean loss of a batch, from the model and the batch.
         batches: returns the batch of an epoch's positions.
         optimizer: makes the torch optimizer from parameters.
-        merged: name of the merged submodule. In the run, a group of several ranks passed its rows through the head
-            together; the replay computes each member's separately, so with such groups results agree up to rounding.
 
     Raises:
         ConfigurationError: the run has several optimizers, was not recorded from its beginning, or formed new groups
@@ -100,7 +94,7 @@ def replay(
         True
     """
     with torch.no_grad():
-        run = _Replay(model, loss, batches, optimizer, merged)
+        run = _Replay(model, loss, batches, optimizer)
         for event in events:
             run.take(event)
     return run.result()
@@ -174,8 +168,6 @@ class _Group:
     ranks: tuple[int, ...]
     replica: Replica
     core: GroupCore
-    ahead: set[tuple[int, int]] = field(default_factory=set)
-    """Batches whose gradient was computed with access to the head, before the body's push reported them."""
     others: dict[str, Tensor] = field(default_factory=dict)
     """Weights of parameters that other groups train and this one does not have yet."""
     has_joined: bool = False
@@ -197,27 +189,17 @@ class _Replay:
         loss: Loss,
         batches: BatchAt,
         optimizer: MakeOptimizer,
-        merged: str | None,
     ) -> None:
         self._model = copy.deepcopy(model).train()
         self._make, self._batches = optimizer, batches
         self._optimizer = optimizer(list(self._model.parameters()))
         self._parameters = named_parameters(self._model, self._optimizer)
-        self._tail = tail = self._model.get_submodule(merged) if merged else nn.Module()
-        inside = {name for name, _ in tail.named_parameters(prefix=merged or "")}
-        if any(isinstance(each, _DropoutNd) and each.p for each in tail.modules()):
-            raise ConfigurationError(
-                f"merged={merged!r}: dropout in a merged head draws its numbers at the server, and no record has them"
-            )
-        self._head = {name: parameter for name, parameter in self._parameters.items() if name in inside}
-        self._body = {name: parameter for name, parameter in self._parameters.items() if name not in inside}
         self._start = {name: parameter.detach().clone() for name, parameter in self._model.named_parameters()}
         self._loss = loss
         self._bench = self._new_bench()
         self._param_groups: tuple[dict[str, Any], ...] = ()
         self._is_formed = False
         self._served: ServedParameters
-        self._served_head: ServedParameters | None = None
         self._method: Method
         self._wire_format: WireFormat
         self._split: Partition
@@ -231,7 +213,7 @@ class _Replay:
 
     def take(self, event: Event) -> None:
         if event.optimizer:
-            self._take_of_head(event)
+            raise ConfigurationError("events: the run has several optimizers, and only runs of one can be replayed")
         elif event.kind in ("seed", "form"):
             self._form(event)
         elif not self._is_formed:
@@ -241,17 +223,6 @@ class _Replay:
         else:
             self._served.method_side.now = event.time
             self._take_of_run(event)
-
-    def _take_of_head(self, event: Event) -> None:
-        if not self._head:
-            raise ConfigurationError(
-                "events: the run has several optimizers, and only runs of one can be replayed; if one is a merged head,"
-                " pass its name as merged="
-            )
-        if event.kind == "push":
-            self._head_access(event)
-        elif event.kind == "restructure" and self._served_head is not None:
-            self._served_head.restructure(event.group, _tree(event, {}))
 
     def _take_of_run(self, event: Event) -> None:
         group = self._groups.get(event.group)
@@ -301,9 +272,7 @@ class _Replay:
     def result(self) -> Replayed:
         if not self._is_formed:
             raise ConfigurationError("events: the record is empty")
-        weights = dict(zip(self._body, copies(self._served.master.weights()), strict=True))
-        if self._served_head is not None:
-            weights |= dict(zip(self._head, copies(self._served_head.master.weights()), strict=True))
+        weights = dict(zip(self._parameters, copies(self._served.master.weights()), strict=True))
         groups = {number: copies(group.replica.weights()) for number, group in self._groups.items()}
         return Replayed(weights, self._served.master.clock, groups)
 
@@ -331,33 +300,28 @@ class _Replay:
         if not self._is_formed:
             self._is_formed = True
             at_server = self._optimizer if method.steps_at == "server" else None
-            self._served = self._served_of(self._body, at_server, event.clock, method, topology, event.servers)
-            if self._head:
-                if (both := ActivationFormats.of(self._wire_format)) != RAW_ACTIVATIONS:
-                    self._tail.forward = RoundedHead(self._tail, both)
-                self._served_head = self._served_of(self._head, self._optimizer, 0, AsyncSGD(), topology)
+            self._served = self._served_of(at_server, event.clock, method, topology, event.servers)
         else:
             self._served.change_method(method, topology.alive)
-        self._served.answer_in(self._wire_format.answers, self._overlap)
+        self._served.answer_in(self._wire_format.answers)
         self._groups = {number: self._new_group(number, topology) for number in topology.alive}
 
     def _divided(self, servers: int) -> Partition:
-        layout = Layout.of({name: parameter.detach() for name, parameter in self._body.items()})
+        layout = Layout.of({name: parameter.detach() for name, parameter in self._parameters.items()})
         at_servers = self._optimizer if self._method.steps_at == "server" else None
         return Partition.of(layout, servers, is_elementwise(self._method, at_servers))
 
     def _served_of(
         self,
-        parameters: dict[str, nn.Parameter],
         optimizer: Optimizer | None,
         clock: int,
         method: Method,
         topology: Topology,
-        servers: int = 1,
+        servers: int,
     ) -> ServedParameters:
-        names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self._parameters.items()}
         description = describe(optimizer, names) if optimizer is not None else None
-        weights = {name: self._start[name] for name in parameters}
+        weights = {name: self._start[name] for name in self._parameters}
         resolve = resolve_also(self._optimizer)
         return ServedParameters(description, weights, clock, method, topology.alive, resolve, servers=servers)
 
@@ -372,7 +336,7 @@ class _Replay:
         return self._make_group(number, topology.members(number), topology.alive)
 
     def _make_group(self, number: int, ranks: tuple[int, ...], peers: tuple[int, ...]) -> _Group:
-        replica = own_replica(self._make, self._model, self._body, self._served.master.weights(), number)
+        replica = own_replica(self._make, self._model, self._parameters, self._served.master.weights(), number)
         replica.clock, replica.peers = self._served.master.clock, peers
         replica.servers = len(self._split.shares)
         core = GroupCore(self._method, self._wire_format, overlap=self._overlap)
@@ -404,7 +368,7 @@ class _Replay:
             )
         parameter = self._model.get_parameter(name)
         parameter.requires_grad_(True)
-        self._body[name] = self._parameters[name] = parameter
+        self._parameters[name] = parameter
         self._bench = self._new_bench()
 
     def _arrange(self, group: _Group) -> None:
@@ -426,62 +390,37 @@ class _Replay:
         if event.elsewhere:
             each = zip(self._split.places, (event.present, *event.elsewhere), strict=True)
             absent = {place for places, flags in each for place, there in zip(places, flags, strict=False) if not there}
-            present = tuple(place not in absent for place in range(len(self._body)))
+            present = tuple(place not in absent for place in range(len(self._parameters)))
         group.present = present
-        for name, own, there in zip(self._body, group.replica.ordered, present, strict=False):
+        for name, own, there in zip(self._parameters, group.replica.ordered, present, strict=False):
             if there:
                 own.requires_grad_(True)
-            if there and not self._body[name].requires_grad:
-                self._body[name].requires_grad_(True)
+            if there and not self._parameters[name].requires_grad:
+                self._parameters[name].requires_grad_(True)
                 self._bench = self._new_bench()
 
     def _train(self, group: _Group, epoch: int, spans: Spans, hyperparameters: Hyperparameters) -> None:
         """Compute the gradients of these batches, and continue the group with each."""
         for start, stop in spans:
-            if (start, stop) in group.ahead:
-                group.ahead.remove((start, stop))
-            else:
-                self._step(group, epoch, (start, stop), hyperparameters)
+            self._step(group, epoch, (start, stop), hyperparameters)
 
-    def _step(
-        self, group: _Group, epoch: int, span: tuple[int, int], hyperparameters: Hyperparameters
-    ) -> list[Tensor | None]:
-        """Continue the group with its part of one gradient, and return the head's part."""
+    def _step(self, group: _Group, epoch: int, span: tuple[int, int], hyperparameters: Hyperparameters) -> None:
+        """Continue the group with one gradient."""
         if not isinstance(need := group.core.waits_for(0), NextGradient):
             raise ProtocolError(f"the record has {group.ranks} train {span}, but they want {need}")
         members = len(group.ranks)
         parts = [positions(Batch(*span, 0), member, members) for member in range(members)]
         weights: dict[str, Tensor] = {**self._start, **group.others}
-        weights |= dict(zip(self._body, group.replica.weights(), strict=False))
-        if self._served_head is not None:
-            weights |= dict(zip(self._head, self._served_head.master.weights(), strict=True))
+        weights |= dict(zip(self._parameters, group.replica.weights(), strict=False))
         ordered = [weights[name] for name in self._parameters]
         result = self._bench.compute(ordered, [self._batches(epoch, part) for part in parts])
         gradient = dict(zip(self._parameters, result.gradient, strict=True))
         used = hyperparameters or hyperparameters_of(group.replica.optimizer, set(group.replica.ordered))
-        own = [gradient[name] for name, _ in zip(self._body, group.replica.ordered, strict=False)]
+        own = [gradient[name] for name, _ in zip(self._parameters, group.replica.ordered, strict=False)]
         if len(group.present) == len(own):
             own = [tensor if there else None for tensor, there in zip(own, group.present, strict=True)]
         group.core.steps_take(0, self._step_time)
         self._continue(group, group.core.gradient(0, Gradient(own, used)))
-        return [gradient[name] for name in self._head]
-
-    def _head_access(self, event: Event) -> None:
-        """Replay a group's access to the merged head: compute its gradient, and step the head with it."""
-        group, served = self._groups.get(event.group), self._served_head
-        if group is None or served is None:
-            return
-        if event.note or not event.spans:
-            raise ConfigurationError(
-                "events: accesses to a merged head can be replayed if the data was leased and nothing was clipped"
-            )
-        # The access must read the present weights, so the bench computes before they move.
-        gradient = self._step(group, event.epoch, event.spans[-1], ())
-        group.ahead.add(event.spans[-1])
-        message = _message(event, gradient)
-        if (served.take(event.group, message, gradient) is None) != event.refused:
-            raise ProtocolError(f"the record says {event}, but here it was the other way round")
-        self._check_clock(event, served)
 
     def _answer(self, group: _Group, pulled: Pulled) -> None:
         """Continue the group up to its next need that the record answers; an exchange in flight is answered later."""

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_omni.checks import check_kind
+from lightning_omni.combinations import refuse_pairs
 from lightning_omni.errors import ConfigurationError, OmniError
 from lightning_omni.group.core import GroupCore
 from lightning_omni.methods import HardSync, Method, checked, method_named
 from lightning_omni.methods.contract import Total
 from lightning_omni.methods.model.replica import Replica
-from lightning_omni.methods.overlap import check_overlap
 from lightning_omni.server.event_log import Recorder
 from lightning_omni.simulator.cluster import Cluster, Failure, ServerRestart
 from lightning_omni.simulator.engine import Engine, Priority, Timeline
@@ -40,7 +40,6 @@ from lightning_omni.simulator.workload import Workload
 from lightning_omni.topology import GroupId, Topology
 from lightning_omni.trace import Trace
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.codec import ActivationFormats
 from lightning_omni.wire.compression import Compression
 from lightning_omni.wire.formats import WireFormat
 from lightning_omni.wire.layout import Layout
@@ -133,8 +132,7 @@ class Simulation:
             return Gradients(self._engine, bench)
         one = self._samples.batch(self._samples.at(0, range(1)))
         sizes = head.sizes(self._model, workload.loss, one)
-        wire = ActivationFormats.of(self._wire_format)
-        return MergedHeadGradients(self._engine, bench, head, self._costs, sizes, wire)
+        return MergedHeadGradients(self._engine, bench, head, self._costs, sizes)
 
     def _form(self) -> None:
         """Form the groups at the server, and send it weights and optimizers."""
@@ -145,7 +143,7 @@ class Simulation:
             parts.append(part_of(self._head.parameters, self._optimizer, self._head.part(self._batches.seed)))
         self.server.form(method, self._wire_format, self._formation.overlap, parts)
         if self._head is not None:
-            self._head.install(self.server, ActivationFormats.of(self._wire_format))
+            self._head.install(self.server)
 
     def _add_groups(self) -> None:
         self._context = SimulationContext(
@@ -410,7 +408,7 @@ def simulate(
         compression: the formats in which tensors are sent, as with ``OmniStrategy(compression=...)``. Links take the
             time of the encoded bytes; the members' unsent residuals are stored as their mean.
         overlap: exchanges travel while groups compute their next gradient, as with ``OmniStrategy(overlap=True)``; for
-            methods whose optimizer steps at the server.
+            async_sgd.
         computation: how devices compute gradients; None for the defaults.
         record: receives every event at the server, as from `lightning_omni.server.ServerCore`.
         progress: True shows a progress bar; or a function, called with the fraction done and a text. With either,
@@ -453,9 +451,7 @@ def simulate(
     chosen = method_named(method) if isinstance(method, str) else checked(method)
     chosen.check(len(topology.alive))
     formats = Compression.of(compression)
-    formats.check(chosen)
-    if overlap:
-        check_overlap(chosen)
+    refuse_pairs(chosen, _features(cluster, batches.computation, formats, merged, overlap))
     check_restarts(cluster, topology, chosen, merged, record)
     formation = Formation(chosen, topology, merged, formats, overlap)
     if topology.is_synchronous:
@@ -466,6 +462,25 @@ def simulate(
         run = Simulation(workload, cluster, formation, batches, limits, evaluation, record)
         with progress_of(progress) as shown:
             return run.run(shown, returns_if_interrupted=progress is not False)
+
+
+def _features(
+    cluster: Cluster,
+    computation: Computation,
+    formats: Compression,
+    merged: str | None,
+    overlap: bool,
+) -> dict[str, str]:
+    """Return the features of `lightning_omni.combinations` that a run uses, each as the caller wrote it."""
+    rejoins = any(isinstance(event, Failure) and event.until is not None for event in cluster.events)
+    used = {
+        "merged": (merged is not None, f"merged={merged!r}"),
+        "overlap": (overlap, "overlap=True"),
+        "servers": (cluster.servers != 1, f"Cluster(servers={cluster.servers!r})"),
+        "joining": (rejoins, "Failure(until=...)"),
+        "rebalance": (computation.rebalance == "auto", 'Computation(rebalance="auto")'),
+    }
+    return {**{name: given for name, (is_used, given) in used.items() if is_used}, **formats.features}
 
 
 def check_restarts(

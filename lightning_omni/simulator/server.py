@@ -479,10 +479,6 @@ class PartitionedFormat(WireFormat, frozen=True, kw_only=True, dict=True, tag="b
     def _each(self) -> WireFormat:
         return from_wire(self.wire_format)
 
-    @property
-    def activations(self) -> WireFormat:
-        return self._each.activations  # the first server holds the whole merged head
-
     def sizes(self, layout: Layout) -> tuple[int, int]:
         least, most = zip(*map(self._each.sizes, self._split_of(layout).shares), strict=True)
         lengths = _LENGTH * len(self.split.shares)

@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_omni.checks import check_choice, check_kind, keep_plain
+from lightning_omni.combinations import refuse_pairs
 from lightning_omni.errors import ConfigurationError, UnknownArgument
 from lightning_omni.methods import Method
 from lightning_omni.runtime.model.meshes import FSDP, ModelParallel, Sharding, shown
@@ -147,16 +148,6 @@ class FitOptions:
         keep_plain(self)
         check_kind("merged", self.merged, (str, type(None)), "the name of a submodule, or None")
         check_choice("validation", self.validation, ("wait", "published"))
-        if self.data == "static" and self.rebalance == "auto":
-            raise ConfigurationError(
-                'rebalance="auto" with data="static": samples that are dealt out beforehand cannot be split by'
-                ' speed; pass data="dynamic", or rebalance="off"'
-            )
-        if self.data == "static" and self.validation == "published":
-            raise ConfigurationError(
-                'validation="published" with data="static": the samples that the server deals out tell when a'
-                ' validation is due; pass data="dynamic", or validation="wait"'
-            )
 
     def check(self, world: WorldOptions, ddp: Mapping[str, Any]) -> None:
         """Reject arguments that exclude each other, or arguments of the same strategy's world and of DDPStrategy.
@@ -170,41 +161,19 @@ class FitOptions:
                 f"Compression(all_reduce={all_reduce!r}) and ddp_comm_hook={ddp['ddp_comm_hook']!r}: both say how"
                 " gradients are averaged; leave one of them out"
             )
-        if world.elastic.join:
-            self._check_join()
+        used = {
+            "merged": (self.merged is not None, f"merged={self.merged!r}"),
+            "static": (self.data == "static", 'data="static"'),
+            "rebalance": (self.rebalance == "auto", 'rebalance="auto"'),
+            "published": (self.validation == "published", 'validation="published"'),
+        }
+        own = {name: given for name, (is_used, given) in used.items() if is_used}
+        refuse_pairs(world.resolved_method(), {**own, **world.features})
         if world.is_sharded:
             self._check_sharded(world.model_parallel, ddp)
 
-    def _check_join(self) -> None:
-        """Reject options that do not work with groups that join on their own."""
-        if self.data == "static":
-            raise ConfigurationError(
-                'data="static" and elastic=True: samples that are dealt out beforehand leave none for a group that'
-                ' joins; pass data="dynamic"'
-            )
-        if self.merged is not None:
-            raise ConfigurationError(
-                f"merged={self.merged!r} and elastic=True: a merged head's access is dealt out to the groups that were"
-                " formed; leave merged= out"
-            )
-
     def _check_sharded(self, sharding: Sharding, ddp: Mapping[str, Any]) -> None:
-        """Reject options that do not work where the members of a group hold the model together."""
-        if self.merged is not None:
-            raise ConfigurationError(
-                f"merged={self.merged!r} and {shown(sharding)}: a merged head is handed to one server whole, and each"
-                " member of a group has a part of it; leave merged= or model_parallel= out"
-            )
-        if self.validation == "published":
-            raise ConfigurationError(
-                f'validation="published" and {shown(sharding)}: the weights of a validation are fetched whole by one'
-                ' group; pass validation="wait", or leave model_parallel= out'
-            )
-        if self.rebalance == "auto" and isinstance(sharding, ModelParallel):
-            raise ConfigurationError(
-                f'rebalance="auto" and {shown(sharding)}: ranks that compute one batch together cannot get different'
-                ' parts of it; pass rebalance="off", or model_parallel="fsdp"'
-            )
+        """Reject arguments of DistributedDataParallel where the members of a group hold the model together."""
         own = {"timeout", "process_group_backend", "start_method", "accelerator", "parallel_devices"}
         own |= {"cluster_environment", "checkpoint_io", "precision_plugin"}
         defaults = inspect.signature(DistributedDataParallel).parameters  # LightningCLI passes all of them

@@ -155,7 +155,7 @@ class Checkpoints:
         The hyperparameters are those of this rank. (The server's are those of the last push, one scheduler step
         behind.)
         """
-        if all(world.steps_here(part) for part in world.parts if part.optimizer is optimizer):
+        if world.steps_at_worker:
             return own
         if self._snapshot is None:
             self._snapshot = world.exchange.store.snapshot()
@@ -280,7 +280,7 @@ def _evaluated(world: World, module: Module, snapshot: ServerSnapshot) -> dict[T
         own: value
         for part, theirs in zip(world.parts, snapshot.parts, strict=True)
         for name, value in theirs["weights"].items()
-        if world.method.evaluated != "mean" or part.head is not None
+        if world.method.evaluated != "mean"
         if (own := part.replica.parameters.get(name, mine.get(name))) is not None
     }
 

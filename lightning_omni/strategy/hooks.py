@@ -91,7 +91,7 @@ class OmniStrategyHooks(SavingStrategy):
         compression: the formats in which tensors are sent, for slow networks: ``"int8"`` or the like for pushes, or a
             `Compression` for pushes, pulls and the averages inside a group: see docs/reference/wire-formats.md.
         overlap: whether a group computes its next gradient during an exchange, which makes that gradient one step
-            staler; for methods whose optimizer steps at the server. Use it where exchanges take long: see
+            staler; for async_sgd. Use it where exchanges take long: see
             docs/explanation/staleness.md. With one group this has no effect.
         server: ``"tcp://host:port"`` of a running parameter server (``lightning-omni serve``); ``"per-node"``, which
             starts one server on each node; or a `Server`. Without an address LIGHTNING_OMNI_SERVER is used, and the
@@ -169,8 +169,6 @@ class OmniStrategyHooks(SavingStrategy):
         self._listener: Listener | None = None
         self.run_states = RunStates(self)
         self.epochs.on_parted = self.run_states.store
-        self.epochs.published.on_ended = self.run_states.renew
-        self.epochs.published.follow_recorder = self.follow_recorder
         self.signals = Signals(self.terminated_class)
         self.rejoining = Rejoining()
         self.checkpoints = Checkpoints(self.rank_zero_warn)
@@ -371,7 +369,7 @@ class OmniStrategyHooks(SavingStrategy):
             self.grouping.check(trainer)
             self.run_states.check(trainer)
             self.signals.prepare(requeue_signal(self.cluster_environment))
-            self._listener = Listener(self, self.nested, trainer, self.signals, self.arrangement.form_wanted_groups)
+            self._listener = Listener(self, self.nested, trainer, self.signals)
             self.epochs.connect(trainer, self.world)
         super().setup(trainer)
         if self._is_fitting(trainer):

@@ -160,7 +160,6 @@ class RunStates:
             "counters": progress_counters(trainer)[1:],
             "samples": strategy.epochs.samples,
             "progress": None if progress is None else msgspec.to_builtins(progress),
-            "validations": strategy.epochs.published.state,
             "metrics": cached_metric_values(trainer),
             "order": strategy.epochs.data.order,
             "split": strategy.epochs.data.split,
@@ -239,7 +238,6 @@ class RunStates:
             plan=joined.plan,
             samples=tree["samples"],
             progress=msgspec.convert(tree["progress"], Progress | None),
-            validations=tree["validations"],
             split=tree["split"],
         )
         strategy.epochs.enter(entered, schedule)

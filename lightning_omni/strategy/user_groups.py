@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.runtime.balance import Balance
 from lightning_omni.runtime.parallel_state import Communication
 from lightning_omni.strategy.grouping import GroupedStrategy
@@ -32,11 +31,6 @@ class UserGroupsStash:
         self._strategy = strategy
         self._users: UserGroups | None = None
 
-    @property
-    def is_stashed(self) -> bool:
-        """Return whether a tuner chooses the groups, so that those of the user are stored."""
-        return self._users is not None
-
     def stash(self) -> None:
         """Store the user's groups and communication settings before a tuner replaces them, for a later fit."""
         if self._users is None:
@@ -56,25 +50,6 @@ class UserGroupsStash:
         if groups != len(self._strategy.world.topology.alive):
             self._strategy.form(groups)
             self._strategy.announce_groups()
-
-    def form_wanted_groups(self) -> None:
-        """Form as many groups as an operator of the run has requested. All ranks call it between two epochs."""
-        strategy, world = self._strategy, self._strategy.world
-        if world.control is None or world.registration is not None or not strategy.proxies:
-            return
-        status = world.control.status
-        [wanted] = world.all_reduce_max([status.wanted_groups if status is not None else 0])
-        if wanted in (0, len(world.live_groups)):
-            return
-        if self.is_stashed:
-            strategy.rank_zero_info(
-                f"OmniStrategy: {wanted} groups were asked for; OmniTuner decides how many there are"
-            )
-            return
-        try:
-            strategy.regroup(wanted)
-        except (ConfigurationError, UnsupportedError) as error:
-            strategy.rank_zero_info(f"OmniStrategy: {wanted} groups were asked for, and cannot be formed: {error}")
 
     def restore(self) -> None:
         """Restore the user's choice at the setup of a fit; if ranks were lost, only the merged head is restored."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar
 
 import msgspec
 import torch
@@ -26,7 +26,6 @@ from lightning_omni.errors import (
     Refused,
     is_failure_reason,
 )
-from lightning_omni.group.sharded_inbox import ShardedInbox
 from lightning_omni.methods import Inbox
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats.base import RAW, WireFormat
@@ -236,10 +235,6 @@ class Control(ABC):
     @property
     def cause(self) -> OmniError | None:
         return self._ended
-
-    @property
-    def is_ended(self) -> bool:
-        return self.cause is not None
 
     def check(self) -> None:
         """Raise the error that ended this rank's run, if any. A rank that waits for the server calls it repeatedly."""
@@ -503,26 +498,6 @@ class Peers(Protocol):
 
     def close(self) -> None:
         """Close the connections in both directions."""
-
-
-@runtime_checkable
-class ShardedPeers(Peers, Protocol):
-    """The connections of a member that has a share of the model to its counterparts in other groups.
-
-    The members of a group use them to agree: see `lightning_omni.runtime.group_exchange`.
-    """
-
-    def hold(self, group: int, optimizer: int) -> int:
-        """Fix the publication that the next `read` returns; return its number, 1 for the group's first, 0 for none."""
-
-    def takes(self, group: int) -> bool:
-        """Return whether a message to that group would be sent now."""
-
-    def send_part(self, group: int, optimizer: int, tensors: Sequence[Tensor], sender: int, number: int) -> None:
-        """Put a part of a message into a group's inbox; see `lightning_omni.group.sharded_inbox`."""
-
-    def arrivals(self, optimizer: int) -> AbstractContextManager[ShardedInbox]:
-        """Return a context with all arrivals, during which no further one is added."""
 
 
 def refused_return(no: Refused) -> ConnectionLost:

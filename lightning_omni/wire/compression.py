@@ -13,9 +13,8 @@ from torch import Tensor
 
 from lightning_omni.checks import check_choice, check_kind, check_whole
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.methods import Method
 from lightning_omni.registry import Registry
-from lightning_omni.wire.formats import PerDirection, wire_of
+from lightning_omni.wire.formats import PerDirection, TopK, wire_of
 from lightning_omni.wire.formats.base import RAW, WireFormat, to_wire
 
 __all__ = [
@@ -329,6 +328,11 @@ class Compression:
             check_kind(f"Compression({way}", getattr(self, way), (str, WireFormat), wanted)
         wanted = 'a name such as "powersgd:4", or a value such as PowerSGD(rank=4)'
         check_kind("Compression(all_reduce", self.all_reduce, (str, AllReduce), wanted)
+        if isinstance(wire_of(self.pull), TopK):
+            raise ConfigurationError(
+                f"Compression(pull={self.pull!r}): answers are not added up, and what one leaves out the next does not"
+                ' bring; pass "bf16", "fp16" or "int8"'
+            )
         self.wire_format  # noqa: B018 - raises the error of a name that does not exist
         self.all_reduce_format  # noqa: B018
 
@@ -354,9 +358,16 @@ class Compression:
         """Return the format of averages as a value."""
         return all_reduce_of(self.all_reduce)
 
-    def check(self, method: Method) -> None:
-        """Raise `ConfigurationError` if a method cannot be used with the format of pushes or of pulls."""
-        self.wire_format.check(method)
+    @property
+    def features(self) -> dict[str, str]:
+        """Return the features of `lightning_omni.combinations` that these formats use, each as the user wrote it."""
+        used = {
+            "lossy": (self.wire_format != RAW, self.given),
+            "lossy_pull": (self.wire_format.answers != RAW, self.given),
+            "topk": (isinstance(self.wire_format.pushes, TopK), self.given),
+            "all_reduce": (self.all_reduce_format != EXACT, f"Compression(all_reduce={self.all_reduce!r})"),
+        }
+        return {name: given for name, (is_used, given) in used.items() if is_used}
 
     @property
     def given(self) -> str:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_omni.errors import ConfigurationError, MalformedMessage, UnsupportedError
+from lightning_omni.errors import MalformedMessage, UnsupportedError
 from lightning_omni.methods import Method
 from lightning_omni.methods.contract import Tensors, Total
 from lightning_omni.methods.model.fragments import FRAGMENTS, divide
@@ -379,24 +379,6 @@ def over_parameters(tree: Any, specs: Sequence[TensorSpec], make: Callable[[Any,
 def is_elementwise(method: Method, optimizer: Optimizer | None) -> bool:
     """Return whether tensors may be cut, for a method and an optimizer (None if it steps at the workers)."""
     return method.elementwise and (optimizer is None or class_path(type(optimizer)) in ELEMENTWISE)
-
-
-def check_by_member(method: Method, inside: str) -> None:
-    """Raise `ConfigurationError` unless a method allows each member of a group to exchange a share of the model.
-
-    ``inside`` is the way in which they hold the model, as the user has passed it.
-    """
-    given = f"{inside} and method={type(method).__name__}"
-    if method.fragments > 1:
-        raise ConfigurationError(
-            f"{given} with fragments={method.fragments}: fragments are cut out of whole parameters, and each member"
-            " has a part of them; pass fragments=1"
-        )
-    if not method.elementwise:
-        raise ConfigurationError(
-            f"{given}: it does not treat each number of the weights by itself, and no server has all of them; use"
-            " another method, or leave model_parallel= out"
-        )
 
 
 def check_by_parts(method: Method, optimizer: Optimizer, inside: str) -> None:

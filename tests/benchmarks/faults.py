@@ -104,7 +104,7 @@ def train(folder: Path, epochs: int, step: float, more: argparse.Namespace) -> N
     else:
         from lightning_omni import OmniStrategy
 
-        strategy, devices, resumes, every = OmniStrategy(validation=more.validation), 1, None, None
+        strategy, devices, resumes, every = OmniStrategy(), 1, None, None
 
     logging.basicConfig(format="%(asctime)s %(message)s")
     torch.set_num_threads(1)
@@ -207,7 +207,7 @@ class Fleet:
         }
         self._member = [sys.executable, "-W", "ignore", __file__, "--member", str(folder)]
         self._member += ["--epochs", str(args.epochs), "--step", str(args.step)]
-        self._member += ["--validation", args.validation, "--validate-every", str(args.validate_every)]
+        self._member += ["--validate-every", str(args.validate_every)]
         self._member += ["--save-every", str(args.save_every)]
         self._member += ["--average"] if args.average else []
         self._serve = [sys.executable, "-m", "lightning_omni", "serve", "--once", *self._address()]
@@ -591,7 +591,6 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--step", type=float, default=0.2, help="seconds of a batch")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS[:-1], help="what happens")
-    parser.add_argument("--validation", choices=("wait", "published"), default="wait")
     parser.add_argument("--validate-every", type=float, default=1.0, help="part of an epoch")
     parser.add_argument("--spare", type=int, default=0, help="groups to which nothing happens; what they hold is shown")
     parser.add_argument("--save-every", type=float, default=2.0, help="seconds between two saves of the server's state")

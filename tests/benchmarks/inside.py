@@ -65,8 +65,6 @@ TURNS: dict[str, bool] = {
     "diloco:period=5": False,
     "async_diloco:period=5,dynamic_steps=False": True,
     "decoupled_diloco:period=5,fragments=1": True,
-    "gossip:kind=pull,period=3": True,
-    "gossip:kind=push,period=3": True,
 }
 """Methods, and whether their groups need turns: those of the others wait for each other."""
 

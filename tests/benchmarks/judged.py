@@ -38,6 +38,7 @@ from rich.progress import track
 from rich.table import Table
 from tasks import CLUSTERS, JUDGING, RANKS, TASKS, Outcome, Task, cluster_of
 
+from lightning_omni.combinations import refuse_pairs
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import method_named, with_period
 from lightning_omni.simulator import Cluster
@@ -220,7 +221,7 @@ def fastest_wire(evidence: Evidence, setting: Setting) -> str:
 
 def _can_travel(method: str, wire: str) -> bool:
     try:
-        compression_named(wire).check(method_named(method))
+        refuse_pairs(method_named(method), compression_named(wire).features)
     except ConfigurationError:
         return False
     return True

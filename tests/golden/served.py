@@ -609,10 +609,10 @@ HEAD = 1
 class Head:
     """A merged head beside the body, and what groups say to it."""
 
-    def __init__(self, session: Session, method: str = "async_sgd") -> None:
+    def __init__(self, session: Session) -> None:
         self.session = session
         session.join_all()
-        session.form(method, *APART)
+        session.form("async_sgd", *APART)
         module = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
         with torch.no_grad():
             for place, parameter in enumerate(module.parameters()):
@@ -651,10 +651,10 @@ class Head:
         self.session.data(group, message, payload)
 
 
-def merges(method: str) -> Session:
+def merges() -> Session:
     """Access to a merged head: in line, given up, refused, clipped, cut short by a death."""
     session = Session()
-    head = Head(session, method)
+    head = Head(session)
     for group in (0, 1, 2):
         head.forward(group, 30 + group)
     head.forward(3, 40, exclusive=False)
@@ -797,7 +797,7 @@ def travels() -> Outcome:
     return Outcome(digest(sorted(bits)), (), bits)
 
 
-OBSERVING = ("Observe", "ObserverProof", "ObserverWelcome", "AskOverview", "Overview", "Evict", "SetGroups", "SaveNow")
+OBSERVING = ("Observe", "ObserverProof", "ObserverWelcome", "AskOverview", "Overview", "Evict", "SaveNow")
 ASKING = ("AskServer", "ServerDescription", "Echo", "Echoed")
 ENLISTING = ("RegisterGroup", "GroupRegistered", "StoreRunState", "RunStateStored", "ReadRunState", "StoredRunState")
 TRAVELLING = (
@@ -825,8 +825,7 @@ def sessions() -> dict[str, Callable[[], Session]]:
     for method in ("async_sgd", "hardsync", "local_sgd:period=3"):
         found[f"served {method}, two optimizers"] = partial(steps_two, method)
         found[f"served {method}, parameters come"] = partial(grows, method)
-    for method in ("async_sgd", "elastic_averaging:period=3"):
-        found[f"served {method}, merged head"] = partial(merges, method)
+    found["served async_sgd, merged head"] = merges
     return found | {
         "served groups that come and go": joins,
         "served validations while groups train": publishes,

@@ -225,16 +225,11 @@ def simulated(
     return outcome_of(trace, events)
 
 
-def replayed(method: str, topology: int | Topology, cluster: Cluster, merged: str | None = None) -> Outcome:
+def replayed(method: str, topology: int | Topology, cluster: Cluster) -> Outcome:
     """A run in virtual time, and what a replay of its record comes to."""
     events: list[Event] = []
-    model = Headed() if merged else Network()
-    settings: dict[str, Any] = {
-        "batch_size": 4,
-        "seed": SEED,
-        "merged": merged,
-        "computation": Computation(batched=False),
-    }
+    model = Network()
+    settings: dict[str, Any] = {"batch_size": 4, "seed": SEED, "computation": Computation(batched=False)}
     trace = simulate(
         method,
         topology,
@@ -244,12 +239,12 @@ def replayed(method: str, topology: int | Topology, cluster: Cluster, merged: st
         limits=Limits(updates=updates_of(method)),
         **settings,
     )
-    return replay_of(events, model, merged, outcome_of(trace, events))
+    return replay_of(events, model, outcome_of(trace, events))
 
 
-def replay_of(events: Iterable[Event], model: nn.Module, merged: str | None, first: Outcome | None = None) -> Outcome:
+def replay_of(events: Iterable[Event], model: nn.Module, first: Outcome | None = None) -> Outcome:
     """What a replay ends with; and the run before it, if there was one."""
-    again = replay(events, model, loss, _batches, sgd, merged)
+    again = replay(events, model, loss, _batches, sgd)
     weights = {name: weight.numpy() for name, weight in again.weights.items()}
     groups = {str(number): own for number, own in again.groups.items()}
     kept = [number for own in groups for number in own]
@@ -366,9 +361,6 @@ def _happenings() -> dict[str, Case]:
     found["simulated merged head, a group dies"] = _case(
         "async_sgd", 4, dies, Headed, merged="head", limits=Limits(epochs=2)
     )
-    found["simulated merged head, elastic averaging"] = _case(
-        "elastic_averaging:period=2", 4, uneven(), Headed, merged="head"
-    )
     found["simulated merged head at the same moments"] = _case("async_sgd", 4, equal(), Headed, merged="head")
     return found | {
         "simulated softsync with plain rates": _case(SoftSync(n=2, modulation="none"), 4, uneven()),
@@ -420,6 +412,5 @@ def _replays() -> dict[str, Case]:
             found[f"replayed {method}"] = partial(replayed, method, 4, uneven())
     return found | {
         "replayed death": partial(replayed, "hardsync", 4, uneven(events=[Failure(3, 0.02)])),
-        "replayed merged head": partial(replayed, "async_sgd", 4, uneven(), "head"),
-        "replayed regroup": lambda: replay_of(regrouped(), Network(), None),
+        "replayed regroup": lambda: replay_of(regrouped(), Network()),
     }

@@ -26,16 +26,7 @@ INSIDE = OPTIONS.get("inside", "ddp")  # or "fsdp", or a mesh, as "1 x 2"
 class Member(Net):
     """Writes down what it has trained, in which epoch, and at which rate."""
 
-    held = validates = -1
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        epoch = self.current_epoch
-        if epoch != self.validates and not self.trainer.sanity_checking:
-            self.validates = epoch
-            (FOLDER / f"{NAME}{self.global_rank}-validates-{epoch}").touch()
-            while epoch in OPTIONS.get("hold_validation", ()) and not self.trainer.strategy.signals.is_told_to_end:
-                time.sleep(0.02)
-        super().validation_step(batch, batch_idx)
+    held = -1
 
     def setup(self, stage: str) -> None:
         self.come_to("setup")

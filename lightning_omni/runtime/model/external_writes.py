@@ -123,7 +123,7 @@ class ExternalWrites:
         if (
             parallel.exchanges
             and part.head is None
-            and not parallel.steps_here(part)
+            and not parallel.steps_at_worker
             and (names := part.replica.written(in_passing=True))
         ):
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -167,16 +167,12 @@ class ExternalWrites:
     def _know_states(self) -> None:
         """Record that the server has the present state and attributes of the optimizers."""
         self._states_seen = {part.optimizer: part.optimizer.state for part in self._parallel.parts}
-        stepping = {part.optimizer for part in self._parallel.parts if self._parallel.steps_here(part)}
-        self._attributes_seen = {
-            part.optimizer: plain_attributes_of(part.optimizer)
-            for part in self._parallel.parts
-            if part.optimizer not in stepping
-        }
+        served = [] if self._parallel.steps_at_worker else self._parallel.parts
+        self._attributes_seen = {part.optimizer: plain_attributes_of(part.optimizer) for part in served}
 
     def _is_state_written(self, part: Part) -> bool:
         """Return whether user code wrote the state of an optimizer that steps at the server, and so has none here."""
-        if self._parallel.steps_here(part):
+        if self._parallel.steps_at_worker:
             return False
         state: Any = part.optimizer.state
         if isinstance(state, ServedState):

@@ -24,7 +24,7 @@ from lightning_omni.runtime.model.replica import Part
 from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.runtime.server_exchange import ServerExchange
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.codec import ActivationFormats, Packed, unpack
+from lightning_omni.wire.codec import Packed, unpack
 from lightning_omni.wire.layout import DTYPES
 
 _Answer = TypeVar("_Answer", bound=m.Message)
@@ -59,8 +59,7 @@ class RemoteHead:
         self._exchange, self._parameter_groups = exchange, parameter_groups
         self._parallel, self._part, self._number, self._name, self._module = parallel, part, number, name, module
         self._parameters = set(part.replica.ordered)
-        wire = ActivationFormats.of(parallel.core.wire_format)
-        self.side = MergedHeadClient(name, number, module, part.optimizer, part.replica.ordered, wire)
+        self.side = MergedHeadClient(name, number, module, part.optimizer, part.replica.ordered)
         self._own = module.forward
         self._rows: list[int] = []
         self._output: Any = None
@@ -107,7 +106,7 @@ class RemoteHead:
         """Return the output for this rank's rows, on which the head is not trained; a rank may request it alone."""
         with self._exchange.timed():
             answer, payload = self._ask(self._forward(tree, exclusive=False), m.HeadOutput)
-        output = unpack(answer.packed, self.side.flat_of(answer.packed, payload))
+        output = unpack(answer.packed, payload)
         return with_tensors(output, [tensor.to(self._parallel.device) for tensor in tensors_of(output)])
 
     def step_done(self) -> None:
@@ -141,7 +140,6 @@ class RemoteHead:
             if parallel.is_leader:
                 answer, payload = self._ask(self._forward(with_tensors(tree, whole), exclusive=True), m.HeadOutput)
                 packed = answer.packed
-                payload = self.side.flat_of(packed, payload)
             note = self._exchange.members.broadcast_bytes(msgspec.msgpack.encode(packed))
             packed = msgspec.msgpack.decode(note, type=Packed)
             views = packed.layout.views(payload) if parallel.is_leader else []
@@ -182,7 +180,7 @@ class RemoteHead:
             if parallel.is_leader:
                 mean = 1 / len(parallel.members)  # as DDP averages over ranks
                 answer, payload = self._ask(self.side.backward(whole, parallel.core.place, mean), m.HeadGradients)
-                back = unpack(answer.packed, self.side.flat_of(answer.packed, payload))
+                back = unpack(answer.packed, payload)
                 there = msgspec.msgpack.encode(
                     ([gradient is not None for gradient in back], answer.applied, answer.refused_in_row)
                 )

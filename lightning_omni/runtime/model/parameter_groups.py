@@ -156,7 +156,7 @@ class ParameterGroups:
             self._exchange.peers.grow(index, grown)
             buffer = torch.cat([torch.zeros(first, dtype=torch.uint8), theirs])
             _take_over(list(fresh.values()), grown.views(buffer)[start:])
-        if not self._parallel.steps_here(part):  # rule 1 of `StateTransfer`
+        if not self._parallel.steps_at_worker:  # rule 1 of `StateTransfer`
             for parameter in part.optimizer.state.keys() & set(fresh.values()):
                 del part.optimizer.state[parameter]
         replica.release(set(held_by(part.optimizer)))
@@ -224,7 +224,7 @@ class ParameterGroups:
         return found
 
     def _tree(self, part: Part, fresh: Mapping[str, Parameter]) -> dict[str, Any]:
-        here = self._parallel.steps_here(part)
+        here = self._parallel.steps_at_worker
         return {
             "groups": self._describe(part, fresh, are_needed=not here),
             "weights": {name: parameter.detach() for name, parameter in fresh.items()},

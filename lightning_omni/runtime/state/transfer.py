@@ -117,7 +117,7 @@ class StateTransfer:
             self.seed()
             return ()
         if self._parallel.steps_at_worker:
-            self._share([part for part in self._parallel.parts if self._parallel.steps_here(part)])
+            self._share(self._parallel.parts)
         return self._take_back_everywhere() if self._parallel.is_synchronous else ()
 
     def agree(self) -> None:
@@ -130,9 +130,7 @@ class StateTransfer:
         self._parallel.make_groups()
         if self._parallel.replicas == 1:
             return
-        parts = [
-            part for part in self._parallel.parts if self._parallel.steps_here(part) or self._parallel.is_synchronous
-        ]
+        parts = self._parallel.parts if self._parallel.steps_at_worker or self._parallel.is_synchronous else []
         marks = [_mark(optimizer_state_of(part.optimizer)) for part in parts]
         both = self._parallel.process_groups.largest([*marks, *(-mark for mark in marks)], self._parallel.replica_group)
         least = both[len(parts) :]
@@ -145,7 +143,7 @@ class StateTransfer:
         if self._parallel.owns_state:
             parts = [
                 {
-                    "optimizer": None if self._parallel.steps_here(part) else part.replica.described(),
+                    "optimizer": None if self._parallel.steps_at_worker else part.replica.described(),
                     "weights": dict(zip(part.replica.parameters, part.replica.weights(), strict=True)),
                     "clock": part.replica.clock,
                     "method": None if state is None else part.replica.part_of(state),
@@ -156,7 +154,7 @@ class StateTransfer:
             ]
             self._exchange.store.seed(parts)
         for part in self._parallel.parts:
-            if not self._parallel.steps_here(part):
+            if not self._parallel.steps_at_worker:
                 for parameter in part.optimizer.state.keys() & set(part.replica.ordered):
                     del part.optimizer.state[parameter]
                 ServedState.install(part.optimizer, partial(self._warn_of_read, type(part.optimizer).__name__))
@@ -196,10 +194,11 @@ class StateTransfer:
         """
         parallel = self._parallel
         if parallel.registration is None:
-            for optimizer in dict.fromkeys(part.optimizer for part in parallel.parts if parallel.steps_here(part)):
+            local = parallel.parts if parallel.steps_at_worker else []
+            for optimizer in dict.fromkeys(part.optimizer for part in local):
                 self._take_from_recorder(optimizer)
             self.share_hyperparameters()
-        if not all(map(parallel.steps_here, parallel.parts)):
+        if parallel.parts and not parallel.steps_at_worker:
             self.take_back_in_groups()
 
     def _take_from_recorder(self, optimizer: Optimizer) -> None:
@@ -259,7 +258,7 @@ class StateTransfer:
             The ranges of the epoch that are trained, on the rank that has requested the state.
         """
         mine = self.take_back() if self._parallel.exchanges else ()
-        self._share([part for part in self._parallel.parts if not self._parallel.steps_here(part)])
+        self._share([] if self._parallel.steps_at_worker else self._parallel.parts)
         return mine
 
     def take_back(self) -> tuple[tuple[int, int], ...]:
@@ -268,9 +267,7 @@ class StateTransfer:
         Returns:
             The ranges of the epoch that are trained.
         """
-        snapshot = self._exchange.store.snapshot(
-            with_state=not all(map(self._parallel.steps_here, self._parallel.parts))
-        )
+        snapshot = self._exchange.store.snapshot(with_state=not self._parallel.steps_at_worker)
         self._give_back(snapshot)
         return snapshot.cut.trained
 
@@ -278,7 +275,7 @@ class StateTransfer:
         """Store each group's own state for the next snapshot. All ranks call it, at a synchronization point."""
         if self._parallel.exchanges:
             states = [
-                {**part.replica.own_state(whole=self._parallel.steps_here(part)), **self._residuals.saved(index)}
+                {**part.replica.own_state(whole=self._parallel.steps_at_worker), **self._residuals.saved(index)}
                 for index, part in enumerate(self._parallel.parts)
             ]
             try:
@@ -292,10 +289,8 @@ class StateTransfer:
         self._parallel.barrier()
 
     def _give_back(self, snapshot: ServerSnapshot) -> None:
-        for optimizer in dict.fromkeys(part.optimizer for part in self._parallel.parts):
-            if any(
-                part.optimizer is optimizer and not self._parallel.steps_here(part) for part in self._parallel.parts
-            ):
+        if not self._parallel.steps_at_worker:
+            for optimizer in dict.fromkeys(part.optimizer for part in self._parallel.parts):
                 load_state(optimizer, self.whole(optimizer, snapshot.parts))
 
     def gathered(self, snapshot: ServerSnapshot) -> ServerSnapshot:
@@ -330,7 +325,7 @@ class StateTransfer:
         state = dict(optimizer.state_dict()["state"])
         wholes = {parameter: index for index, parameter in enumerate(held_by(optimizer))}
         for part, theirs in zip(self._parallel.parts, parts, strict=True):
-            if part.optimizer is optimizer and not self._parallel.steps_here(part):
+            if part.optimizer is optimizer and not self._parallel.steps_at_worker:
                 for index, parameter in enumerate(part.replica.ordered):
                     if (whole := wholes.get(parameter)) is not None:
                         state.pop(whole, None)

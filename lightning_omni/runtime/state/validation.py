@@ -16,7 +16,6 @@ from lightning_omni.runtime.model.external_writes import ExternalWrites
 from lightning_omni.runtime.model.replica import fingerprint
 from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.runtime.server_exchange import ServerExchange, ServerSnapshot
-from lightning_omni.topology import RECORDER
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack, unpack
 from lightning_omni.wire.messages import SnapshotId
@@ -115,13 +114,6 @@ class ValidationSnapshots:
             return None
         tree: dict[str, Any] = unpack(evaluation.packed, buffer, copy=True)
         return tree
-
-    def ask_for_recorder(self) -> bool:
-        """Return whether the recorder is in this group, by the server's present status."""
-        if self._parallel.registration is None:
-            return RECORDER in self._parallel.members
-        is_here = self._parallel.follow_recorder(asks=self._parallel.is_leader)
-        return bool(self._exchange.members.broadcast_bytes(b"here" if is_here else b""))
 
     def release(self, number: int) -> None:
         """Report, on the recorder, that no checkpoint of validations up to this one is saved any more."""

@@ -33,14 +33,12 @@ from lightning_omni.wire.messages import AskNext, Batch, EpochPlan, LeaveEpoch
 # result, the validation is void, and the next group that passes a point gets another one.
 # Rule 2: results become complete in the order of their numbers, so every rank receives them in the same order.
 # Rule 3: the answer to a claim never changes, so the members of a group agree without communication.
-# Rule 4: where the run outlives its recorder, the recorder receives a result first, and other ranks once it has saved
-# the validation's snapshot. If the recorder dies before that, the next one does it.
 
 MOST_OPEN = 8
 """The most validations that are not saved completely yet; the server keeps a copy of its state for each."""
 
 
-_NUMBERS = ("complete", "is_missed", "saved", "_given", "_epoch", "_passed", "_last")
+_NUMBERS = ("complete", "is_missed", "saved", "_epoch", "_passed", "_last")
 
 
 class ValidationBook:
@@ -63,7 +61,6 @@ class ValidationBook:
     def __init__(self) -> None:
         self.complete = self.saved = 0
         self.is_missed = False
-        self._given: int | None = None
         self._epoch, self._passed, self._last = -1, 0, 0
         self._answers: dict[int, tuple[int, int, int]] = {}  # each group's last one: epoch, points passed, number
         self._under_way: dict[int, int] = {}  # number: group
@@ -177,26 +174,13 @@ class ValidationBook:
         self._read[rank] = max(number, self._read.get(rank, 0))
         return self._results[number]
 
-    def known(self, is_first: bool) -> int:
-        """Return the number up to which a rank may read complete validations.
-
-        If ``is_first``, it may read them before the recorder has saved their snapshots.
-        """
-        return self.complete if is_first else min(self.complete, self.saved)
-
     def save(self, number: int) -> None:
         """Record that all validations up to this number are saved completely."""
         self.saved = max(number, self.saved)
 
-    def give(self) -> None:
-        """Record that joining groups get the results of `saved` validations with their state; keep later ones."""
-        self._given = self.saved
-
     def forget(self, live: Collection[int]) -> None:
-        """Drop results that all live ranks have read, except for those that a joining group would need."""
+        """Drop results that all live ranks have read."""
         known = min((self._read.get(rank, 0) for rank in live), default=0)
-        if self._given is not None:
-            known = min(known, self._given)
         self._results = {number: result for number, result in self._results.items() if number > known}
 
 

@@ -170,8 +170,7 @@ class ValidationService(Service):
     def ask(self, sender: Sender, message: m.AskValidations, payload: Payload) -> list[Out]:
         """Answer a rank with the number of complete validations."""
         book = self._epochs.validations
-        complete = book.known(self._roster.hears_first(sender.group))
-        return [Out(sender.peer, m.CONTROL, m.Validations(complete=complete, is_missed=book.is_missed))]
+        return [Out(sender.peer, m.CONTROL, m.Validations(complete=book.complete, is_missed=book.is_missed))]
 
     def read(self, sender: Sender, message: m.ReadEvaluation, payload: Payload) -> list[Out]:
         """Answer a rank with the result of a validation."""

@@ -297,7 +297,6 @@ class Roster:
         joining: whether groups join on their own.
         finished: whether the run was trained to its end.
         can_continue: whether a group that joins can continue the run, even if no rank is left.
-        wanted_groups: number of groups that an observer has requested; 0 if no request is pending.
         barred: lost ranks whose group must not rejoin by itself.
         barred_hosts: addresses from which no group may join.
     """
@@ -315,7 +314,6 @@ class Roster:
         self.formed, self.numbers = FormedGroups(), RankNumbers()
         self.late: list[int] = []
         self.joining = self.finished = self.can_continue = False
-        self.wanted_groups = 0
         self._ranks: dict[bytes, int] = {}
 
     @property
@@ -337,13 +335,6 @@ class Roster:
     def recorder(self) -> int:
         """Return the rank that forms groups, uploads the weights, logs and saves."""
         return min(self.live, default=RECORDER) if self.joining else RECORDER
-
-    def hears_first(self, group: int) -> bool:
-        """Return whether a group may receive a validation before the recorder has saved its snapshot.
-
-        Where groups join on their own, only the recorder's group may; otherwise all may.
-        """
-        return not self.joining or self.formed.group_of(self.recorder) == group
 
     @property
     def live(self) -> tuple[int, ...]:
@@ -374,7 +365,6 @@ class Roster:
     def form(self, topology: Topology, names: Sequence[str] = (), by_member: bool = False) -> None:
         """Form groups; see `FormedGroups.form`."""
         self.formed.form(topology, names, by_member)
-        self.wanted_groups = 0
 
     def register(self, peer: bytes, ranks: int, run: str) -> tuple[int, int]:
         """Assign numbers to the ranks of a group that joins on its own; see `RankNumbers.enlist`.
@@ -506,7 +496,6 @@ class Roster:
             "lost": dict(self.lost),
             "barred": sorted(self.barred),
             "barred_hosts": sorted(self.barred_hosts),
-            "wanted_groups": self.wanted_groups,
             "gone": sorted(self.gone),
             "joining": self.joining,
             "finished": self.finished,
@@ -520,7 +509,6 @@ class Roster:
         self._first, self._began = msgspec.msgpack.decode(state["first"], type=Hello), now
         self.lost, self.gone, self.barred = dict(state["lost"]), set(state["gone"]), set(state["barred"])
         self.barred_hosts = set(state["barred_hosts"])
-        self.wanted_groups = state["wanted_groups"]
         self.joining, self.finished = state["joining"], state["finished"]
         self.numbers.given, self.late = state["numbered"], list(state["late"])
         self.formed.load(state)

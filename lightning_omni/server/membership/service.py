@@ -202,24 +202,6 @@ class Membership:
         out = self.lose(live, f"group {name} was evicted by hand", barred=True)
         return [*out, Out(sender.peer, m.CONTROL, m.Acknowledged())]
 
-    def set_groups(self, sender: Sender, message: m.SetGroups, payload: Payload) -> list[Out]:
-        """Store an observer's request for a number of groups, which the ranks receive with their next heartbeats.
-
-        Raises:
-            ProtocolError: the number is impossible.
-        """
-        roster, most = self._roster, len(self._roster.live)
-        if self.over:
-            raise ProtocolError(f"the run is over: {self.over}")
-        if roster.joining:
-            raise ProtocolError("groups join this run on their own: start further ones, or evict some")
-        if not roster.groups:
-            raise ProtocolError("no groups have been formed yet")
-        if not 1 <= message.groups <= most:
-            raise ProtocolError(f"there cannot be {message.groups} groups of {most} ranks; ask for 1 to {most}")
-        roster.wanted_groups, self._journal.is_due = message.groups, True
-        return [Out(sender.peer, m.CONTROL, m.Acknowledged())]
-
     def save(self, sender: Sender, message: m.SaveNow, payload: Payload) -> list[Out]:
         """Request a save of the state for an observer.
 
@@ -381,7 +363,6 @@ class Joining(Service):
         self._stored = message.packed, as_tensor(payload)
         self._stored_at, self._called = self._collective_service.completed, self._epochs.called
         self._roster.can_continue = True
-        self._epochs.validations.give()
         self._journal.is_due = True
         return [Out(sender.peer, m.DATA, m.RunStateStored())]
 

@@ -19,7 +19,6 @@ from lightning_omni.errors import MalformedMessage, ProtocolError, Refused
 from lightning_omni.methods import Master, Method, Push, Reply
 from lightning_omni.methods.contract import Tensors, Total
 from lightning_omni.methods.model.server_optimizer import Resolve, check_state, describe, rebuild
-from lightning_omni.server.parameters.momentum_estimate import MomentumEstimator
 from lightning_omni.server.parameters.push_checks import all_finite, check_settings, has_finite_sum
 from lightning_omni.server.parameters.push_counts import PushCounts
 from lightning_omni.wire.formats.base import RAW, Memory, WireFormat, decode
@@ -67,7 +66,6 @@ class ServedParameters:
     Attributes:
         counts: counts of its pushes.
         is_head: whether its gradients are computed here, and no group pushes any.
-        momentum_estimator: estimator of the total momentum; None if it cannot be estimated.
     """
 
     is_head = False
@@ -114,7 +112,6 @@ class ServedParameters:
         self._mean = Total()
         self._averaging: dict[int, bool] = {}
         self._resumed = False
-        self.momentum_estimator = self._new_estimator(method)
 
     # --- Saved state -------------------------------------------------------------------------------------------------
 
@@ -161,12 +158,6 @@ class ServedParameters:
         self.counts.form()
         self._mean.clear()
         self._averaging = {}
-        self.momentum_estimator = self._new_estimator(method)  # staleness differs with other groups
-
-    def _new_estimator(self, method: Method) -> MomentumEstimator | None:
-        if self.is_head or method.steps_at != "server":
-            return None
-        return MomentumEstimator.of(self.master, self.layout, self.buffer)
 
     # --- Parameters and their groups ---------------------------------------------------------------------------------
 
@@ -260,8 +251,6 @@ class ServedParameters:
         self._answer = None
         with torch.no_grad():
             self.method_side.grow(start)
-        if self.momentum_estimator is not None:
-            self.momentum_estimator.grow(self.layout, self.buffer)
 
     def _arrange(self, groups: Sequence[Mapping[str, Any]], state: Mapping[int, Any]) -> None:
         copies = {
@@ -270,8 +259,6 @@ class ServedParameters:
         }
         self.master.arrange(groups, copies)
         self._settings = [settings_of(group) for group in groups]
-        if self.momentum_estimator is not None:
-            self.momentum_estimator.rearrange()
 
     def _in_newest(self, message: PushMessage, known: Structure) -> Sequence[Mapping[str, Any]]:
         """Return hyperparameters for the server's parameter groups: the push's, or the last ones where it has none."""
@@ -341,7 +328,7 @@ class ServedParameters:
         tensors = [next(views) if there else None for there in message.present]
         if finite is None and has_finite_sum(layout, payload):
             finite = True
-        return self.take(group, message, tensors, finite, payload)
+        return self.take(group, message, tensors, finite)
 
     def take(
         self,
@@ -349,12 +336,8 @@ class ServedParameters:
         message: PushMessage,
         tensors: Sequence[Tensor | None],
         finite: bool | None = None,
-        payload: Tensor | None = None,
     ) -> list[Reply] | None:
-        """Merge a push whose tensors are decoded already; see `push`.
-
-        If ``payload`` is passed, too, the push counts for the estimate of the total momentum.
-        """
+        """Merge a push whose tensors are decoded already; see `push`."""
         known = self.structures.of(group)
         if message.read_at > self.master.clock:
             if self.method_side.method.resyncs:
@@ -365,26 +348,19 @@ class ServedParameters:
             self.counts.refuse(group)
             return None
         self.counts.accept(group)
-        present = message.present
         layout = self.layout.fragment(message.part, self._check_fragment(message))
         if unknown := len(layout.specs) - len(tensors):
-            tensors, present = [*tensors, *[None] * unknown], present + (False,) * unknown
+            tensors = [*tensors, *[None] * unknown]
         settings = self._in_newest(message, known)
         push = Push(group, message.read_at, tensors, settings, message.note, message.part)
         self.counts.merge(group, self.method_side.staleness_of(push))
         with torch.no_grad():
-            if self.momentum_estimator is None or payload is None:
-                return self.method_side.receive(push)
-            self.momentum_estimator.before(push.read_at, present, payload)
-            replies = self.method_side.receive(push)
-            self.momentum_estimator.after()
-            return replies
+            return self.method_side.receive(push)
 
     # --- Answers -----------------------------------------------------------------------------------------------------
 
-    def answer_in(self, answers: WireFormat, overlaps: bool = False) -> None:
-        """Set the wire format of answers until the method changes, and whether groups compute during exchanges."""
-        self.method_side.overlaps = overlaps
+    def answer_in(self, answers: WireFormat) -> None:
+        """Set the wire format of answers until the method changes."""
         self._answers = RAW if answers == RAW else answers
         if answers != RAW:
             self.method_side.as_sent = self._as_sent
@@ -486,8 +462,6 @@ class ServedParameters:
             for weight, value in zip(self.master.weights(), self._mean.means(), strict=True):
                 if value is not None:  # else no live group has it, or all share the master's
                     weight.copy_(value)
-            if self.momentum_estimator is not None:
-                self.momentum_estimator.forget()
         self._mean.clear()
         answered, self._averaging = self._averaging, {}
         return [(group, good) for group, good in answered.items() if group in live]

@@ -231,7 +231,7 @@ class ParameterStore:
         """Set the encoding of answers to pushes, as agreed when groups were formed."""
         answers = from_wire(formed.wire_format).answers
         for _, optimizer in self.pushed:
-            optimizer.answer_in(answers, formed.overlap)
+            optimizer.answer_in(answers)
 
     @property
     def clock(self) -> int:

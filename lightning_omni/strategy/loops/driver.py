@@ -215,7 +215,6 @@ class EpochDriver:
             plan = msgspec.structs.replace(plan, trained=trained)
             entered.check(self._dealt(plan), self.data.split)
             self.run.advance(entered.samples)
-            self.published.enter(entered.validations)
         self._epoch.plan = plan
         self._plateaus.begin(plan, size_of(trained) if entered is None else entered.samples)
         self.world.core.last_answer.progress, self.world.core.last_answer.stop = self.run.now().samples, ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import struct
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -251,14 +251,12 @@ class EntryPoint(NamedTuple):
         plan: plan of the current epoch.
         samples: samples of this epoch trained when the groups last began to compute.
         progress: progress of the run then; earlier epochs may have had other lengths.
-        validations: validations that callbacks have received: `PublishedValidation.state`.
         split: mark of the trained part of a dataset: `lightning_omni.strategy.loops.epoch.split_of`.
     """
 
     plan: EpochPlan
     samples: int
     progress: Progress | None
-    validations: Mapping[str, Any]
     split: int
 
     def check(self, plan: EpochPlan, split: int) -> None:

@@ -51,7 +51,6 @@ class Listener:
         nested: runs of the loop inside one of its hooks.
         trainer: the Trainer of the fit.
         signals: the signals of this process.
-        form_wanted_groups: forms other groups if an operator has requested it; called between two epochs.
     """
 
     def __init__(
@@ -60,9 +59,8 @@ class Listener:
         nested: NestedRuns,
         trainer: Trainer,
         signals: Signals,
-        form_wanted_groups: Callable[[], None],
     ) -> None:
-        self._strategy, self._form_wanted_groups = strategy, form_wanted_groups
+        self._strategy = strategy
         self._nested = nested
         self._trainer, self._signals = trainer, signals
         self._staleness = Staleness()
@@ -131,7 +129,6 @@ class Listener:
             return
         strategy.run_states.hooks_are_over()
         self._nested.form_groups_again()
-        self._form_wanted_groups()
         if strategy.epochs.data.is_dealt_out:
             iterate()  # an iterable dataset may query the number of ranks
         self._staleness.reset()
@@ -203,11 +200,6 @@ class Listener:
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._strategy.fails(exception)
-
-    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Check for a signal to leave, if this group has joined on its own and validates for all groups."""
-        if self._strategy.epochs.published.evaluates and self._strategy.world.registration is not None:
-            self._signals.agree()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:

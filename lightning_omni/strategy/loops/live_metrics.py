@@ -152,8 +152,6 @@ def live_metrics(status: Status | None, staleness: Staleness, step_times: StepTi
         values["omni/head_time"] = status.head_time
     if status.serve_time:
         values["omni/serve_time"] = status.serve_time
-    if status.total_momentum is not None:
-        values["omni/total_momentum"] = status.total_momentum
     for group in status.groups:
         values[f"omni/group_{group.group}/step_time"] = group.step_time
         values[f"omni/group_{group.group}/staleness_mean"] = group.staleness_mean
@@ -220,7 +218,6 @@ class Reporting:
             bytes_per_step=bytes_per_step,
             head_time=status.head_time,
             serve_time=status.serve_time,
-            total_momentum=status.total_momentum,
         )
 
     @staticmethod

@@ -61,11 +61,8 @@ class PublishedValidation:
         is_on: whether several groups validate this way in this epoch.
         evaluates: number of the validation that this group runs, or is about to run; 0 if there is none.
         version: the validation whose end callbacks receive now.
-        follow_recorder: function called when the recorder may have changed.
         on_heard: function called on every rank when its callbacks have received a validation, with the metrics before
             it.
-        on_ended: function called on all of the recorder's group when callbacks have received a validation while groups
-            compute.
     """
 
     def __init__(self, is_wanted: bool, info: Callable[[str], None]) -> None:
@@ -73,8 +70,6 @@ class PublishedValidation:
         self._has_said = False
         self._trainer: Trainer | None = None
         self._world: World | None = None
-        self.follow_recorder: Callable[[], None] = lambda: None
-        self.on_ended: Callable[[], None] = lambda: None
         self.on_heard: Callable[[dict[str, Any]], None] = lambda before: None
         self.forget()
 
@@ -82,7 +77,7 @@ class PublishedValidation:
         self._trainer = self._world = None
         self.is_on = False
         self.evaluates, self.version = 0, None
-        self._ended, self._released, self._steps, self._begun = 0, 0, 0, set[int]()
+        self._ended, self._steps, self._begun = 0, 0, set[int]()
         self._plan: EpochPlan | None = None
         self._passed, self._trained, self._counters = 0, 0, [0, 0, 0]
         self._have_all_ended = True
@@ -100,15 +95,6 @@ class PublishedValidation:
         self._counters, self._steps = step_counters(self._joined[0]), 0
         self._trained, self._passed = trained, 0
         self.go_on(plan, trained, is_dynamic)
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """Return the state for a group that joins this epoch, as plain values."""
-        return {"ended": self._ended, "steps": self._steps, "counters": self._counters}
-
-    def enter(self, state: Mapping[str, Any]) -> None:
-        """Load a `state` of the epoch that this group has joined."""
-        self._ended, self._steps, self._counters = state["ended"], state["steps"], list(state["counters"])
 
     def go_on(self, plan: EpochPlan | None, trained: int, is_dynamic: bool) -> None:
         """Begin or continue an epoch after the groups were formed. All ranks call it.
@@ -142,8 +128,6 @@ class PublishedValidation:
         trainer, world = self._joined
         if world.method.evaluated == "mean":
             return f"{type(world.method).__name__} evaluates the mean of all groups' weights"
-        if any(part.head is not None for part in world.parts):
-            return "the merged head is at the server, and goes on there"
         if averaged_models(trainer):
             return "a WeightAveraging callback evaluates its own weights"
         loaders = validation_loaders(trainer)
@@ -204,28 +188,13 @@ class PublishedValidation:
     # --- Results -----------------------------------------------------------------------------------------------------
 
     def end_known(self) -> None:
-        """Pass validations whose results this group has been notified of to its callbacks. All its members call it.
-
-        Where groups join on their own, the recorder's group is first. The other groups follow when it has saved its
-        checkpoints, and when the state for joining groups contains the results.
-        """
-        is_first = False
+        """Pass validations whose results this group has been notified of to its callbacks. All its members call it."""
         while self._ended < self._joined[1].core.last_answer.validations:
-            is_first = self._end_next()
-        if is_first and self._joined[1].registration is not None:
-            self.on_ended()
-            self._release()
+            self._end_next()
 
     def have_parted(self) -> None:
-        """Release validations when the groups compute again; the state for joining groups has their results."""
+        """Expect further validations when the groups compute again."""
         self._have_all_ended = False
-        if self._world is not None and self._world.control is not None:
-            self._release()
-
-    def _release(self) -> None:
-        if self._released < self._ended:
-            self._released = self._ended
-            self._joined[1].versions.release(self._ended)
 
     def end_all(self) -> bool:
         """Wait for groups that evaluate, and pass all results to the callbacks, before the groups synchronize.
@@ -240,28 +209,15 @@ class PublishedValidation:
         self._have_all_ended = True
         world = self._joined[1]
         world.all_reduce_max([0])
-        complete = 0
-        while True:
-            is_first, known = self._is_first(), world.versions.ask()
-            complete = max(complete, known.complete)
-            while self._ended < complete:
-                self._end_next()
-            # The recorder has the number of complete validations. If it is gone by now, the next recorder has it.
-            numbers = [complete, -self._ended, int(is_first), int(known.is_missed)]
-            complete, behind, is_heard, is_missed = world.all_reduce_max(numbers)
-            if is_heard and complete + behind <= 0:
-                return bool(is_missed)
+        known = world.versions.ask()
+        complete, is_missed = world.all_reduce_max([known.complete, int(known.is_missed)])
+        while self._ended < complete:
+            self._end_next()
+        return bool(is_missed)
 
-    def _is_first(self) -> bool:
-        """Return whether this is the current recorder's group. All of the group call it."""
-        is_first = self._joined[1].versions.ask_for_recorder()
-        self.follow_recorder()
-        return is_first
-
-    def _end_next(self) -> bool:
-        """Pass the next validation to the callbacks; return whether this is the recorder's group."""
+    def _end_next(self) -> None:
+        """Pass the next validation to the callbacks."""
         trainer, world = self._joined
-        is_first = self._is_first()
         self._ended += 1
         result = world.versions.read(self._ended)
         if result is not None:
@@ -280,9 +236,7 @@ class PublishedValidation:
                 set_step_counters(trainer, own)
         if not any(number > self._ended for number in self._begun):
             world.versions.forget_evaluated()
-        if world.registration is None:  # where groups join, their state is stored before the release
-            self._release()
-        return is_first
+        world.versions.release(self._ended)
 
     # --- Steps -------------------------------------------------------------------------------------------------------
 

@@ -309,8 +309,6 @@ def _of_run(overview: m.Overview, taken: float) -> Iterator[Metric]:
     yield _gauge("groups", "Compute groups that take part.", len(overview.groups))
     yield _counter("updates", "Updates of the master weights.", status.clock)
     yield _counter("pushes_refused", "Pushes refused because their gradients were not finite.", status.refused)
-    if status.total_momentum is not None:
-        yield _gauge("total_momentum_ratio", "Explicit and implicit momentum, sensed lately.", status.total_momentum)
 
 
 def _of_epoch(plan: EpochPlan, trained: int) -> Iterator[Metric]:

@@ -101,15 +101,6 @@ class Observer:
         """
         self._ask(m.Evict(group=group.group, incarnation=group.incarnation, bars=bars), m.Acknowledged)
 
-    def set_groups(self, groups: int) -> None:
-        """Request a number of groups, which the ranks form when the next epoch begins.
-
-        Raises:
-            Refused: the number is impossible, or groups join the run on their own.
-            ConnectionLost: the server is gone, or does not answer.
-        """
-        self._ask(m.SetGroups(groups=groups), m.Acknowledged)
-
     def save(self) -> None:
         """Request that the server save its state now.
 

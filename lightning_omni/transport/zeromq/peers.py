@@ -1,7 +1,7 @@
 """Messages from leader to leader without a server: published weights that others read, and an inbox that they fill.
 
 A thread of each leader serves its one socket, so that peers get answers while the leader computes or validates.
-Received weights are summed on arrival: one model for the inbox, and one for each message in parts.
+Received weights are summed on arrival.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ import zmq
 from torch import Tensor
 
 from lightning_omni.errors import ConnectionLost, MalformedMessage, ProtocolError, Refused
-from lightning_omni.group.sharded_inbox import ShardedInbox
 from lightning_omni.methods import Inbox
 from lightning_omni.methods.contract import Total
 from lightning_omni.server.membership.roster import MOST_CHALLENGED
@@ -62,9 +61,7 @@ class PeerSocket:
         self._layouts, self._format = list(layouts), wire_format
         self._published: dict[int, tuple[Tensor, int]] = {}
         self._publications: Counter[int] = Counter()
-        self._held: dict[tuple[bytes, int], tuple[Tensor, int]] = {}  # as they were when requested
         self._inboxes = [Total() for _ in layouts]
-        self._arrivals = [ShardedInbox() for _ in layouts]
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._assemblies: dict[bytes, Assembly] = {}
@@ -91,17 +88,10 @@ class PeerSocket:
         count = inbox.count
         return Inbox(inbox.take() if count else None, count)  # type: ignore[arg-type]  # messages are whole
 
-    @contextlib.contextmanager
-    def arrivals(self, optimizer: int) -> Iterator[ShardedInbox]:
-        """Yield the messages received in parts, locked against further ones."""
-        with self._lock:
-            yield self._arrivals[optimizer]
-
     def grow(self, optimizer: int, layout: Layout) -> None:
         """Set another layout of an optimizer's weights; drop weights of the old layout."""
         with self._lock:
             self._layouts[optimizer], self._inboxes[optimizer] = layout, Total()
-            self._arrivals[optimizer].spoil()
             self._published.pop(optimizer, None)
 
     def close(self) -> None:
@@ -168,16 +158,10 @@ class PeerSocket:
             attach, challenge = self._attaching.pop(peer, (None, b""))
             if attach is None or not is_equal(proof.mac, attach_mac(self._secret, "rank", attach, challenge)):
                 raise Refused("stranger", "this proof opens nothing")
-            self._forget(self._connections.get(attach.rank, b""))
+            self._assemblies.pop(self._connections.get(attach.rank, b""), None)  # which its rank has replaced
             self._connections[attach.rank] = peer
             self._guard.let_in(frame.get(zmq.SRCFD))
         self._send(peer, m.Attached(mac=attach_mac(self._secret, "server", attach, challenge)))
-
-    def _forget(self, peer: bytes) -> None:
-        """Drop the unfinished messages of a connection that its rank has replaced."""
-        self._assemblies.pop(peer, None)
-        for held in [each for each in self._held if each[0] == peer]:
-            del self._held[held]
 
     def _begin(self, message: m.PeerMessage) -> Assembly:
         check_size(self._format, message.nbytes, self._layouts[message.optimizer])
@@ -190,9 +174,7 @@ class PeerSocket:
         with self._lock:
             if layout is not self._layouts[message.optimizer]:
                 weights = None
-            if message.number:
-                self._arrivals[message.optimizer].add(message.sender, message.number, weights)
-            elif weights is not None:
+            if weights is not None:
                 self._inboxes[message.optimizer].add(weights)
 
     def _decoded(self, payload: Tensor, layout: Layout) -> list[Tensor] | None:
@@ -205,14 +187,9 @@ class PeerSocket:
 
     def _show(self, peer: bytes, asked: m.ReadPublished) -> None:
         published = self._published.get(asked.optimizer)
-        if asked.holds:
-            if published is not None:
-                self._held[peer, asked.optimizer] = published
-        else:
-            published = self._held.pop((peer, asked.optimizer), published)
         payload, number = published if published is not None else (None, 0)
         self._send(peer, m.Published(nbytes=payload.numel() if payload is not None else 0, number=number))
-        for chunk in chunks(payload) if payload is not None and not asked.holds else ():
+        for chunk in chunks(payload) if payload is not None else ():
             self._wire.send_multipart([peer, CHUNK_MARK, chunk], copy=False)
 
     def _send(self, peer: bytes, message: m.Message) -> None:
@@ -255,18 +232,15 @@ class PeerConnections:
         self._context = zmq.Context()
         self._dialed: dict[int, Dialed] = {}
         self._unread: Counter[int] = Counter()
-        self._held: dict[tuple[int, int], int] = {}
         self.dropped = self.moved = 0
 
     def read(self, group: int, optimizer: int) -> list[Tensor] | None:
         """Return the weights that a group has published, as CPU tensors; None if it has published none or is gone."""
-        held = self._held.pop((group, optimizer), None)
         published, layout = self._ask(group, m.ReadPublished(optimizer=optimizer)), self._layouts[optimizer]
         if published is None or not published.number:
             return None
-        # The group has another layout for now, or this is not the connection on which it held the publication.
-        if not _fits(self._format, published.nbytes, layout) or held not in (None, published.number):
-            self._drop(group)  # discards the payload under way
+        if not _fits(self._format, published.nbytes, layout):
+            self._drop(group)  # the group has another layout for now; this discards the payload under way
             return None
         assembly = Assembly(published, torch.empty(published.nbytes, dtype=torch.uint8))
         while not assembly.is_complete:
@@ -277,18 +251,18 @@ class PeerConnections:
         self.moved += published.nbytes
         return layout.views(decode(self._format, assembly.buffer, layout, Memory()))
 
-    def hold(self, group: int, optimizer: int) -> int:
-        """Fix the publication that the next `read` returns; return its number, or 0 if there is none."""
-        published = self._ask(group, m.ReadPublished(optimizer=optimizer, holds=True))
-        self._held[group, optimizer] = published.number if published is not None else 0
-        return self._held[group, optimizer]
-
     def send(self, group: int, optimizer: int, tensors: Sequence[Tensor]) -> None:
         """Put weights into a group's inbox, unless it has too many unread messages."""
-        if self.takes(group):
-            self.send_part(group, optimizer, tensors)
+        if not self._takes(group):
+            return
+        buffer = self._format.encode(tensors, self._layouts[optimizer], {}, Memory()).payload
+        self._send(group, [m.encode(m.PeerMessage(optimizer=optimizer, nbytes=buffer.numel()))])
+        for chunk in chunks(buffer):
+            self._send(group, [CHUNK_MARK, chunk])
+        self._unread[group] += 1
+        self.moved += buffer.numel()
 
-    def takes(self, group: int) -> bool:
+    def _takes(self, group: int) -> bool:
         """Return whether a message to a group would be sent now."""
         if group not in self._addresses or self._is_lost(group):
             return False
@@ -305,18 +279,6 @@ class PeerConnections:
                 _log.warning("group %d receives weights more slowly than they are sent to it; some are dropped", group)
             return False
         return True
-
-    def send_part(
-        self, group: int, optimizer: int, tensors: Sequence[Tensor], sender: int = 0, number: int = 0
-    ) -> None:
-        """Put a part of a message (number 0: a whole one) into a group's inbox; called right after `takes`."""
-        buffer = self._format.encode(tensors, self._layouts[optimizer], {}, Memory()).payload
-        message = m.PeerMessage(optimizer=optimizer, nbytes=buffer.numel(), sender=sender, number=number)
-        self._send(group, [m.encode(message)])
-        for chunk in chunks(buffer):
-            self._send(group, [CHUNK_MARK, chunk])
-        self._unread[group] += 1
-        self.moved += buffer.numel()
 
     def grow(self, optimizer: int, layout: Layout) -> None:
         self._layouts[optimizer] = layout
@@ -454,7 +416,6 @@ class PeerWires(PeerConnections):
         self._socket = PeerSocket(_endpoint(server, rank, everywhere), layouts, keys, wire_format)
         self.address = self._socket.address
         self.publish, self.read_inbox = self._socket.publish, self._socket.read_inbox
-        self.arrivals = self._socket.arrivals
 
     def grow(self, optimizer: int, layout: Layout) -> None:
         self._socket.grow(optimizer, layout)

@@ -21,7 +21,7 @@ from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.strategy.lightning_internals.callbacks import is_fast_dev_run
 from lightning_omni.strategy.lightning_internals.loops import should_stop_now, will_step
 from lightning_omni.strategy.lightning_internals.strategies import has_ddp_comm_hook
-from lightning_omni.tuning.callback.hyperparameters import Hyperparameters, explicit_for
+from lightning_omni.tuning.callback.hyperparameters import Hyperparameters
 from lightning_omni.tuning.callback.losses import loss_in
 from lightning_omni.tuning.callback.online_tuner import OnlineTuner
 from lightning_omni.tuning.callback.plateau import PlateauGuard
@@ -29,7 +29,7 @@ from lightning_omni.tuning.callback.settings import AppliedSetting, FitSpace
 from lightning_omni.tuning.callback.speed import ForecastCheck, SpeedRecord, samples_in
 from lightning_omni.tuning.callback.target_metric import MONITORED, MonitoredMetric
 from lightning_omni.tuning.callback.tuned_run import TunedRun, TunerOptions, TunerReports
-from lightning_omni.tuning.model.forecast import Scaling, Setting
+from lightning_omni.tuning.model.forecast import Scaling, Setting, explicit_for
 from lightning_omni.tuning.search import Space
 from lightning_omni.tuning.search import constants as c
 from lightning_omni.tuning.trainer import end_epoch

@@ -20,7 +20,7 @@ import numpy as np
 
 from lightning_omni.tuning.model import constants as c
 from lightning_omni.tuning.model.cost_model import CostModel, Placement, first_draw, messages_of, over_links, part_away
-from lightning_omni.tuning.model.measurements import Measured, mean_samples, servers_of
+from lightning_omni.tuning.model.measurements import Measured, servers_of
 from lightning_omni.tuning.model.queueing import means_of_parts, time_shared
 
 Array = np.ndarray[Any, Any]
@@ -279,9 +279,6 @@ def fit_model(measured: Sequence[Measured], draws: int, seed: int) -> CostModel:
     servers, per_node = servers_of(measured)
     away = part_away(servers, per_node)
     delay, own_per_byte, serve, link_per_byte = fit_exchange(drawn, ring, hop, placement)
-    heads = [each for each in several if each.head]
-    # An access to the head covers the whole batch of a group.
-    batches = [mean_samples([each]) * len(each.ranks) / len(each.groups) for each in heads]
     sizes = {number for each in measured for row in each.samples for number in row}
     model = CostModel(
         devices={rank: (device, 1.0) for device, rank in enumerate(ranks)},
@@ -298,7 +295,6 @@ def fit_model(measured: Sequence[Measured], draws: int, seed: int) -> CostModel:
         hand_ring=ring,
         hand_hop=hop,
         hands_on=any(each.hands_on for each in measured),
-        head_per_sample=sum(each.head for each in heads) / max(sum(batches), 1e-300),
         period=several[0].period if several else 1,
         nbytes=nbytes,
         knows_overhead=len(sizes) > 1,
@@ -404,12 +400,11 @@ def _beyond_computation(drawn: Sequence[Resampled]) -> tuple[_Rows, _Rows]:
     rows: _Rows = []
     within: _Rows = []
     for each in drawn:
-        head = each.measured.head if len(each.measured.groups) > 1 else 0.0
         placement = Placement.measured([each.measured])
         for members, steps, exchanges in zip(each.measured.groups, each.steps, each.exchanges, strict=True):
             if len(members) > 1:
                 own = np.max([each.own[rank] for rank in members], axis=0)
-                row = len(members), np.maximum((steps - exchanges - own).mean(axis=1) - head, 0.0)
+                row = len(members), np.maximum((steps - exchanges - own).mean(axis=1), 0.0)
                 (within if placement.are_together(members) else rows).append(row)
     return rows, within
 

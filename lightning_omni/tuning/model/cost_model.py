@@ -16,9 +16,9 @@ import msgspec
 import numpy as np
 
 from lightning_omni.checks import check_number, check_whole, keep_plain
+from lightning_omni.combinations import refuse_pairs
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method, method_named
-from lightning_omni.methods.overlap import check_overlap
 from lightning_omni.serialization import Serializable
 from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.wire.compression import Compression
@@ -199,14 +199,13 @@ class ExchangePattern(Serializable):
         Example:
             >>> ExchangePattern.of("elastic_averaging:period=8", compression="bf16", nbytes=4_000_000)
             ExchangePattern(period=8, push=2000000, pull=4000000, barrier=False, delay=0, peers=False, dynamic=False)
-            >>> ExchangePattern.of("hardsync", compression=Compression("int8", "bf16"), overlap=True, nbytes=4_096)
-            ExchangePattern(period=1, push=1056, pull=2048, barrier=True, delay=1, peers=False, dynamic=False)
+            >>> ExchangePattern.of("async_sgd", compression=Compression("int8", "bf16"), overlap=True, nbytes=4_096)
+            ExchangePattern(period=1, push=1056, pull=2048, barrier=False, delay=1, peers=False, dynamic=False)
         """
         method = method_named(method) if isinstance(method, str) else method
-        wire = Compression.of(compression).wire_format
-        wire.check(method)
-        if overlap:
-            check_overlap(method)
+        formats = Compression.of(compression)
+        refuse_pairs(method, {**formats.features, "overlap": "overlap=True"} if overlap else formats.features)
+        wire = formats.wire_format
         delay = getattr(method, "delay", int(overlap))
         if method.talks_to_peers:
             return cls._between_peers(method, wire, nbytes)
@@ -247,7 +246,6 @@ class Costs(Serializable):
         exchange: a push and its answer, for a group that does not wait for other groups.
         serve: part of ``exchange`` in which the server computes; pushes queue for it.
         link: part of ``exchange`` in which a push is on the server's link; its answer takes as long the other way.
-        head_per_sample: exclusive access to a merged head, per sample of a group's batch.
         nbytes: bytes of one exchange, one way; 0 if unknown.
         period: local steps between two exchanges, H.
         servers: number of servers, each with a share of the weights, of ``serve`` and of ``link``.
@@ -264,7 +262,6 @@ class Costs(Serializable):
     exchange: float = 0.0
     serve: float = 0.0
     link: float = 0.0
-    head_per_sample: float = 0.0
     nbytes: int = 0
     period: int = 1
     servers: int = 1
@@ -341,7 +338,6 @@ class CostModel:
         own_per_byte: seconds of a byte on a group's own link, shape (draws,); it crosses the server's at the same time.
         serve: seconds of the server for a push, shape (draws,).
         link_per_byte: seconds of a byte on the server's link, shape (draws,).
-        head_per_sample: seconds at a merged head per sample of a group's batch.
         servers: number of servers, each with a partition of the parameters. The costs of an exchange are those of one
             server.
         per_node: whether each node runs one server.
@@ -367,7 +363,6 @@ class CostModel:
     link_per_byte: Array
     hand_ring: Array
     hand_hop: Array
-    head_per_sample: float
     period: int
     nbytes: int
     knows_overhead: bool
@@ -398,7 +393,6 @@ class CostModel:
             link_per_byte=costs.link / max(costs.nbytes, 1) * ones,
             hand_ring=costs.allreduce * ones,
             hand_hop=costs.allreduce_latency * ones,
-            head_per_sample=costs.head_per_sample,
             period=costs.period,
             nbytes=costs.nbytes,
             knows_overhead=True,

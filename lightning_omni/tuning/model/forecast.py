@@ -21,7 +21,7 @@ from lightning_omni.checks import counted
 from lightning_omni.methods import method_named
 from lightning_omni.serialization import Serializable
 from lightning_omni.tuning.model import constants as c
-from lightning_omni.tuning.model.convergence import DecayFit, Estimate, LossCurve, check_level, fit_decay
+from lightning_omni.tuning.model.estimate import Estimate, check_level
 
 Array = np.ndarray[Any, Any]
 
@@ -267,6 +267,27 @@ class Theory:
         return math.log1p(stale) + steepness * away**2 + momentum
 
 
+def explicit_for(total: float, staleness: float) -> float:
+    """Return the explicit momentum that reaches a total together with the momentum of geometric staleness.
+
+    Random staleness of this mean adds a momentum u = 1 - 1 / (1 + staleness), which acts together with the explicit one
+    m as one momentum t: 1 - t = (1 - m)(1 - u). So m = 1 - (1 - total)(1 + staleness). The
+    result is 0 where asynchrony alone adds as much or more.
+
+    Args:
+        total: wanted momentum, 0 or more and less than 1.
+        staleness: mean staleness, in updates; with g groups that push one after the other it is g - 1.
+
+    Example:
+        >>> [round(explicit_for(0.9, groups - 1), 2) for groups in (1, 2, 4, 16)]
+        [0.9, 0.8, 0.6, 0.0]
+
+    References:
+        Mitliagkas et al. 2016, "Asynchrony begets Momentum", Theorem 6.
+    """
+    return max(0.0, min(total, round(1 - (1 - total) * (1 + staleness), 12)))
+
+
 # --- Forecast --------------------------------------------------------------------------------------------------------
 
 
@@ -275,9 +296,9 @@ class SettingEstimate:
     """The expected time and samples of a setting.
 
     Attributes:
-        seconds: time to the target; without a known target, only ratios between settings are meaningful.
+        seconds: time to the target, of which only ratios between settings are meaningful.
         samples_per_second: hardware efficiency.
-        samples: samples to the target, or relative to those of the theory's starting setting.
+        samples: samples to the target, relative to those of the theory's starting setting.
     """
 
     setting: Setting
@@ -292,7 +313,6 @@ class Forecast:
     Args:
         theory: expected samples of settings, and the error of that expectation.
         throughput: function that returns the samples per second of a setting.
-        samples: samples to the target with the theory's starting setting; None if unknown, all times are then relative.
         level: probability of the intervals.
     """
 
@@ -300,10 +320,9 @@ class Forecast:
         self,
         theory: Theory,
         throughput: Callable[[Setting], float],
-        samples: Estimate | None = None,
         level: float = 0.8,
     ) -> None:
-        self.theory, self.throughput, self.samples = theory, throughput, samples
+        self.theory, self.throughput = theory, throughput
         self._width = _deviations(level)
 
     def log_seconds(self, setting: Setting) -> float:
@@ -319,7 +338,7 @@ class Forecast:
         mean, error = self.theory(setting), self.theory.error(setting)
         rate = max(self.throughput(setting), 1e-12)
         low, high = math.exp(mean - self._width * error), math.exp(mean + self._width * error)
-        samples = _times(self.samples or Estimate(1.0, 1.0, 1.0), math.exp(mean), low, high)
+        samples = Estimate(math.exp(mean), low, high)
         return SettingEstimate(setting, _times(samples, 1 / rate, 1 / rate, 1 / rate), rate, samples)
 
     def of_systems(self, ranks: int, saturating: int, own: Setting | None = None) -> dict[str, SettingEstimate]:
@@ -343,17 +362,6 @@ class Forecast:
             "Omnivore (groups where a part saturates)": self.theory.setting(saturating),
         }
         return {name: self.of(setting) for name, setting in systems.items()}
-
-
-def samples_to(target: float, batches: TrainedBatches) -> Estimate | None:
-    """Extrapolate the samples to a training loss from a run's first batches; None if these do not determine them."""
-    if not batches.is_finite or len(batches.samples) < c.FEWEST_POINTS:
-        return None
-    fit = fit_decay(LossCurve(np.array(batches.samples), np.array(batches.losses)), lowest=-math.inf)
-    if not isinstance(fit, DecayFit):
-        return None
-    found = fit.updates_to(target)
-    return found if math.isfinite(found.value) else None
 
 
 def _times(estimate: Estimate, value: float, low: float, high: float) -> Estimate:

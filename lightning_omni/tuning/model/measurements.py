@@ -31,7 +31,6 @@ class Measured(Serializable):
         exchanges: for each group, seconds of each step in the exchange with the server; zeros if there is one group.
         serve: seconds that a server computes for one push, or for its share of one; 0 if unknown. With one group, the
             seconds that a single server would need.
-        head: seconds of exclusive access to a merged head; 0 if there is none.
         period: local steps between two exchanges, H.
         nbytes: bytes of one exchange, one way; 0 if unknown.
         servers: number of servers, each with a partition of the parameters; with one group, the number that several
@@ -70,7 +69,6 @@ class Measured(Serializable):
     steps: tuple[tuple[float, ...], ...]
     exchanges: tuple[tuple[float, ...], ...]
     serve: float = 0.0
-    head: float = 0.0
     period: int = 1
     nbytes: int = 0
     servers: int = 1
@@ -115,7 +113,7 @@ class Measured(Serializable):
             trace: trace of `lightning_omni.simulator.simulate`, with at least two steps of each group.
 
         Raises:
-            ConfigurationError: the trace has no step times, or too few.
+            ConfigurationError: the trace has no step times, or too few, or is of a run with a merged head.
         """
         if not len(trace.steps.get("group", ())):
             raise ConfigurationError("trace: it has no step times; pass one of a simulated run, of this version")
@@ -123,8 +121,11 @@ class Measured(Serializable):
         ranks = sorted(rank for members in groups.values() for rank in members)
         samples, own = (_columns(trace.work, "rank", ranks, name) for name in ("samples", "seconds"))
         steps, exchanges = (_columns(trace.steps, "group", [*groups], name) for name in ("seconds", "exchange"))
-        merged = trace.meta.get("merged")
-        pushed = [weight for name, weight in trace.weights.items() if not (merged and name.startswith(f"{merged}."))]
+        if trace.meta.get("merged"):
+            raise ConfigurationError(
+                "trace: a merged head has no place in the model; pass one of a run without merged="
+            )
+        pushed = list(trace.weights.values())
         link = trace.meta["cluster"]["link"]["latency"] + trace.meta["cluster"]["server"]["latency"]
         return cls(
             tuple(groups.values()),
@@ -135,7 +136,7 @@ class Measured(Serializable):
             nbytes=sum(weight.nbytes for weight in pushed),
             shapes=tuple(weight.shape for weight in pushed),
             round_trip=2 * float(link),
-            **(_of_exchanges(trace, len(ranks) / len(groups)) if len(groups) > 1 else _of_one_group(trace, len(ranks))),
+            **(_of_exchanges(trace) if len(groups) > 1 else _of_one_group(trace, len(ranks))),
         )
 
 
@@ -149,16 +150,14 @@ def _serve_time(trace: Trace) -> float:
     return float(trace.meta["cluster"]["update_seconds"])
 
 
-def _of_exchanges(trace: Trace, members: float) -> dict[str, Any]:
+def _of_exchanges(trace: Trace) -> dict[str, Any]:
     cluster, steps = trace.meta["cluster"], trace.rows["steps"]
     per_node = cluster.get("servers") == "per-node"
     devices = sum(kind["count"] for kind in cluster["devices"])
     servers = (cluster["nodes"] or devices) if per_node else cluster.get("servers", 1)
-    per_access = members * float(trace.meta["batch_size"])
     return {
         "serve": _serve_time(trace) / servers,
         "hands_on": True,
-        "head": per_access * float(cluster["head_seconds_per_sample"]) if trace.meta.get("merged") else 0.0,
         "period": max(1, round(float(steps.mean()))) if len(steps) else 1,
         "servers": servers,
         "per_node": per_node,
@@ -221,7 +220,7 @@ def _check_numbers(measured: Measured) -> None:
             raise ConfigurationError(f"{name}: pass numbers above 0; leave out steps that were not measured")
     if not all(0 <= number < math.inf for row in measured.exchanges for number in row):
         raise ConfigurationError("exchanges: pass seconds, 0 or more")
-    seconds = "serve", "head", "round_trip", "reduce_per_byte", "node_round_trip", "node_per_byte"
+    seconds = "serve", "round_trip", "reduce_per_byte", "node_round_trip", "node_per_byte"
     least = dict.fromkeys((*seconds, "nbytes"), 0) | {"period": 1, "servers": 1}
     for name, low in least.items():
         check_number(name, getattr(measured, name), f"a number, {low} or more", low, below=math.inf)

@@ -1,10 +1,10 @@
 """Hardware efficiency: seconds per update of any grouping, from a model fitted to measured steps of one or two.
 
 The costs are fitted to the measurements of ranks and groups, or are known `Costs`. The slowest member determines the
-time of its group, groups wait for one another where they share a server, its link or a merged head, and every number
+time of its group, groups wait for one another where they share a server or its link, and every number
 has an interval.
 
-    step of a group = E[max over members of compute time] + all-reduce + exchange / H + access to a head
+    step of a group = E[max over members of compute time] + all-reduce + exchange / H
     compute time of a rank = (overhead + samples × seconds per sample) × jitter, with the measured jitter
     all-reduce of k members = (k - 1) / k × 2 a + (k - 1) × 2 l
     exchange = delay + service at shared resources, and the wait for it (`lightning_omni.tuning.model.queueing`)
@@ -31,9 +31,9 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.serialization import Serializable
 from lightning_omni.topology import Topology
 from lightning_omni.tuning.model import constants as c
-from lightning_omni.tuning.model.convergence import Estimate, check_level
 from lightning_omni.tuning.model.cost_fit import fit_model
 from lightning_omni.tuning.model.cost_model import ClusterChange, CostModel, Costs, ExchangePattern, first_draw
+from lightning_omni.tuning.model.estimate import Estimate, check_level
 from lightning_omni.tuning.model.measurements import Measured, mean_samples
 from lightning_omni.tuning.model.training_plan import TrainingPlan
 from lightning_omni.wire.compression import EXACT, all_reduce_of
@@ -47,7 +47,6 @@ BOTTLENECKS = {
     "exchange": "way to the server",
     "server": "server",
     "link": "server's link",
-    "head": "merged head",
 }
 """The possible bottlenecks of a `Prediction`, in words."""
 
@@ -60,9 +59,8 @@ class Prediction:
         seconds_per_update: seconds per push of any group; with H > 1, per local step of any group.
         samples_per_second: total over all groups.
         parts: seconds per update that ``"compute"``, ``"allreduce"``, ``"exchange"`` (its delay), ``"serve"``,
-            ``"link"`` and ``"head"`` take. The first three are divided among the groups; no update is faster than any
-            part.
-        bottleneck: ``"server"``, ``"link"`` or ``"head"`` if it is busy all the time, or else the largest part of a
+            and ``"link"`` take. The first three are divided among the groups; no update is faster than any part.
+        bottleneck: ``"server"`` or ``"link"`` if it is busy all the time, or else the largest part of a
             step, ``"compute"``, ``"allreduce"`` or ``"exchange"``.
         statement: a sentence for users.
     """
@@ -86,7 +84,6 @@ _BOTTLENECKS = {
     "exchange": "the way to the server and back holds it up; exchange less often, or less",
     "server": "the server holds it up: it is always busy, and more groups would not help",
     "link": "the server's link holds it up: it is always busy, and more groups would not help",
-    "head": "the merged head holds it up: it is always busy, and more groups would not help",
 }
 
 
@@ -94,7 +91,6 @@ _NOT_ALWAYS_BUSY = {
     **_BOTTLENECKS,
     "server": "the server, which groups wait for at times, holds it up; exchange less often",
     "link": "the server's link, which groups wait for at times, holds it up; exchange less often, or less",
-    "head": "the merged head, which groups wait for at times, holds it up",
 }
 
 
@@ -144,12 +140,12 @@ class Profile(Serializable):
             ConfigurationError: ``ranks`` is below 1, or ``batch_size`` is not a positive number.
 
         Example:
-            A merged head takes 1 ms per sample, the body 10 ms; of 16 ranks, groups have 16 samples each:
+            A server takes 16 ms for a push, a sample 10 ms; of 16 ranks, groups have 16 samples each:
 
-            >>> profile = Profile.of(Costs(per_sample=0.010, head_per_sample=0.001), ranks=16, batch_size=1)
+            >>> profile = Profile.of(Costs(per_sample=0.010, exchange=0.016, serve=0.016), ranks=16, batch_size=1)
             >>> found = [profile.predict(groups, batch_size=groups) for groups in (2, 4, 8)]
             >>> [round(1000 * each.seconds_per_update.value, 1) for each in found], found[2].bottleneck
-            ([18.0, 16.0, 16.0], 'head')
+            ([18.0, 16.0, 16.0], 'server')
         """
         if ranks < 1 or not 0 < batch_size < math.inf:
             raise ConfigurationError(f"ranks={ranks}, batch_size={batch_size}: pass at least one rank and samples")

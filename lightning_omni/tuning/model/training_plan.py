@@ -33,7 +33,6 @@ _TWICE_AS_FAST = {
     "exchange": ("delay", "own_per_byte"),
     "server": ("serve",),
     "link": ("link_per_byte", "own_per_byte"),
-    "head": ("head_per_sample",),
 }
 """Fields of the model that are halved to find the effect of each part."""
 
@@ -78,35 +77,34 @@ class TrainingPlan:
         together = np.array([model.placement.are_together(members) for members in groups])
         allreduce = model.all_reduce(sizes, together)
         nothing = np.zeros_like(allreduce)
-        if len(groups) == 1:  # plain synchronous training, with no server and no head
-            return Outcome(sizes * self.batch, compute + between, allreduce, nothing, nothing, nothing, 0.0, nothing)
+        if len(groups) == 1:  # plain synchronous training, with no server
+            return Outcome(sizes * self.batch, compute + between, allreduce, nothing, nothing, nothing, nothing)
         here = np.array(model.placement.are_here(groups))
         handed = self._handed_on(groups)
         seconds = self._seconds(here, np.where(here & ~together, self.period * handed, 0.0))
         # If only the leader of a group is on the server's node, all messages of the group cross the server's link.
         ring = np.where(here & ~together, self.period * allreduce, 0.0)
         allreduce = allreduce + np.where(here & ~together, 0.0, handed)
-        head = model.head_per_sample * self.batch * float(sizes.mean())
         steps = self._local_steps(compute + allreduce + between)
         per_step = seconds.delay / steps, seconds.serve[:, None] / steps, seconds.link / steps
-        shared = SharedStations(seconds, ring, self.period * head)
+        shared = SharedStations(seconds, ring)
         if self.exchanging.barrier or self.exchanging.delay:
-            alone = allreduce + head + between
+            alone = allreduce + between
             few = np.minimum(self.exchanging.delay, steps)  # steps made during an exchange
             hidden, then = (self._steps(groups, count, compute, variance, alone) for count in (few, steps - few))
             if self.exchanging.barrier:
                 cycle, waiting = self._at_a_barrier(hidden, then, seconds)
             else:
-                cycle, waiting = self._beside(hidden, then, self.period * variance, replace(shared, head=0.0))
-            cycle = np.maximum(cycle / steps, len(groups) * head)
+                cycle, waiting = self._beside(hidden, then, self.period * variance, shared)
+            cycle = cycle / steps
             compute = np.maximum(waiting / steps - alone, compute)
             exposed = np.maximum(cycle - compute - alone, 0.0)
             parts = compute + between, allreduce, exposed
-            return Outcome(sizes * self.batch, *parts, *per_step[1:], head, nothing, cycle)
+            return Outcome(sizes * self.batch, *parts, *per_step[1:], nothing, cycle)
         compute = compute + between
         think = self.period * (compute + allreduce) + seconds.delay
-        spent = shared.spent(think, self.period * variance, self.period) / self.period
-        return Outcome(sizes * self.batch, compute, allreduce, *per_step, head, spent)
+        spent = shared.spent(think, self.period * variance) / self.period
+        return Outcome(sizes * self.batch, compute, allreduce, *per_step, spent)
 
     # --- Exchanges ---------------------------------------------------------------------------------------------------
 
@@ -171,7 +169,7 @@ class TrainingPlan:
         spent = np.maximum(shared.seconds.serve[:, None], shared.seconds.link)
         for _ in range(c.OVERLAP_ROUNDS):
             cycle = np.maximum(hidden, (delay + spent)[:, :, None]).mean(axis=2) + then
-            spent = (spent + shared.spent(cycle - spent, variance, 1)) / 2
+            spent = (spent + shared.spent(cycle - spent, variance)) / 2
         return cycle, hidden.mean(axis=2) + then
 
     # --- The steps ---------------------------------------------------------------------------------------------------
@@ -236,29 +234,26 @@ class ExchangeSeconds:
 
 @dataclass(frozen=True)
 class SharedStations:
-    """The resources that groups share: the server, its link, and a merged head.
+    """The resources that groups share: the server and its link.
 
     Attributes:
         seconds: seconds of an exchange for each group.
         ring: seconds of an all-reduce on the server's link; ``think`` includes them, shape (draws, groups).
-        head: seconds of a cycle at a merged head.
     """
 
     seconds: ExchangeSeconds
     ring: Array
-    head: float
 
-    def spent(self, think: Array, variance: Array, period: int) -> Array:
+    def spent(self, think: Array, variance: Array) -> Array:
         """Compute the seconds of a cycle at shared resources, with waiting, shape (draws, groups).
 
-        ``think`` and ``variance`` are as in `residence`; ``period`` is the number of visits to a merged head in a
-        cycle.
+        ``think`` and ``variance`` are as in `residence`.
         """
         ring = self.ring[:, :, None]  # in both directions at once
         links = np.stack([self.seconds.push, self.seconds.pull], axis=2) + ring
         counted = np.divide(links - ring / 2, links, out=np.ones_like(links), where=links > 0)
-        service = np.stack([self.seconds.serve, np.full_like(self.seconds.serve, self.head / period)], axis=1)
-        return time_shared(think - self.ring, variance, links, counted, service, np.array([1, period])) - self.ring
+        service = self.seconds.serve[:, None]
+        return time_shared(think - self.ring, variance, links, counted, service, np.array([1])) - self.ring
 
 
 @dataclass(frozen=True)
@@ -274,7 +269,6 @@ class Outcome:
     exchange: Array
     serve: Array
     link: Array
-    head: float
     shared: Array
     whole: Array | None = None
 
@@ -287,7 +281,7 @@ class Outcome:
 
     def _busy(self, rates: Array) -> Array:
         """Return the fraction of time in which the busiest serial part works at these rates, shape (draws,)."""
-        return np.asarray(np.max([(each * rates).sum(axis=1) for each in (self.serve, self.head, self.link)], axis=0))
+        return np.asarray(np.max([(each * rates).sum(axis=1) for each in (self.serve, self.link)], axis=0))
 
     @property
     def seconds_per_update(self) -> Array:
@@ -307,19 +301,18 @@ class Outcome:
             "exchange": float(self.exchange[0] @ weights),
             "serve": float(self.serve[0] @ weights) * groups,
             "link": float(self.link[0] @ weights) * groups,
-            "head": self.head,
         }
 
     @property
     def serial(self) -> float:
         """Return the seconds per update at the busiest shared resource, a lower bound."""
         parts = self.parts
-        return max(parts[name] for name in ("serve", "link", "head"))
+        return max(parts[name] for name in ("serve", "link"))
 
     @property
     def is_saturated(self) -> bool:
         """Return whether groups that did not wait would exceed the capacity of a serial part."""
-        alone = self.exchange + self.serve + 2 * self.link + self.head
+        alone = self.exchange + self.serve + 2 * self.link
         return bool(self._busy(1 / (self.compute + self.allreduce + alone))[0] >= 1 - 1e-9)
 
     @property
@@ -329,6 +322,6 @@ class Outcome:
 
     @property
     def bottleneck(self) -> str:
-        names = ("serve", "link", "head") if self.is_saturated else ("compute", "allreduce", "exchange")
+        names = ("serve", "link") if self.is_saturated else ("compute", "allreduce", "exchange")
         largest = max(names, key=self.parts.__getitem__)
         return "server" if largest == "serve" else largest

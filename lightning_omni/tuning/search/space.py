@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 import msgspec
 
 from lightning_omni.checks import check_number, plain
+from lightning_omni.combinations import refuse_pairs
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method, method_named
-from lightning_omni.methods.overlap import check_overlap
 from lightning_omni.tuning.model.forecast import Scaling, Setting
 from lightning_omni.tuning.search import constants as c
 from lightning_omni.wire.compression import Compression, all_reduce_of
@@ -257,10 +257,8 @@ def periods_up_to(largest: int) -> tuple[int, ...]:
 def _can_be(method: Method, groups: int, wire: str, overlap: bool) -> bool:
     try:
         method.check(groups)
-        if wire:
-            compression_named(wire).check(method)
-        if overlap:
-            check_overlap(method)
+        given = compression_named(wire).features if wire else {}
+        refuse_pairs(method, {**given, "overlap": "overlap=True"} if overlap else given)
     except ConfigurationError:
         return False
     return True

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from lightning_omni.errors import ConfigurationError, MalformedMessage, Refused
-from lightning_omni.methods import Method
 from lightning_omni.methods.model.fragments import Piece, read, write
 from lightning_omni.registry import Registry, to_wire
 from lightning_omni.wire.layout import Layout
@@ -128,21 +127,6 @@ class WireFormat(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
     def answers(self) -> WireFormat:
         """Return the format of answers to pushes."""
         return RAW
-
-    @property
-    def activations(self) -> WireFormat:
-        """Return the format of a merged head's activations in this direction; raw by default.
-
-        A format that encodes each element separately may return itself: then the size of a payload depends only on the
-        number of elements, and no state is needed.
-        """
-        return RAW
-
-    def check(self, method: Method) -> None:
-        """Raise `ConfigurationError` if this format cannot encode a method's pushes."""
-
-    def check_answers(self, method: Method) -> None:
-        """Raise `ConfigurationError` if this format cannot encode a method's answers."""
 
     def sizes(self, layout: Layout) -> tuple[int, int]:
         """Return the smallest and the largest possible payload in bytes; equal if the size is known before encoding.
@@ -370,7 +354,3 @@ class PerDirection(WireFormat, frozen=True, kw_only=True, dict=True, tag="both_w
     @cached_property
     def answers(self) -> WireFormat:
         return from_wire(self.pull)
-
-    def check(self, method: Method) -> None:
-        self.pushes.check(method)
-        self.answers.check_answers(method)

@@ -16,7 +16,6 @@ from torch.nn.functional import pad
 
 from lightning_omni.checks import check_number, check_whole
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.methods import Method
 from lightning_omni.wire.formats.base import RESIDUAL, Encoded, Memory, State, WireFormat, register
 from lightning_omni.wire.layout import Layout
 
@@ -38,14 +37,6 @@ class Lossy(WireFormat, frozen=True, kw_only=True):
     def expand(self, payload: Tensor, count: int) -> Tensor:
         """Return the elements, ``(count,)``, that these bytes encode. May raise any exception on other bytes."""
         raise NotImplementedError(f"{type(self).__name__} cannot expand")
-
-    def check_answers(self, method: Method) -> None:
-        if method.pushes_weights and not method.answers_changes and not method.talks_to_peers:
-            raise ConfigurationError(
-                f"Compression(pull=...) with {type(method).__name__}: what it is answered is pushed again with what was"
-                ' learned since, and rounding would swallow that; leave "pull" at "fp32", or take'
-                ' method="diloco:outer_lr=1.0,outer_momentum=0"'
-            )
 
     def sizes(self, layout: Layout) -> tuple[int, int]:
         nbytes = self.nbytes(sum(layout.reals))
@@ -101,10 +92,6 @@ class Rounded(Lossy, frozen=True, kw_only=True):
     """A format that rounds to another dtype. A number beyond its range travels as the largest, with a residual."""
 
     dtype: ClassVar[torch.dtype]
-
-    @property
-    def activations(self) -> WireFormat:
-        return self
 
     def nbytes(self, count: int) -> int:
         return count * self.dtype.itemsize
@@ -170,10 +157,6 @@ class Int8(Lossy, frozen=True, kw_only=True, tag="int8"):
     def __post_init__(self) -> None:
         check_whole("block", self.block, "8 or more numbers to a scale", 8)
 
-    @property
-    def activations(self) -> WireFormat:
-        return self
-
     def nbytes(self, count: int) -> int:
         return 4 * self._blocks(count) + count
 
@@ -227,19 +210,6 @@ class TopK(Lossy, frozen=True, kw_only=True, tag="topk"):
 
     def __post_init__(self) -> None:
         check_number("fraction", self.fraction, "a part of the numbers, above 0 to 1", high=1, above=0)
-
-    def check(self, method: Method) -> None:
-        if method.pushes_weights:
-            raise ConfigurationError(
-                f'compression="topk:{self.fraction:g}" with {type(method).__name__}: it pushes weights, of which a part'
-                ' is none; pass "bf16" or "int8", or a method that pushes changes, such as "diloco"'
-            )
-
-    def check_answers(self, method: Method) -> None:
-        raise ConfigurationError(
-            f'Compression(pull="topk:{self.fraction:g}"): answers are not added up, and what one leaves out the next'
-            ' does not bring; pass "bf16", "fp16" or "int8"'
-        )
 
     def nbytes(self, count: int) -> int:
         return 8 * self._most(count)

@@ -262,12 +262,6 @@ class Evict(Message, frozen=True, kw_only=True):
     bars: bool = False
 
 
-class SetGroups(Message, frozen=True, kw_only=True):
-    """A request to form a number of groups when the next epoch begins."""
-
-    groups: int
-
-
 class RankEnded(Message, frozen=True, kw_only=True):
     """A launcher's report that a rank's process has ended. The server does not answer it."""
 

@@ -66,11 +66,8 @@ class Status(Message, frozen=True, kw_only=True):
         head_time: recent mean seconds of exclusive access to the merged head; 0 if there is none.
         serve_time: recent mean seconds of the server's own time for one push, from the arrival of the whole message
             until its answers are passed to the socket; 0 before the first, and in virtual time.
-        total_momentum: explicit momentum plus that of asynchrony, measured recently over all pushes; None while it is
-            unknown: too few pushes, an optimizer other than plain SGD, or one that steps at the workers.
         signal: the largest signal in the ranks' last heartbeats.
         recorder: the rank that logs and saves.
-        wanted_groups: number of groups that an observer has requested; 0 if no request is pending.
     """
 
     sent: float
@@ -83,10 +80,8 @@ class Status(Message, frozen=True, kw_only=True):
     lost: tuple[int, ...]
     head_time: float = 0.0
     serve_time: float = 0.0
-    total_momentum: float | None = None
     signal: int = 0
     recorder: int = 0
-    wanted_groups: int = 0
 
 
 class AskServer(Message, frozen=True, kw_only=True):
@@ -162,7 +157,7 @@ class GroupOverview(msgspec.Struct, frozen=True):
 class LogEntry(msgspec.Struct, frozen=True):
     """An event of the run, ``age`` seconds ago.
 
-    ``kind`` is one of ``"joined"``, ``"formed"``, ``"wanted"`` (other groups), ``"lost"``, ``"left"``, ``"over"`` and
+    ``kind`` is one of ``"joined"``, ``"formed"``, ``"lost"``, ``"left"``, ``"over"`` and
     ``"restored"``.
     """
 

@@ -103,7 +103,7 @@ def test_what_is_no_quantity_is_refused_with_the_option_and_the_spelling() -> No
 def test_all_commands_and_yaml_know_the_same_units(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each command refuses the same wrong text in the same words, so each reads it with the same parser."""
     cluster = tmp_path / "cluster.yaml"
-    cluster.write_text("cluster:\n  devices: [{count: 2}]\n  link: {latency: 5 parsecs}\n")
+    cluster.write_text("latency: 5 parsecs\n")
     wrong = "5 parsecs: pass seconds, as in 0.005, or with a unit"
     for arguments in (
         ["simulate", "--latency", "5 parsecs"],

@@ -27,21 +27,7 @@ from rich.console import Console
 from runs import SLOWER, free_port, search_path
 
 from lightning_omni.cli import main
-from lightning_omni.cli.top import (
-    BAR,
-    DOWN,
-    EVICT,
-    GROUPS,
-    QUIT,
-    SAVE,
-    UP,
-    GroupsTable,
-    Rates,
-    View,
-    keys_of,
-    picture,
-    press,
-)
+from lightning_omni.cli.top import BAR, DOWN, EVICT, QUIT, SAVE, UP, GroupsTable, Rates, View, keys_of, picture, press
 from lightning_omni.errors import ConfigurationError, OmniError, Refused
 from lightning_omni.transport.serving import http as status_http
 from lightning_omni.transport.serving.http import StatusServer
@@ -73,7 +59,7 @@ def overview(*groups: m.GroupOverview, **changes: Any) -> m.Overview:
     groups = groups or (group(0), group(1))
     status = m.Status(
         sent=0.0, clock=60, updates_per_second=4.0, refused=2, strangers=3, groups=tuple(g.status for g in groups),
-        staleness=(10, 30, 15, 0, 0, 5), lost=(4, 5), head_time=0.02, serve_time=0.001, total_momentum=0.8,
+        staleness=(10, 30, 15, 0, 0, 5), lost=(4, 5), head_time=0.02, serve_time=0.001,
     )  # fmt: skip
     whole = m.Overview(
         run="a run", age=5000.0, announced=6, live=(0, 1, 2, 3), missing=(), recorder=0, status=status, groups=groups,
@@ -324,15 +310,11 @@ class Asked:
     """Notes down what keys would do to a run."""
 
     def __init__(self) -> None:
-        self.evicted, self.groups, self.saves = list[str](), list[int](), 0
+        self.evicted, self.saves = list[str](), 0
 
     def evict(self, group: m.GroupStatus, bars: bool) -> str:
         self.evicted.append(group.name + " and its hosts" * bars)
         return f"group {group.name} is evicted"
-
-    def set_groups(self, groups: int) -> str:
-        self.groups.append(groups)
-        return f"{groups} groups will be formed"
 
     def save(self) -> str:
         self.saves += 1
@@ -359,31 +341,9 @@ def test_keys_choose_a_group_and_ask_before_one_is_evicted() -> None:
     assert "and let no group from 10.0.0.7 join any more?" in barring.note
     assert press(barring, "y", seen, asked_for).note == "group g1 is evicted"
     assert asked_for.evicted == ["g1", "g1 and its hosts"]
-    for key in (EVICT, BAR, GROUPS, SAVE):
+    for key in (EVICT, BAR, SAVE):
         assert press(View(), key, NO_RUN, asked_for) == View()
     assert not asked_for.saves
-
-
-@pytest.mark.parametrize(
-    ("typed", "asked", "note"),
-    [
-        ("g12\r", [12], "12 groups will be formed"),
-        ("g13\x7f2\n", [12], "12 groups will be formed"),
-        ("g\r", [], "the groups stay as they are"),
-        ("g4q", [], "the groups stay as they are"),
-        ("g4\x1b[A", [], "the groups stay as they are"),
-        ("g1234567", [], "the groups stay as they are"),
-        ("g\x7f2\r", [2], "2 groups will be formed"),
-    ],
-)
-def test_a_number_of_groups_is_typed_and_confirmed(typed: str, asked: list[int], note: str) -> None:
-    view, asked_for = View(), Asked()
-    for key in keys_of(typed):
-        view = press(view, key, overview(), asked_for)
-        assert not view.is_over
-    assert asked_for.groups == asked
-    assert view.typed is None
-    assert note in view.note
 
 
 def test_a_key_for_which_a_terminal_sends_several_characters_is_one_key() -> None:
@@ -468,12 +428,9 @@ def test_a_run_is_watched_and_a_group_of_it_evicted(
 
         with pytest.raises(Refused, match="the run would end with it"):
             observer.evict(second.groups[0].status)
-        for count in (1, 2):  # one group exchanges nothing, and is still asked
-            observer.set_groups(count)
-            formed = formed_at(observer, count)
         with pytest.raises(Refused, match="no state is saved here"):
             observer.save()
-        observer.evict(formed.groups[1].status)
+        observer.evict(second.groups[1].status)
         after = wait_for(lambda: (seen := observer.overview()) and seen.status.lost == (1,) and seen)
         assert [g.status.name for g in after.groups] == ["0"]
         assert after.log[-1].text == "rank 1 lost: group 1 was evicted by hand"
@@ -487,13 +444,6 @@ def test_a_run_is_watched_and_a_group_of_it_evicted(
     server.interrupt()
     assert server.end(timeout=30) == 130
     check_log(server.output)
-
-
-def formed_at(observer: Observer, count: int) -> m.Overview:
-    """The run as soon as it has so many groups, which no one wants otherwise any more."""
-    formed: m.Overview = wait_for(lambda: len((seen := observer.overview()).groups) == count and seen)
-    assert formed.status.wanted_groups == 0
-    return formed
 
 
 JOINING = Path(__file__).parents[2] / "scripts" / "joining.py"

@@ -112,11 +112,6 @@ def test_at_a_synchronization_point_a_group_hands_in_its_own_weights_if_there_ar
             assert said.payload is not None
             assert said.message.nbytes == said.payload.numel()
             assert torch.equal(layout.views(said.payload)[0], replica.ordered[0].detach())
-    core, (replica,) = group(Gossip())
-    head = core.attach(replica, is_head=True)  # which the server holds, whatever the method
-    assert core.send(core.synchronize(head), Layout(()), Memory()).message == m.FetchMessage(
-        optimizer=head, epoch=-1, trained=0
-    )
 
 
 def test_a_group_gives_up_after_so_many_nonfinite_pushes_in_a_row() -> None:

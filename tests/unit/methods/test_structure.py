@@ -490,20 +490,3 @@ def test_structures_do_not_pile_up_without_end() -> None:
         structures.find(0, both[MOST_STRUCTURES % 2])
     structures.form()
     assert structures.find(0, Structure(3, ((0, 1), (2,)))) is None
-
-
-def test_total_momentum_is_sensed_on_through_growth() -> None:
-    make = lambda parameters: torch.optim.SGD(parameters, lr=0.001, momentum=0.5)  # noqa: E731
-    weights = [torch.randn(400, generator=torch.Generator().manual_seed(0)), torch.randn(300)]
-    grown, whole = (Run(AsyncSGD(), 2, sizes, make, weights) for sizes in ((1,), (1, 1)))
-    for step in range(400):
-        if step == 200:
-            grown.add(0)
-            grown.add(1)
-        for run in (grown, whole):
-            run.compute(step % 2)
-    sensed = [
-        run.served.momentum_estimator.averages for run in (grown, whole) if run.served.momentum_estimator is not None
-    ]
-    assert all(each is not None for each in sensed)
-    assert 0.0 < float((sensed[0][0] / sensed[0][1]).median()) < 1.0  # type: ignore[index]

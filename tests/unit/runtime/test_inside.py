@@ -148,7 +148,6 @@ def test_a_killed_member_costs_its_group_alone(two_groups: list[dict[str, Any]])
 OF_SIX: list[dict[str, Any]] = [
     {"method": "async_sgd", "optimizer": "AdamW", "extra": {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}},
     {"method": "diloco:period=2", "optimizer": "AdamW", "turns": False},
-    {"method": "gossip:kind=pull,period=2,seed=3", "optimizer": "AdamW"},  # each reads the other once at least
 ]
 
 

@@ -721,8 +721,9 @@ SERVER = "tcp://127.0.0.1:5555"
         ({"server": None}, "elastic=True without the address of a server"),
         ({"server": "per-node"}, "elastic=True without the address of a server"),
         ({"groups": 2}, "groups=2 and elastic=True"),
-        ({"method": "gossip"}, "exchange with those that were formed with them"),
-        ({"data": "static"}, 'data="static" and elastic=True'),
+        ({"method": "gossip"}, "elastic=True and method=Gossip"),
+        ({"data": "static"}, 'elastic=True and data="static"'),
+        ({"validation": "published"}, 'elastic=True and validation="published"'),
         ({"merged": "head"}, "merged='head' and elastic=True"),
     ],
 )
@@ -1034,60 +1035,6 @@ def test_slurm_requeues_the_job_of_the_group_that_its_signal_comes_to(run: Run) 
     run.go(2)
     assert second.end(PATIENCE) == 128 + signal.SIGTERM, second.output
     assert first.end(PATIENCE) == 0, first.output
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-@served_by("two servers")
-def test_groups_that_come_and_go_share_the_validations_of_published_versions(run: Run) -> None:
-    """The recorder dies while it evaluates, another group joins meanwhile, and the next recorder leaves likewise."""
-    options: dict[str, Any] = {
-        "epochs": 4,
-        "file": "{epoch}-{step}",
-        "strategy": {"validation": "published"},
-        "trainer": {"val_check_interval": 0.25},
-    }
-    first = run.start("a", {**options, "hold": [1], "hold_validation": [1]})
-    run.wait_for("a0-in-1")
-    second = run.start("b", {**options, "hold": [1, 2], "gate": "b", "hold_validation": [2]}, seed=2)
-    run.wait_for("b0-in-1")
-    run.go(1)
-    run.wait_for("a0-validates-1")
-    third = run.start("c", {**options, "hold": [2], "gate": "c"}, seed=3)
-    run.wait_for("c0-validates-1")  # another point of the epoch, of which the first is still being evaluated
-    os.kill(first.pid, signal.SIGKILL)
-    run.server.expect("rank 0 lost", PATIENCE)
-    run.go(1, "b")
-    run.wait_for("c0-in-2")
-    run.go(2, "b")
-    run.wait_for("b0-validates-2")
-    os.kill(second.pid, signal.SIGTERM)
-    assert second.end(PATIENCE) == 128 + signal.SIGTERM, second.output
-    run.go(2, "c")
-    assert third.end(PATIENCE) == 0, third.output
-    assert run.server.end(PATIENCE) == 0, run.server.output
-
-    heard, before, meanwhile = (json.loads((run.folder / f"heard-{name}").read_text()) for name in "cab")
-    assert heard[: len(before)] == before
-    assert heard[: len(meanwhile)] == meanwhile
-    epochs = Counter(epoch for epoch, _, _ in heard)
-    assert epochs[0] == epochs[3] == 4
-    assert epochs[1] in (3, 4), "what the dead group evaluated is made up for, perhaps together with the next"
-    assert epochs[2] in (3, 4)
-    steps = [step for _, step, _ in heard]
-    assert steps == sorted(set(steps))
-    check_saved(run.folder / "a", heard)
-    assert set(run.trained) == {(epoch, sample) for epoch in range(4) for sample in range(128)}
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_all_ranks_of_a_group_that_joins_and_does_not_record_hear_of_published_validations(run: Run) -> None:
-    published = {"strategy": {"validation": "published"}, "trainer": {"val_check_interval": 0.5}}
-    options = {"epochs": 2, "hold": [1], **published}
-    first, second = run.train_together(options, {"devices": 2})
-    assert (first["weights"], first["val"]) == (second["weights"], second["val"])
-    assert run.result("b", 1)["val"] == second["val"]
 
 
 def check_saved(folder: Path, heard: Sequence[tuple[float, float, float]]) -> None:

@@ -15,8 +15,7 @@ from test_server_core import part_of as body_part
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_omni import Compression
-from lightning_omni.errors import ConfigurationError, MalformedMessage, UnsupportedError
+from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.methods import AsyncSGD
 from lightning_omni.methods.model.head import MergedHead, check_mergeable, clip, modes_of
 from lightning_omni.methods.model.modules import class_paths, describe_module, module_resolver, rebuild_module
@@ -24,10 +23,8 @@ from lightning_omni.methods.model.server_optimizer import describe, hyperparamet
 from lightning_omni.server.event_log import Event
 from lightning_omni.simulator import trace_of
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.codec import ActivationFormats, pack, pack_activations, unpack, unpack_activations
-from lightning_omni.wire.formats import Int8, wire_of
-from lightning_omni.wire.formats.base import to_wire
-from lightning_omni.wire.layout import Layout
+from lightning_omni.wire.codec import pack, unpack
+from lightning_omni.wire.formats.base import RAW, to_wire
 
 HEAD = 1
 """The head's number: the body is optimizer 0."""
@@ -411,9 +408,8 @@ def test_an_optimizer_is_described_in_parts_that_make_the_whole() -> None:
 class Heads:
     """Three groups of one rank each at a server with a body and a merged head."""
 
-    def __init__(self, head: nn.Module | None = None, momentum: float = 0.9, wire: str | Compression = "fp32") -> None:
+    def __init__(self, head: nn.Module | None = None, momentum: float = 0.9) -> None:
         self.module: Any = head or classifier()
-        self.wire = ActivationFormats.of(Compression.of(wire).wire_format)
         self.link, self.events = Link(3), list[Event]()
         self.link.core.events.record = self.events.append
         for rank in range(3):
@@ -422,7 +418,7 @@ class Heads:
             generation=1,
             groups=((0,), (1,), (2,)),
             method=m.method_to_wire(AsyncSGD()),
-            wire_format=to_wire(Compression.of(wire).wire_format),
+            wire_format=to_wire(RAW),
         )
         self.link.control(0, form)
         names: dict[Tensor, str] = {parameter: f"head.{name}" for name, parameter in self.module.named_parameters()}
@@ -438,7 +434,7 @@ class Heads:
         self.link.inbox.clear()
 
     def forward(self, rank: int, x: Tensor, exclusive: bool = True) -> None:
-        packed, buffer = pack_activations(self.wire.up, [[x], {}])
+        packed, buffer = pack([[x], {}])
         message = m.HeadForward(
             optimizer=HEAD,
             packed=packed,
@@ -450,7 +446,7 @@ class Heads:
         self.link.say(data_peer(rank), message, buffer.numpy().tobytes(), m.DATA)
 
     def backward(self, rank: int, gradient: Tensor, **changes: Any) -> None:
-        packed, buffer = pack_activations(self.wire.up, [gradient])
+        packed, buffer = pack([gradient])
         fields = {"hyperparameters": tuple(hyperparameters_of(self.optimizer)), **changes}
         message = m.HeadBackward(optimizer=HEAD, packed=packed, nbytes=buffer.numel(), **fields)
         self.link.say(data_peer(rank), message, buffer.numpy().tobytes(), m.DATA)
@@ -461,9 +457,7 @@ class Heads:
         for message, payload in self.link.inbox.pop((data_peer(rank), m.DATA), []):
             buffer = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0)
             is_tree = hasattr(message, "packed")
-            answers.append(
-                (message, unpack_activations(self.wire.down, message.packed, buffer)) if is_tree else message
-            )
+            answers.append((message, unpack(message.packed, buffer)) if is_tree else message)
         return answers
 
     @property
@@ -518,48 +512,6 @@ def test_the_heads_gradient_is_scaled_and_clipped_before_it_is_applied() -> None
     heads.backward(0, torch.full((3, 2), 100.0), scale=0.5, clip=0.2)
     moved = torch.cat([(a - b).flatten() for a, b in zip(heads.weights, before, strict=True)])
     torch.testing.assert_close(moved.norm(), torch.tensor(0.1 * 0.2))
-
-
-@pytest.mark.parametrize("name", ["int8", "bf16", "fp16", "topk:0.5"])
-def test_activations_and_gradients_travel_in_the_format_of_their_direction(name: str) -> None:
-    x, gradient = rows(4), rows(4, 2)
-    exact, rounded = Heads(), Heads(wire=Compression(push=name, pull="bf16"))
-    for heads in (exact, rounded):
-        heads.forward(0, x)
-        heads.backward(0, gradient)
-    (plain, output), (_, back) = exact.heard(0)
-    (message, near), (answer, nearly) = rounded.heard(0)
-    assert (message.nbytes, answer.nbytes) == (plain.nbytes // 2, back[0].numel() * 2)
-    sent = pack_activations(rounded.wire.up, x)[1].numel()
-    assert sent == (4 * x.numel() if name.startswith("topk") else wire_of(name).sizes(Layout.of({"x": x}))[1])
-    torch.testing.assert_close(near, output, rtol=0.05, atol=0.05)
-    torch.testing.assert_close(nearly[0], back[0], rtol=0.05, atol=0.05)
-    assert rounded.link.core.optimizers[HEAD].master.clock == 1
-
-
-def test_numbers_that_are_no_activations_arrive_as_they_are_and_a_wrong_size_is_refused() -> None:
-    tree = [torch.tensor([3, 1 << 40]), torch.linspace(-1, 1, 300), torch.tensor([True, False])]
-    packed, payload = pack_activations(Int8(), tree)
-    assert payload.numel() == Int8().nbytes(300) + Layout.of({"a": tree[0], "b": tree[2]}).nbytes
-    places, numbers, flags = unpack_activations(Int8(), packed, payload)
-    assert torch.equal(places, tree[0])
-    assert torch.equal(flags, tree[2])
-    torch.testing.assert_close(numbers, tree[1], rtol=0, atol=1 / 127)
-    for spoiled in (payload[:-1], torch.cat([payload, payload[:1]]), payload[:0]):
-        with pytest.raises(MalformedMessage, match="the tensors need"):
-            unpack_activations(Int8(), packed, spoiled)
-
-
-@pytest.mark.parametrize("name", ["int8", "bf16", "fp16"])
-def test_activations_that_are_not_finite_leave_the_head_as_it_was_in_any_format(name: str) -> None:
-    heads = Heads(wire=Compression(push=name, pull=name))
-    before, x = heads.weights, rows(4)
-    x[1, 2] = torch.inf
-    heads.forward(0, x)
-    heads.backward(0, rows(4, 2))
-    (_, _), (answer, _) = heads.heard(0)
-    assert (answer.applied, answer.refused_in_row) == (False, 1)
-    assert all(map(torch.equal, before, heads.weights))
 
 
 def test_a_forward_pass_without_access_waits_for_no_group() -> None:

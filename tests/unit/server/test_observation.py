@@ -241,44 +241,12 @@ def test_nothing_is_evicted_after_the_end() -> None:
     expect_refusal(say(link, m.Evict(group=1, incarnation=1)), "protocol", "the run is over")
 
 
-def test_a_person_asks_for_other_groups_until_they_are_formed() -> None:
-    link = trained_link((0, 1), (2,))
-    watch(link)
-    said = say(link, m.SetGroups(groups=3))
-    assert said == m.Acknowledged()
-    assert overview(link).status.wanted_groups == 3
-    assert overview(link).log[-1].text == "3 groups asked for, from the next epoch on"
-    link.form((0,), (1,), (2,), generation=2)
-    assert overview(link).status.wanted_groups == 0
-    say(link, m.SetGroups(groups=1))
-    assert overview(link).log[-1].text == "1 group asked for, from the next epoch on"
-
-
-def test_a_server_that_goes_on_knows_that_a_person_has_asked_for_other_groups() -> None:
-    link = trained_link((0, 1), (2,))
-    watch(link)
-    link.core.journal.is_due = False
-    assert say(link, m.SetGroups(groups=3)) == m.Acknowledged()
-    assert link.core.journal.is_due
-    link.core.load(link.core.state(), (), link.now)
-    assert link.core.status(0.0).wanted_groups == 3
-
-
 def test_a_server_that_goes_on_does_not_say_again_who_was_lost_before() -> None:
     link = trained_link((0, 1), (2,))
     link.core.lose(2, "rank 2 gave no sign of life for 30 s")
     assert [each.kind for each in link.core.run_events][-1] == "lost"
     link.core.load(link.core.state(), (), link.now)
     assert [each.kind for each in link.core.run_events] == ["restored"]
-
-
-@pytest.mark.parametrize("groups", [-1, 0, 4])
-def test_groups_that_cannot_be_are_not_asked_of_the_ranks(groups: int) -> None:
-    link = trained_link((0, 1), (2,))
-    watch(link)
-    expect_refusal(say(link, m.SetGroups(groups=groups)), "protocol", "ask for 1 to 3")
-    link.core.fail("out of luck")
-    expect_refusal(say(link, m.SetGroups(groups=2)), "protocol", "the run is over")
 
 
 def test_the_state_is_saved_when_a_person_asks_for_it_if_it_is_saved_at_all() -> None:

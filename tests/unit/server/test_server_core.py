@@ -1166,7 +1166,6 @@ SAMPLES: dict[type[m.Message], m.Message] = {
         m.AskServer(),
         m.Echo(nbytes=3),
         m.Evict(group=1, incarnation=1),
-        m.SetGroups(groups=1),
         m.SaveNow(),
         m.Heartbeat(sent=1.5, compute_time=0.25),
         m.FormGroups(generation=1, groups=((0, 1), (2,)), method={"name": "async_sgd"}),

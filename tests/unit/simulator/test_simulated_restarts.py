@@ -101,7 +101,7 @@ TWO_DEATHS = ServerRestart(0.09, 0.1), ServerRestart(0.41, 0.43)
         ("hardsync", False),
         ("stale_synchronous:bound=1", True),
         ("softsync:n=2", False),
-        ("delay_compensated", True),
+        ("delay_compensated", False),
         ("downpour:n_push=3,n_fetch=2", False),
         ("local_sgd:period=3", False),
         ("elastic_averaging:period=2", False),

@@ -180,7 +180,7 @@ def test_arguments_of_a_users_own_step_reach_it_with_one_group_and_where_it_step
 
 def test_arguments_of_a_users_own_step_are_refused_by_name_where_it_steps_at_the_server() -> None:
     optimizer = Scaled([Parameter(torch.ones(2))], lr=0.1)
-    place: Any = SimpleNamespace(parts=[None], control=object(), steps_here=lambda part: False)
+    place: Any = SimpleNamespace(parts=[None], control=object(), steps_at_worker=False)
     unused: Any = None
     executor = Exchanging(place, unused, unused, unused, heads=())
     with pytest.raises(UnsupportedError, match=r"Scaled.step\(\) is called with scale, which is not sent.*local_sgd"):
@@ -195,7 +195,7 @@ def test_members_hear_of_a_gradient_that_is_not_averaged_before_they_wait_for_ea
 
     reduction = SimpleNamespace(check_reduced=check_reduced)
     part = SimpleNamespace(replica=SimpleNamespace(ordered=[]))
-    place: Any = SimpleNamespace(parts=[part], control=object(), steps_here=lambda part: True, reduction=reduction)
+    place: Any = SimpleNamespace(parts=[part], control=object(), steps_at_worker=True, reduction=reduction)
     unused: Any = None
     executor = Exchanging(place, unused, unused, unused, heads=())
     for closure in (None, lambda: 1.0):
@@ -323,7 +323,7 @@ def test_marks_that_a_program_has_put_on_parameters_are_there_where_the_server_s
 
 def test_state_that_no_checkpoint_of_several_groups_can_hold_is_refused_as_that() -> None:
     replica = SimpleNamespace(own_state=lambda whole: {"optimizer": {0: {"projector": object()}}})
-    place: Any = SimpleNamespace(parts=[SimpleNamespace(replica=replica)], exchanges=True, steps_here=lambda _: True)
+    place: Any = SimpleNamespace(parts=[SimpleNamespace(replica=replica)], exchanges=True, steps_at_worker=True)
     residuals, unused = SimpleNamespace(saved=lambda _: {}), SimpleNamespace()
     states = StateTransfer(place, cast(Any, unused), cast(Any, residuals))
     with pytest.raises(UnsupportedError, match=r"a checkpoint of several groups cannot hold .*a object cannot be sent"):
@@ -348,7 +348,7 @@ def test_an_attribute_that_others_change_reaches_the_server_where_groups_synchro
 
     replica = SimpleNamespace(written=nothing, ordered=[weight], know=nothing, abandon=nothing, load=nothing)
     replica.begin_layout, part = nothing, SimpleNamespace(optimizer=optimizer, head=None, replica=replica)
-    place: Any = SimpleNamespace(parts=[part], exchanges=True, steps_here=lambda _: False, all_reduce_max=list)
+    place: Any = SimpleNamespace(parts=[part], exchanges=True, steps_at_worker=False, all_reduce_max=list)
     states = SimpleNamespace(keep=nothing, forget=nothing)
     states.seed = lambda: theirs.append(describe(optimizer, {weight: "weight"})["attributes"])
     edits = ExternalWrites(place, cast(Any, SimpleNamespace(fetch=nothing)), cast(Any, states))

@@ -129,7 +129,7 @@ def test_a_run_on_one_node_listens_on_no_port_and_leaves_nothing_behind_however_
 
         control = join(no_server.address)
         os.kill(no_server.server, signal.SIGKILL)
-        wait_for(lambda: control.is_ended)
+        wait_for(lambda: control.cause is not None)
         wait_for(lambda: has_ended(no_server.server))  # its connection ends first, then its lock
         control.close()  # any rank that ends finds that the server is gone
         assert not no_server.folder.exists()

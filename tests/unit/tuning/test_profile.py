@@ -74,18 +74,13 @@ def test_known_costs_give_the_largest_of_the_serial_parts_and_the_groups_share(
     parts: list[float], groups: int, batch: int, period: int, servers: int, per_node: bool
 ) -> None:
     sample, overhead, bytes_, hop, delay, serve = parts
-    costs = Costs(
-        1e-3 + sample, overhead, bytes_, hop, delay + serve, serve, 0.0, sample / 10, 1000, period, servers, per_node
-    )
+    costs = Costs(1e-3 + sample, overhead, bytes_, hop, delay + serve, serve, 0.0, 1000, period, servers, per_node)
     if servers > 1:  # each has a share, and they agree
         delay, serve = 2 * delay, serve / 4
     size = 12 // groups
-    head = size * batch * costs.head_per_sample
-    step = (
-        overhead + batch * costs.per_sample + 2 * (size - 1) * (bytes_ / size + hop) + (delay + serve) / period + head
-    )
+    step = overhead + batch * costs.per_sample + 2 * (size - 1) * (bytes_ / size + hop) + (delay + serve) / period
     profile = Profile.of(costs, ranks=12, batch_size=batch)
-    assert seconds(profile.predict(groups)) == pytest.approx(max(serve / period, head, step / groups))
+    assert seconds(profile.predict(groups)) == pytest.approx(max(serve / period, step / groups))
     again = Profile.from_dict(json.loads(json.dumps(profile.scaled(slowest=2.0).to_dict())))
     assert again.predict(groups) == profile.scaled(slowest=2.0).predict(groups)
 
@@ -251,7 +246,7 @@ def test_an_allreduce_is_never_negative() -> None:
 def test_one_group_has_no_server() -> None:
     prediction = Profile.fit([apart(np.full((4, 9), 0.1), exchange=0.3, serve=0.2)]).predict(1)
     assert seconds(prediction) == pytest.approx(0.1)
-    assert [prediction.parts[name] for name in ("exchange", "serve", "link", "head")] == [0, 0, 0, 0]
+    assert [prediction.parts[name] for name in ("exchange", "serve", "link")] == [0, 0, 0]
 
 
 def test_an_exchange_every_few_steps_is_a_part_of_each_step() -> None:
@@ -347,7 +342,7 @@ def test_no_grouping_is_faster_than_a_serial_part_or_any_part_of_it(
     found = [profile.predict(groups, period=period) for groups in range(1, 7)]
     for prediction in found:
         parts = prediction.parts
-        assert seconds(prediction) >= max(parts["serve"], parts["link"], parts["head"]) * (1 - 1e-6)
+        assert seconds(prediction) >= max(parts["serve"], parts["link"]) * (1 - 1e-6)
         assert seconds(prediction) >= max(parts.values()) * 0.9  # the slowest member's bad luck is corrected for
         estimate = prediction.seconds_per_update
         assert estimate.low <= estimate.value <= estimate.high
@@ -471,7 +466,6 @@ def test_a_profile_survives_json() -> None:
         ({"exchanges": ((0.1, 0.1), (0.1,))}, "exchanges: 1 of group 1"),
         ({"exchanges": ((0.1, math.nan), (0.1, 0.1))}, "exchanges: pass seconds"),
         ({"serve": -1.0}, "serve=-1.0"),
-        ({"head": math.nan}, "head=nan"),
         ({"period": 0}, "period=0"),
         ({"nbytes": -1}, "nbytes=-1"),
         ({"servers": 0}, "servers=0"),
@@ -636,16 +630,10 @@ class Tailed(nn.Module):
         return outputs
 
 
-@pytest.mark.parametrize("per_sample", [MS / 40, pytest.param(MS / 4, marks=pytest.mark.exhaustive)])
-def test_accesses_to_a_merged_head_are_counted(monkeypatch: pytest.MonkeyPatch, per_sample: float) -> None:
-    cluster = Cluster.even(8, MS, jitter=Jitter("lognormal", 0.2), head_seconds_per_sample=per_sample)
-    monkeypatch.setitem(CLUSTERS, "head", cluster)
-    profile = Profile.fit([Measured.of(run("head", 8, 120, seed=2, model=Tailed(), merged="head"))])
-    for groups in (2, 4, 8):
-        trace = run("head", groups, 20 * groups, seed=3, model=Tailed(), merged="head")
-        assert seconds(profile.predict(groups)) == pytest.approx(pace(trace), rel=0.1)
-    assert profile.measured[0].nbytes == 4 * (2 * 4 + 4)  # of the body alone
-    assert (profile.predict(8).bottleneck == "head") == (per_sample == MS / 4)
+def test_a_trace_with_a_merged_head_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CLUSTERS, "head", Cluster.even(8, MS))
+    with pytest.raises(ConfigurationError, match="merged head has no place in the model"):
+        Measured.of(run("head", 8, 20, seed=2, model=Tailed(), merged="head"))
 
 
 def test_a_trace_keeps_its_times_in_a_file_and_old_files_load(tmp_path: Path) -> None:

@@ -5,18 +5,15 @@ With ``--all`` every two of them; the whole of the matrix is measured by ``tests
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 from cells import Cell, Training, cells, methods, pairwise, refusal, wires
 from covering import covering
 
+from lightning_omni.combinations import PAIRS
 from lightning_omni.methods import METHODS
 from lightning_omni.wire.formats import wire_of
 from lightning_omni.wire.formats.base import FORMATS, name_of
 
-PAGE = Path(__file__).parents[3] / "docs" / "reference" / "compatibility.md"
 SOME = pairwise([cell for cell in cells() if not refusal(cell)])
 
 
@@ -29,19 +26,10 @@ def test_every_method_and_every_format_is_in_the_matrix() -> None:
     assert {name_of(wire_of(wire)) for wire in wires() if not wire.endswith("both ways")} == shipped - {"both_ways"}
 
 
-def documented() -> list[str]:
-    """Words of the messages in the list of what cannot be combined."""
-    (section,) = re.findall(r"^## What cannot be combined$(.*?)(?=^## |\Z)", PAGE.read_text(), re.M | re.S)
-    return re.findall(r"^\| “(.+?)” \|", section, re.M)
-
-
-def test_what_the_matrix_refuses_is_the_documented_list() -> None:
-    said = {cell[:4]: words for cell in cells() if (words := refusal(cell))}
-    rows = documented()
-    for cell, words in said.items():
-        assert sum(row in words for row in rows) == 1, f"{cell} is refused, and the page does not say so: {words}"
-    unused = [row for row in rows if not any(row in words for words in said.values())]
-    assert not unused, "nothing is refused with these words"
+def test_the_matrix_refuses_pairs_of_the_table_and_top_k_answers() -> None:
+    endings = [f": {pair.reason}; {pair.remedy}" for pair in PAIRS]
+    for said in filter(None, map(refusal, cells())):
+        assert said.endswith(tuple(endings)) or "answers are not added up" in said
 
 
 @pytest.mark.parametrize(Cell._fields, covering(SOME))
