@@ -36,7 +36,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing here depends on which of two ways is the faster one: they need not be timed for long."""
-    for module in ("comparison", "tune"):
+    for module in ("trial", "tune"):
         monkeypatch.setattr(importlib.import_module(f"lightning_omni.tuning.device.{module}"), "BLOCK_SECONDS", 0.01)
 
 

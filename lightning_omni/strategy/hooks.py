@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing import get_all_start_methods
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
@@ -643,8 +643,3 @@ class OmniStrategyHooks(SavingStrategy):
         if draws_batches(self.pl_module.training_step):
             return "training_step draws from it (dataloader_iter)"
         return "" if has_lightning_sampler(loader) else "it has a DistributedSampler of its own"
-
-
-def strategy_of(trainer: Trainer) -> OmniStrategyHooks:
-    """Return the strategy of a Trainer that has an OmniStrategy."""
-    return cast(OmniStrategyHooks, trainer.strategy)

@@ -22,12 +22,12 @@ from typing_extensions import override
 from lightning_omni.checks import check_kind, check_number, check_whole, plain
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.strategy.arguments import refuses_unknown
-from lightning_omni.strategy.hooks import OmniStrategyHooks, strategy_of
+from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.strategy.namespaces import need_namespace
 from lightning_omni.tuning.callback.online_tuner import frequent_switches
 from lightning_omni.tuning.callback.target_metric import MONITORED
 from lightning_omni.tuning.callback.tuned_fit import Fit, JoinedFit, TunedFit, may_form_groups
-from lightning_omni.tuning.callback.tuned_run import TunedRun, TunerOptions, last_choice
+from lightning_omni.tuning.callback.tuned_run import TunedRun, TunerOptions, last_choice, strategy_of
 from lightning_omni.tuning.search import Choice, Search, Space
 from lightning_omni.tuning.trainer import names_for
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lightning_omni.runtime.world import World
 from lightning_omni.serialization import Serializable
@@ -29,7 +29,7 @@ from lightning_omni.wire.steps_and_samples import ReferenceBatch
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
-__all__ = ["Command", "TunedRun", "TunerOptions", "TunerReports", "TunerState", "last_choice"]
+__all__ = ["Command", "TunedRun", "TunerOptions", "TunerReports", "TunerState", "last_choice", "strategy_of"]
 
 
 @dataclass(frozen=True)
@@ -367,6 +367,11 @@ class TunedRun:
 def last_choice(searches: list[Search]) -> Choice | None:
     """Return the choice of the last search."""
     return searches[-1].choice() if searches else None
+
+
+def strategy_of(trainer: Trainer) -> OmniStrategyHooks:
+    """Return the strategy of a Trainer that has an OmniStrategy."""
+    return cast(OmniStrategyHooks, trainer.strategy)
 
 
 # --- Reports: on the console, in the loggers, and as files in the first logger's folder -------------------------------

@@ -439,52 +439,6 @@ def test_a_group_that_dies_while_it_waits_is_missed_by_nobody() -> None:
     assert any(isinstance(each, m.Gathered) for each in link.news(0))
 
 
-def evaluated(link: Joined, rank: int, passed: int) -> int:
-    """A group passes a point of the epoch and evaluates; the number of the validation."""
-    number: int = link.control(rank, m.ClaimValidation(epoch=0, generation=1, passed=passed)).number
-    packed, buffer = pack({"loss": float(number)})
-    publish = m.PublishEvaluation(number=number, packed=packed, nbytes=buffer.numel())
-    assert link.data(rank, publish, buffer.numpy().tobytes())[0] == m.EvaluationPublished()
-    return number
-
-
-def known(link: Joined, rank: int) -> int:
-    """Validations that a rank hears are complete."""
-    complete: int = link.control(rank, m.AskValidations()).complete
-    return complete
-
-
-def test_the_recorder_hears_of_a_validation_first_and_if_it_dies_before_it_has_saved_the_next_one_does() -> None:
-    link = three_groups()
-    assert evaluated(link, 2, 1) == 1
-    assert [known(link, rank) for rank in range(3)] == [1, 0, 0]
-    link.control(0, m.ReleaseVersion(number=1))
-    assert [known(link, rank) for rank in range(3)] == [1, 1, 1]
-    assert evaluated(link, 1, 2) == 2
-    assert link.data(0, m.ReadEvaluation(number=2))[0].packed
-    link.deliver(link.core.hang_up(control_peer(0)))
-    assert [known(link, rank) for rank in (1, 2)] == [2, 1]
-    assert link.data(1, m.FetchMessage(optimizer=0))[0].validations == 2
-    assert link.data(2, m.FetchMessage(optimizer=0))[0].validations == 1
-
-
-def test_what_came_of_a_validation_is_kept_until_groups_that_join_are_given_it() -> None:
-    link = Joined()
-    run = link.begin().run
-    link.part()
-    evaluated(link, 0, 1)
-    assert link.data(0, m.ReadEvaluation(number=1))[0].packed
-    place = link.register(1, b"late")
-    link.come(place.first, run)
-    assert link.ask(place.first)
-    assert known(link, 1) == 0
-    link.part()
-    link.control(0, m.ReleaseVersion(number=1))
-    evaluated(link, 0, 2)
-    assert link.data(0, m.ReadEvaluation(number=2))[0].packed
-    assert link.data(1, m.ReadEvaluation(number=1))[0].packed, "it may have been given what was stored before"
-
-
 def test_what_a_group_is_given_is_said_by_the_recorder_alone() -> None:
     link = Joined()
     run = link.begin().run

@@ -212,7 +212,7 @@ def test_a_payload_larger_or_smaller_than_any_is_refused_before_memory_is_alloca
     [
         (
             {"name": "telepathy"},
-            "unknown wire format 'telepathy'; known are raw, int8, both_ways, bf16, fp16, topk, ",
+            "unknown wire format 'telepathy'; known are raw, both_ways, int8, bf16, fp16, topk, ",
         ),
         ({"name": "largest", "fraction": "half"}, "wire format largest: Expected `float`"),
         ({}, "unknown wire format None"),
