@@ -112,7 +112,7 @@ def test_the_head_is_never_stale_while_the_body_is(fits: dict[str, list[Any]]) -
 def test_an_access_for_nothing_is_given_up_before_any_rank_waits_for_the_group(fits: dict[str, list[Any]]) -> None:
     """With hardsync the next group would wait for access, and this one for the next group's push."""
     head = trace_of(FITS["idle"]["events"], optimizer=HEAD)
-    assert fits["idle"][0]["report"]["updates"] == 16
+    assert fits["idle"][0]["report"]["updates"] == 64
     assert head.updates == 32  # every second batch of four groups
 
 

@@ -91,8 +91,7 @@ class OmniStrategyHooks(SavingStrategy):
         compression: the formats in which tensors are sent, for slow networks: ``"int8"`` or the like for pushes, or a
             `Compression` for pushes, pulls and the averages inside a group: see docs/reference/wire-formats.md.
         overlap: whether a group computes its next gradient during an exchange, which makes that gradient one step
-            staler; for async_sgd. Use it where exchanges take long: see
-            docs/explanation/staleness.md. With one group this has no effect.
+            staler; for async_sgd. Use it where exchanges take long: see docs/explanation/staleness.md.
         server: ``"tcp://host:port"`` of a running parameter server (``lightning-omni serve``); ``"per-node"``, which
             starts one server on each node; or a `Server`. Without an address LIGHTNING_OMNI_SERVER is used, and the
             ranks join the run there (see `Elastic`); if that is not set either, rank 0 starts a server for this run in

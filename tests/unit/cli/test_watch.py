@@ -348,7 +348,7 @@ def test_keys_choose_a_group_and_ask_before_one_is_evicted() -> None:
 
 def test_a_key_for_which_a_terminal_sends_several_characters_is_one_key() -> None:
     assert keys_of("\x1b[15~5\x1b[1;5s\x1bOPq") == ["\x1b[15~", "5", "\x1b[1;5s", "\x1bOP", QUIT]
-    assert keys_of("\x1b[A\x1bOA\x1b[B\x1bOB\n") == [UP, UP, DOWN, DOWN, "enter"]
+    assert keys_of("\x1b[A\x1bOA\x1b[B\x1bOB") == [UP, UP, DOWN, DOWN]
     assert keys_of("\x1b") == ["\x1b"]
 
 

@@ -164,13 +164,6 @@ def test_what_goes_into_the_head_and_comes_out_takes_its_time_on_the_link() -> N
     assert trace.seconds == pytest.approx((2 * (8 + 3) * 4 * 4 + body_nbytes()) / 1000.0, rel=1e-3)
 
 
-def test_activations_in_two_bytes_a_number_take_half_the_time() -> None:
-    link, wire = Link(bandwidth=1000.0), Compression(push="bf16", pull="fp16")
-    trace, _ = tailed(2, Cluster.even(2, 1e-9, link=link), batch_size=4, limits=Limits(updates=1), compression=wire)
-    numbers = sum(parameter.numel() for parameter in Tailed().body.parameters())
-    assert trace.seconds == pytest.approx((2 * (8 + 3) * 2 * 4 + 2 * numbers) / 1000.0, rel=1e-3)
-
-
 def plain(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
