@@ -187,9 +187,10 @@ def test_no_frozen_weight_moves_in_a_real_run(number: int) -> None:
 
 @pytest.mark.parametrize("number", range(len(MIDST)))
 def test_a_layer_that_is_frozen_in_mid_run_becomes_what_is_evaluated_and_moves_no_more(number: int) -> None:
+    fragments = 2 if "fragments=2" in MIDST[number]["method"] else 1  # each brings its part of the server's weights
     for result in (loops()[rank][len(START) + number] for rank in range(3)):
         assert result["evaluated"] == [0], "the epoch in which it was trained"
         assert result["ends_as_evaluated"]
         next_epoch = 8
-        assert len([step for step in result["trained"] if 5 <= step < next_epoch]) <= 1
+        assert len([step for step in result["trained"] if 5 <= step < next_epoch]) <= fragments
         assert not [step for step in result["trained"] if step > next_epoch]
