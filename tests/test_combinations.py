@@ -74,7 +74,6 @@ def given(*features: str) -> dict[str, Any]:
     return merged
 
 
-@register
 class Rowwise(AsyncSGD, frozen=True, kw_only=True, tag="test_rowwise"):
     """A method of somebody else's, whose server needs whole tensors.
 
@@ -84,6 +83,13 @@ class Rowwise(AsyncSGD, frozen=True, kw_only=True, tag="test_rowwise"):
     """
 
     elementwise = False
+
+
+@pytest.fixture(autouse=True, scope="module")
+def is_registered() -> Iterator[None]:
+    register(Rowwise)
+    yield
+    del METHODS["test_rowwise"]
 
 
 CELLS = [

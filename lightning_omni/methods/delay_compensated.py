@@ -103,7 +103,7 @@ class DelayCompensated(Method, frozen=True, kw_only=True, tag="delay_compensated
     with g taken at :math:`w_{t-\tau}`, the weights that this group last read; :math:`g \odot g` approximates the
     Hessian's diagonal. The constant form has :math:`\lambda_t = \lambda`; the adaptive one :math:`\lambda_t = \lambda /
     \sqrt{m_t + 10^{-7}}` with :math:`m_t = \mu m_{t-1} + (1-\mu)\, g \odot g`, kept for each group. The server keeps
-    the weights that every group read: one more copy of the model for each group, or three with ``overlap=True``.
+    the weights that every group read: one more copy of the model for each group.
 
     Args:
         strength: :math:`\lambda`, 0 or more; 0 is `AsyncSGD`. Usual values are 0.04 (constant) and 2 (adaptive).

@@ -570,7 +570,7 @@ def heard(said: list[str]) -> Iterator[None]:
 
 def discard(discarded: str) -> dict[str, Any]:
     """The server's state of two parameters once user code has discarded it, and what is said of that."""
-    net, world = torch.nn.Linear(4, 1), World(2)
+    everyone, net, world = dist.group.WORLD, torch.nn.Linear(4, 1), World(2)
     raw = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
     model, optimizer = world.wrap(net), OmniOptimizer(raw, world)
     found: dict[str, Any] = {"said": [], "states": [], "refused": ""}
@@ -600,6 +600,7 @@ def discard(discarded: str) -> dict[str, Any]:
         acts[discarded]()
         world.enter_compute()
         look()
+        dist.barrier(group=everyone)  # no other group pushes before rank 0 has looked
         step()
     try:
         with world.training():

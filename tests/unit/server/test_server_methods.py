@@ -166,7 +166,7 @@ def test_a_refused_group_is_compensated_from_what_it_was_sent() -> None:
     push(link, 1, gradient(1))
     push(link, 0, own(float("nan")))
     now = link.weights()
-    [(_, read)] = link.core.optimizers[0].method_side._read[0]  # type: ignore[attr-defined]
+    read = link.core.optimizers[0].method_side._read[0]  # type: ignore[attr-defined]
     assert_same(read, now)
 
 

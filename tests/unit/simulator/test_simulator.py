@@ -352,7 +352,6 @@ COMES_BACK = (
                 "stale_synchronous",
                 "elastic_averaging:period=2",
                 "diloco:period=3",
-                "push_gossip",
             ),
             (1, 3),
         )
@@ -381,8 +380,6 @@ def test_a_group_that_comes_back_takes_part_again_and_every_sample_is_used(metho
     for died, number in ((0.05, 2), (0.2, 3)):
         assert rows["time"][rows["group"] == number].max(initial=0) <= died
     assert 0 < trace.goodput < 1
-    if method == "push_gossip":
-        return
     again = replayed(events)
     assert all((weight.numpy() == trace.weights[name]).all() for name, weight in again.weights.items())
 

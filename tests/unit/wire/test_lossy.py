@@ -255,7 +255,7 @@ class Fixed(WireFormat, frozen=True, kw_only=True, tag="fixed"):
 @pytest.mark.parametrize(
     ("wire", "says"),
     [
-        ("int4", "compression='int4' is not known; pass one of 'bf16', 'fp16', 'int8', 'topk'"),
+        ("int4", "compression='int4' is not known; pass one of 'int8', 'bf16', 'fp16', 'topk'"),
         ("raw", "compression='raw' is not known"),
         ("topk:2", "compression='topk:2': topk: fraction=2.0: pass a part of the numbers, above 0 to 1"),
         ("topk:much", "compression='topk:much': topk: Expected `float`"),
