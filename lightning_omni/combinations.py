@@ -87,7 +87,7 @@ _NO_HEAD = "leave merged= out"
 PAIRS = (
     Pair("merged", "other", _ONE_HEAD, 'pass method="async_sgd", or leave merged= out'),
     Pair("merged", "sharded", "each member of a group has a part of the head", "leave merged= or model_parallel= out"),
-    Pair("merged", "servers", "one server holds all of the head", "leave count= or merged= out"),
+    Pair("merged", "servers", "one server holds all of the head", "pass one server, or leave merged= out"),
     Pair("merged", "overlap", "a step waits for its access to the head", "leave overlap= or merged= out"),
     Pair("merged", "joining", _ONE_HEAD, _NO_HEAD),
     Pair("merged", "published", "the head is at the server, and trains on there", 'pass validation="wait"'),
@@ -124,7 +124,7 @@ PAIRS = (
         "sharded",
         "servers",
         "each member of a group has a server for its share, so their number is that of the shards",
-        "leave count= out",
+        "leave it out",
     ),
     Pair(
         "sharded",

@@ -234,7 +234,7 @@ def test_groups_cannot_be_sorted_by_unknown_speeds(trained: Run, name: str, says
 
 
 def test_wrong_arguments_are_named() -> None:
-    with pytest.raises(ConfigurationError, match=r'rebalance="auto" with data="static"'):
+    with pytest.raises(ConfigurationError, match=r'data="static" and rebalance="auto"'):
         OmniStrategy(rebalance="auto", data="static")
     with pytest.raises(ConfigurationError, match=r"rebalance='always': pass \"auto\""):
         OmniStrategy(rebalance="always")  # type: ignore[arg-type]

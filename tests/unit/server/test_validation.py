@@ -218,7 +218,6 @@ FITS: dict[str, dict[str, Any]] = {
         "sleep": {"3": 0.02},
         "trainer": EVERY,
     },
-    "mean of all groups": {"strategy": {**PUBLISHED, "groups": 2, "method": "local_sgd"}, "trainer": EVERY},
     "no DataLoader": {"strategy": {**PUBLISHED, "groups": 2}, "no_loader": True, "trainer": EVERY},
     "no batch": {"strategy": {**PUBLISHED, "groups": 2}, "held_out": 0, "trainer": {**EVERY, "max_epochs": 2}},
 }
@@ -236,7 +235,7 @@ def runs() -> Iterator[tuple[Run, Path]]:
 @pytest.mark.parametrize("name", FITS)
 def test_all_ranks_hear_of_the_same_validations_with_the_same_steps(runs: tuple[Run, Path], name: str) -> None:
     every = [ranks[list(FITS).index(name)] for _, ranks in sorted(runs[0].results.items())]
-    assert len({str(each["validation_metrics"]) for each in every}) == 1 or name == "mean of all groups"
+    assert len({str(each["validation_metrics"]) for each in every}) == 1
     steps = [step for step, _ in every[0]["validations"]]
     assert steps == sorted(set(steps))
     assert len({str(each["validations"]) for each in every}) == 1
@@ -245,7 +244,7 @@ def test_all_ranks_hear_of_the_same_validations_with_the_same_steps(runs: tuple[
         assert [worlds, {(each["epoch"], each["weights"]) for each in every}] == [[], {(2, every[0]["weights"])}]
         return
     assert worlds[-1] == 4 or name.startswith("metrics"), "at an epoch's end all are together"
-    if name in ("mean of all groups", "no DataLoader"):
+    if name == "no DataLoader":
         assert worlds == [4] * 4
     elif name == "resumed":
         assert worlds in ([1, 1, 4], [1, 1, 1, 4]), "the weights are of shortly before the point, or of after it"
@@ -278,8 +277,6 @@ def test_a_plateau_by_steps_follows_published_validations_on_all_ranks_alike(run
 def test_what_cannot_be_published_waits_and_says_so(runs: tuple[Run, Path]) -> None:
     said = [line for line in runs[0].output.splitlines() if "published" in line]
     assert said == [
-        'OmniStrategy: validation="published" is validation="wait" here: LocalSGD evaluates the mean of all groups\''
-        " weights",
         'OmniStrategy: validation="published" is validation="wait" here: the validation data has a sampler of its own,'
         " or is iterable, so that one group cannot read it all",
         'OmniStrategy: validation="published" is validation="wait" here: the validation data has no batch',
@@ -338,5 +335,5 @@ def test_a_validation_whose_group_died_is_done_by_others() -> None:
 
 
 def test_samples_that_are_dealt_out_beforehand_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r'validation="published" with data="static".*pass data="dynamic"'):
+    with pytest.raises(ConfigurationError, match=r'validation="published" and data="static".*pass data="dynamic"'):
         OmniStrategy(groups=2, data="static", validation="published")
