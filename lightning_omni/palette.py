@@ -21,6 +21,8 @@ PROPORTIONAL = "#e69f00"
 """Predictions with batches in proportion to speeds; and faster settings that are only proposed."""
 MEASURED = "#009e73"
 """Measurements in training."""
+CHOSEN = "#d55e00"
+"""The setting in use, or the recommended one."""
 YOURS = "#aa4499"
 """The original setting."""
 GREY = "#767676"
@@ -30,6 +32,9 @@ FAINT = "#c8c8c8"
 
 QUANTITY = "cividis"
 """Colour map of a time or a staleness, shown with a colour bar."""
+
+PARTS: Mapping[str, str] = {"compute": "#bbcc33", "allreduce": "#77aadd", "exchange": "#44bb99", "wait": "#ee8866"}
+"""The parts of a group's step."""
 
 ONE_GROUP = "#333333"
 """Plain synchronous training, with any method."""
@@ -146,6 +151,21 @@ def new_figure(width: float, height: float, **options: Any) -> Any:
     except ImportError as error:
         raise ConfigurationError(_MISSING) from error
     return Figure(figsize=(width, height), layout="constrained", **options)
+
+
+def plot_interval(axes: Any, places: Sequence[float], estimates: Sequence[Any], colour: str, label: str = "") -> None:
+    """Draw a curve of values, and the band of their intervals.
+
+    Args:
+        axes: axes of matplotlib.
+        places: positions of the values.
+        estimates: objects with ``value``, ``low`` and ``high``.
+        colour: colour of curve and band.
+        label: label of the curve.
+    """
+    axes.plot(places, [each.value for each in estimates], color=colour, marker="o", markersize=4, label=label)
+    lows, highs = ([getattr(each, end) for each in estimates] for end in ("low", "high"))
+    axes.fill_between(places, lows, highs, color=colour, alpha=0.16, linewidth=0)
 
 
 def png_of(figure: Any) -> bytes:

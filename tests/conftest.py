@@ -28,7 +28,7 @@ LONGEST = """
     cluster_methods hostile proportional three_hosts steps frozen serve cli_plan wire merged device shared_memory
     watch device_tuner tensor_parallel throughput placement start_methods cli_simulate servers wire_format simulator
     overlap lossy tuned_alone oracles profile regroup tuned_servers transport manners cli_device finetuning golden
-    search histories arguments server_core parity ends layout_and_codec cli
+    search statistical histories arguments server_core parity ends layout_and_codec cli
     search_objects two_nodes words
 """
 """Files of many seconds each, longest first: side by side, none is left to run alone in the end."""

@@ -164,7 +164,7 @@ def plan(
         samples: Number of samples that training takes with one group, to predict the time of the whole training.
         momentum: Momentum that suits a single group. By default the file's; 0.9 if it has none.
         lr: Learning rate that suits a single group. By default the file's; if it has none, rates are multiples of it.
-        out: Folder for the page, plan.html.
+        out: Folder for the page, plan.html, and the picture.
     """
     check_above_zero({"samples": samples, "lr": lr})
     if batch_size is not None and not 1 <= batch_size < math.inf:
@@ -186,13 +186,15 @@ def plan(
     ways = exchanges_of(known, method, compression, period, all_reduce)
     if out is not None:
         make_folder("--out", out)
-        check_file("--out", out / of.PAGE)
+        for each in of.files(out):
+            check_file("--out", each)
     planned = of.Plan(cluster, known, known.theory(momentum, lr), ways, has_lr)
     show(*tables(planned, samples))
     for line in of.sentences(planned, samples):
         print_sentence(line)
     if out is not None:
-        print_line(f"page: {of.save(planned, samples, out)}")
+        for each in of.save(planned, samples, out):
+            print_line(f"{'page' if each.suffix == '.html' else 'picture'}: {each}")
     return 0
 
 

@@ -433,7 +433,7 @@ class TunerReports:
         return tuple(run.rounds), options.target, options.monitor, run.times, validated, ReportOrigin.now()
 
     def _report(self, report: TuningReport) -> None:
-        """Log the numbers, and write files; an error in them does not end the run."""
+        """Log the numbers, and write files and pictures; an error in them does not end the run."""
         run = self._run
         try:
             for logger in run.trainer.loggers:
@@ -447,6 +447,10 @@ class TunerReports:
                 return
             files = report.save(run.folder)
             run.info(f"OmniTuner: the report is {next(each for each in files if each.suffix == '.html')}")
+            for logger in run.trainer.loggers:
+                add_figure = getattr(getattr(logger, "experiment", None), "add_figure", None)
+                if callable(add_figure):
+                    add_figure("omni/tuning", report.figure(-1), global_step=run.trainer.global_step)
         except Exception as error:
             _log.warning(
                 "OmniTuner: the report could not be written to %s: %s: %s", run.folder, type(error).__name__, error

@@ -21,7 +21,7 @@ from lightning_omni.checks import counted
 from lightning_omni.methods import method_named
 from lightning_omni.serialization import Serializable
 from lightning_omni.tuning.model import constants as c
-from lightning_omni.tuning.model.estimate import Estimate, check_level
+from lightning_omni.tuning.model.convergence import DecayFit, Estimate, LossCurve, check_level, fit_decay
 
 Array = np.ndarray[Any, Any]
 
@@ -296,9 +296,9 @@ class SettingEstimate:
     """The expected time and samples of a setting.
 
     Attributes:
-        seconds: time to the target, of which only ratios between settings are meaningful.
+        seconds: time to the target; without a known target, only ratios between settings are meaningful.
         samples_per_second: hardware efficiency.
-        samples: samples to the target, relative to those of the theory's starting setting.
+        samples: samples to the target, or relative to those of the theory's starting setting.
     """
 
     setting: Setting
@@ -313,6 +313,7 @@ class Forecast:
     Args:
         theory: expected samples of settings, and the error of that expectation.
         throughput: function that returns the samples per second of a setting.
+        samples: samples to the target with the theory's starting setting; None if unknown, all times are then relative.
         level: probability of the intervals.
     """
 
@@ -320,9 +321,10 @@ class Forecast:
         self,
         theory: Theory,
         throughput: Callable[[Setting], float],
+        samples: Estimate | None = None,
         level: float = 0.8,
     ) -> None:
-        self.theory, self.throughput = theory, throughput
+        self.theory, self.throughput, self.samples = theory, throughput, samples
         self._width = _deviations(level)
 
     def log_seconds(self, setting: Setting) -> float:
@@ -338,7 +340,7 @@ class Forecast:
         mean, error = self.theory(setting), self.theory.error(setting)
         rate = max(self.throughput(setting), 1e-12)
         low, high = math.exp(mean - self._width * error), math.exp(mean + self._width * error)
-        samples = Estimate(math.exp(mean), low, high)
+        samples = _times(self.samples or Estimate(1.0, 1.0, 1.0), math.exp(mean), low, high)
         return SettingEstimate(setting, _times(samples, 1 / rate, 1 / rate, 1 / rate), rate, samples)
 
     def of_systems(self, ranks: int, saturating: int, own: Setting | None = None) -> dict[str, SettingEstimate]:
@@ -362,6 +364,17 @@ class Forecast:
             "Omnivore (groups where a part saturates)": self.theory.setting(saturating),
         }
         return {name: self.of(setting) for name, setting in systems.items()}
+
+
+def samples_to(target: float, batches: TrainedBatches) -> Estimate | None:
+    """Extrapolate the samples to a training loss from a run's first batches; None if these do not determine them."""
+    if not batches.is_finite or len(batches.samples) < c.FEWEST_POINTS:
+        return None
+    fit = fit_decay(LossCurve(np.array(batches.samples), np.array(batches.losses)), lowest=-math.inf)
+    if not isinstance(fit, DecayFit):
+        return None
+    found = fit.updates_to(target)
+    return found if math.isfinite(found.value) else None
 
 
 def _times(estimate: Estimate, value: float, low: float, high: float) -> Estimate:

@@ -31,9 +31,9 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.serialization import Serializable
 from lightning_omni.topology import Topology
 from lightning_omni.tuning.model import constants as c
+from lightning_omni.tuning.model.convergence import Estimate, check_level
 from lightning_omni.tuning.model.cost_fit import fit_model
 from lightning_omni.tuning.model.cost_model import ClusterChange, CostModel, Costs, ExchangePattern, first_draw
-from lightning_omni.tuning.model.estimate import Estimate, check_level
 from lightning_omni.tuning.model.measurements import Measured, mean_samples
 from lightning_omni.tuning.model.training_plan import TrainingPlan
 from lightning_omni.wire.compression import EXACT, all_reduce_of

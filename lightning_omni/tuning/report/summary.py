@@ -12,10 +12,11 @@ from typing import Any
 
 from lightning_omni.checks import counted
 from lightning_omni.serialization import Serializable
-from lightning_omni.tuning.model.estimate import Estimate
-from lightning_omni.tuning.model.forecast import Setting, SettingEstimate
+from lightning_omni.tuning.model.convergence import Estimate
+from lightning_omni.tuning.model.forecast import Forecast, Setting, SettingEstimate, samples_to
 from lightning_omni.tuning.model.profile import BOTTLENECKS, Prediction, Profile
 from lightning_omni.tuning.search import Choice, Search
+from lightning_omni.tuning.search.choice import best_by_forecast
 from lightning_omni.tuning.search.constants import QUANTILE
 
 # --- Numbers as text --------------------------------------------------------------------------------------------------
@@ -246,13 +247,17 @@ class SearchSummary:
 
     Args:
         search: the search.
+        target: loss at which the run is over; None if none was named.
         measured_after: samples per second measured after the search, by groups.
     """
 
-    def __init__(self, search: Search, measured_after: Mapping[int, float] | None = None) -> None:
+    def __init__(
+        self, search: Search, target: float | None = None, measured_after: Mapping[int, float] | None = None
+    ) -> None:
         self.search, self.measured_after = search, measured_after or {}
+        samples = samples_to(target, search.observation.batches) if target is not None else None
         search.profile  # noqa: B018 - it sets the scatter of step times in the theory
-        self.forecast = search.forecast()
+        self.forecast = Forecast(search.theory, search.throughput, samples)
 
     @cached_property
     def choice(self) -> Choice:
@@ -279,6 +284,14 @@ class SearchSummary:
         return self.search.spec.space.groups
 
     # --- Times -------------------------------------------------------------------------------------------------------
+
+    @property
+    def seconds(self) -> Estimate | None:
+        """Return the seconds to the target with the choice; None if there is no target or no finite forecast."""
+        if self.forecast.samples is None:
+            return None
+        found = self.forecast.of(self.choice.setting).seconds
+        return found if math.isfinite(found.value) else None
 
     @cached_property
     def speed_up(self) -> Estimate:
@@ -321,7 +334,7 @@ class SearchSummary:
         found = {"speed_up": self.speed_up.value, "samples_per_second": self.rate.value}
         if self.measured_rate is not None:
             found["measured_samples_per_second"] = self.measured_rate
-        return found
+        return found if self.seconds is None else {**found, "seconds_to_target": self.seconds.value}
 
     @property
     def headline(self) -> dict[str, str]:
@@ -331,6 +344,8 @@ class SearchSummary:
         if self.measured_rate is not None:
             outside = ", outside the forecast's interval" if self.is_outside else ""
             found[NAMES["measured_samples_per_second"]] = f"{number(self.measured_rate)}{outside}"
+        if self.seconds is not None:
+            found[NAMES["seconds_to_target"]] = interval(self.seconds)
         return found
 
     def samples(self, setting: Setting) -> Estimate:
@@ -380,6 +395,14 @@ class SearchSummary:
         return [*((part, suited(setting)) for part, setting in parts[:-1]), (parts[-1][0], choice)]
 
     # --- Settings ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def curve(self) -> dict[int, Setting]:
+        """Return, for each number of groups, the setting with the shortest predicted time."""
+        best = {groups: best_by_forecast(self.search, groups) for groups in self.groups}
+        if self.choice.setting.groups in best:
+            best[self.choice.setting.groups] = self.choice.setting
+        return best
 
     @cached_property
     def systems(self) -> dict[str, SettingEstimate]:
@@ -446,5 +469,18 @@ NAMES = {
     "speed_up": "speed-up over your own setting",
     "samples_per_second": "samples/s, forecast",
     "measured_samples_per_second": "samples/s, measured",
+    "seconds_to_target": "time to the target, forecast",
 }
 """The names of the headline's numbers, for people, by those in files and loggers."""
+
+
+def shares(parts: Mapping[str, float], seconds_per_update: float, groups: int) -> dict[str, float]:
+    """Return the seconds of each part of one step of a group, which add up to the step.
+
+    Args:
+        parts: the parts of a `Prediction`.
+        seconds_per_update: those of the same prediction.
+        groups: number of groups.
+    """
+    own = {name: parts[name] * groups for name in ("compute", "allreduce", "exchange")}
+    return {**own, "wait": max(0.0, seconds_per_update * groups - sum(own.values()))}

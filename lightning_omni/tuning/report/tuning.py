@@ -6,6 +6,7 @@ import html
 import json
 import math
 import re
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -20,6 +21,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.palette import can_draw, png_of
 from lightning_omni.tuning.report.summary import (
     NAMES,
     ReportOrigin,
@@ -31,7 +33,7 @@ from lightning_omni.tuning.report.summary import (
     times,
 )
 
-# --- Page: one HTML file that includes its styles and needs no network ------------------------------------------------
+# --- Page: one HTML file that includes its pictures and styles and needs no network -----------------------------------
 
 # This module has the content of its tables; their layout is in `templates`.
 
@@ -79,16 +81,23 @@ class Section:
         place: index of the search, from 0.
         round: the search and its outcome.
         summary: its derived numbers.
+        png: its picture; None if matplotlib is missing.
     """
 
     place: int
     round: Round
     summary: SearchSummary
+    png: bytes | None
 
     @property
     def title(self) -> str:
         name = "First search" if self.place == 0 else f"Retuning {self.place}"
         return f"{name}, epoch {self.round.epoch}"
+
+    @property
+    def picture(self) -> str:
+        """Return the picture in base64; empty if there is none."""
+        return "" if self.png is None else b64encode(self.png).decode()
 
     @property
     def overview(self) -> list[str]:
@@ -244,7 +253,7 @@ class TuningReport:
     Args:
         rounds: the first search and the retunings, in their order.
         target: value of ``monitor`` at which the run is over; None if none was named.
-        monitor: name of a metric.
+        monitor: name of a metric. Seconds to the target are predicted for losses only.
         times: the time spent so far; None before the run has trained.
         validated: seconds of training, and value of ``monitor``, at the end of each validation.
         written: when and where it was written; None if unknown.
@@ -273,7 +282,8 @@ class TuningReport:
     @cached_property
     def summaries(self) -> tuple[SearchSummary, ...]:
         """Return the derived numbers of each round."""
-        return tuple(SearchSummary(each.search, each.measured_after) for each in self.rounds)
+        target = self.target if "loss" in self.monitor else None
+        return tuple(SearchSummary(each.search, target, each.measured_after) for each in self.rounds)
 
     @property
     def numbers(self) -> dict[str, float]:
@@ -324,7 +334,7 @@ class TuningReport:
         )
 
     def save(self, folder: str | Path) -> list[Path]:
-        """Write ``omni-tuning.json`` and ``omni-tuning.html``.
+        """Write ``omni-tuning.json``, ``omni-tuning.html`` and, if matplotlib is installed, ``omni-tuning.png``.
 
         Args:
             folder: the folder, which is created if it is missing.
@@ -341,6 +351,9 @@ class TuningReport:
             folder.mkdir(parents=True, exist_ok=True)
             files[0].write_text(json.dumps(self.to_dict()), encoding="utf-8")
             files[1].write_text(self.html(), encoding="utf-8")
+            if (picture := self.picture()) is not None:
+                files.append(folder / f"{_STEM}.png")
+                files[-1].write_bytes(picture)
         except OSError as error:
             raise ConfigurationError(
                 f"folder={str(folder)!r}: {error.strerror}; pass a folder that can be written"
@@ -365,10 +378,40 @@ class TuningReport:
 
     # --- Presentation ------------------------------------------------------------------------------------------------
 
+    def figure(self, which: int = -1) -> Any:
+        """Return the picture of one round as a matplotlib figure, 1400 pixels wide.
+
+        Args:
+            which: index of the round; the last by default.
+
+        Raises:
+            ConfigurationError: matplotlib is missing.
+        """
+        from lightning_omni.tuning.report.picture import draw
+
+        chosen = self.rounds[which]
+        when = f"epoch {chosen.epoch}, after {duration(chosen.seconds_run)} of training"
+        foot = self.written.sentence if self.written is not None else ""
+        loss = self.validated if "loss" in self.monitor else ()
+        return draw(self.summaries[which], when, loss, self.monitor, foot)
+
+    def picture(self, which: int = -1) -> bytes | None:
+        """Return the picture of one round as the bytes of a PNG file; None if matplotlib is missing."""
+        which %= len(self.rounds)
+        if not can_draw():
+            return None
+        if which not in self._pictures:
+            self._pictures[which] = png_of(self.figure(which))
+        return self._pictures[which]
+
+    @cached_property
+    def _pictures(self) -> dict[int, bytes]:
+        return {}
+
     def html(self) -> str:
-        """Return a page that includes its tables and styles, and loads nothing from elsewhere."""
+        """Return a page that includes its pictures, tables and styles, and loads nothing from elsewhere."""
         sections = [
-            Section(place, each, summary)
+            Section(place, each, summary, self.picture(place))
             for place, (each, summary) in enumerate(zip(self.rounds, self.summaries, strict=True))
         ]
         return page(self.target, self.monitor, self.statement, self.times, sections, self.written)

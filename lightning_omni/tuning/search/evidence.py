@@ -20,8 +20,8 @@ from typing_extensions import override
 from lightning_omni.methods import method_named, with_period
 from lightning_omni.serialization import Serializable
 from lightning_omni.tuning.model.constants import BLOCKS, TAIL
+from lightning_omni.tuning.model.convergence import Estimate
 from lightning_omni.tuning.model.cost_model import ExchangePattern
-from lightning_omni.tuning.model.estimate import Estimate
 from lightning_omni.tuning.model.forecast import Forecast, Scaling, Setting, TrainedBatches
 from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.model.profile import Prediction, Profile

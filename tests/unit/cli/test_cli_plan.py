@@ -254,14 +254,19 @@ def test_what_no_simulation_has_had_is_marked_and_not_recommended(
     assert all(int(use or other) <= 8 for use, other in recommended)
 
 
-def test_a_page_is_written_into_a_folder(file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_and_a_picture_are_written_into_a_folder(
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = said(capsys, file, *SAME, "--out", str(tmp_path / "new" / "folder"))
     page = html.unescape((tmp_path / "new" / "folder" / "plan.html").read_text())
     assert f"page: {tmp_path / 'new' / 'folder' / 'plan.html'}" in output
     for row in cells(output).values():
         assert all(f">{cell.removeprefix('★ ')}</td>" in page for cell in row)
     for line in output.splitlines():
-        assert line[:1] in "┏┃┡│└ " or line.startswith("page:") or line in page
+        assert line[:1] in "┏┃┡│└ " or line.startswith(("page:", "picture:")) or line in page
+    picture = tmp_path / "new" / "folder" / "plan.png"
+    assert f"picture: {picture}" in output
+    assert picture.stat().st_size > 20_000
 
 
 def test_wrong_options_are_one_line_that_names_the_flag(

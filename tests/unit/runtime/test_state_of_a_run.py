@@ -79,7 +79,9 @@ def test_an_expanded_buffer_is_rolled_back() -> None:
 
 
 def test_a_tuner_touches_nothing_private_of_the_strategy() -> None:
-    for path in (Path(lightning_omni.__file__).parent / "tuner").glob("*.py"):
+    paths = list((Path(lightning_omni.__file__).parent / "tuning").rglob("*.py"))
+    assert len(paths) > 10
+    for path in paths:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and re.match("_(?!_)", node.attr):
                 owner = ast.unparse(node.value)
@@ -87,7 +89,7 @@ def test_a_tuner_touches_nothing_private_of_the_strategy() -> None:
 
 
 def test_no_module_remembers_runs() -> None:
-    """Two remember what is the process's: torch's process groups, and children."""
+    """Three know what is the process's: torch's process groups, children, and guards, for torch's hook on all steps."""
     package = Path(lightning_omni.__file__).parent
     remember = {
         path.relative_to(package).as_posix()
@@ -97,7 +99,7 @@ def test_no_module_remembers_runs() -> None:
     }
     weak = {path.name for path in package.rglob("*.py") if re.search(r"^_?\w+.*= Weak\w+\(", path.read_text(), re.M)}
     assert remember == {"runtime/process_groups.py", "strategy/launcher.py"}
-    assert not weak
+    assert weak == {"loop_checks.py"}
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from covering import covering
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lightning_omni.cli import main
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.simulator import (
     Cluster,
@@ -278,25 +276,3 @@ def test_impossible_times_are_refused(make: Any, says: str) -> None:
 def test_a_cluster_whose_server_dies_says_so() -> None:
     cluster = Cluster.even(2, events=(ServerRestart(1.0, 1.3), Failure(1, 2.0), ServerRestart(3.0, 3.3)))
     assert cluster.words == "2 devices; links without delay; 1 fails, 2 server restarts"
-
-
-def test_a_restart_is_written_in_a_yaml_file(tmp_path: Path) -> None:
-    config = tmp_path / "run.yaml"
-    config.write_text(
-        "cluster:\n"
-        "  devices: [{count: 4, seconds_per_sample: 1ms}]\n"
-        "  save_every: 100ms\n"
-        "  events:\n"
-        "    - {time: 250ms, until: 0.3}\n"
-        "    - {rank: 3, time: 1s}\n"
-    )
-    flags = ["--batch-size", "8", "--updates", "160", "--lr", "0.1", "--no-picture", "--out", str(tmp_path)]
-    assert main(["simulate", "--config", str(config), "--method", "async_sgd", *flags]) == 0
-    trace = Trace.load(tmp_path / "async_sgd.npz")
-    assert trace.meta["cluster"]["save_every"] == 0.1
-    assert trace.meta["cluster"]["events"] == [
-        {"kind": "ServerRestart", "time": 0.25, "until": 0.3},
-        {"kind": "Failure", "rank": 3, "time": 1.0},
-    ]
-    assert (np.diff(trace.rows["write"]) < 0).sum() == 1
-    assert main(["simulate", "--config", str(config), "--method", "async_sgd,pull_gossip", *flags]) == 2

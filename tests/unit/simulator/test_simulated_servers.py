@@ -318,14 +318,6 @@ def test_a_group_that_dies_and_comes_back_is_on_the_node_where_it_was(servers: A
     assert again == pytest.approx(before)
 
 
-def test_a_merged_head_is_with_the_first_server() -> None:
-    model = nn.Sequential(nn.Linear(32, 8, bias=False), nn.Sequential(nn.ReLU(), nn.Linear(8, 8)))
-    cluster = Cluster((Device(0.01), Device(1e9)), link=Link(latency=0.001), servers="per-node")
-    trace = run("async_sgd", 2, cluster, model=model, merged="1", limits=Limits(updates=10))
-    # The first group is on the node of the head; the other share's way is there and back, and an agreement.
-    assert trace.seconds_per_update == pytest.approx(0.04 + 4 * 0.001)
-
-
 # --- What cannot be --------------------------------------------------------------------------------------------------
 
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.tuning.model.estimate import Estimate
-from lightning_omni.tuning.model.forecast import Forecast, Scaling, Setting, Theory, TrainedBatches
+from lightning_omni.tuning.model.convergence import Estimate
+from lightning_omni.tuning.model.forecast import Forecast, Scaling, Setting, Theory, TrainedBatches, samples_to
 
 Law = Callable[[np.ndarray], np.ndarray]
 FEW = settings(max_examples=30, deadline=None)
@@ -158,8 +158,8 @@ def speed(setting: Setting) -> float:
     return 100.0 * math.sqrt(setting.groups) * (1.2 if setting.rebalance else 1.0)
 
 
-def forecast(level: float = 0.8) -> Forecast:
-    return Forecast(THEORY, speed, level)
+def forecast(samples: Estimate | None = None, level: float = 0.8) -> Forecast:
+    return Forecast(THEORY, speed, samples, level)
 
 
 @FEW
@@ -181,7 +181,7 @@ def test_a_level_is_a_probability(level: float) -> None:
 @FEW
 @given(setting_of)
 def test_seconds_are_samples_by_speed(setting: Setting) -> None:
-    estimate = forecast().of(setting)
+    estimate = forecast(Estimate(1000.0, 800.0, 1500.0, 0.9)).of(setting)
     assert estimate.samples_per_second == speed(setting)
     for ours, samples in zip(
         (estimate.seconds.low, estimate.seconds.value, estimate.seconds.high),
@@ -190,6 +190,12 @@ def test_seconds_are_samples_by_speed(setting: Setting) -> None:
     ):
         assert ours == pytest.approx(samples / speed(setting))
     assert estimate.seconds.low <= estimate.seconds.value <= estimate.seconds.high
+    assert estimate.seconds.probability == 0.9
+
+
+def test_samples_of_the_setting_that_theory_starts_from_are_those_to_the_target() -> None:
+    estimate = forecast(Estimate(1000.0, 900.0, 1100.0)).of(START)
+    assert estimate.samples.value == pytest.approx(1000.0)
 
 
 def width(estimate: Estimate) -> float:
@@ -221,3 +227,20 @@ def test_systems_are_what_they_would_have_set() -> None:
     assert all(estimate.seconds.value > 0 for estimate in systems.values())
     faster = systems["proportional batches"].seconds.value / systems["DDP, Horovod (synchronous)"].seconds.value
     assert faster == pytest.approx(1 / 1.2)  # the gradient is the same
+
+
+# --- Samples to a loss -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "target", "truth"), [("exponential", 0.8, 284.6), ("power", 0.4, 540.0)])
+def test_samples_to_a_loss_are_those_of_the_best_curve(name: str, target: float, truth: float) -> None:
+    found = samples_to(target, trained(LAWS[name], noise=0.01))
+    assert found is not None
+    assert found.low <= found.value <= found.high
+    assert found.value == pytest.approx(truth, rel=0.25)
+
+
+def test_of_what_never_comes_there_or_is_too_short_nothing_is_said() -> None:
+    assert samples_to(0.1, LOST) is None
+    assert samples_to(0.1, trained(LAWS["power"], batches=5)) is None
+    assert samples_to(-5.0, trained(LAWS["exponential"], batches=60, noise=0.01)) is None

@@ -1,9 +1,10 @@
-"""What a search leaves behind: a file that says the same when it is read, a page of its own, a table."""
+"""What a search leaves behind: a file that says the same when it is read, a page of its own, a picture, a table."""
 
 from __future__ import annotations
 
 import html
 import io
+import itertools
 import json
 import math
 import re
@@ -14,19 +15,21 @@ from html.parser import HTMLParser
 from importlib import resources
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import UndefinedError
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from rich.console import Console
 from searches import START, found, later, observed, search, space_of
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.tuning.callback.speed import RunThroughput
 from lightning_omni.tuning.report import ReportOrigin, Round, RunTimes, TuningReport
-from lightning_omni.tuning.report.summary import NAMES, SearchSummary, number, span, times
+from lightning_omni.tuning.report.summary import NAMES, SearchSummary, interval, number, span, times
 from lightning_omni.tuning.report.tuning import templates
-from lightning_omni.tuning.search import Dimension, Space, TrainedSegment
+from lightning_omni.tuning.search import Dimension, Search, Space, TrainedSegment
 from lightning_omni.tuning.search.space import Axis
 
 UNSAFE = "\"><script>alert('x')</script><b>loss"
@@ -50,7 +53,10 @@ def page_of(target: float | None = None, monitor: str = "train_loss") -> str:
 
 
 def words_of(report: TuningReport) -> str:
-    return report.html()
+    """A page without its pictures, which take a second each."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("lightning_omni.tuning.report.tuning.can_draw", lambda: False)
+        return report.html()
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +65,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[TuningReport, Path]
     folder = tmp_path_factory.mktemp("report") / "made" / "for it"
     whole = report(Round(found(), 0, 0.0), Round(later(), 7, 3600.0, {4: 900.0}), target=0.9)
     names = [path.name for path in whole.save(folder)]
-    assert names == ["omni-tuning.json", "omni-tuning.html"]
+    assert names == ["omni-tuning.json", "omni-tuning.html", "omni-tuning.png"]
     return whole, folder
+
+
+def png_size(data: bytes) -> tuple[int, int]:
+    assert data.startswith(b"\x89PNG")
+    return int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
 
 
 def test_a_report_that_is_read_says_what_the_written_one_said(saved: tuple[TuningReport, Path]) -> None:
@@ -81,10 +92,17 @@ def test_reading_asks_no_scikit_optimize_and_loses_nothing_that_was_considered(m
     assert read.statement == report().statement
 
 
+def test_the_picture_is_as_wide_as_a_page(saved: tuple[TuningReport, Path]) -> None:
+    data = (saved[1] / "omni-tuning.png").read_bytes()
+    assert png_size(data) == (1400, 1150)
+    assert len(data) > 100_000
+
+
 def test_the_page_is_one_file_that_fetches_nothing(saved: tuple[TuningReport, Path]) -> None:
-    page = (saved[1] / "omni-tuning.html").read_text()
+    page = re.sub(r"base64,[^\"]*", "base64,", (saved[1] / "omni-tuning.html").read_text())  # which may spell anything
     for word in ("http:", "https:", "//www", "@import", "<script", "<link", "url("):
         assert word not in page
+    assert page.count("data:image/png;base64,") == 2  # one of each search
 
 
 def test_the_tags_of_the_page_fit(saved: tuple[TuningReport, Path]) -> None:
@@ -130,7 +148,9 @@ def test_what_users_say_is_escaped() -> None:
 
 def test_a_notebook_shows_the_page_in_a_frame_and_the_choice_with_its_reason() -> None:
     shown = usual(None, UNSAFE)
-    frame = shown._repr_html_()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("lightning_omni.tuning.report.tuning.can_draw", lambda: False)
+        frame = shown._repr_html_()
     assert frame.count("<") == 2  # the page is the value of an attribute: nothing of it is outside the frame
     assert html.unescape(frame.split('srcdoc="')[1].split('" style')[0]) == words_of(shown)
     choice = replace(found().choice(), why="<b>faster")
@@ -157,6 +177,7 @@ ALL_NUMBERS = search(space=space_of(groups=list(range(1, 9))), observation=obser
 )
 def test_whatever_was_found_can_be_shown(made: object) -> None:
     shown = report(Round(made, 0, 0.0), target=0.5)  # type: ignore[arg-type]
+    assert png_size(shown.picture() or b"") == (1400, 1150)
     assert html.escape(shown.statement) in words_of(shown)
     again = json.loads(json.dumps(shown.to_dict(), allow_nan=False))
     assert TuningReport.from_dict(again).statement == shown.statement
@@ -166,24 +187,47 @@ def test_a_speed_up_is_as_sure_as_the_difference_of_two_settings() -> None:
     summary = report().summaries[0]
     own = summary.speed_up_of(summary.start)
     assert own.low == own.value == own.high == 1.0
-    other = summary.speed_up_of(summary.forecast.theory.setting(8))
+    other = summary.speed_up_of(replace(summary.curve[8], momentum=0.0))
     assert other.low < other.value < other.high
+
+
+def test_without_matplotlib_there_is_a_page_that_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    files = report().save(tmp_path)
+    assert [path.suffix for path in files] == [".json", ".html"]
+    assert "pip install 'lightning-omni[plot]'" in files[1].read_text()
+    with pytest.raises(ConfigurationError, match="pictures need matplotlib; install it with"):
+        report().figure()
 
 
 def test_a_speed_up_is_over_the_users_own_setting_and_the_product_of_both_efficiencies() -> None:
     summary = report().summaries[0]
-    for setting in (*map(summary.forecast.theory.setting, summary.groups), summary.choice.setting):
+    for setting in (*summary.curve.values(), summary.choice.setting):
         gain = summary.search.throughput(setting) / summary.search.throughput(summary.start)
         assert summary.ratio(setting) == pytest.approx(gain / summary.samples(setting).value)
         assert summary.speed_up_of(setting).value == pytest.approx(summary.ratio(setting))
     assert summary.considered[0].samples == 1.0, "the run's own"
 
 
+def test_seconds_are_told_only_for_a_target_of_a_loss() -> None:
+    assert report(target=0.9).summaries[0].seconds is not None
+    assert report(target=0.9, monitor="accuracy").summaries[0].seconds is None
+    assert report().summaries[0].seconds is None
+    assert "time to the target" in page_of(0.9)
+
+
 def test_what_is_told_twice_is_told_alike() -> None:
     whole = replace(report(target=0.9), times=RunTimes(120.0, 6.0, (80.0, 5.0)))
     summary, page = whole.summaries[0], html.unescape(words_of(whole))
-    assert span(summary.speed_up) in whole.statement
-    assert f"<td>{span(summary.speed_up)}</td>" in page
+    assert summary.seconds is not None
+    for figure in (span(summary.speed_up), interval(summary.seconds)):
+        assert figure in whole.statement
+        assert f"<td>{figure}</td>" in page
     assert summary.systems["your own setting"].setting == START
     assert f">{times(summary.speed_up.low)} to {times(summary.speed_up.high)}</td>" in page  # among the systems
     assert "<td>reached after 80 s, 5 s of them for tuning</td>" in page
@@ -212,11 +256,13 @@ def test_headlines_have_their_intervals_and_what_was_measured() -> None:
 def shown_numbers(shown: TuningReport) -> dict[str, dict[str, str]]:
     """The numbers of a headline, as text by their names, wherever they are."""
     page, plain = html.unescape(words_of(shown)), json.loads(json.dumps(shown.to_dict()))
+    picture = " ".join(shown.figure()._suptitle.get_text().split())
     texts = shown.summaries[-1].headline
     found = {}
     for name, value in shown.numbers.items():
         text = texts[NAMES[name]]
         assert f"<th>{NAMES[name]}</th><td>{text}</td>" in re.sub(r"\s*\n\s*", "", page)
+        assert f"{NAMES[name]}: {text}" in picture
         assert f"{NAMES[name]}: {text}" in shown.statement
         assert f"{NAMES[name]}: {text}" in html.unescape(page)
         assert plain["numbers"][name] == value
@@ -280,6 +326,48 @@ class Workers(Dimension):
         raise AssertionError("nothing is run")
 
 
+@pytest.mark.parametrize(
+    "made",
+    [
+        found(),
+        search(space=Space((1,))),
+        search(space=space_of(groups=list(range(1, 9))), observation=observed(steps=3)),
+    ],
+    ids=["groups", "one group", "all numbers of groups"],
+)
+def test_nothing_is_drawn_outside_of_its_axes(made: Search) -> None:
+    rate = {made.choice().setting.groups: 2000.0}  # far outside of the forecast
+    whole = TuningReport(
+        (Round(made, 0, 0.0, rate),), 0.9, "val_loss", None, ((1.0, 2.0), (9.0, 1.0)), ReportOrigin.now()
+    )
+    figure = whole.figure()
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()  # type: ignore[no-untyped-call]
+    renderer, bounds = canvas.get_renderer(), figure.bbox  # type: ignore[no-untyped-call]
+    for axes in figure.axes:
+        titles = [text for text in (axes.title, axes._left_title, axes._right_title) if text.get_text()]
+        box = axes.get_window_extent(renderer)
+        for text in (*axes.texts, *titles):
+            extent = text.get_window_extent(renderer)
+            assert bounds.x0 - 1 <= extent.x0 <= extent.x1 <= bounds.x1 + 1, text.get_text()
+        for text in axes.texts:
+            extent = text.get_window_extent(renderer)
+            assert box.y0 - 2 <= extent.y0 <= extent.y1 <= box.y1 + 2, text.get_text()
+        for points in axes.collections:
+            low, high = sorted(axes.get_ylim())
+            heights = [y for _, y in np.atleast_2d(points.get_offsets()).tolist()] if len(points.get_offsets()) else []
+            assert all(low <= y <= high for y in heights if y), heights
+    rows: dict[float, list[tuple[float, float]]] = {}
+    for axes in figure.axes:
+        title = axes._left_title
+        if title.get_text():
+            extent = title.get_window_extent(renderer)
+            rows.setdefault(round(extent.y0), []).append((extent.x0, extent.x1))
+    for spans in rows.values():  # titles side by side do not touch
+        spans.sort()
+        assert all(left[1] < right[0] for left, right in itertools.pairwise(spans)), spans
+
+
 def test_a_rate_is_told_beside_the_batches_that_it_was_measured_with() -> None:
     shown = report(Round(found(), 2, 600.0, {found().choice().setting.groups: 123.0}))
     assert html.unescape(words_of(shown)).count('<td class="number">123</td>') == 1
@@ -341,6 +429,15 @@ def test_nothing_reaches_the_page_unescaped() -> None:
     assert html.escape("<script>") in page_of(1.0, UNSAFE)
     with pytest.raises(UndefinedError):  # a template that names what there is not says so
         templates().from_string("{{ nothing }}").render()
+
+
+def test_first_batches_whose_loss_rises_are_drawn_as_they_are() -> None:
+    seen = observed()
+    rising = tuple(0.6 + 0.01 * batch for batch in range(len(seen.batches.losses)))
+    whole = report(Round(search(replace(seen, batches=replace(seen.batches, losses=rising))), 0, 0.0))
+    losses = next(axes for axes in whole.figure().axes if axes.get_ylabel() == "training loss")
+    low, top = losses.get_ylim()
+    assert low < min(rising) < max(rising) < top
 
 
 def test_what_each_part_of_the_choice_gives_multiplies_to_what_all_of_it_gives() -> None:
