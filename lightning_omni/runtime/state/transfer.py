@@ -206,6 +206,7 @@ class StateTransfer:
         parallel = self._parallel
         first = parallel.holders.members(parallel.holders.group_of(RECORDER))
         mine = parallel.holders.members(parallel.holders.group_of(parallel.rank)).index(parallel.rank)
+        state: dict[Any, Any] = {}
         for share, rank in enumerate(first):
             tree, refused = {}, ""
             if rank == parallel.rank:
@@ -215,15 +216,19 @@ class StateTransfer:
                 except MalformedMessage as error:
                     tree, refused = {}, str(error)
             found = self._exchange.members.broadcast_tree_to_all({"state": tree, "refused": refused}, rank)
-            if found["refused"] and parallel.is_recorder:
-                _log.warning(
-                    "each group keeps its own state of %s, which cannot be sent to others: %s; plain"
-                    " DistributedDataParallel with it would train other weights on each rank",
-                    type(optimizer).__name__,
-                    found["refused"],
-                )
-            elif share == mine and not found["refused"]:  # also on these ranks, since torch converts what it loads
-                load_state(optimizer, found["state"])
+            if found["refused"]:
+                if parallel.is_recorder:
+                    _log.warning(
+                        "each group keeps its own state of %s, which cannot be sent to others: %s; plain"
+                        " DistributedDataParallel with it would train other weights on each rank",
+                        type(optimizer).__name__,
+                        found["refused"],
+                    )
+                return
+            state = found["state"] if share == mine else state
+        # Members of a group load together, for a sharded state takes collectives among them. The recorder's group loads
+        # its own, too, since torch converts what it loads.
+        load_state(optimizer, state)
 
     def share_hyperparameters(self) -> None:
         """Set the recorder's learning rates and other hyperparameters on all ranks; warn if they differ.
