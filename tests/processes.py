@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from runs import SLOWER, inherited, search_path, start
+from patience import SLOWER
+from runs import inherited, search_path, start
 
 
 def interpret(program: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -21,11 +21,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from patience import SLOWER
+
 SCRIPTS = Path(__file__).parent / "scripts"
 SERVER = "omni-server"
 """What a copy of a process that is a server calls itself, see ``scripts/spares.py``."""
-SLOWER = 4
-"""How many times as long as it takes where nothing else runs a run may take: limits are there to end runs that hang."""
 _NOT_INHERITED = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "PL_GLOBAL_SEED", "MASTER_ADDR", "MASTER_PORT")
 """What a test in this process may have left in the environment."""
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 from benchmarks.kills import trained_samples
+from patience import SLOWER
 from processes import interpret
-from runs import SLOWER, Run, Running
+from runs import Run, Running
 
 FIT = {
     "data": {"samples": 384},

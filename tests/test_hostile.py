@@ -18,7 +18,8 @@ import pytest
 from attacks import ESCAPES, STRANGERS, parse, replay
 from beside import RANKS, Pushing, Target, attack, forget_peak, megabytes, rates, wait_for_round
 from core import new_key
-from runs import SLOWER, Running
+from patience import SLOWER
+from runs import Running
 from test_wire import Rank, Serving, Wiretap, eventually
 
 from lightning_omni.errors import OmniError

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from core import read_record
-from runs import SLOWER, Run, Running, run
+from patience import SLOWER
+from runs import Run, Running, run
 
 from lightning_omni.simulator import trace_of
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from patience import SLOWER
 from pytorch_lightning import Trainer
-from runs import SLOWER, Running
+from runs import Running
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_omni as omni

@@ -15,8 +15,9 @@ import pytest
 import torch
 from benchmarks.server_restart import COMMAND, LISTENS, children, one_death
 from core import GAVE_UP, Layout, ZeroMQ
+from patience import SLOWER
 from processes import Process
-from runs import SLOWER, free_port
+from runs import free_port
 from test_joining import PATIENCE, Run
 from test_private_directory import wait_for
 

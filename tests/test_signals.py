@@ -19,8 +19,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from core import Signals, end_in_one_line, training_position
+from patience import SLOWER
 from processes import interpret
-from runs import SLOWER, Run, Running, free_port, search_path
+from runs import Run, Running, free_port, search_path
 from torch._C._distributed_c10d import HashStore
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from core import lease
+from patience import SLOWER
 from pytorch_lightning import Trainer
-from runs import SLOWER, Run, Running
+from runs import Run, Running
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_omni.errors import ConfigurationError

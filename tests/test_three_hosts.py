@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from runs import SLOWER, search_path
+from patience import SLOWER
+from runs import search_path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "studies"))
 

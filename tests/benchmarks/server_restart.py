@@ -33,8 +33,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from patience import SLOWER
 from processes import Process
-from runs import SLOWER, Running, free_port
+from runs import Running, free_port
 
 from benchmarks.kills import EPOCHS, RANKS, SAMPLES, trained_samples
 

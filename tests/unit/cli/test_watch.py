@@ -20,11 +20,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from patience import SLOWER
 from processes import Process
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
-from runs import SLOWER, free_port, search_path
+from runs import free_port, search_path
 
 from lightning_omni.cli import main
 from lightning_omni.cli.top import BAR, DOWN, EVICT, QUIT, SAVE, UP, GroupsTable, Rates, View, keys_of, picture, press

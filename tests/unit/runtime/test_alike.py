@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import SLOWER
+from patience import SLOWER
 from torch import nn
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel

@@ -19,8 +19,9 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from patience import SLOWER
 from processes import Process
-from runs import SLOWER, free_port
+from runs import free_port
 from test_observation import say, watch
 from test_server_core import (
     TIMEOUT,

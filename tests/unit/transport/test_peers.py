@@ -12,8 +12,8 @@ from contextlib import ExitStack, closing, contextmanager
 import pytest
 import torch
 import zmq
+from patience import SLOWER
 from processes import connected_to
-from runs import SLOWER
 from torch import Tensor
 
 from lightning_omni.errors import ConnectionLost, RankLost, Refused

@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from patience import SLOWER
 from processes import Process
-from runs import SLOWER
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.transport.serving.process import ServerSettings

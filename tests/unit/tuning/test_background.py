@@ -6,7 +6,7 @@ import sys
 import threading
 
 import pytest
-from runs import SLOWER
+from patience import SLOWER
 
 from lightning_omni.tuning.callback.online_tuner import SWITCH_INTERVAL, run_in_background, run_inline
 
