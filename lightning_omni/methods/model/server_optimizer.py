@@ -301,6 +301,22 @@ def hyperparameters_of(
     ]
 
 
+def set_hyperparameter(group: dict[str, Any], name: str, value: Any) -> None:
+    """Set a hyperparameter of a parameter group; a tensor, which a compiled optimizer reads, keeps its storage.
+
+    Example:
+        >>> group = {"lr": torch.tensor(0.1), "momentum": 0.9}
+        >>> set_hyperparameter(group, "lr", 0.5)
+        >>> set_hyperparameter(group, "momentum", 0.0)
+        >>> group
+        {'lr': tensor(0.5000), 'momentum': 0.0}
+    """
+    if isinstance(group[name], Tensor):
+        group[name].fill_(value)
+    else:
+        group[name] = value
+
+
 def describe(optimizer: Optimizer, names: Mapping[Tensor, str], with_state: bool = True) -> dict[str, Any]:
     """Describe a torch optimizer so that `rebuild` can make a copy of it in another process.
 

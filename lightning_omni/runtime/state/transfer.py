@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_omni.errors import MalformedMessage, UnsupportedError
 from lightning_omni.methods.model.modules import describe_module
 from lightning_omni.methods.model.replica import optimizer_state_of
-from lightning_omni.methods.model.server_optimizer import held_by, hyperparameters_of
+from lightning_omni.methods.model.server_optimizer import held_by, hyperparameters_of, set_hyperparameter
 from lightning_omni.runtime.model.parameter_groups import ParameterGroups
 from lightning_omni.runtime.model.replica import Part, fingerprint
 from lightning_omni.runtime.model.sharded import here, in_order, load_state, parts_of, whole
@@ -239,17 +239,14 @@ class StateTransfer:
         optimizers = list(dict.fromkeys(part.optimizer for part in parallel.parts))
         mine = [hyperparameters_of(optimizer, are_needed=False) for optimizer in optimizers]
         theirs = parallel.broadcast_from_recorder(mine)
-        changed = ""
+        has_changed = False
         for optimizer, own, recorded in zip(optimizers, mine, theirs, strict=False):
             for group, before, after in zip(optimizer.param_groups, own, recorded, strict=False):
-                for key in after.keys() & before.keys():
-                    if repr(before[key]) != repr(value := after[key]):
-                        changed = key
-                        if isinstance(group[key], Tensor):
-                            group[key].fill_(value)
-                        else:
-                            group[key] = value
-        if any(parallel.all_reduce_max([bool(changed)])) and parallel.is_recorder:
+                differing = [name for name in after.keys() & before.keys() if repr(before[name]) != repr(after[name])]
+                has_changed = has_changed or bool(differing)
+                for name in differing:
+                    set_hyperparameter(group, name, after[name])
+        if any(parallel.all_reduce_max([has_changed])) and parallel.is_recorder:
             _log.warning(
                 "the groups' optimizers had different learning rates or other hyperparameters, for schedules count the"
                 " steps of their own group; all ranks have those of rank 0 now: load rank 0's schedule.state_dict() on"

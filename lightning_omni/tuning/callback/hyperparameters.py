@@ -16,6 +16,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.methods.model.server_optimizer import set_hyperparameter
 from lightning_omni.tuning.model.forecast import Scaling
 
 if TYPE_CHECKING:
@@ -212,7 +213,7 @@ class Hyperparameters:
             groups = [group for group in self._optimizer.param_groups if name in group]
             _own(groups, name)
             for group in groups:
-                _set(group, name, _times(group[name], factor))
+                set_hyperparameter(group, name, _times(group[name], factor))
         for scheduler in self._schedulers:
             for name in (*_RATES_OF_SCHEDULERS, *_RATES_OF_PLATEAUS * isinstance(scheduler, ReduceLROnPlateau)):
                 value = vars(scheduler).get(name)
@@ -280,11 +281,3 @@ def _own(groups: Sequence[dict[str, Any]], name: str) -> None:
         if isinstance(value, Tensor) and id(value) in seen:
             group[name] = value.clone()
         seen.add(id(value))
-
-
-def _set(group: dict[str, Any], name: str, value: Any) -> None:
-    """Set a rate, which may be a tensor that a compiled optimizer reads."""
-    if isinstance(group[name], Tensor):
-        group[name].fill_(float(value))
-    else:
-        group[name] = float(value)
