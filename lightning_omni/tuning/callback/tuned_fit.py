@@ -20,9 +20,9 @@ from lightning_omni.methods import AsyncSGD, Method
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.strategy.lightning_internals.callbacks import is_fast_dev_run
 from lightning_omni.strategy.lightning_internals.loops import should_stop_now, will_step
+from lightning_omni.strategy.lightning_internals.metrics import loss_in
 from lightning_omni.strategy.lightning_internals.strategies import has_ddp_comm_hook
 from lightning_omni.tuning.callback.hyperparameters import Hyperparameters
-from lightning_omni.tuning.callback.losses import loss_in
 from lightning_omni.tuning.callback.online_tuner import OnlineTuner
 from lightning_omni.tuning.callback.plateau import PlateauGuard
 from lightning_omni.tuning.callback.settings import AppliedSetting, FitSpace

@@ -401,6 +401,8 @@ class TunerReports:
         }
         if run.rounds and (noise_scale := run.searches[-1].observation.noise_scale) is not None:
             metrics["omni/noise_scale"] = noise_scale
+            if (control := run.world.control) is not None:  # observers of the server see it
+                control.metrics = {**control.metrics, "omni/noise_scale": noise_scale}
         if (folder := log(run.trainer, metrics)) is not None:
             run.folder = folder  # pictures would delay all ranks inside an epoch; they are drawn when the run ends
 
