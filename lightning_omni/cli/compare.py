@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -161,9 +162,10 @@ ASSUMED = (
 class _KnownEvidence(PlannedEvidence):
     """Evidence from which no setting is chosen that has more groups or local steps than any simulation."""
 
+    @cached_property
     @override
-    def candidates(self) -> list[Setting]:
-        return [each for each in super().candidates() if self.theory.covers(each)]
+    def candidates(self) -> tuple[Setting, ...]:
+        return tuple(each for each in super().candidates if self.theory.covers(each))
 
 
 @dataclass(frozen=True)
