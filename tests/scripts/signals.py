@@ -84,7 +84,7 @@ class TerminatedAtStart(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if RANK == 1:
-            trainer.strategy.signals._progress -= 100
+            trainer.strategy.parts.signals._progress -= 100
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.6)  # others look at it meanwhile
 
