@@ -137,7 +137,7 @@ class Microbenchmarks:
     @cached_property
     def push(self) -> float:
         """Return the seconds that a push will take a server, which runs where rank 0 does."""
-        timed = self._strategy.real_optimizers if self._world.rank == self._world.members[0] else []
+        timed = self._strategy.parts.grouping.real_optimizers if self._world.rank == self._world.members[0] else []
         return gather(self._world, [float(sum(map(seconds_of_push, timed)))])[0][0]
 
     def time_averaging(self, formats: tuple[str, ...]) -> None:
