@@ -329,7 +329,7 @@ class RunObservation(Service):
             member = self._roster.members.get(rank)
             for name, value in member.timings.metrics.items() if member is not None else ():
                 reported.setdefault(name, []).append(value)
-        return {name: fmean(values) for name, values in reported.items()}
+        return {name: _mean(values) for name, values in reported.items()}
 
     def _group(self, status: m.GroupStatus, now: float) -> m.GroupOverview:
         members = [self._roster.members[rank] for rank in status.ranks if rank in self._roster.members]

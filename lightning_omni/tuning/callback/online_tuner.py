@@ -520,7 +520,7 @@ _intervals: list[float] = []
 def frequent_switches() -> Iterator[None]:
     """Let Python switch threads every `SWITCH_INTERVAL` while a thread computes beside training."""
     with _lock:
-        _intervals.append(sys.getswitchinterval())
+        _intervals.append(SWITCH_INTERVAL if _intervals else sys.getswitchinterval())
         sys.setswitchinterval(min(SWITCH_INTERVAL, _intervals[0]))
     try:
         yield

@@ -18,7 +18,8 @@ import numpy as np
 from lightning_omni.checks import check_number
 from lightning_omni.tuning.model import constants as c
 
-_NEVER = math.log(sys.float_info.max)
+_NEVER = -math.log(sys.float_info.epsilon)
+"""Logarithm of the samples that a number can hardly count, which losses that do not fall lead to."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,8 @@ def samples_to(target: float, samples: Sequence[float], losses: Sequence[float])
     Example:
         >>> samples = [8.0 * batch for batch in range(1, 25)]
         >>> found = samples_to(0.5, samples, [2 * math.exp(-((each / 800) ** 0.67)) for each in samples])
-        >>> round(found.value), found.low < 1302 < found.high
-        (1302, True)
+        >>> round(found.value), found.low < 1303 < found.high
+        (1303, True)
     """
     if len(losses) < c.FEWEST_POINTS or not 0 < min(*losses, target) <= max(losses) < math.inf:
         return None
