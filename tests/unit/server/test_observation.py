@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from datetime import datetime, timedelta
 from io import StringIO
@@ -146,6 +147,14 @@ def test_an_overview_has_what_was_counted_and_heard() -> None:
     assert first.age == 5.0
     assert shown.metrics == {"loss": 3.0, "omni/noise_scale": 64.0}
     assert msgpack_copy(shown) == shown
+
+
+def test_metrics_that_have_no_mean_do_not_end_the_server() -> None:
+    link = trained_link((0, 1), (2,))
+    watch(link)
+    for rank, loss in enumerate((math.inf, -math.inf)):
+        link.control(rank, m.Heartbeat(sent=1.0, metrics={"loss": loss}))
+    assert math.isnan(overview(link).metrics["loss"])
 
 
 def test_samples_are_counted_by_group_and_once() -> None:
