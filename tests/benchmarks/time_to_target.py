@@ -6,7 +6,7 @@
 Each task is trained in the simulator with the user's own synchronous setting, in some orders of its data, until its
 held-out loss is at the target. After as many steps as `OmniTuner` decides by, the samples to the target are
 extrapolated from the training losses so far, as in its report. Printed are, by steps: in how many runs there is a
-prediction; the median of log(predicted / true), and of its size; and in how many of the predicted runs the truth is in
+prediction; the median of log(predicted / true), and of its size; and in how many of the predicted runs the true value is in
 the interval of 80 %, and the interval is closed.
 """
 
@@ -64,8 +64,8 @@ def row_of(steps: int, curves: list[Curve]) -> list[str]:
     """Return the cells of a row of the table."""
     asked = [each for each in curves if steps < len(each.samples) and each.samples[steps - 1] < each.reached < math.inf]
     found = [(each.reached, made) for each in asked if (made := each.prediction(steps)) is not None]
-    errors = [math.log(made.value / truth) for truth, made in found]
-    inside = sum(made.low <= truth <= made.high for truth, made in found)
+    errors = [math.log(made.value / true) for true, made in found]
+    inside = sum(made.low <= true <= made.high for true, made in found)
     closed = sum(math.isfinite(made.high) for _, made in found)
     if not found:
         return [str(steps), f"0 of {len(asked)}", "", "", "", ""]
