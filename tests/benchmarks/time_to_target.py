@@ -6,8 +6,8 @@
 Each task is trained in the simulator with the user's own synchronous setting, in some orders of its data, until its
 held-out loss is at the target. After as many steps as `OmniTuner` decides by, the samples to the target are
 extrapolated from the training losses so far, as in its report. Printed are, by steps: in how many runs there is a
-prediction; the median of log(predicted / true), and of its size; and in how many of the predicted runs the true value is in
-the interval of 80 %, and the interval is closed.
+prediction; the median of log(predicted / true), and of its size; and in how many of the predicted runs the true value
+is in the interval of 80 %, and the interval is closed.
 """
 
 from __future__ import annotations
