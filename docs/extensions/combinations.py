@@ -24,9 +24,9 @@ def methods() -> list[list[str]]:
 
 
 def messages() -> list[list[str]]:
-    """Return a row for each pair that is refused: both features, the reason and the remedy."""
-    rows = [[_LABELS[pair.first], _LABELS[pair.second], pair.reason, pair.remedy] for pair in PAIRS]
-    return [["this", "with this", "is refused, because", "remedy"], *rows]
+    """Return a row for each pair that is refused: both features, and the reason."""
+    rows = [[_LABELS[pair.first], _LABELS[pair.second], pair.reason] for pair in PAIRS]
+    return [["this", "with this", "is refused, because"], *rows]
 
 
 class Combinations(Directive):

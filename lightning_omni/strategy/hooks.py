@@ -549,7 +549,7 @@ class OmniStrategyHooks(SavingStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Report to the other ranks why this rank has failed."""
+        """Report to the other ranks why this rank has failed, or start a group again that can rejoin its run."""
         explain_unused(exception)
         if isinstance(exception, RankLost):
             end_in_one_line(exception)

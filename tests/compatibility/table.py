@@ -76,8 +76,7 @@ def page() -> str:
 
 
 def _table(what: str, rows: list[tuple[str, list[Case]]]) -> str:
-    """Return the names of what is as under DDP, then a table of the others; several cases are counted."""
-    rows = [(f"{name} ({len(of)} cases)" if len(of) > 1 else name, of) for name, of in rows]
+    """Return the names of what is as under DDP, then a table of the others."""
     plain = "; ".join(name for name, of in rows if _result(of) == "as DDP")
     lines = [f"| {name} | {_result(of)} |" for name, of in rows if _result(of) != "as DDP"]
     return "\n".join([f"As DDP: {plain}.", "", f"| {what} | two groups |", "|---|---|", *lines])
