@@ -88,9 +88,7 @@ def test_a_number_with_a_unit_is_in_one_place() -> None:
     assert set(twice) == BY_CHANCE | CONDITIONS, "an exception that is none"
 
 
-@pytest.mark.parametrize(
-    "page", PAGES, ids=lambda page: page.name
-)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_blank_line_cuts_a_table_in_two(page: Path) -> None:
     assert not re.findall(r"^\|.*\|\n\n(\|.*\|)\n(?!\|-)", page.read_text(), re.MULTILINE)
 
