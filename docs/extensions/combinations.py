@@ -13,13 +13,13 @@ _LABELS = {**FEATURES, **{key: trait.label for key, trait in TRAITS.items()}}
 
 
 def methods() -> list[list[str]]:
-    """Return a row for each method: its name, and whether it works with each feature."""
-    rows = [["method", *FEATURES.values()]]
+    """Return a row for each method: its name, and the features that do not work with it."""
+    rows = [["method", "does not work with"]]
     for name, kind in METHODS.items():
         fields = kind.__struct_fields__
         value = kind(**({"fragments": 1} if "fragments" in fields else {}))
-        broken = {feature: any(refused_pairs(value, {feature: ""})) for feature in FEATURES}
-        rows.append([f"`{name}`", *("no" if broken[feature] else "yes" for feature in FEATURES)])
+        broken = [label for feature, label in FEATURES.items() if any(refused_pairs(value, {feature: ""}))]
+        rows.append([f"`{name}`", ", ".join(broken) or "–"])
     return rows
 
 
