@@ -452,7 +452,7 @@ def test_a_run_is_watched_and_a_group_of_it_evicted(
         run.expect("group 1 was evicted by hand", 30)
         progress = after.trained
         wait_for(lambda: observer.overview().trained != progress)  # the other one goes on
-        assert wait_for(lambda: observer.overview().metrics)["loss"] > 0.0
+        assert "loss" in wait_for(lambda: observer.overview().metrics)
         run.kill()
         assert wait_for(lambda: not (seen := observer.overview()).run and not seen.live)  # the next run may come
     finally:
