@@ -124,7 +124,7 @@ class Entrant:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run; ``lr``, if the optimizer has any, was chosen from ``tried``."""
+    """A finished run; ``lr``, None if the optimizer has none, is the best of the rates tried."""
 
     entrant: Entrant
     trace: Trace
