@@ -14,7 +14,7 @@ from lightning_omni.tuning.device.device_tuner import DeviceProbeHooks, DeviceTu
 Names = both_namespaces.names_of(pl)
 
 
-class DeviceTuner(DeviceTunerHooks, pl.Callback):  # noqa: D101
+class DeviceTuner(DeviceTunerHooks, pl.Callback):
     __doc__ = DeviceTunerHooks.__doc__
 
 
@@ -24,7 +24,7 @@ class DeviceProbe(DeviceProbeHooks, DeviceTuner):
     trainer_class = pl.Trainer
 
 
-class OmniTuner(OmniTunerHooks, pl.Callback):  # noqa: D101
+class OmniTuner(OmniTunerHooks, pl.Callback):
     __doc__ = OmniTunerHooks.__doc__
 
 
