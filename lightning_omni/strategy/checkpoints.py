@@ -1,4 +1,4 @@
-"""Checkpoints while several groups train: the strategy's hooks, the contents, and the state of a resumed run.
+"""Checkpoints while several groups train: hooks, contents, and the state of a resumed run.
 
 Lightning's own entries are those of plain DDP, with the server's weights and optimizer state. All further state is in
 one more entry, ``"omni"``: see `lightning_omni.runtime.state.checkpoint`.
@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from typing_extensions import override
 
 from lightning_omni.errors import RankLost, UnsupportedError
 from lightning_omni.runtime import World, names_of
-from lightning_omni.runtime.loop_checks import failed_at_one_place, place_of
+from lightning_omni.runtime.loop_checks import failed_at_one_place
 from lightning_omni.runtime.model.meshes import FSDP
 from lightning_omni.runtime.model.sharded import (
     is_part,
@@ -47,27 +48,24 @@ from lightning_omni.runtime.state.checkpoint import (
     without_tensors,
 )
 from lightning_omni.runtime.state.checkpoint import save as save_folder
-from lightning_omni.strategy.grouping import GroupedStrategy
+from lightning_omni.strategy.failures import Failures
 from lightning_omni.strategy.joining import RunStates
-from lightning_omni.strategy.lightning_internals.loops import progress_counters
+from lightning_omni.strategy.lightning_internals.loops import is_fitting, progress_counters
 from lightning_omni.strategy.loops.driver import EpochDriver
 from lightning_omni.strategy.loops.validation import Version
-from lightning_omni.strategy.signals import Signals
-from lightning_omni.topology import RECORDER
+from lightning_omni.strategy.shared_parts import SharedParts
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.steps_and_samples import Progress
 
 if TYPE_CHECKING:
     from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO as _Base
+
 else:
     _Base = object
 
 
 class Checkpoints:
     """The checkpoints of one strategy. Several calls make one checkpoint, which is consistent.
-
-    Args:
-        info: logs a message for the user, on rank 0.
 
     Attributes:
         resumed: the run's entry in the checkpoint that was loaded last.
@@ -98,8 +96,8 @@ class Checkpoints:
         """Return the module's state, with the weights that the method evaluates instead of this group's own.
 
         At a synchronization point every rank participates, and the states that only groups hold are collected. At other
-        times the recorder saves its own state and the server's: the module holds the server's weights while its
-        ``state_dict`` is called.
+        times the recorder saves its own state and the server's: the module holds the server's weights while ``read`` is
+        called.
 
         Args:
             world: this rank's world.
@@ -138,7 +136,7 @@ class Checkpoints:
         return state
 
     def _complete_groups(self, snapshot: ServerSnapshot, groups: Collection[int]) -> ServerSnapshot:
-        """Return the snapshot, without all groups' states if one group's is missing: they are restored in order."""
+        """Return the snapshot, without all groups' states if one is missing: they are restored in order."""
         missing = [str(group) for group in groups if group not in snapshot.groups]
         if not missing:
             return snapshot
@@ -152,8 +150,7 @@ class Checkpoints:
     def state_of(self, world: World, optimizer: Optimizer, own: dict[str, Any]) -> dict[str, Any]:
         """Return the optimizer state that belongs to the saved weights, from the server if the optimizer steps there.
 
-        The hyperparameters are those of this rank. (The server's are those of the last push, one scheduler step
-        behind.)
+        The hyperparameters are this rank's: the server's are one scheduler step behind.
         """
         if world.steps_at_worker:
             return own
@@ -168,7 +165,7 @@ class Checkpoints:
         epochs: EpochDriver,
         tensors: dict[str, Any] | None = None,
     ) -> None:
-        """Add the state of server and groups that Lightning does not have to a checkpoint, in place.
+        """Add the state of server and groups to a checkpoint, in place.
 
         If each member saves its shards, the added tensors go to ``tensors``.
         """
@@ -210,10 +207,7 @@ class Checkpoints:
         path: Path,
         epochs: EpochDriver,
     ) -> None:
-        """Save a checkpoint of which each member of the recorder's group writes its shards; they all call it.
-
-        The checkpoint is changed in place.
-        """
+        """Save a checkpoint, changed in place, of which each member of the recorder's group writes its shards."""
         tensors: dict[str, Any] = {}
         self.complete(world, checkpoint, epochs, tensors)
         names = names_of(module)
@@ -227,7 +221,7 @@ class Checkpoints:
     # --- Resuming ----------------------------------------------------------------------------------------------------
 
     def read(self, checkpoint: Mapping[str, Any]) -> None:
-        """Read the run's entry of a loaded checkpoint, of this strategy or of any other."""
+        """Read the run's entry of a checkpoint of any strategy."""
         self.resumed = replace(
             RunCheckpoint.from_plain(checkpoint.get(ENTRY, {})) or RunCheckpoint(), folder=self.folder
         )
@@ -246,7 +240,7 @@ class Checkpoints:
     def optimizer_states(
         self, checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer], module: Module
     ) -> list[dict[str, Any]]:
-        """Return the states for the Trainer's optimizers to load. All ranks call it."""
+        """Return the states for the Trainer's optimizers. All ranks call it."""
         if self.folder is None:
             return list(checkpoint["optimizer_states"])
         names = names_of(module)
@@ -255,10 +249,7 @@ class Checkpoints:
 
 
 def _count_as_ddp(checkpoint: dict[str, Any], progress: Progress | None) -> None:
-    """Set the loops of a checkpoint, in place, so that DDP trains as many more batches as all groups have left.
-
-    The loops have counted the batches of one group.
-    """
+    """Set the loops of a checkpoint, counted by one group, so that DDP trains what all groups have left."""
     if progress is None or "loops" not in checkpoint:
         return
     batches = max(1, progress.samples // progress.reference.samples) * progress.reference.window
@@ -274,7 +265,6 @@ def _without_tensors(world: World, trees: Sequence[Any], tensors: dict[str, Any]
 
 
 def _evaluated(world: World, module: Module, snapshot: ServerSnapshot) -> dict[Tensor, Tensor]:
-    """Return the server's weights by the parameter of the module."""
     mine = {name: parameter for parameter, name in names_of(module).items()}
     return {
         own: value
@@ -286,9 +276,9 @@ def _evaluated(world: World, module: Module, snapshot: ServerSnapshot) -> dict[T
 
 
 def _read_holding(values: Mapping[Tensor, Tensor], read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return a module's state while its tensors hold other values temporarily; values of another shape are left out.
+    """Return a module's state while its tensors hold ``values``, except those of another shape.
 
-    Parts of the state in the memory of these tensors are copied: shards on their device, others to the CPU.
+    State in the memory of these tensors is copied: shards on their device, others to the CPU.
     """
     # torch does not count writes to ``.data``, so that they are not taken for edits by the user.
     pairs = [(local_of(own).data, local_of(value)) for own, value in values.items() if own.shape == value.shape]
@@ -313,7 +303,6 @@ def _read_holding(values: Mapping[Tensor, Tensor], read: Callable[[], dict[str, 
 
 
 def _address_of(tensor: Tensor) -> int:
-    """Return the address of a tensor's memory; 0 if it has none."""
     try:
         return local_of(tensor).untyped_storage().data_ptr()
     except RuntimeError:  # its class has no memory of its own
@@ -321,19 +310,15 @@ def _address_of(tensor: Tensor) -> int:
 
 
 class WholeFileHooks(_Base):
-    """A Lightning checkpoint plugin that writes a local file next to the old one, and then renames it.
+    """A Lightning checkpoint plugin that writes a local file next to the old one, then renames it.
 
-    Lightning's own plugin moves a temporary file from elsewhere. A move between two file systems is a copy, and if the
-    disk is full, a truncated file replaces the old one.
+    Lightning's own moves a temporary file from elsewhere. Between file systems that is a copy, which on a full disk
+    replaces the old file by a truncated one.
     """
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Save a checkpoint.
-
-        Raises:
-            OSError: the file could not be written; an older file of that name is unchanged.
-        """
+        """Save a checkpoint; if that fails, an older file of that name is unchanged."""
         if storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -341,11 +326,7 @@ class WholeFileHooks(_Base):
 
 
 def write_whole(checkpoint: dict[str, Any], path: str | Path) -> None:
-    """Write a checkpoint, and the folder of its path if that does not exist.
-
-    Raises:
-        OSError: the file could not be written; an older file of that name is unchanged.
-    """
+    """Write a checkpoint, and the folder of its path; if that fails, an older file of that name is unchanged."""
     final = Path(path).expanduser()
     final.parent.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()  # the errors of torch's own writes have no cause
@@ -367,7 +348,7 @@ def write_whole(checkpoint: dict[str, Any], path: str | Path) -> None:
 def end_whole_epoch(loops: Mapping[str, Any], batches: int) -> None:
     """Set the batch count after an epoch's last batch to that of DDP; changed in place.
 
-    A group trains another number of batches, from which Lightning would not recognize that the epoch is over.
+    From a group's number of batches Lightning would not recognize that the epoch is over.
     """
     progress = loops["fit_loop"]["epoch_loop.batch_progress"]
     if progress["is_last_batch"]:
@@ -375,21 +356,20 @@ def end_whole_epoch(loops: Mapping[str, Any], batches: int) -> None:
 
 
 def cut_short(loops: Mapping[str, Any], batches: int) -> None:
-    """Mark an epoch that max_steps has ended early as incomplete after ``batches`` of DDP; changed in place.
+    """Mark an epoch that max_steps has ended as incomplete after ``batches`` of DDP; changed in place.
 
-    Otherwise Lightning would treat the epoch as complete, and a resumed run with more steps would begin the next one.
+    Otherwise a resumed run with more steps would begin the next one.
     """
     loops["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
     go_on_after(loops, batches)
 
 
 def batches_in(loops: Mapping[str, Any]) -> int:
-    """Return the batches of the current epoch that the loops of a checkpoint have counted."""
     return int(loops["fit_loop"]["epoch_loop.batch_progress"]["current"]["ready"])
 
 
 def go_on_after(loops: Mapping[str, Any], batches: int) -> None:
-    """Set the batch count of the loops inside an epoch, after which DDP resumes; changed in place."""
+    """Set the batch count inside an epoch, after which DDP resumes; changed in place."""
     progress = loops["fit_loop"]["epoch_loop.batch_progress"]
     if not progress["is_last_batch"]:
         _count(progress["current"], batches)
@@ -405,108 +385,80 @@ SAVING = 10.0
 """Seconds for which a failed rank waits for the recorder to fetch its state; the recorder may have failed, too."""
 
 
-class SavingStrategy(GroupedStrategy):
-    """A strategy in groups, with Lightning's hooks for checkpoints.
+class CheckpointHooks:
+    """What the strategy's hooks for checkpoints do beside those of DDPStrategy.
 
     Attributes:
-        checkpoints: the contents of checkpoints, for saving and after loading.
-        run_states: the state of the run for groups that join on their own.
-        signals: the signals of the process.
-        has_failed: whether the fit ends with an error on this rank, perhaps on no other; then it waits for no other.
-        is_writing: whether this rank is writing a checkpoint, which includes no wait for others.
-        plain_checkpoint_io: Lightning's own checkpoint plugin.
-        checkpoint_io_class: class of its replacement.
+        is_writing: whether this rank is writing a checkpoint, without waiting for others.
     """
 
-    checkpoints: Checkpoints
-    run_states: RunStates
-    signals: Signals
-    has_failed: bool
-    _failed_at: str
-    is_writing: bool
-    plain_checkpoint_io: type
-    checkpoint_io_class: type
+    def __init__(self, parts: SharedParts, run_states: RunStates, failures: Failures) -> None:
+        self._parts, self._run_states, self._failures = parts, run_states, failures
+        self._sharding = parts.world_options.model_parallel
+        self.contents = Checkpoints(parts.namespace.warn)
+        self.is_writing = False
 
     @property
     def saves_folders(self) -> bool:
-        """Return whether each member of a group writes its shards of a checkpoint to a folder."""
-        sharding = self._world_options.model_parallel
-        return sharding is not None and sharding.distributed_checkpoint
+        """Return whether each member of a group writes its shards to a folder."""
+        return self._sharding is not None and self._sharding.distributed_checkpoint
 
     @property
     def given_folders(self) -> str:
-        """Return the argument that makes `saves_folders` true as a user writes it, for messages."""
-        if isinstance(self._world_options.model_parallel, FSDP):
+        """Return the argument that makes `saves_folders` true, for messages."""
+        if isinstance(self._sharding, FSDP):
             return "FSDP(distributed_checkpoint=True)"
         return "ModelParallelStrategy(save_distributed_checkpoint=True)"
 
-    def _take_time(self) -> None:
-        self.signals.pause()
-        if self._world is not None and self.world.control is not None:
-            self.world.control.suspend_stall_check()
+    def check_plugin(self) -> None:
+        """Reject a CheckpointIO of the user's where each rank writes its share by itself."""
+        plugin = type(self._parts.strategy.checkpoint_io)
+        if self.saves_folders and plugin is not self._parts.namespace.plain_checkpoint_io:
+            raise UnsupportedError(
+                f"{self.given_folders} and {plugin.__name__}: each rank writes its share by itself,"
+                " and there is no whole checkpoint to hand to a CheckpointIO; leave one of them out"
+            )
 
     @property
     def _is_asynchronous(self) -> bool:
-        """Return whether several groups train, so that no rank has everything that belongs in a checkpoint."""
-        return self._world is not None and self.world.executor.control is not None
+        """Return whether several groups train, so that no rank has the whole state."""
+        world = self._parts.current_world
+        return world is not None and world.executor.control is not None
 
-    def fails(self, exception: BaseException) -> None:
-        """Note that the fit ends with an error on this rank, before callbacks receive it and perhaps save."""
-        if not self._ends_with_all(exception):
-            self.has_failed, self._failed_at = True, place_of(exception)
-            self.world.explain(exception)
+    # --- Saving ------------------------------------------------------------------------------------------------------
 
-    def _ends_with_all(self, exception: BaseException) -> bool:
-        """Return whether all ranks end together, by SIGTERM."""
-        return self.signals.is_stopping and isinstance(exception, SystemExit)
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks of the default process group, unless this rank has failed.
-
-        Saving a checkpoint ends with a barrier, also where a callback saves one because of an error. Peers without an
-        error wait for this rank elsewhere, and the server would not learn of it. If all ranks have failed at once, the
-        recorder may still be fetching state, and the run is over as soon as another rank of its group has left.
-        """
-        if not self.has_failed:
-            with self.waiting():
-                super().barrier(name)
-            return
-        world = self.world
-        if world.control is not None and not world.is_leader and (world.registration or RECORDER in world.members):
-            world.control.wait_for_end(SAVING)
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the module's state, with the weights that the method evaluates instead of this group's own.
 
         At a synchronization point every rank participates: see `Checkpoints.collect`. At other times rank 0 saves its
         own state and the server's; if the method evaluates the mean of all groups' weights, such a checkpoint has those
         of rank 0's group.
         """
-        if self.run_states.is_described:
+        parts = self._parts
+        if self._run_states.is_described:
             return {}
-        self._take_time()
+        parts.take_time()
         self._check_failed_alike()
-        if self._world is not None:
-            reshard(self.world.wrapper.sharded)
-            self.world.agree_on_recorder()
-        read = super().lightning_module_state_dict
+        if parts.current_world is not None:
+            reshard(parts.world.wrapper.sharded)
+            parts.world.agree_on_recorder()
         if not self._is_asynchronous:
             return self._put_together(read())
-        version = self.epochs.published.version
+        version, is_alone = parts.epochs.published.version, self._failures.at is not None
+        collect = self.contents.collect
         return self._put_together(
-            self.checkpoints.collect(self.world, self.pl_module, read, version, self.saves_folders, self.has_failed)
+            collect(self._parts.world, parts.pl_module, read, version, self.saves_folders, is_alone)
         )
 
     def _check_failed_alike(self) -> None:
-        """Raise `RankLost` if this rank has failed and the ranks that share the model with it have not failed alike."""
-        if not (self.has_failed and self.is_sharded) or self._world is None:
+        """Raise `RankLost` if this rank has failed, but not alike with those that share the model with it."""
+        parts = self._parts
+        world = parts.current_world
+        if self._failures.at is None or self._sharding is None or world is None:
             return
-        world = self._world
         if not (world.registration or self.saves_folders or world.is_with_recorder):  # this rank saves nothing
             return
-        where = f"{progress_counters(self._trainer)} {self._failed_at}"
+        where = f"{progress_counters(parts.trainer)} {self._failures.at}"
         group = world.process_groups.original
         if not failed_at_one_place(group, world.rank, world.members, where, SAVING):
             raise RankLost(
@@ -515,59 +467,42 @@ class SavingStrategy(GroupedStrategy):
             )
 
     def _put_together(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the whole state on the recorder, gathered from the members of its group that hold parts of it."""
-        if not self.is_sharded or self.saves_folders or not self.world.is_with_recorder:
+        """Return the whole state on the recorder, gathered from the members of its group."""
+        if self._sharding is None or self.saves_folders or not self._parts.world.is_with_recorder:
             return state
-        together: dict[str, Any] = whole(state, keeps=self.world.is_recorder)
+        together: dict[str, Any] = whole(state, keeps=self._parts.world.is_recorder)
         return together
 
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer, own: dict[str, Any]) -> dict[str, Any]:
         """Return the optimizer state to the saved weights, from the server if the optimizer steps there."""
-        own: dict[str, Any] = super().optimizer_state(optimizer)
-        if self.run_states.is_described:
+        if self._run_states.is_described:
             return {"state": {}, "param_groups": own["param_groups"]}
-        if self._is_asynchronous and (self.world.owns_state if self.saves_folders else self.world.is_recorder):
-            own = self.checkpoints.state_of(self.world, getattr(optimizer, "optimizer", optimizer), own)
+        if self._is_asynchronous:
+            world = self._parts.world
+            if world.owns_state if self.saves_folders else world.is_recorder:
+                own = self.contents.state_of(world, getattr(optimizer, "optimizer", optimizer), own)
         return self._put_together(own)
 
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load whole weights; where the members of a group hold the model together, each loads its rows."""
-        if self.is_sharded and is_sharded(self.pl_module):
-            state = named_rows(checkpoint["state_dict"], tensors_of(self.pl_module).items())
-            checkpoint = {**checkpoint, "state_dict": state}
-        super().load_model_state_dict(checkpoint, strict=strict)
+    def save(self, write: Callable[[], None], checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
+        """Save a checkpoint, which is changed in place, with the state of server and groups.
 
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load whole optimizer states; where the members of a group hold the model together, each loads its rows."""
-        states = self.checkpoints.optimizer_states(checkpoint, self.optimizers, self.pl_module)
-        if self.is_sharded:
-            pairs = zip(self.optimizers, states, strict=False)
-            states = [state_rows(saved, optimizer) for optimizer, saved in pairs]
-        checkpoint = {**checkpoint, "optimizer_states": states}
-        super().load_optimizer_state_dict(checkpoint)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save a checkpoint with the state of server and groups: clocks, trained samples and the method's own state."""
-        if self.epochs.run.is_whole and "loops" in checkpoint:
-            batches = self._trainer.fit_loop.max_batches
+        ``write`` is used where the checkpoint is whole.
+        """
+        parts = self._parts
+        if parts.epochs.run.is_whole and "loops" in checkpoint:
+            batches = parts.trainer.fit_loop.max_batches
             if math.isfinite(batches):
                 end_whole_epoch(checkpoint["loops"], int(batches))
-        if self.epochs.is_cut_short and "loops" in checkpoint:
-            cut_short(checkpoint["loops"], self.epochs.batches_cut_short)
+        if parts.epochs.is_cut_short and "loops" in checkpoint:
+            cut_short(checkpoint["loops"], parts.epochs.batches_cut_short)
         if self.saves_folders:
-            self._save_folder(checkpoint, filepath, storage_options)
+            self._save_folder(checkpoint, path, storage_options)
             return
-        if self._world is not None:
-            self.checkpoints.complete(self.world, checkpoint, self.epochs)
-        if type(self.checkpoint_io) is self.plain_checkpoint_io:  # the user has passed no plugin
-            self.checkpoint_io = self.checkpoint_io_class()
+        if parts.current_world is not None:
+            self.contents.complete(parts.world, checkpoint, parts.epochs)
         self.is_writing = True
         try:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            write()
         finally:
             self.is_writing = False
 
@@ -577,22 +512,37 @@ class SavingStrategy(GroupedStrategy):
                 f"{self.given_folders} and a checkpoint at {filepath}: each rank writes its share to files of its own;"
                 " save it in a folder that all of them see, or pass False"
             )
-        path = Path(self.broadcast(str(filepath))).expanduser()
-        if self.world.is_with_recorder:
-            self.checkpoints.save_folder(self.world, self.pl_module, self.optimizers, checkpoint, path, self.epochs)
+        parts, world = self._parts, self._parts.world
+        path = Path(parts.strategy.broadcast(str(filepath))).expanduser()
+        if world.is_with_recorder:
+            self.contents.save_folder(world, parts.pl_module, parts.strategy.optimizers, checkpoint, path, parts.epochs)
 
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint of this strategy, of plain DDP or of ModelParallelStrategy."""
-        self.checkpoints.folder = None
-        options = {} if weights_only is None else {"weights_only": weights_only}  # older releases do not have it
-        if is_folder(checkpoint_path):
-            checkpoint = self.checkpoints.open_folder(Path(checkpoint_path), self.pl_module, **options)
-        else:
-            checkpoint = super().load_checkpoint(checkpoint_path, **options)
-        if self._world is None:  # there is no run in this process, for example after one in other processes
+    # --- Loading -----------------------------------------------------------------------------------------------------
+
+    def weights_to_load(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a checkpoint with this rank's rows of the weights of a sharded model."""
+        module = self._parts.pl_module
+        if self._sharding is None or not is_sharded(module):
             return checkpoint
-        self.checkpoints.read(checkpoint)
-        if self._trainer.state.fn == "fit":  # a checkpoint that is only evaluated does not affect later fits
-            self.epochs.resume(self.checkpoints.resumed)
+        return {**checkpoint, "state_dict": named_rows(checkpoint["state_dict"], tensors_of(module).items())}
+
+    def optimizer_states_to_load(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a checkpoint with this rank's rows of the optimizer states."""
+        optimizers = self._parts.strategy.optimizers
+        states = self.contents.optimizer_states(checkpoint, optimizers, self._parts.pl_module)
+        if self._sharding is not None:
+            states = [state_rows(saved, optimizer) for optimizer, saved in zip(optimizers, states, strict=False)]
+        return {**checkpoint, "optimizer_states": states}
+
+    def load(self, path: Any, read: Callable[[], dict[str, Any]], **options: Any) -> dict[str, Any]:
+        """Read a checkpoint, a file by ``read`` or a folder by ``torch.load`` with ``options``."""
+        parts = self._parts
+        self.contents.folder = None
+        load = partial(self.contents.open_folder, Path(path), parts.pl_module, **options) if is_folder(path) else read
+        checkpoint = load()
+        if parts.current_world is None:  # there is no run in this process, for example after one in other processes
+            return checkpoint
+        self.contents.read(checkpoint)
+        if is_fitting(parts.trainer):  # a checkpoint that is only evaluated does not affect later fits
+            parts.epochs.resume(self.contents.resumed)
         return checkpoint

@@ -27,7 +27,6 @@ from lightning_omni.runtime import names_of
 from lightning_omni.runtime.model.sharded import fill, is_part, local_of, reshard, tensors_of
 from lightning_omni.runtime.registration import COMES_BACK, comes_back_to, return_to, run_is_saved
 from lightning_omni.strategy import launcher
-from lightning_omni.strategy.grouping import GroupedStrategy
 from lightning_omni.strategy.lightning_internals.callbacks import (
     averaged_models,
     deciding_callbacks,
@@ -48,11 +47,13 @@ from lightning_omni.strategy.lightning_internals.loops import (
 from lightning_omni.strategy.lightning_internals.metrics import cached_metric_values, set_cached_metrics
 from lightning_omni.strategy.loops.epoch import EntryPoint
 from lightning_omni.strategy.loops.paced_schedulers import described
+from lightning_omni.strategy.shared_parts import SharedParts
 from lightning_omni.wire.codec import pack
 from lightning_omni.wire.steps_and_samples import Progress
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
+
 
 # --- The state that a joining group receives --------------------------------------------------------------------------
 
@@ -73,25 +74,22 @@ _ALIKE = (
 
 
 class RunStates:
-    """The state of a run for joining groups: the recorder's group makes it, and a joining group loads it.
-
-    Args:
-        strategy: the strategy of this rank.
+    """The state of a run, made by the recorder's group for joining groups.
 
     Attributes:
         is_described: whether the checkpoint that Lightning makes now has no weights in it.
     """
 
-    def __init__(self, strategy: GroupedStrategy) -> None:
-        self._strategy = strategy
+    def __init__(self, parts: SharedParts) -> None:
+        self._parts = parts
         self._told: set[str] = set()
         self._again: dict[str, Any] | None = None
         self._limits: dict[str, float | None] = {}
         self.is_described = False
 
     def check(self, trainer: Trainer) -> None:
-        """Raise `UnsupportedError` for features of this fit that do not work with groups that join."""
-        if self._strategy.world.registration is None:
+        """Reject features of this fit that do not work with groups that join."""
+        if self._parts.world.registration is None:
             return
         if runs_lr_finder(trainer):
             raise UnsupportedError(
@@ -114,18 +112,15 @@ class RunStates:
     # --- The recorder's group ----------------------------------------------------------------------------------------
 
     def store(self) -> None:
-        """Store the state at the server from the recorder's group, after the groups have begun to compute.
-
-        All ranks call it.
-        """
-        world = self._strategy.world
+        """Store the state at the server, after the groups have begun to compute. All ranks call it."""
+        world = self._parts.world
         if world.registration is None or world.process_groups.live.ranks[0] not in world.members:
             return
         self.renew()
 
     def renew(self) -> None:
-        """Replace the state at the server by the current one, while groups compute. The recorder's group calls it."""
-        world = self._strategy.world
+        """Replace the state at the server, while groups compute. The recorder's group calls it."""
+        world = self._parts.world
         reshard(world.wrapper.sharded)
         tree = self._describe()  # all members make it, since hooks of users that save may need collectives
         if tree["shared"]:
@@ -140,38 +135,38 @@ class RunStates:
             world.exchange.store.store_run_state(packed, buffer)
 
     def _describe(self) -> dict[str, Any]:
-        strategy, trainer = self._strategy, self._strategy.pl_module.trainer
+        parts, trainer = self._parts, self._parts.trainer
         self.is_described = True
         try:
             checkpoint = dump_checkpoint(trainer)
         finally:
             self.is_described = False
-        served = {id(each) for part in strategy.world.parts for each in part.replica.ordered}
-        entries = tensors_of(strategy.pl_module).items()
+        served = {id(each) for part in parts.world.parts for each in part.replica.ordered}
+        entries = tensors_of(parts.pl_module).items()
         own = {name: each for name, each in entries if isinstance(each, Tensor) and id(each) not in served}
         shared = {name: own.pop(name) for name in list(own) if is_part(own[name])}
-        bases = strategy.epochs.schedulers.bases
+        bases = parts.epochs.schedulers.bases
         averages = averaged_models(trainer)
-        progress = strategy.epochs.run.progress
+        progress = parts.epochs.run.progress
         return {
             "limits": self._limits,
             "configured": self._configured(),
             "epoch": trainer.current_epoch,
             "counters": progress_counters(trainer)[1:],
-            "samples": strategy.epochs.samples,
+            "samples": parts.epochs.samples,
             "progress": None if progress is None else msgspec.to_builtins(progress),
             "metrics": cached_metric_values(trainer),
-            "order": strategy.epochs.data.order,
-            "split": strategy.epochs.data.split,
+            "order": parts.epochs.data.order,
+            "split": parts.epochs.data.split,
             "folders": output_folders(trainer),
             "reloads": reload_epochs(trainer),
             "schedule": [list(bases.get(config.scheduler, ())) for config in trainer.lr_scheduler_configs],
             "schedulers": checkpoint.pop("lr_schedulers"),
             "hyperparameters": checkpoint.pop("optimizer_states"),
-            "layouts": strategy.world.parameter_groups.first_layouts,
-            "held": [_names_in(optimizer, strategy.pl_module) for optimizer in strategy.optimizers],
-            "trainable": {name: each.requires_grad for name, each in strategy.pl_module.named_parameters()},
-            "tracking": _tracking(strategy.pl_module),
+            "layouts": parts.world.parameter_groups.first_layouts,
+            "held": [_names_in(optimizer, parts.pl_module) for optimizer in parts.strategy.optimizers],
+            "trainable": {name: each.requires_grad for name, each in parts.pl_module.named_parameters()},
+            "tracking": _tracking(parts.pl_module),
             "module": {name: each.detach() for name, each in own.items()},
             "shared": {name: local_of(each) for name, each in shared.items()},
             "averages": [average.state_dict() for average in averages],
@@ -182,24 +177,23 @@ class RunStates:
     def _configured(self) -> dict[str, str]:
         """Return in words the settings that must be equal in all groups.
 
-        Otherwise groups would train differently or wait for each other in different collectives. The hyperparameters of
-        optimizers and schedulers are not among them: a joining group gets those of the run.
+        The hyperparameters of optimizers and schedulers are not among them: a joining group gets those of the run.
         """
-        strategy, trainer = self._strategy, self._strategy.pl_module.trainer
+        parts, trainer = self._parts, self._parts.trainer
         schedulers = [_in_words(config) for config in trainer.lr_scheduler_configs]
         return {
-            "optimization": "automatic" if strategy.pl_module.automatic_optimization else "manual",
-            "optimizers": ", ".join(type(each).__name__ for each in strategy.optimizers) or "none",
+            "optimization": "automatic" if parts.pl_module.automatic_optimization else "manual",
+            "optimizers": ", ".join(type(each).__name__ for each in parts.strategy.optimizers) or "none",
             "schedulers": ", ".join(schedulers) or "none",
             "callbacks": ", ".join(deciding_callbacks(trainer)) or "none that saves, stops or tunes",
         }
 
     def _sendable(self, what: str, entries: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries that can be sent; warn once about each other one, which joining groups do not get."""
+        """Return the entries that can be sent; warn once about each other one."""
         problems = {name: problem for name, value in entries.items() if (problem := _problem(value))}
         for name in problems.keys() - self._told:
             self._told.add(name)
-            self._strategy.rank_zero_warn(
+            self._parts.namespace.warn(
                 f"OmniStrategy: {what} {name} is not given to groups that join: {problems[name]}"
             )
         return {name: value for name, value in entries.items() if name not in problems}
@@ -207,26 +201,26 @@ class RunStates:
     # --- A group that has joined -------------------------------------------------------------------------------------
 
     def take_over(self, trainer: Trainer) -> None:
-        """Join the run, and load its state. All ranks of the group call it before its loops begin.
+        """Join the run, and load its state, on all ranks of the group before its loops begin.
 
         Raises:
             UnsupportedError: the state of the run cannot be sent.
             ConfigurationError: this group has other limits, callbacks, optimizers or schedulers.
         """
-        strategy = self._strategy
-        joined = strategy.world.take_part()
-        tree = strategy.world.exchange.store.read_run_state()
+        parts = self._parts
+        joined = parts.world.take_part()
+        tree = parts.world.exchange.store.read_run_state()
         self._check_given(trainer, tree)
         assert joined.plan is not None  # the server admits groups only during an epoch
         checkpoint = {**tree["more"], "callbacks": tree["callbacks"], "state_dict": tree["module"]}
         if tree["averages"]:  # the callback loads both; the module's own weights are read when training begins
             [average] = tree["averages"]
             whole = {name[7:]: each for name, each in average.items() if name.startswith("module.")}
-            checkpoint |= {"state_dict": whole, "current_model_state": strategy.pl_module.state_dict()}
+            checkpoint |= {"state_dict": whole, "current_model_state": parts.pl_module.state_dict()}
         set_output_folders(trainer, tree["folders"])
         load_checkpoint(trainer, checkpoint)
-        if tree["shared"] and not (strategy.world.share is None or strategy.world.is_leader):
-            tree["shared"] = strategy.world.exchange.store.read_run_state(share=True)["shared"]
+        if tree["shared"] and not (parts.world.share is None or parts.world.is_leader):
+            tree["shared"] = parts.world.exchange.store.read_run_state(share=True)["shared"]
         self._take_over_module(tree)
         self._again = tree
         schedule: dict[Any, Any] = {}
@@ -240,9 +234,9 @@ class RunStates:
             progress=msgspec.convert(tree["progress"], Progress | None),
             split=tree["split"],
         )
-        strategy.epochs.enter(entered, schedule)
+        parts.epochs.enter(entered, schedule)
         set_cached_metrics(trainer, tree["metrics"])
-        strategy.epochs.data.order = tree["order"]
+        parts.epochs.data.order = tree["order"]
         start_fit_at_epoch(trainer, tree["epoch"], tree["counters"])
 
     def _check_given(self, trainer: Trainer, tree: Mapping[str, Any]) -> None:
@@ -268,25 +262,21 @@ class RunStates:
     def hooks_are_over(self) -> None:
         """Load the run's state again after the hooks of the epoch's start.
 
-        The run had called these hooks before this group joined. Loading undoes their second effect here, on learning
-        rates, weights and counts of callbacks, for example.
+        The run had called them before this group joined. Loading undoes their second effect here, on learning rates,
+        for example.
         """
         if (tree := self._again) is None:
             return
         self.take_over_optimizers()
         self._again = None
-        load_callback_states(self._strategy.pl_module.trainer, tree)
-        set_reload_epochs(self._strategy.pl_module.trainer, tree["reloads"])
+        load_callback_states(self._parts.trainer, tree)
+        set_reload_epochs(self._parts.trainer, tree["reloads"])
         self._take_over_module(tree)
-        self._strategy.world.read_again()
+        self._parts.world.read_again()
 
     def _take_over_module(self, tree: Mapping[str, Any]) -> None:
-        """Load buffers and untrained parameters; of a sharded tensor, each member loads its own shard.
-
-        Raises:
-            ConfigurationError: the module of the run has more tensors.
-        """
-        module = self._strategy.pl_module
+        """Load buffers and untrained parameters; each member loads its own shards."""
+        module = self._parts.pl_module
         unexpected = Module.load_state_dict(module, tree["module"], strict=False).unexpected_keys
         if unexpected:
             raise ConfigurationError(
@@ -298,29 +288,25 @@ class RunStates:
             fill(tensors_of(module), tree["shared"])
 
     def training_begins(self) -> None:
-        """Load the optimizers' parameters and settings after the hooks before training, and before weights are read."""
+        """Load the optimizers' parameters and settings after the hooks before training."""
         if self._again is not None:
             self.take_over_optimizers()
-            self._strategy.world.parameter_groups.begin_with(self._again["layouts"])
+            self._parts.world.parameter_groups.begin_with(self._again["layouts"])
 
     def take_over_optimizers(self) -> None:
         """Train the parameters that the run trains, with its settings.
 
-        All ranks of the group call it after ``on_fit_start``. Before that, a callback may have frozen parameters that
-        the run has unfrozen since. This may add parameters to an optimizer; their weights are read before the first
-        batch, as if this group had added them itself.
-
-        Raises:
-            ConfigurationError: the optimizers of the run hold a parameter that this group does not have.
+        All ranks of the group call it after ``on_fit_start``, in which a callback may have frozen parameters that the
+        run has unfrozen since. Weights of parameters that this adds to an optimizer are read before the first batch.
         """
         if (run := self._again) is None:
             return
-        module = self._strategy.pl_module
+        module = self._parts.pl_module
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(run["trainable"].get(name, parameter.requires_grad))
         for name, tracks in run["tracking"].items():
             module.get_submodule(name).track_running_stats = tracks
-        optimizers = self._strategy.optimizers
+        optimizers = self._parts.strategy.optimizers
         for optimizer, state, held in zip(optimizers, run["hyperparameters"], run["held"], strict=True):
             if held != _names_in(optimizer, module):
                 _hold(optimizer, held, module)
@@ -331,7 +317,7 @@ class RunStates:
 
 
 def _in_words(config: Any) -> str:
-    """Return in words a scheduler of Lightning's configuration and when it is stepped."""
+    """Return in words a scheduler and when it is stepped."""
     name, inside = described(config.scheduler)
     within = f"({', '.join(one or 'of its own' for one, _ in inside)})" if inside else ""
     when = config.interval if config.frequency == 1 else f"{config.frequency} {config.interval}s"
@@ -339,13 +325,13 @@ def _in_words(config: Any) -> str:
 
 
 def _names_in(optimizer: Optimizer, module: Module) -> list[list[str]]:
-    """Return the names of the parameters in each parameter group; an empty string for one outside the module."""
+    """Return the names of the parameters in each group; an empty one for a parameter outside the module."""
     names = names_of(module)
     return [[names.get(parameter, "") for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def _hold(optimizer: Optimizer, held: Sequence[Sequence[str]], module: Module) -> None:
-    """Give an optimizer the parameter groups of the run, which a callback has changed since the run began."""
+    """Give an optimizer the parameter groups of the run, which a callback has changed."""
     known, before = dict(module.named_parameters()), optimizer.param_groups
     if missing := [name for group in held for name in group if name not in known]:
         raise ConfigurationError(
@@ -360,13 +346,13 @@ def _hold(optimizer: Optimizer, held: Sequence[Sequence[str]], module: Module) -
 
 
 def _tracking(module: Module) -> dict[str, bool]:
-    """Return whether each normalization layer updates its running statistics, which BaseFinetuning switches."""
+    """Return which normalization layers update running statistics; BaseFinetuning switches this."""
     flags = ((name, getattr(each, "track_running_stats", None)) for name, each in module.named_modules())
     return {name: flag for name, flag in flags if isinstance(flag, bool)}
 
 
 def _problem(tree: Any) -> str:
-    """Return why a tree cannot be sent, or an empty string."""
+    """Return why a tree cannot be sent, or nothing."""
     if any(isinstance(leaf, Tensor) and is_part(leaf) for leaf in tree_leaves(tree)):
         return "it holds a part of the model"
     try:
@@ -377,12 +363,12 @@ def _problem(tree: Any) -> str:
 
 
 def _as_here(own: Any, value: Any) -> Any:
-    """Return a hyperparameter of the run; a tensor is moved from the CPU to the device of this group's own value."""
+    """Return a hyperparameter of the run, on the device of this group's own value."""
     return value.to(own.device) if isinstance(value, Tensor) and isinstance(own, Tensor) else value
 
 
 def _like(own: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a scheduler's state as it was before it was sent: a Counter is sent as a dict."""
+    """Return a scheduler's state as before it was sent: a Counter is sent as a dict."""
     return {name: Counter(value) if isinstance(own.get(name), Counter) else value for name, value in state.items()}
 
 
@@ -422,16 +408,16 @@ class Rejoining:
         self.is_armed = False
 
     def enlisted(self, run: str) -> None:
-        """Note that the group is about to join the run of this name."""
+        """Note that the group is about to join a run."""
         if run != self._run:
             self._run, self._is_saved = run, True  # assumed until `took_part`
 
     def took_part(self, run: str, is_saved: bool) -> None:
-        """Note that the group participates in a run, and whether another server could continue it."""
+        """Note that the group participates in a run; ``is_saved`` if another server could continue it."""
         self._run, self._is_saved, self._began = run, is_saved, time.monotonic()
 
     def finished(self) -> None:
-        """Note that the run is trained to its end, so that there is none to rejoin; a further fit is another run."""
+        """Note that the run is trained to its end; a further fit is another run."""
         self._run, self._count = "", 0
         os.environ.pop(COMES_BACK, None)
 
@@ -462,7 +448,7 @@ class Rejoining:
         return self.is_armed
 
     def start_again(self) -> None:
-        """Restart this process's command after a wait. This does not return, except by Ctrl-C during the wait."""
+        """Restart this process's command after a wait, unless Ctrl-C ends the wait."""
         wait = min(LONGEST_WAIT, 2.0**self._count)
         _log.warning(
             "%s. The group joins again in %.0f s, as a new one (number %d in a row): this process starts `%s` again",
@@ -500,7 +486,7 @@ class Rejoining:
 
 
 def _obstacle(ranks: int) -> str:
-    """Return why this process cannot start all ranks of its group again, or an empty string."""
+    """Return why this process cannot restart all ranks of its group, or nothing."""
     if dist.is_torchelastic_launched():
         return "torchrun has started it, and starts it again if it is given --max-restarts"
     if multiprocessing.parent_process() is not None:
@@ -517,7 +503,7 @@ def _obstacle(ranks: int) -> str:
 
 
 def _behind(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and the errors that it was raised from, or while handling."""
+    """Yield an error and its causes and contexts."""
     seen: set[int] = set()
     next_one: BaseException | None = error
     while next_one is not None and id(next_one) not in seen:
@@ -527,7 +513,7 @@ def _behind(error: BaseException) -> Iterator[BaseException]:
 
 
 def _close_at_exec() -> None:
-    """Close the sockets and devices of libraries at `os.execve`, so that their ports are free again."""
+    """Close the sockets and devices of libraries at `os.execve`, which frees their ports."""
     for name in os.listdir("/dev/fd"):
         with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed already
             if int(name) > 2:
