@@ -155,11 +155,13 @@ def test_a_weight_that_is_trained_for_a_few_steps_and_frozen_again_is_loaded_as_
     assert replica.own_frozen() == set()
 
 
-def _served(said: list[str]) -> tuple[torch.optim.SGD, Parameter]:
+def _served(said: list[str]) -> tuple[torch.optim.SGD, Parameter, ServedState]:
     weight = Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     ServedState.install(optimizer, lambda: said.append("read"))
-    return optimizer, weight
+    state = optimizer.state
+    assert isinstance(state, ServedState)
+    return optimizer, weight, state
 
 
 @pytest.mark.parametrize(
@@ -176,11 +178,11 @@ def _served(said: list[str]) -> tuple[torch.optim.SGD, Parameter]:
 )
 def test_a_served_state_is_discarded_however_that_is_written(discard: Callable[..., object]) -> None:
     said: list[str] = []
-    optimizer, weight = _served(said)
-    discard(optimizer.state, weight)
+    _, weight, state = _served(said)
+    discard(state, weight)
     served = {weight: {"momentum_buffer": torch.ones(2)}}
-    assert optimizer.state.is_written
-    optimizer.state.write_to(served)
+    assert state.is_written
+    state.write_to(served)
     assert (served, said) == ({}, [])
 
 
@@ -200,10 +202,10 @@ def test_a_served_state_is_discarded_however_that_is_written(discard: Callable[.
 )
 def test_user_code_that_reads_a_served_state_in_any_way_is_told_so_once(read: Callable[..., object]) -> None:
     said: list[str] = []
-    optimizer, weight = _served(said)
+    optimizer, weight, state = _served(said)
     optimizer.zero_grad()
     optimizer.add_param_group({"params": [Parameter(torch.ones(1))]})
-    assert (said, optimizer.state.is_written) == ([], False)
+    assert (said, state.is_written) == ([], False)
     for _ in range(2):
         read(optimizer, weight)
-    assert (said, optimizer.state.is_written) == (["read"], False)
+    assert (said, state.is_written) == (["read"], False)
