@@ -348,6 +348,7 @@ class ServerSide(ABC):
         """Handle a group's first read of the parameters from index ``start`` on."""
 
     def staleness_of(self, push: Push) -> int:
+        """Return the updates since the weights that a push was computed from."""
         return self.master.clock - push.read_at
 
     def state(self) -> dict[str, Any]:

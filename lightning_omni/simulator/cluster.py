@@ -110,6 +110,7 @@ class Device:
             )
 
     def seconds(self, samples: int) -> float:
+        """Return the expected time of a batch, in seconds."""
         return self.overhead + samples * self.seconds_per_sample
 
 
@@ -137,6 +138,7 @@ class Link:
         _check_time("latency", self.latency)
 
     def seconds(self, nbytes: float) -> float:
+        """Return the time of a message, in seconds."""
         return self.latency + nbytes / self.bandwidth
 
     def ring_seconds(self, nbytes: int, members: int) -> float:
@@ -400,9 +402,11 @@ class Cluster:
 
     @property
     def server_count(self) -> int:
+        """Return the number of parameter servers."""
         return (self.nodes or len(self.devices)) if self.servers == "per-node" else self.servers
 
     def node_of(self, rank: int) -> int:
+        """Return the node of a rank's device."""
         return rank * (self.nodes or len(self.devices)) // len(self.devices)
 
     @property

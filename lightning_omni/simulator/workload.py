@@ -70,6 +70,7 @@ class Workload:
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes of the model's parameters."""
         return sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
 
 

@@ -46,7 +46,7 @@ def warn_about_untested() -> None:
 warn_about_untested()
 
 
-class OmniStrategy(OmniStrategyHooks, metaclass=ABCMeta):  # noqa: D101
+class OmniStrategy(OmniStrategyHooks, metaclass=ABCMeta):
     __doc__ = OmniStrategyHooks.__doc__
 
 
