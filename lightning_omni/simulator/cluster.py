@@ -393,7 +393,6 @@ class Cluster:
 
     @cached_property
     def _slowdowns(self) -> dict[int, list[Slowdown]]:
-        """Return the slowdowns of each rank; cached, because every batch needs them, and a thousand ranks have many."""
         found: dict[int, list[Slowdown]] = {}
         for event in self.events:
             if isinstance(event, Slowdown):

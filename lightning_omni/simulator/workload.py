@@ -93,7 +93,6 @@ def synthetic() -> Workload:
 
 
 def classification_loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the mean cross entropy of a batch of inputs and labels."""
     return cross_entropy(model(batch[0]), batch[1])
 
 
