@@ -64,7 +64,10 @@ class Service:
         """Add a group; the others are unchanged."""
 
     def evict(self, group: int, lost: bool) -> list[Out]:
-        """Remove a group, and return the answers that waited for it; unless ``lost``, it has left in order."""
+        """Remove a group, which no rank waits for any more, and return the answers that waited for it.
+
+        Unless ``lost``, it has left in order.
+        """
         return []
 
     def resolve_pending(self) -> list[Out]:

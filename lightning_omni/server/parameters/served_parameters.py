@@ -309,6 +309,9 @@ class ServedParameters:
         Returns:
             The method's replies, or None if the push was refused because it is not finite, or was computed from newer
             weights than these and the method resyncs.
+
+        Raises:
+            ProtocolError: the push was computed from future weights, or has other parameter groups.
         """
         layout = layout or self.layout_of_push(group, message)
         views = iter(layout.views(payload))
