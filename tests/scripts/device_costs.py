@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import statistics
 from collections.abc import Iterator
@@ -13,10 +14,12 @@ from common import OPTIONS, InTime, digest, omni, pl, report, trainer
 from devices import own_device
 from emulated_cuda import device
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 from values import values_in
 
 from lightning_omni.group.core import GroupCore
+from lightning_omni.runtime.model.sharded import is_sharded
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))
 FIRST, LAST = 4, 12
@@ -52,6 +55,7 @@ class Measures(pl.Callback):
 
     def __init__(self) -> None:
         self.counts: dict[str, float] = {}
+        self.nbytes = 0
         self.steps: list[tuple[float, float, float]] = []
         self.exchanges: list[tuple[float, float]] = []
 
@@ -68,11 +72,10 @@ class Measures(pl.Callback):
         @contextmanager
         def noted() -> Iterator[None]:
             began, before = device.moment(-1), channel.traffic.seconds
-            device.forget_wait()
             with timed():
                 yield
-            ended = device.now()  # a process may be woken up late: the exchange goes on when its first wait is over
-            self.exchanges.append((channel.traffic.seconds - before, ended - max(began, device.first_wait() or began)))
+            ended = device.moment(-1)
+            self.exchanges.append((channel.traffic.seconds - before, ended - began))
 
         channel.timed = noted
 
@@ -93,10 +96,13 @@ class Measures(pl.Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == FIRST:
+            self.nbytes = sum(local_of(each).nbytes for each in pl_module.parameters())
+            device.reset_peak()
             self._before = device.counts()
         if batch_idx == LAST:
             after = device.counts()
             self.counts = {name: (after[name] - self._before[name]) / (LAST - FIRST) for name in after}
+            self.counts["peak"] = after["peak"]
 
     @property
     def step_times(self) -> dict[str, float]:
@@ -121,9 +127,15 @@ class Measures(pl.Callback):
         return {"measured": statistics.median(measured), "true": statistics.median(true)}
 
 
+def local_of(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def fit(strategy: Any, model: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
     """Train, and return counts and times of a step of this rank."""
     pl.seed_everything(1, verbose=False)
+    gc.collect()
+    before = device.counts()["allocated"]  # an earlier fit may have left some
     net, measures = Net(**(model or {})), Measures()
     width = net.layers[0].in_features
     loader = DataLoader(TensorDataset(torch.randn(4 * (LAST + 2) * OPTIONS["devices"], width)), batch_size=4)
@@ -131,13 +143,13 @@ def fit(strategy: Any, model: dict[str, Any] | None = None, **options: Any) -> d
     callbacks = [measures, *([] if isinstance(strategy, str) else [InTime()])]
     run = trainer(chosen, OPTIONS["devices"], callbacks=callbacks, **options)
     run.fit(net, loader)
-    nbytes = sum(each.nbytes for each in net.parameters())
+    measures.counts["peak"] -= before
     return {
         "counts": measures.counts,
-        "models": {name: measures.counts[name] / nbytes for name in ("h2d", "d2h")},
+        "nbytes": measures.nbytes,
         "step": measures.step_times,
         "exchange": measures.exchange_times,
-        "weights": digest(net),
+        "weights": digest(net) if not is_sharded(net) else None,
         "device": str(own_device()),
     }
 
