@@ -183,14 +183,14 @@ def test_numbers_of_numpy_are_counts_like_any_other_and_are_kept_as_pythons() ->
     sharded = FSDP(shards=two)
     model_parallel = ModelParallel(two, numpy.int8(1))
     tuner = OmniTuner(seed=two, retune_every=two, space={"groups": [numpy.int64(1), two], "momentum": numpy.float32(0)})
-    made: list[Any] = [strategy._world_options, strategy._fit_options, server, elastic, sharded, model_parallel]
+    made: list[Any] = [strategy.world_options, strategy._fit_options, server, elastic, sharded, model_parallel]
     made += [WorldOptions(**given), Cluster.even(four, servers=two)]
     kept = [value for each in made for value in vars(each).values()]
-    kept += [*msgspec.structs.astuple(strategy._world_options.resolved_method()), tuner.seed, tuner.retune_every]
+    kept += [*msgspec.structs.astuple(strategy.world_options.resolved_method()), tuner.seed, tuner.retune_every]
     space = Space.of(tuner._options.space, ranks=2)
     kept += [value for values in vars(space).values() if isinstance(values, (list, tuple)) for value in values]
     assert not [value for value in kept if isinstance(value, numpy.generic)]
-    assert strategy._world_options.groups == 2
+    assert strategy.world_options.groups == 2
     with pytest.raises(ConfigurationError, match="groups=0: at least one"):
         OmniStrategy(groups=numpy.int64(0))
     with pytest.raises(ConfigurationError, match=r"^method=.*neither text nor a number"):
@@ -305,9 +305,9 @@ def imported(tree: ast.AST) -> set[str]:
 
 def test_several_groups_refuse_a_process_group_of_the_users() -> None:
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
-    OmniStrategy(groups=2).check_several(trainer)
+    OmniStrategy(groups=2).parts.grouping.check_several(trainer)
     with pytest.raises(UnsupportedError, match="process_group= is that of each compute group"):
-        OmniStrategy(groups=2, process_group=object()).check_several(trainer)
+        OmniStrategy(groups=2, process_group=object()).parts.grouping.check_several(trainer)
 
 
 def test_one_server_per_node_is_no_address() -> None:

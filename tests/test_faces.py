@@ -76,7 +76,7 @@ def cells(head, namespace, strategies):
         copied = pickle.loads(pickle.dumps(made))
         found = [made is strategy or name == "by name", isinstance(made, OmniStrategy), belongs(made, namespace)]
         found += [isinstance(each, pl.Callback) for each in tuners]
-        found += [alone, type(copied) is type(made), copied._world_options.groups == made._world_options.groups]
+        found += [alone, type(copied) is type(made), copied.world_options.groups == made.world_options.groups]
         if name.startswith("subclass"):
             found += [isinstance(made, Mine), made.extra == copied.extra == 3, type(made).__name__ == "Mine"]
         say(head, namespace, name, all(found), "" if all(found) else found)

@@ -70,7 +70,7 @@ def test_groups_train_however_ranks_are_started_and_the_report_comes_back(start_
 
 def test_a_notebook_where_ranks_cannot_be_copies_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    monkeypatch.setattr("lightning_omni.strategy.hooks.get_all_start_methods", lambda: ["spawn"])
+    monkeypatch.setattr("lightning_omni.strategy.launcher.get_all_start_methods", lambda: ["spawn"])
     with pytest.raises(ConfigurationError, match=r"start_method=\"fork\".*run the code as a script"):
         Trainer(strategy=OmniStrategy(groups=2), **OPTIONS)
 
@@ -131,7 +131,7 @@ def test_a_copy_of_a_leased_loader_is_the_loader_that_it_was_made_of() -> None:
 def test_names_of_the_registry_ask_for_groups_and_start_methods(name: str, groups: int | None, launcher: str) -> None:
     strategy = Trainer(strategy=name, **{**OPTIONS, "devices": 8}).strategy
     assert isinstance(strategy, OmniStrategy)
-    assert (strategy._world_options.groups, type(strategy.launcher).__name__) == (groups, launcher)
+    assert (strategy.world_options.groups, type(strategy.launcher).__name__) == (groups, launcher)
 
 
 def test_the_environment_asks_for_what_is_not_passed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,12 +140,12 @@ def test_the_environment_asks_for_what_is_not_passed(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("LIGHTNING_OMNI_DATA", "static")
     strategy = Trainer(strategy="omni", **OPTIONS).strategy
     assert isinstance(strategy, OmniStrategy)
-    assert strategy._world_options.groups == 2
-    assert strategy._world_options.method == "diloco:period=7"
-    assert strategy.epochs.data.kind == "static"
+    assert strategy.world_options.groups == 2
+    assert strategy.world_options.method == "diloco:period=7"
+    assert strategy.parts.epochs.data.kind == "static"
     explicit = OmniStrategy(groups=1, method="async_sgd", data="dynamic")
-    options = explicit._world_options
-    assert (options.groups, options.method, explicit.epochs.data.kind) == (1, "async_sgd", "dynamic")
+    options = explicit.world_options
+    assert (options.groups, options.method, explicit.parts.epochs.data.kind) == (1, "async_sgd", "dynamic")
 
 
 @pytest.mark.parametrize(

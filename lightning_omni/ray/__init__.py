@@ -91,7 +91,7 @@ class RayOmniStrategy(OmniStrategy):
     @override
     def world_size(self) -> int:
         """Return the number of ranks of the process group that Ray has made: all workers, or one replica group."""
-        return dist.get_world_size() if self._world is None else self._world.size
+        return dist.get_world_size() if self.parts.current_world is None else self.world.size
 
     @property
     @override
@@ -102,10 +102,10 @@ class RayOmniStrategy(OmniStrategy):
     @property
     @override
     def global_rank(self) -> int:
-        return dist.get_rank() if self._world is None else self._world.torch_rank
+        return dist.get_rank() if self.parts.current_world is None else self.world.torch_rank
 
     @override
-    def ranks_per_node(self) -> list[int]:
+    def _ranks_per_node(self) -> list[int]:
         """Return the number of ranks on each node; Ray numbers ranks node by node. All ranks call it."""
         own = torch.tensor([self.node_rank], device=self.root_device)
         nodes = [torch.empty_like(own) for _ in range(dist.get_world_size())]
@@ -117,7 +117,9 @@ class RayOmniStrategy(OmniStrategy):
         """Refuse reports to Ray by workers that are replaced one by one."""
         from ray.train.lightning import RayTrainReportCallback
 
-        if self.joins and any(isinstance(each, RayTrainReportCallback) for each in callbacks_of(trainer)):
+        if self.world_options.elastic.join and any(
+            isinstance(each, RayTrainReportCallback) for each in callbacks_of(trainer)
+        ):
             raise UnsupportedError(
                 "RayTrainReportCallback and elastic_torch_config: ray.train.report waits for all workers, also for one"
                 " that is being replaced; save with ModelCheckpoint in a folder that all nodes share"

@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from typing_extensions import override
 
 from lightning_omni.errors import RankLost, UnsupportedError
 from lightning_omni.runtime import World, names_of
-from lightning_omni.runtime.loop_checks import failed_at_one_place, place_of
+from lightning_omni.runtime.loop_checks import failed_at_one_place
 from lightning_omni.runtime.model.meshes import FSDP
 from lightning_omni.runtime.model.sharded import (
     is_part,
@@ -47,18 +48,18 @@ from lightning_omni.runtime.state.checkpoint import (
     without_tensors,
 )
 from lightning_omni.runtime.state.checkpoint import save as save_folder
-from lightning_omni.strategy.grouping import GroupedStrategy
+from lightning_omni.strategy.failures import Failures
 from lightning_omni.strategy.joining import RunStates
-from lightning_omni.strategy.lightning_internals.loops import progress_counters
+from lightning_omni.strategy.lightning_internals.loops import is_fitting, progress_counters
 from lightning_omni.strategy.loops.driver import EpochDriver
 from lightning_omni.strategy.loops.validation import Version
-from lightning_omni.strategy.signals import Signals
-from lightning_omni.topology import RECORDER
+from lightning_omni.strategy.shared_parts import SharedParts
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.steps_and_samples import Progress
 
 if TYPE_CHECKING:
     from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO as _Base
+
 else:
     _Base = object
 
@@ -405,108 +406,89 @@ SAVING = 10.0
 """Seconds for which a failed rank waits for the recorder to fetch its state; the recorder may have failed, too."""
 
 
-class SavingStrategy(GroupedStrategy):
-    """A strategy in groups, with Lightning's hooks for checkpoints.
+class CheckpointHooks:
+    """What the strategy's hooks for checkpoints do beside those of DDPStrategy.
+
+    Args:
+        parts: the parts of the strategy.
+        run_states: the state of the run for groups that join.
+        failures: the errors with which fits end.
 
     Attributes:
-        checkpoints: the contents of checkpoints, for saving and after loading.
-        run_states: the state of the run for groups that join on their own.
-        signals: the signals of the process.
-        has_failed: whether the fit ends with an error on this rank, perhaps on no other; then it waits for no other.
+        contents: the contents of checkpoints, for saving and after loading.
         is_writing: whether this rank is writing a checkpoint, which includes no wait for others.
-        plain_checkpoint_io: Lightning's own checkpoint plugin.
-        checkpoint_io_class: class of its replacement.
     """
 
-    checkpoints: Checkpoints
-    run_states: RunStates
-    signals: Signals
-    has_failed: bool
-    _failed_at: str
-    is_writing: bool
-    plain_checkpoint_io: type
-    checkpoint_io_class: type
+    def __init__(self, parts: SharedParts, run_states: RunStates, failures: Failures) -> None:
+        self._parts, self._run_states, self._failures = parts, run_states, failures
+        self._sharding = parts.world_options.model_parallel
+        self.contents = Checkpoints(parts.namespace.warn)
+        self.is_writing = False
 
     @property
     def saves_folders(self) -> bool:
         """Return whether each member of a group writes its shards of a checkpoint to a folder."""
-        sharding = self._world_options.model_parallel
-        return sharding is not None and sharding.distributed_checkpoint
+        return self._sharding is not None and self._sharding.distributed_checkpoint
 
     @property
     def given_folders(self) -> str:
         """Return the argument that makes `saves_folders` true as a user writes it, for messages."""
-        if isinstance(self._world_options.model_parallel, FSDP):
+        if isinstance(self._sharding, FSDP):
             return "FSDP(distributed_checkpoint=True)"
         return "ModelParallelStrategy(save_distributed_checkpoint=True)"
 
-    def _take_time(self) -> None:
-        self.signals.pause()
-        if self._world is not None and self.world.control is not None:
-            self.world.control.suspend_stall_check()
+    def check_plugin(self) -> None:
+        """Raise `UnsupportedError` for a CheckpointIO of the user's where each rank writes its share by itself."""
+        plugin = type(self._parts.strategy.checkpoint_io)
+        if self.saves_folders and plugin is not self._parts.namespace.plain_checkpoint_io:
+            raise UnsupportedError(
+                f"{self.given_folders} and {plugin.__name__}: each rank writes its share by itself,"
+                " and there is no whole checkpoint to hand to a CheckpointIO; leave one of them out"
+            )
 
     @property
     def _is_asynchronous(self) -> bool:
         """Return whether several groups train, so that no rank has everything that belongs in a checkpoint."""
-        return self._world is not None and self.world.executor.control is not None
+        world = self._parts.current_world
+        return world is not None and world.executor.control is not None
 
-    def fails(self, exception: BaseException) -> None:
-        """Note that the fit ends with an error on this rank, before callbacks receive it and perhaps save."""
-        if not self._ends_with_all(exception):
-            self.has_failed, self._failed_at = True, place_of(exception)
-            self.world.explain(exception)
+    # --- Saving ------------------------------------------------------------------------------------------------------
 
-    def _ends_with_all(self, exception: BaseException) -> bool:
-        """Return whether all ranks end together, by SIGTERM."""
-        return self.signals.is_stopping and isinstance(exception, SystemExit)
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks of the default process group, unless this rank has failed.
-
-        Saving a checkpoint ends with a barrier, also where a callback saves one because of an error. Peers without an
-        error wait for this rank elsewhere, and the server would not learn of it. If all ranks have failed at once, the
-        recorder may still be fetching state, and the run is over as soon as another rank of its group has left.
-        """
-        if not self.has_failed:
-            with self.waiting():
-                super().barrier(name)
-            return
-        world = self.world
-        if world.control is not None and not world.is_leader and (world.registration or RECORDER in world.members):
-            world.control.wait_for_end(SAVING)
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the module's state, with the weights that the method evaluates instead of this group's own.
 
         At a synchronization point every rank participates: see `Checkpoints.collect`. At other times rank 0 saves its
         own state and the server's; if the method evaluates the mean of all groups' weights, such a checkpoint has those
         of rank 0's group.
+
+        Args:
+            read: returns the state of this rank's module.
         """
-        if self.run_states.is_described:
+        parts = self._parts
+        if self._run_states.is_described:
             return {}
-        self._take_time()
+        parts.take_time()
         self._check_failed_alike()
-        if self._world is not None:
-            reshard(self.world.wrapper.sharded)
-            self.world.agree_on_recorder()
-        read = super().lightning_module_state_dict
+        if parts.current_world is not None:
+            reshard(parts.world.wrapper.sharded)
+            parts.world.agree_on_recorder()
         if not self._is_asynchronous:
             return self._put_together(read())
-        version = self.epochs.published.version
+        version, is_alone = parts.epochs.published.version, self._failures.at is not None
+        collect = self.contents.collect
         return self._put_together(
-            self.checkpoints.collect(self.world, self.pl_module, read, version, self.saves_folders, self.has_failed)
+            collect(self._parts.world, parts.pl_module, read, version, self.saves_folders, is_alone)
         )
 
     def _check_failed_alike(self) -> None:
         """Raise `RankLost` if this rank has failed and the ranks that share the model with it have not failed alike."""
-        if not (self.has_failed and self.is_sharded) or self._world is None:
+        parts = self._parts
+        world = parts.current_world
+        if self._failures.at is None or self._sharding is None or world is None:
             return
-        world = self._world
         if not (world.registration or self.saves_folders or world.is_with_recorder):  # this rank saves nothing
             return
-        where = f"{progress_counters(self._trainer)} {self._failed_at}"
+        where = f"{progress_counters(parts.trainer)} {self._failures.at}"
         group = world.process_groups.original
         if not failed_at_one_place(group, world.rank, world.members, where, SAVING):
             raise RankLost(
@@ -516,58 +498,50 @@ class SavingStrategy(GroupedStrategy):
 
     def _put_together(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the whole state on the recorder, gathered from the members of its group that hold parts of it."""
-        if not self.is_sharded or self.saves_folders or not self.world.is_with_recorder:
+        if self._sharding is None or self.saves_folders or not self._parts.world.is_with_recorder:
             return state
-        together: dict[str, Any] = whole(state, keeps=self.world.is_recorder)
+        together: dict[str, Any] = whole(state, keeps=self._parts.world.is_recorder)
         return together
 
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer state to the saved weights, from the server if the optimizer steps there."""
-        own: dict[str, Any] = super().optimizer_state(optimizer)
-        if self.run_states.is_described:
+    def optimizer_state(self, optimizer: Optimizer, own: dict[str, Any]) -> dict[str, Any]:
+        """Return the optimizer state to the saved weights, from the server if the optimizer steps there.
+
+        Args:
+            optimizer: the optimizer.
+            own: its state on this rank.
+        """
+        if self._run_states.is_described:
             return {"state": {}, "param_groups": own["param_groups"]}
-        if self._is_asynchronous and (self.world.owns_state if self.saves_folders else self.world.is_recorder):
-            own = self.checkpoints.state_of(self.world, getattr(optimizer, "optimizer", optimizer), own)
+        if self._is_asynchronous:
+            world = self._parts.world
+            if world.owns_state if self.saves_folders else world.is_recorder:
+                own = self.contents.state_of(world, getattr(optimizer, "optimizer", optimizer), own)
         return self._put_together(own)
 
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load whole weights; where the members of a group hold the model together, each loads its rows."""
-        if self.is_sharded and is_sharded(self.pl_module):
-            state = named_rows(checkpoint["state_dict"], tensors_of(self.pl_module).items())
-            checkpoint = {**checkpoint, "state_dict": state}
-        super().load_model_state_dict(checkpoint, strict=strict)
+    def save(self, write: Callable[[], None], checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
+        """Save a checkpoint with the state of server and groups: clocks, trained samples and the method's own state.
 
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load whole optimizer states; where the members of a group hold the model together, each loads its rows."""
-        states = self.checkpoints.optimizer_states(checkpoint, self.optimizers, self.pl_module)
-        if self.is_sharded:
-            pairs = zip(self.optimizers, states, strict=False)
-            states = [state_rows(saved, optimizer) for optimizer, saved in pairs]
-        checkpoint = {**checkpoint, "optimizer_states": states}
-        super().load_optimizer_state_dict(checkpoint)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save a checkpoint with the state of server and groups: clocks, trained samples and the method's own state."""
-        if self.epochs.run.is_whole and "loops" in checkpoint:
-            batches = self._trainer.fit_loop.max_batches
+        Args:
+            write: writes the checkpoint where it is whole.
+            checkpoint: the checkpoint, which is changed in place.
+            path: where it is saved.
+            storage_options: options of a storage that is no local file.
+        """
+        parts = self._parts
+        if parts.epochs.run.is_whole and "loops" in checkpoint:
+            batches = parts.trainer.fit_loop.max_batches
             if math.isfinite(batches):
                 end_whole_epoch(checkpoint["loops"], int(batches))
-        if self.epochs.is_cut_short and "loops" in checkpoint:
-            cut_short(checkpoint["loops"], self.epochs.batches_cut_short)
+        if parts.epochs.is_cut_short and "loops" in checkpoint:
+            cut_short(checkpoint["loops"], parts.epochs.batches_cut_short)
         if self.saves_folders:
-            self._save_folder(checkpoint, filepath, storage_options)
+            self._save_folder(checkpoint, path, storage_options)
             return
-        if self._world is not None:
-            self.checkpoints.complete(self.world, checkpoint, self.epochs)
-        if type(self.checkpoint_io) is self.plain_checkpoint_io:  # the user has passed no plugin
-            self.checkpoint_io = self.checkpoint_io_class()
+        if parts.current_world is not None:
+            self.contents.complete(parts.world, checkpoint, parts.epochs)
         self.is_writing = True
         try:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            write()
         finally:
             self.is_writing = False
 
@@ -577,22 +551,43 @@ class SavingStrategy(GroupedStrategy):
                 f"{self.given_folders} and a checkpoint at {filepath}: each rank writes its share to files of its own;"
                 " save it in a folder that all of them see, or pass False"
             )
-        path = Path(self.broadcast(str(filepath))).expanduser()
-        if self.world.is_with_recorder:
-            self.checkpoints.save_folder(self.world, self.pl_module, self.optimizers, checkpoint, path, self.epochs)
+        parts, world = self._parts, self._parts.world
+        path = Path(parts.strategy.broadcast(str(filepath))).expanduser()
+        if world.is_with_recorder:
+            self.contents.save_folder(world, parts.pl_module, parts.strategy.optimizers, checkpoint, path, parts.epochs)
 
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint of this strategy, of plain DDP or of ModelParallelStrategy."""
-        self.checkpoints.folder = None
-        options = {} if weights_only is None else {"weights_only": weights_only}  # older releases do not have it
-        if is_folder(checkpoint_path):
-            checkpoint = self.checkpoints.open_folder(Path(checkpoint_path), self.pl_module, **options)
-        else:
-            checkpoint = super().load_checkpoint(checkpoint_path, **options)
-        if self._world is None:  # there is no run in this process, for example after one in other processes
+    # --- Loading -----------------------------------------------------------------------------------------------------
+
+    def weights_to_load(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a checkpoint with this rank's rows of the weights, where the members of a group hold them together."""
+        module = self._parts.pl_module
+        if self._sharding is None or not is_sharded(module):
             return checkpoint
-        self.checkpoints.read(checkpoint)
-        if self._trainer.state.fn == "fit":  # a checkpoint that is only evaluated does not affect later fits
-            self.epochs.resume(self.checkpoints.resumed)
+        return {**checkpoint, "state_dict": named_rows(checkpoint["state_dict"], tensors_of(module).items())}
+
+    def optimizer_states_to_load(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a checkpoint with this rank's rows of the optimizer states, likewise."""
+        optimizers = self._parts.strategy.optimizers
+        states = self.contents.optimizer_states(checkpoint, optimizers, self._parts.pl_module)
+        if self._sharding is not None:
+            states = [state_rows(saved, optimizer) for optimizer, saved in zip(optimizers, states, strict=False)]
+        return {**checkpoint, "optimizer_states": states}
+
+    def load(self, path: Any, read: Callable[[], dict[str, Any]], **options: Any) -> dict[str, Any]:
+        """Read a checkpoint of this strategy, of plain DDP or of ModelParallelStrategy.
+
+        Args:
+            path: a file or a folder.
+            read: reads a file.
+            **options: for ``torch.load``, where it is a folder.
+        """
+        parts = self._parts
+        self.contents.folder = None
+        load = partial(self.contents.open_folder, Path(path), parts.pl_module, **options) if is_folder(path) else read
+        checkpoint = load()
+        if parts.current_world is None:  # there is no run in this process, for example after one in other processes
+            return checkpoint
+        self.contents.read(checkpoint)
+        if is_fitting(parts.trainer):  # a checkpoint that is only evaluated does not affect later fits
+            parts.epochs.resume(self.contents.resumed)
         return checkpoint

@@ -27,7 +27,6 @@ from lightning_omni.runtime import names_of
 from lightning_omni.runtime.model.sharded import fill, is_part, local_of, reshard, tensors_of
 from lightning_omni.runtime.registration import COMES_BACK, comes_back_to, return_to, run_is_saved
 from lightning_omni.strategy import launcher
-from lightning_omni.strategy.grouping import GroupedStrategy
 from lightning_omni.strategy.lightning_internals.callbacks import (
     averaged_models,
     deciding_callbacks,
@@ -48,11 +47,13 @@ from lightning_omni.strategy.lightning_internals.loops import (
 from lightning_omni.strategy.lightning_internals.metrics import cached_metric_values, set_cached_metrics
 from lightning_omni.strategy.loops.epoch import EntryPoint
 from lightning_omni.strategy.loops.paced_schedulers import described
+from lightning_omni.strategy.shared_parts import SharedParts
 from lightning_omni.wire.codec import pack
 from lightning_omni.wire.steps_and_samples import Progress
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
+
 
 # --- The state that a joining group receives --------------------------------------------------------------------------
 
@@ -76,14 +77,14 @@ class RunStates:
     """The state of a run for joining groups: the recorder's group makes it, and a joining group loads it.
 
     Args:
-        strategy: the strategy of this rank.
+        parts: the parts of this rank's strategy.
 
     Attributes:
         is_described: whether the checkpoint that Lightning makes now has no weights in it.
     """
 
-    def __init__(self, strategy: GroupedStrategy) -> None:
-        self._strategy = strategy
+    def __init__(self, parts: SharedParts) -> None:
+        self._parts = parts
         self._told: set[str] = set()
         self._again: dict[str, Any] | None = None
         self._limits: dict[str, float | None] = {}
@@ -91,7 +92,7 @@ class RunStates:
 
     def check(self, trainer: Trainer) -> None:
         """Raise `UnsupportedError` for features of this fit that do not work with groups that join."""
-        if self._strategy.world.registration is None:
+        if self._parts.world.registration is None:
             return
         if runs_lr_finder(trainer):
             raise UnsupportedError(
@@ -118,14 +119,14 @@ class RunStates:
 
         All ranks call it.
         """
-        world = self._strategy.world
+        world = self._parts.world
         if world.registration is None or world.process_groups.live.ranks[0] not in world.members:
             return
         self.renew()
 
     def renew(self) -> None:
         """Replace the state at the server by the current one, while groups compute. The recorder's group calls it."""
-        world = self._strategy.world
+        world = self._parts.world
         reshard(world.wrapper.sharded)
         tree = self._describe()  # all members make it, since hooks of users that save may need collectives
         if tree["shared"]:
@@ -140,38 +141,38 @@ class RunStates:
             world.exchange.store.store_run_state(packed, buffer)
 
     def _describe(self) -> dict[str, Any]:
-        strategy, trainer = self._strategy, self._strategy.pl_module.trainer
+        parts, trainer = self._parts, self._parts.trainer
         self.is_described = True
         try:
             checkpoint = dump_checkpoint(trainer)
         finally:
             self.is_described = False
-        served = {id(each) for part in strategy.world.parts for each in part.replica.ordered}
-        entries = tensors_of(strategy.pl_module).items()
+        served = {id(each) for part in parts.world.parts for each in part.replica.ordered}
+        entries = tensors_of(parts.pl_module).items()
         own = {name: each for name, each in entries if isinstance(each, Tensor) and id(each) not in served}
         shared = {name: own.pop(name) for name in list(own) if is_part(own[name])}
-        bases = strategy.epochs.schedulers.bases
+        bases = parts.epochs.schedulers.bases
         averages = averaged_models(trainer)
-        progress = strategy.epochs.run.progress
+        progress = parts.epochs.run.progress
         return {
             "limits": self._limits,
             "configured": self._configured(),
             "epoch": trainer.current_epoch,
             "counters": progress_counters(trainer)[1:],
-            "samples": strategy.epochs.samples,
+            "samples": parts.epochs.samples,
             "progress": None if progress is None else msgspec.to_builtins(progress),
             "metrics": cached_metric_values(trainer),
-            "order": strategy.epochs.data.order,
-            "split": strategy.epochs.data.split,
+            "order": parts.epochs.data.order,
+            "split": parts.epochs.data.split,
             "folders": output_folders(trainer),
             "reloads": reload_epochs(trainer),
             "schedule": [list(bases.get(config.scheduler, ())) for config in trainer.lr_scheduler_configs],
             "schedulers": checkpoint.pop("lr_schedulers"),
             "hyperparameters": checkpoint.pop("optimizer_states"),
-            "layouts": strategy.world.parameter_groups.first_layouts,
-            "held": [_names_in(optimizer, strategy.pl_module) for optimizer in strategy.optimizers],
-            "trainable": {name: each.requires_grad for name, each in strategy.pl_module.named_parameters()},
-            "tracking": _tracking(strategy.pl_module),
+            "layouts": parts.world.parameter_groups.first_layouts,
+            "held": [_names_in(optimizer, parts.pl_module) for optimizer in parts.strategy.optimizers],
+            "trainable": {name: each.requires_grad for name, each in parts.pl_module.named_parameters()},
+            "tracking": _tracking(parts.pl_module),
             "module": {name: each.detach() for name, each in own.items()},
             "shared": {name: local_of(each) for name, each in shared.items()},
             "averages": [average.state_dict() for average in averages],
@@ -185,11 +186,11 @@ class RunStates:
         Otherwise groups would train differently or wait for each other in different collectives. The hyperparameters of
         optimizers and schedulers are not among them: a joining group gets those of the run.
         """
-        strategy, trainer = self._strategy, self._strategy.pl_module.trainer
+        parts, trainer = self._parts, self._parts.trainer
         schedulers = [_in_words(config) for config in trainer.lr_scheduler_configs]
         return {
-            "optimization": "automatic" if strategy.pl_module.automatic_optimization else "manual",
-            "optimizers": ", ".join(type(each).__name__ for each in strategy.optimizers) or "none",
+            "optimization": "automatic" if parts.pl_module.automatic_optimization else "manual",
+            "optimizers": ", ".join(type(each).__name__ for each in parts.strategy.optimizers) or "none",
             "schedulers": ", ".join(schedulers) or "none",
             "callbacks": ", ".join(deciding_callbacks(trainer)) or "none that saves, stops or tunes",
         }
@@ -199,7 +200,7 @@ class RunStates:
         problems = {name: problem for name, value in entries.items() if (problem := _problem(value))}
         for name in problems.keys() - self._told:
             self._told.add(name)
-            self._strategy.rank_zero_warn(
+            self._parts.namespace.warn(
                 f"OmniStrategy: {what} {name} is not given to groups that join: {problems[name]}"
             )
         return {name: value for name, value in entries.items() if name not in problems}
@@ -213,20 +214,20 @@ class RunStates:
             UnsupportedError: the state of the run cannot be sent.
             ConfigurationError: this group has other limits, callbacks, optimizers or schedulers.
         """
-        strategy = self._strategy
-        joined = strategy.world.take_part()
-        tree = strategy.world.exchange.store.read_run_state()
+        parts = self._parts
+        joined = parts.world.take_part()
+        tree = parts.world.exchange.store.read_run_state()
         self._check_given(trainer, tree)
         assert joined.plan is not None  # the server admits groups only during an epoch
         checkpoint = {**tree["more"], "callbacks": tree["callbacks"], "state_dict": tree["module"]}
         if tree["averages"]:  # the callback loads both; the module's own weights are read when training begins
             [average] = tree["averages"]
             whole = {name[7:]: each for name, each in average.items() if name.startswith("module.")}
-            checkpoint |= {"state_dict": whole, "current_model_state": strategy.pl_module.state_dict()}
+            checkpoint |= {"state_dict": whole, "current_model_state": parts.pl_module.state_dict()}
         set_output_folders(trainer, tree["folders"])
         load_checkpoint(trainer, checkpoint)
-        if tree["shared"] and not (strategy.world.share is None or strategy.world.is_leader):
-            tree["shared"] = strategy.world.exchange.store.read_run_state(share=True)["shared"]
+        if tree["shared"] and not (parts.world.share is None or parts.world.is_leader):
+            tree["shared"] = parts.world.exchange.store.read_run_state(share=True)["shared"]
         self._take_over_module(tree)
         self._again = tree
         schedule: dict[Any, Any] = {}
@@ -240,9 +241,9 @@ class RunStates:
             progress=msgspec.convert(tree["progress"], Progress | None),
             split=tree["split"],
         )
-        strategy.epochs.enter(entered, schedule)
+        parts.epochs.enter(entered, schedule)
         set_cached_metrics(trainer, tree["metrics"])
-        strategy.epochs.data.order = tree["order"]
+        parts.epochs.data.order = tree["order"]
         start_fit_at_epoch(trainer, tree["epoch"], tree["counters"])
 
     def _check_given(self, trainer: Trainer, tree: Mapping[str, Any]) -> None:
@@ -275,10 +276,10 @@ class RunStates:
             return
         self.take_over_optimizers()
         self._again = None
-        load_callback_states(self._strategy.pl_module.trainer, tree)
-        set_reload_epochs(self._strategy.pl_module.trainer, tree["reloads"])
+        load_callback_states(self._parts.trainer, tree)
+        set_reload_epochs(self._parts.trainer, tree["reloads"])
         self._take_over_module(tree)
-        self._strategy.world.read_again()
+        self._parts.world.read_again()
 
     def _take_over_module(self, tree: Mapping[str, Any]) -> None:
         """Load buffers and untrained parameters; of a sharded tensor, each member loads its own shard.
@@ -286,7 +287,7 @@ class RunStates:
         Raises:
             ConfigurationError: the module of the run has more tensors.
         """
-        module = self._strategy.pl_module
+        module = self._parts.pl_module
         unexpected = Module.load_state_dict(module, tree["module"], strict=False).unexpected_keys
         if unexpected:
             raise ConfigurationError(
@@ -301,7 +302,7 @@ class RunStates:
         """Load the optimizers' parameters and settings after the hooks before training, and before weights are read."""
         if self._again is not None:
             self.take_over_optimizers()
-            self._strategy.world.parameter_groups.begin_with(self._again["layouts"])
+            self._parts.world.parameter_groups.begin_with(self._again["layouts"])
 
     def take_over_optimizers(self) -> None:
         """Train the parameters that the run trains, with its settings.
@@ -315,12 +316,12 @@ class RunStates:
         """
         if (run := self._again) is None:
             return
-        module = self._strategy.pl_module
+        module = self._parts.pl_module
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(run["trainable"].get(name, parameter.requires_grad))
         for name, tracks in run["tracking"].items():
             module.get_submodule(name).track_running_stats = tracks
-        optimizers = self._strategy.optimizers
+        optimizers = self._parts.strategy.optimizers
         for optimizer, state, held in zip(optimizers, run["hyperparameters"], run["held"], strict=True):
             if held != _names_in(optimizer, module):
                 _hold(optimizer, held, module)

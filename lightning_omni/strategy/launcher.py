@@ -1,4 +1,4 @@
-"""The launchers: they start ranks as Lightning does, and keep a run alive when some ranks die."""
+"""The launchers, which start ranks as Lightning does and keep a run alive when some ranks die, and their choice."""
 
 from __future__ import annotations
 
@@ -13,24 +13,31 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from multiprocessing import get_all_start_methods
 from subprocess import Popen
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
 import torch
 from typing_extensions import override
 
+from lightning_omni.checks import counted
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.metrics import RunReport
+from lightning_omni.runtime.model.meshes import evenly, sizes_in
 from lightning_omni.strategy.lightning_internals.callbacks import callbacks_of
-from lightning_omni.strategy.lightning_internals.strategies import start_method
+from lightning_omni.strategy.lightning_internals.loops import is_fitting
+from lightning_omni.strategy.lightning_internals.strategies import set_start_method, start_method
+from lightning_omni.strategy.shared_parts import SharedParts
+from lightning_omni.topology import check_groups
+from lightning_omni.transport.serving import ServerProcess
+from lightning_omni.wire import messages as m
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
     from pytorch_lightning.strategies.launchers.multiprocessing import _MultiProcessingLauncher as _ProcessesBase
     from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as _Base
 
-    from lightning_omni.strategy.grouping import GroupedStrategy
 else:
     _Base = _ProcessesBase = object
 
@@ -125,8 +132,9 @@ class OmniLauncherHooks(_Base):
         super().kill(signum)
 
     def __getstate__(self) -> dict[str, Any]:  # type: ignore[explicit-override, unused-ignore]  # from Python 3.11
-        """Return the state without the child processes, which belong to this process."""
-        return {**vars(self), "procs": []}
+        """Return the state without what belongs to this process: its children, and the parts of its strategy."""
+        own = ("on_death", "is_writing", "failures", "on_launch")
+        return {name: value for name, value in vars(self).items() if name not in own} | {"procs": []}
 
 
 @contextmanager
@@ -167,7 +175,7 @@ class OmniProcessesHooks(_ProcessesBase):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        if trainer is not None and cast("GroupedStrategy", trainer.strategy).root_device.type == "cuda":
+        if trainer is not None and trainer.strategy.root_device.type == "cuda":
             _refuse_initialized_cuda(start_method(trainer.strategy))
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
@@ -175,7 +183,8 @@ class OmniProcessesHooks(_ProcessesBase):
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
         """Return the report and the results of callbacks, in rank 0's process, for the script's process."""
         extra: dict[str, Any] = super().get_extra_results(trainer)
-        report = cast("GroupedStrategy", trainer.strategy).last_report
+        strategy: Any = trainer.strategy
+        report = strategy.last_report
         extra["omni_report"] = None if report is None else asdict(report)  # Lightning traverses it
         if trainer.state.fn == "fit":
             extra["omni_results"] = [each.omni_results() for each in _with_results(trainer)]
@@ -186,7 +195,8 @@ class OmniProcessesHooks(_ProcessesBase):
         """Store the report and the results of callbacks in the script's process."""
         report = extra.pop("omni_report", None)
         if report is not None and trainer.state.fn == "fit":
-            cast("GroupedStrategy", trainer.strategy).remember_report(RunReport(**report))
+            strategy: Any = trainer.strategy
+            strategy.last_report = RunReport(**report)
         for callback, results in zip(_with_results(trainer), extra.pop("omni_results", ()), strict=False):
             callback.take_omni_results(results)
         super().update_main_process_results(trainer, extra)
@@ -205,6 +215,125 @@ def _refuse_initialized_cuda(method: str) -> None:
             f"start_method={method!r}: this process has used CUDA, and its copies cannot use it; {remedy}, and"
             " leave CUDA (.cuda(), .to('cuda')) to the module and its Trainer"
         )
+
+
+class Launching:
+    """The start of a strategy's ranks.
+
+    Args:
+        parts: the parts of the strategy.
+        is_writing: as in `OmniLauncherHooks`.
+        is_rejoining: returns whether this process restarts its command, so that its children end.
+    """
+
+    def __init__(self, parts: SharedParts, is_writing: Callable[[], bool], is_rejoining: Callable[[], bool]) -> None:
+        self._parts, self._is_writing, self._is_rejoining = parts, is_writing, is_rejoining
+
+    def choose_start_method(self) -> None:
+        """Fork the ranks in interactive sessions, which have no script to start; Lightning does the same."""
+        strategy, environment = self._parts.strategy, self._parts.strategy.cluster_environment
+        is_ours = environment is not None and not environment.creates_processes_externally
+        if not is_ours or not is_interactive() or start_method(strategy) != "popen":
+            return
+        if "fork" not in get_all_start_methods():
+            raise ConfigurationError(
+                "OmniStrategy in a notebook or an interactive session: ranks are copies of its process there"
+                ' (start_method="fork"), which this system cannot make; run the code as a script'
+            )
+        set_start_method(strategy, "fork")
+
+    def check_groups(self) -> None:
+        """Check the number of groups against the number of ranks.
+
+        Raises:
+            ConfigurationError: there are fewer ranks than groups, or they cannot be divided.
+        """
+        parts, strategy = self._parts, self._parts.strategy
+        environment = strategy.cluster_environment
+        groups, sharding = parts.world_options.groups, parts.world_options.model_parallel
+        if groups is None or environment is None:
+            return
+        ranks = asked = strategy.num_nodes * strategy.num_processes
+        if environment.creates_processes_externally:
+            ranks = environment.world_size()
+        if ranks < groups <= asked:
+            raise ConfigurationError(
+                f"groups={groups} and devices={strategy.num_processes}, but only {counted(ranks, 'rank')} of"
+                f" {asked} came: {type(environment).__name__} has Lightning start none; start"
+                " as many by torchrun --nproc-per-node or srun --ntasks-per-node, or, in an interactive shell"
+                " of a SLURM job, set SLURM_JOB_NAME=interactive"
+            )
+        check_groups(groups, ranks)
+        if sharding is not None:
+            nodes = [ranks // strategy.num_nodes] * strategy.num_nodes
+            sizes_in(evenly(ranks, groups, sharding), sharding, nodes)
+
+    def launcher(self) -> OmniLauncherHooks | OmniProcessesHooks:
+        """Return the launcher for the strategy's start method."""
+        parts, strategy = self._parts, self._parts.strategy
+        if (method := start_method(strategy)) != "popen":
+            processes: OmniProcessesHooks = parts.namespace.processes(strategy, method)
+            return processes
+        launcher: OmniLauncherHooks = parts.namespace.launcher(
+            strategy.cluster_environment, strategy.num_processes, strategy.num_nodes
+        )
+        self.attach(launcher)
+        return launcher
+
+    def attach(self, launcher: Any) -> None:
+        """Let a launcher call this object; one that forks or spawns processes calls nothing."""
+        if isinstance(launcher, OmniLauncherHooks):
+            launcher.on_death, launcher.on_launch = self._on_child_death, self._on_launch
+            launcher.is_writing, launcher.failures = self._writes, self._failures
+
+    def _on_launch(self, trainer: Trainer | None) -> None:
+        """Prepare callbacks and the server on rank 0 in the seconds that the other ranks need for their imports."""
+        if trainer is None or not is_fitting(trainer):
+            return
+        for callback in callbacks_of(trainer):
+            if callable(prepare := getattr(callback, "on_omni_launch", None)):
+                prepare(trainer)
+        if (self._parts.world_options.groups or self._parts.strategy.num_nodes) > 1:
+            self.prepare_server()
+
+    def prepare_server(self) -> None:
+        """Start the embedded server's process on rank 0, without waiting for it; the process gets its options later."""
+        parts = self._parts
+        if parts.world_options.server.address is None and parts.current_world is None and parts.server_process is None:
+            parts.server_process = ServerProcess()
+
+    def _on_child_death(self, local_rank: int, code: int) -> bool:
+        """Report that a process which this rank started has failed; return whether the run continues.
+
+        The launcher's thread calls it.
+        """
+        parts, strategy = self._parts, self._parts.strategy
+        world = parts.current_world
+        registration = world.registration if world is not None else None
+        rank = strategy.node_rank * strategy.num_processes + local_rank
+        rank += registration.first if registration is not None else 0
+        control = world.executor.control if world is not None else None  # read once: the run may end meanwhile
+        if parts.signals.is_stopping or self._is_rejoining():
+            return True
+        if world is not None and (rank in world.lost or rank in world.ever_lost):
+            return True
+        if world is not None and world.is_finished:
+            if code > 0:  # its script failed after the end of training
+                exit_process(1, f"the process of rank {rank} ended with {describe_exit(code)}")
+            return True
+        if world is None or control is None:
+            return False
+        control.post(m.RankEnded(rank=rank, reason=f"the process of rank {rank} ended with {describe_exit(code)}"))
+        # The server evicts a group that has joined on its own; the group may then rejoin.
+        return registration is not None or 0 not in world.topology.members(world.topology.group_of(rank))
+
+    def _failures(self) -> Sequence[str]:
+        """Return the failures of other ranks, for this process's exit status; groups that join have their own."""
+        world = self._parts.current_world
+        return () if world is None or world.registration is not None else world.failures
+
+    def _writes(self) -> bool:
+        return self._is_writing()
 
 
 class ChildObserver(threading.Thread):

@@ -14,6 +14,7 @@ from lightning_omni.strategy.arguments import register_names
 from lightning_omni.strategy.checkpoints import WholeFileHooks
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.strategy.launcher import OmniLauncherHooks, OmniProcessesHooks
+from lightning_omni.strategy.shared_parts import Namespace
 
 
 class OmniLauncher(OmniLauncherHooks, _SubprocessScriptLauncher):
@@ -31,16 +32,18 @@ class OmniCheckpointIO(WholeFileHooks, TorchCheckpointIO):
 class NamespaceDDP(DDPStrategy):
     """The DDPStrategy of this namespace, with the other names that an OmniStrategy uses from it."""
 
-    rank_zero_info = staticmethod(rank_zero_info)
-    rank_zero_warn = staticmethod(rank_zero_warn)
-    launcher_class = OmniLauncher
-    terminated_class = SIGTERMException
-    plain_checkpoint_io = TorchCheckpointIO
-    checkpoint_io_class = OmniCheckpointIO
-    processes_class = OmniProcesses
+    namespace = Namespace(
+        info=rank_zero_info,
+        warn=rank_zero_warn,
+        launcher=OmniLauncher,
+        processes=OmniProcesses,
+        terminated=SIGTERMException,
+        plain_checkpoint_io=TorchCheckpointIO,
+        checkpoint_io=OmniCheckpointIO,
+    )
 
 
-class OmniStrategy(OmniStrategyHooks, NamespaceDDP):  # type: ignore[misc]  # noqa: D101
+class OmniStrategy(OmniStrategyHooks, NamespaceDDP):  # noqa: D101
     __doc__ = OmniStrategyHooks.__doc__
 
 

@@ -70,7 +70,7 @@ class Switched(pl.Callback):
             world = trainer.strategy.world
             pl_module.format = all_reduce_of("powersgd:2")
             world.communication = world.communication._replace(all_reduce=pl_module.format)
-            trainer.strategy.wrap_for_group()
+            trainer.strategy.parts.grouping.wrap()
 
 
 class Table(pl.LightningModule):

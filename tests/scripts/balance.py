@@ -95,7 +95,7 @@ class Notes(pl.Callback):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self.samples.append([])
         if shares := self.options.get("shares"):
-            trainer.strategy.epochs.leases.set_batch_shares(shares, 0)
+            trainer.strategy.parts.epochs.leases.set_batch_shares(shares, 0)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.window.append(batch[2].tolist())
@@ -116,7 +116,7 @@ class Notes(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.samples[-1] += batch[2].tolist()
-        leases = trainer.strategy.epochs.leases
+        leases = trainer.strategy.parts.epochs.leases
         if leases is not None:
             self.splits.append(list(leases.split))
         if not pl_module.automatic_optimization:
@@ -169,8 +169,8 @@ def fit(options: dict[str, Any]) -> dict[str, Any]:
     pl.seed_everything(5, verbose=False)
     strategy = omni.OmniStrategy(**values_in({"groups": 1, **options.get("strategy", {})}))
     notes, clock = Notes(options), Emulated() if options.get("emulated") else None
-    if clock and strategy.balance.is_on:
-        strategy.balance = Balance("auto", strategy.rank_zero_info, clock=clock)
+    if clock and strategy.parts.balance.is_on:
+        strategy.parts.balance = Balance("auto", strategy.namespace.info, clock=clock)
     settings.Balance = partial(Balance, clock=clock)  # which a tuner turns on
     module = (ByHand if options.get("by_hand") else Paced)(options.get("sleep", {}), clock or time)
     tuners = [omni.OmniTuner(**options["tuner"])] if "tuner" in options else []

@@ -189,7 +189,8 @@ class Notes(pl.Callback):
             def note() -> None:
                 self.checks.append([torch.distributed.get_world_size(), digest(pl_module), len(self.samples[-1])])
 
-            trainer.strategy.epochs.check_every, trainer.strategy.epochs.on_check = self.options["check_every"], note
+            epochs = trainer.strategy.parts.epochs
+            epochs.check_every, epochs.on_check = self.options["check_every"], note
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self.samples.append([])
@@ -230,7 +231,7 @@ class Notes(pl.Callback):
             raise ValueError("something is wrong with this batch")
         if number == self.options.get("stop_at", {}).get(str(RANK)):
             trainer.should_stop = True
-        if trainer.strategy.epochs._epoch.validates and RANK in self.options.get("stop_where_all_validate", ()):
+        if trainer.strategy.parts.epochs._epoch.validates and RANK in self.options.get("stop_where_all_validate", ()):
             trainer.should_stop = True
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:

@@ -266,7 +266,7 @@ class Saves(pl.Callback):
     Args:
         name: of the checkpoint.
         epoch: at whose end it is saved.
-        is_cut: whether all ranks are at the same batch when the one inside is saved; else other groups push meanwhile.
+        is_cut: whether all ranks wait for one another before and after; else other groups push meanwhile.
     """
 
     def __init__(self, name: str, epoch: int = 0, is_cut: bool = False) -> None:
@@ -274,16 +274,19 @@ class Saves(pl.Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.current_epoch == 0 and batch_idx == 1:
-            if self.is_cut:
-                torch.distributed.barrier()
-            trainer.save_checkpoint(FOLDER / f"inside-{self.name}")
-            if self.is_cut:
-                torch.distributed.barrier()
+            self.save(trainer, f"inside-{self.name}")
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         if trainer.current_epoch == self.epoch:
-            trainer.save_checkpoint(FOLDER / self.name)
+            self.save(trainer, self.name)
             self.found = held(trainer)
+
+    def save(self, trainer: Any, name: str) -> None:
+        if self.is_cut:
+            torch.distributed.barrier()
+        trainer.save_checkpoint(FOLDER / name)
+        if self.is_cut:
+            torch.distributed.barrier()
 
 
 class Loaded(pl.Callback):

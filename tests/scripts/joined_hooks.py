@@ -50,7 +50,7 @@ class Edited(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         epoch = self.current_epoch
         if epoch not in self.said:
-            steps = self.trainer.strategy.epochs.run.progress.steps_before(epoch)
+            steps = self.trainer.strategy.parts.epochs.run.progress.steps_before(epoch)
             self.said[epoch] = {**self.say(), "steps": steps}
             (FOLDER / f"{NAME}0-in-{epoch}").touch()
             while epoch in OPTIONS["hold"] and not (FOLDER / f"go-{epoch}").exists():

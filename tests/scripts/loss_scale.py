@@ -36,9 +36,9 @@ class Fits(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self.number == 1:
-            trainer.strategy.arrangement.begin_in_one_group()
+            trainer.strategy.parts.user_groups.begin_in_one_group()
         elif self.number == 2:
-            trainer.strategy.arrangement.restore()
+            trainer.strategy.parts.user_groups.restore()
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self.number == 2 and batch_idx == REGROUPS:

@@ -63,7 +63,7 @@ class Meets(pl.Callback):
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         world = trainer.strategy.world
         if len(world.members) > 1 and getattr(trainer.strategy.model, "require_backward_grad_sync", True):
-            with trainer.strategy.waiting():
+            with trainer.strategy.parts.waiting():
                 time.perf_counter.meet(world)  # type: ignore[attr-defined]
                 time.perf_counter.ahead += pl_module.options.get("reducing", 0.0)  # type: ignore[attr-defined]
 

@@ -58,7 +58,9 @@ class Waiting(logging.Handler, pl.Callback):
     batches = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        (FOLDER / "said").write_text(record.getMessage())
+        message = record.getMessage()
+        if RANK == 0 and "on_train_batch_end" in message:  # on a busy machine any rank may wait long for another
+            (FOLDER / "said").write_text(message)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self.batches += 1
@@ -82,7 +84,7 @@ class TerminatedAtStart(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if RANK == 1:
-            trainer.strategy.signals._progress -= 100
+            trainer.strategy.parts.signals._progress -= 100
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.6)  # others look at it meanwhile
 

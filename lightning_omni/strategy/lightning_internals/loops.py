@@ -103,6 +103,11 @@ def set_last_batch(trainer: Trainer, is_last: bool) -> None:
     trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = is_last
 
 
+def is_fitting(trainer: Trainer) -> bool:
+    """Return whether ``trainer.fit`` runs."""
+    return trainer.state.fn is not None and trainer.state.fn.value == "fit"
+
+
 def will_step(trainer: Trainer) -> bool:
     """Return whether the current batch ends an accumulation window."""
     return not trainer.fit_loop._should_accumulate()

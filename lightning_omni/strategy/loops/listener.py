@@ -14,8 +14,8 @@ from lightning_omni.errors import UnsupportedError
 from lightning_omni.metrics import Staleness
 from lightning_omni.runtime.balance import Balance
 from lightning_omni.runtime.model.meshes import ModelParallel
-from lightning_omni.strategy.checkpoints import SavingStrategy
-from lightning_omni.strategy.grouping import GroupedStrategy
+from lightning_omni.strategy.grouping import Grouping
+from lightning_omni.strategy.joining import RunStates
 from lightning_omni.strategy.lightning_internals.callbacks import (
     add_listener,
     clear_current_hook,
@@ -32,7 +32,8 @@ from lightning_omni.strategy.lightning_internals.metrics import (
 )
 from lightning_omni.strategy.loops.driver import EpochDriver
 from lightning_omni.strategy.loops.live_metrics import ProgressDisplay, live_metrics
-from lightning_omni.strategy.signals import Signals, training_position
+from lightning_omni.strategy.shared_parts import SharedParts
+from lightning_omni.strategy.signals import training_position
 from lightning_omni.topology import Topology
 from lightning_omni.tuning.model.steps import straggler_sentence
 
@@ -47,28 +48,31 @@ class Listener:
     `LoopControl` describes the methods that the loops call.
 
     Args:
-        strategy: the strategy that it notifies.
-        nested: runs of the loop inside one of its hooks.
+        parts: the parts of the strategy.
         trainer: the Trainer of the fit.
-        signals: the signals of this process.
+        grouping: the groups.
+        run_states: the state of the run for groups that join.
+        nested: runs of the loop inside one of its hooks.
+        fails: called with the error of a fit, before any callback receives it.
     """
 
     def __init__(
         self,
-        strategy: SavingStrategy,
-        nested: NestedRuns,
+        parts: SharedParts,
         trainer: Trainer,
-        signals: Signals,
+        grouping: Grouping,
+        run_states: RunStates,
+        nested: NestedRuns,
+        fails: Callable[[BaseException], None],
     ) -> None:
-        self._strategy = strategy
-        self._nested = nested
-        self._trainer, self._signals = trainer, signals
+        self._parts, self._trainer, self._fails = parts, trainer, fails
+        self._grouping, self._run_states, self._nested = grouping, run_states, nested
         self._staleness = Staleness()
         self._display = ProgressDisplay()
         clear_current_hook(trainer)
         add_listener(trainer, self)
         control_loops(trainer, self)
-        world = strategy.world
+        world = parts.world
         patch_list_gather(lambda: world.executor.exchanges and not world.is_computing)
         world.where = partial(training_position, trainer)
 
@@ -82,97 +86,97 @@ class Listener:
 
     @property
     def step_limit(self) -> int | None:
-        return self._strategy.epochs.run.step_limit
+        return self._parts.epochs.run.step_limit
 
     @property
     def is_open_ended(self) -> bool:
-        return self._strategy.epochs.is_open_ended
+        return self._parts.epochs.is_open_ended
 
     @property
     def is_cut_short(self) -> bool:
-        return self._strategy.epochs.is_cut_short
+        return self._parts.epochs.is_cut_short
 
     def validates(self, is_due: Callable[[], bool]) -> bool:
-        return self._strategy.epochs.validates(is_due)
+        return self._parts.epochs.validates(is_due)
 
     def validate(self, run: Callable[[], Any]) -> Any:
-        return self._strategy.epochs.validate(run)
+        return self._parts.epochs.validate(run)
 
     def stepped_by_batches(self, configs: list[Any]) -> list[Any]:
-        return self._strategy.epochs.stepped_by_batches(configs)
+        return self._parts.epochs.stepped_by_batches(configs)
 
     def step_schedule(self, scheduler: Any, step: Callable[[], Any]) -> None:
-        self._strategy.epochs.schedulers.step(scheduler, step)
+        self._parts.epochs.schedulers.step(scheduler, step)
 
     def own_batches(self, batches: float) -> float:
-        return self._strategy.epochs.own_batches(batches)
+        return self._parts.epochs.own_batches(batches)
 
     def run(self, run: Callable[[], None]) -> None:
         """Run the fit loop for the Trainer, or nested inside a hook, as a learning-rate finder does."""
         if is_inside_hook(self._trainer):
             self._nested.run(run)
         else:
-            self._strategy.epochs.run.restored()
+            self._parts.epochs.run.restored()
             run()
 
     def begin_setup(self) -> None:
         """Expect new loaders; user code may also have them made again several times in an epoch."""
-        self._strategy.epochs.data.expect_others()
+        self._parts.epochs.data.expect_others()
 
     def begin_epoch(self, iterate: Callable[[], None]) -> None:
         """Separate the groups after the hooks of the epoch's start, which all ranks call together."""
-        strategy, loop = self._strategy, self._trainer.fit_loop
+        parts, loop = self._parts, self._trainer.fit_loop
         if self._nested.is_running or loop.restarted_mid_epoch or loop.restarted_on_epoch_end:
             iterate()
             if not self._nested.is_running:
-                strategy.epochs.go_on()
+                parts.epochs.go_on()
             return
-        strategy.run_states.hooks_are_over()
+        self._run_states.hooks_are_over()
         self._nested.form_groups_again()
-        if strategy.epochs.data.is_dealt_out:
+        if parts.epochs.data.is_dealt_out:
             iterate()  # an iterable dataset may query the number of ranks
         self._staleness.reset()
-        strategy.grouping.begin_epoch()
-        strategy.epochs.begin(self._trainer.current_epoch)
-        strategy.balance.begin_epoch()
-        strategy.step_times.interrupt()
-        if not strategy.epochs.data.is_dealt_out:
+        self._grouping.hooks.begin_epoch()
+        parts.epochs.begin(self._trainer.current_epoch)
+        parts.balance.begin_epoch()
+        parts.step_times.interrupt()
+        if not parts.epochs.data.is_dealt_out:
             iterate()
 
     def epoch_has_ended(self) -> None:
         if not self._nested.is_running:
-            self._strategy.epochs.after_hooks_of_end()
+            self._parts.epochs.after_hooks_of_end()
 
     def begin_fetch(self) -> None:
-        self._strategy.epochs.data.begin_fetch()
-        self._strategy.balance.begin_fetch()
+        self._parts.epochs.data.begin_fetch()
+        self._parts.balance.begin_fetch()
 
     def end_fetch(self) -> None:
-        self._strategy.balance.end_fetch()
-        self._strategy.epochs.data.end_fetch()
+        self._parts.balance.end_fetch()
+        self._parts.epochs.data.end_fetch()
 
     # --- Hooks of callbacks ------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Load the run's optimizers into a group that joins, after Lightning has restored those of a checkpoint."""
         if not self._nested.is_running:
-            self._strategy.run_states.training_begins()
+            self._run_states.training_begins()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin a batch before any callback does."""
         if self._nested.is_running:
             return
-        strategy, traffic = self._strategy, self._strategy.world.exchange.traffic
-        self._signals.agree_alone()
-        strategy.follow_recorder()
-        strategy.grouping.begin_batch()
-        if strategy.world.control is not None:
-            strategy.step_times.begin(traffic.seconds, traffic.moved)
-        strategy.balance.begin_batch()
-        strategy.epochs.begin_batch()
+        parts, traffic = self._parts, self._parts.world.exchange.traffic
+        parts.signals.agree_alone()
+        self._grouping.follow_recorder()
+        self._grouping.hooks.begin_batch()
+        if parts.world.control is not None:
+            parts.step_times.begin(traffic.seconds, traffic.moved)
+        parts.balance.begin_batch()
+        parts.epochs.begin_batch()
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._strategy.balance.backward_done()
+        self._parts.balance.backward_done()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -180,59 +184,57 @@ class Listener:
         """End a batch before any callback does, and log the live metrics."""
         if self._nested.is_running:
             return
-        strategy, world = self._strategy, self._strategy.world
-        strategy.merged.step_done()
+        parts, world = self._parts, self._parts.world
+        parts.merged.step_done()
         if world.control is not None:
-            strategy.step_times.end(world.exchange.traffic.seconds, world.exchange.traffic.moved)
-            world.control.report_timings(*strategy.step_times.means)
+            parts.step_times.end(world.exchange.traffic.seconds, world.exchange.traffic.moved)
+            world.control.report_timings(*parts.step_times.means)
             world.control.report_progress(has_trained=True)
-        strategy.balance.end_batch()
-        strategy.epochs.end_batch()
-        self._display.show(trainer, strategy.epochs.expected_batches(batch_idx + 1))
+        parts.balance.end_batch()
+        parts.epochs.end_batch()
+        self._display.show(trainer, parts.epochs.expected_batches(batch_idx + 1))
         if logs_now(trainer):
-            values = strategy.balance.metrics()
+            values = parts.balance.metrics()
             if world.control is not None:
                 self._watch_staleness()
-                values |= live_metrics(world.control.status, self._staleness, strategy.step_times)
+                values |= live_metrics(world.control.status, self._staleness, parts.step_times)
                 self._display.update(values)
             for name, value in values.items():
                 pl_module.log(name, value, batch_size=1)  # Lightning needs it where training_step draws its batches
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._strategy.fails(exception)
+        self._fails(exception)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
-            self._strategy.epochs.before_validation(pl_module)
-            self._strategy.follow_recorder()
+            self._parts.epochs.before_validation(pl_module)
+            self._grouping.follow_recorder()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Synchronize the groups, and log the metrics of the epoch."""
         if self._nested.is_running:
             return
-        self._strategy.epochs.end(pl_module)
-        self._strategy.follow_recorder()
-        control = self._strategy.world.control
+        self._parts.epochs.end(pl_module)
+        self._grouping.follow_recorder()
+        control = self._parts.world.control
         if control is None:
             return
         self._watch_staleness()
         self._log_together()
-        if self._strategy.world.executor.exchanges:
+        if self._parts.world.executor.exchanges:
             # A collective computes it, and NCCL accepts no CPU tensors.
-            for name, value in self._staleness.to(self._strategy.world.device).compute().items():
+            for name, value in self._staleness.to(self._parts.world.device).compute().items():
                 if name in ("mean", "max"):
                     pl_module.log(f"omni/staleness_{name}", value.float(), sync_dist=True, batch_size=1)
             self._staleness.to("cpu")
-        is_parallel = isinstance(
-            self._strategy.world.options.model_parallel, ModelParallel
-        )  # its ranks share each batch
-        can_rebalance = self._strategy.epochs.leases is not None and not (self._strategy.balance.is_on or is_parallel)
+        is_parallel = isinstance(self._parts.world.options.model_parallel, ModelParallel)  # its ranks share each batch
+        can_rebalance = self._parts.epochs.leases is not None and not (self._parts.balance.is_on or is_parallel)
         if control.status is not None and (sentence := straggler_sentence(control.status, can_rebalance)):
-            self._strategy.rank_zero_info(f"OmniStrategy: {sentence}")
+            self._parts.namespace.info(f"OmniStrategy: {sentence}")
 
     def _log_together(self) -> None:
         """Agree on the metrics of an epoch in which there were several groups, or may have been."""
-        world = self._strategy.world
+        world = self._parts.world
         mine = collective_metrics(self._trainer, world.compute_group)
         # `enc_hook` converts NumPy's booleans.
         of_all = world.process_groups.live.contribute(
@@ -241,7 +243,7 @@ class Listener:
         align_collective_metrics(self._trainer, world.compute_group, [msgspec.json.decode(each) for _, each in of_all])
 
     def _watch_staleness(self) -> None:
-        world = self._strategy.world
+        world = self._parts.world
         for part in world.parts:
             if world.is_leader:  # its peers receive the same numbers
                 self._staleness.update(torch.tensor(list(part.staleness.elements())))
@@ -258,14 +260,15 @@ class NestedRuns:
     state that it has saved.
 
     Args:
-        strategy: the strategy whose groups are merged.
+        parts: the parts of the strategy whose groups are merged.
+        grouping: its groups.
 
     Attributes:
         is_running: whether a nested run is under way.
     """
 
-    def __init__(self, strategy: GroupedStrategy) -> None:
-        self._strategy = strategy
+    def __init__(self, parts: SharedParts, grouping: Grouping) -> None:
+        self._parts, self._grouping = parts, grouping
         self.is_running = False
         self._groups = 1
 
@@ -275,7 +278,7 @@ class NestedRuns:
         Raises:
             UnsupportedError: the groups are inside an epoch, each at a batch of its own.
         """
-        world = self._strategy.world
+        world = self._parts.world
         if world.is_computing:
             raise UnsupportedError(
                 "trainer.fit_loop.run() inside an epoch (a learning-rate finder in on_train_batch_end, say): the groups"
@@ -283,45 +286,45 @@ class NestedRuns:
             )
         with self._in_one_group(), self._apart():
             run()
-        self._strategy.epochs.data.expect_others()
+        self._parts.epochs.data.expect_others()
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
         """Return a context in which the run does not count in the fit's own progress."""
-        strategy = self._strategy
-        world = strategy.world
-        kept, steps = (strategy.epochs, strategy.balance), world.steps
-        epochs = EpochDriver("static", strategy.rank_zero_info, strategy.rank_zero_warn)
-        epochs.connect(strategy.pl_module.trainer, world)
-        strategy.epochs, strategy.balance = epochs, Balance("off", strategy.rank_zero_info)
+        parts = self._parts
+        world = parts.world
+        kept, steps = (parts.epochs, parts.balance), world.steps
+        epochs = EpochDriver("static", parts.namespace.info, parts.namespace.warn)
+        epochs.connect(parts.trainer, world)
+        parts.epochs, parts.balance = epochs, Balance("off", parts.namespace.info)
         self.is_running = True
         try:
             yield
         finally:
             self.is_running = False
-            (strategy.epochs, strategy.balance), world.steps = kept, steps
+            (parts.epochs, parts.balance), world.steps = kept, steps
 
     @contextmanager
     def _in_one_group(self) -> Iterator[None]:
-        strategy, world = self._strategy, self._strategy.world
+        world = self._parts.world
         if not world.executor.exchanges:
             yield
         elif world.control is not None:
             self._groups = len(world.live_groups)
-            strategy.form(1)
+            self._grouping.form(1)
             yield
         else:
             topology, world.topology = world.topology, Topology.even(world.size, 1)
             try:
-                strategy.wrap_for_group()
-                strategy.share_loss_scale()
+                self._grouping.wrap()
+                self._grouping.share_loss_scale()
                 yield
             finally:
                 world.topology = topology
-            strategy.wrap_for_group()
+            self._grouping.wrap()
 
     def form_groups_again(self) -> None:
         """Form the earlier groups again at the beginning of an epoch, if a nested run has merged them."""
         groups, self._groups = self._groups, 1
         if groups > 1:
-            self._strategy.form(min(groups, len(self._strategy.world.live_ranks)))
+            self._grouping.form(min(groups, len(self._parts.world.live_ranks)))

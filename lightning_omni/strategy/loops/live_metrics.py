@@ -178,10 +178,17 @@ class Reporting:
     """The last status of the server, for a report after the server has ended."""
 
     def __init__(self) -> None:
-        self._status: Status | None = None
+        self.begin()
 
     def begin(self) -> None:
-        self._status = None
+        """Begin with a fit."""
+        self._status: Status | None = None
+        self._has_gathered = False
+
+    def is_first_gather(self) -> bool:
+        """Return whether this is the first call in a fit: users are told once what a gather includes."""
+        before, self._has_gathered = self._has_gathered, True
+        return not before
 
     def keep(self, world: World) -> None:
         """Store the last status that was received, because this rank fails."""

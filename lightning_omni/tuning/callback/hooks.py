@@ -207,14 +207,14 @@ class OmniTunerHooks(_CallbackBase):
             self._load_libraries()
         names = names_for(trainer)
         run = TunedRun(trainer, pl_module, self._options, names.rank_zero_info)
-        self._fit = JoinedFit(run) if run.strategy.joins else TunedFit(run)
-        run.strategy.on_ready.append(self._fit.begin)
+        self._fit = JoinedFit(run) if run.strategy.world_options.elastic.join else TunedFit(run)
+        run.strategy.parts.on_ready.append(self._fit.begin)
 
     def on_omni_launch(self, trainer: Trainer) -> None:
         """Start a server for several groups, and the import of slow libraries, while the other ranks start."""
         self._load_libraries()
         if self.budget > 0 and may_form_groups(self._options, trainer):
-            strategy_of(trainer).prepare_server()
+            strategy_of(trainer).parts.launching.prepare_server()
 
     def _load_libraries(self) -> None:
         """Start to import the libraries of a search: all ranks would wait for their first use."""
@@ -312,8 +312,8 @@ class OmniTunerHooks(_CallbackBase):
         if self._fit is None:
             return
         self._fit.close()
-        if self._fit.begin in self._fit.run.strategy.on_ready:
-            self._fit.run.strategy.on_ready.remove(self._fit.begin)
+        if self._fit.begin in self._fit.run.strategy.parts.on_ready:
+            self._fit.run.strategy.parts.on_ready.remove(self._fit.begin)
 
 
 def _import_libraries() -> None:

@@ -137,7 +137,7 @@ class Microbenchmarks:
     def push(self) -> float:
         """Return the seconds that a push will take a server, which runs where rank 0 does."""
         is_there = self._world.rank == self._world.members[0]
-        own = sum(map(seconds_of_push, self._strategy.real_optimizers)) if is_there else 0.0
+        own = sum(map(seconds_of_push, self._strategy.parts.grouping.real_optimizers)) if is_there else 0.0
         return gather(self._world, [own])[0][0]
 
     @property

@@ -78,7 +78,7 @@ class FirstBatches:
         self._alone: Microbenchmarks = before._alone if before else Microbenchmarks(strategy)
         self._strategy, self._world = strategy, strategy.world
         self._balance = Balance("auto", log_nothing, only_measures=True)
-        self._kept = strategy.balance
+        self._kept = strategy.parts.balance
         self._has_means = self._world.reduction.format == EXACT and not has_ddp_comm_hook(strategy)
         self._timer = StepTimer()
         self._steps: list[TimedStep] = []
@@ -87,9 +87,9 @@ class FirstBatches:
         self._loaded = 0.0
         self._moments = list(DECISION_STEPS[1:] if before else DECISION_STEPS)
         self._seen = 0
-        batch = batch_size_of(loader_of(strategy.pl_module.trainer))
-        strategy.balance = self._balance
-        self._balance.begin(self._world, strategy.pl_module, lambda: strategy.epochs.leases, samples=batch)
+        batch = batch_size_of(loader_of(strategy.parts.trainer))
+        strategy.parts.balance = self._balance
+        self._balance.begin(self._world, strategy.parts.pl_module, lambda: strategy.parts.epochs.leases, samples=batch)
 
     def batch_done(self, loss: Tensor | None, steps: bool, counts: bool = True) -> None:
         """Record a batch.
@@ -108,7 +108,7 @@ class FirstBatches:
         mean = float(torch.stack(self._losses).mean()) if self._losses else math.nan
         if counts and seconds is not None and len(batches) == len(self._losses) > 0:
             samples, own = (math.fsum(column) for column in zip(*batches, strict=True))
-            loading, scaler = self._balance.loading - self._loaded, self._strategy.loss_scaler
+            loading, scaler = self._balance.loading - self._loaded, self._strategy.parts.grouping.loss_scaler
             scale = 1.0 if scaler is None else scaler.get_scale()
             is_known = self._has_means and len(batches) == 1  # accumulated gradients are sums
             squares = tuple(each / scale**2 for each in self._balance.squares.tolist()) if is_known else ()
@@ -190,8 +190,8 @@ class FirstBatches:
     def close(self) -> None:
         """Stop timing, and restore the strategy's own balance."""
         self._balance.end()
-        if self._strategy.balance is self._balance:
-            self._strategy.balance = self._kept
+        if self._strategy.parts.balance is self._balance:
+            self._strategy.parts.balance = self._kept
             self._kept.after_validation()  # the time since it was replaced is no batch of its own
 
 
@@ -289,7 +289,7 @@ class OnlineTuner:
     def begin(self, hyperparameters: Hyperparameters) -> None:
         """Begin the run in one group with the user's own setting, and time it."""
         run = self._run
-        run.strategy.merge_groups()
+        run.strategy.parts.grouping.merge()
         run.state.own, run.state.reference = None, float(run.batch(run.world.size))
         spec = self._space.specification(hyperparameters, self._applied.seconds_to_form)
         run.state.own = spec.start
@@ -308,7 +308,7 @@ class OnlineTuner:
         self._applied.restore_user_setting()
         run.state.unfinished = True
         # One group's speed is no reason to begin again, if the epoch is too short for a choice.
-        self._speed_record.changed(in_mid_epoch=run.strategy.epochs.is_open)
+        self._speed_record.changed(in_mid_epoch=run.strategy.parts.epochs.is_open)
         hyperparameters = run.hyperparameters()
         self._deciding, self._known, self._is_patient = 0.0, [], True
         spec = self._space.specification(hyperparameters, self._applied.seconds_to_form)
@@ -489,7 +489,7 @@ class OnlineTuner:
             self._applied.apply(run.hyperparameters(), scale)
         self._applied.watch(command.divergence_threshold, keeps=True)
         run.state.rounds, run.state.learnt_below = run.state.rounds + 1, command.learnt_below
-        self._speed_record.changed(in_mid_epoch=run.strategy.epochs.is_open)
+        self._speed_record.changed(in_mid_epoch=run.strategy.parts.epochs.is_open)
         self._reports.chosen(command)
 
 

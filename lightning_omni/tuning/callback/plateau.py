@@ -164,7 +164,7 @@ class PlateauGuard:
     @property
     def _steps_left(self) -> float:
         """Return the steps left in the run, which should not end inside a trial."""
-        run, epochs = self._run, self._run.strategy.epochs
+        run, epochs = self._run, self._run.strategy.parts.epochs
         later = (run.epochs - run.trainer.current_epoch - 1) * run.batches / run.window
         return later + (max(0.0, run.samples_per_epoch - epochs.samples) / self._batch if epochs.is_open else 0.0)
 

@@ -91,7 +91,7 @@ class FitSpace:
             )
         try:
             run.world.check_method(groups)
-            run.strategy.check_several(run.trainer)
+            run.strategy.parts.grouping.check_several(run.trainer)
             for optimizer in run.trainer.optimizers:
                 run.world.check_optimizer(optimizer)
         except (ConfigurationError, UnsupportedError) as error:
@@ -136,7 +136,7 @@ class FitSpace:
             groups=max(1, len(world.live_groups)),
             momentum=hyperparameters.momentum,
             lr=hyperparameters.lr,
-            rebalance=run.strategy.balance.is_on,
+            rebalance=run.strategy.parts.balance.is_on,
             period=int(getattr(world.method, "period", 1)),
             further=tuple(sorted((each.name, _plain(each.name, each.current(world))) for each in run.options.further)),
         )
@@ -160,7 +160,7 @@ class FitSpace:
         space = Space.of(given, live, self._allows, own)
         if not hyperparameters.is_momentum_free:
             space = replace(space, momentum=(start.momentum, start.momentum))
-        if run.strategy.epochs.leases is None:
+        if run.strategy.parts.epochs.leases is None:
             space = replace(space, rebalance=False)
         if not space.method and not hasattr(world.method, "period"):
             space = replace(space, period=())
@@ -238,7 +238,7 @@ def communicate(strategy: OmniStrategyHooks, wanted: Communication) -> bool:
     world = strategy.world
     before, world.communication = world.communication, wanted
     if before.all_reduce != wanted.all_reduce and not world.executor.exchanges:
-        strategy.wrap_for_group()
+        strategy.parts.grouping.wrap()
     return before != wanted
 
 
@@ -285,29 +285,34 @@ class AppliedSetting:
         if setting.rebalance:
             self.split_by_speed()
         if setting.groups != len(world.topology.alive) or by_speed or (again and setting.groups > 1):
-            strategy.form(setting.groups, speeds if by_speed else None)
-        if setting.rebalance and speeds is not None and len(world.members) > 1 and strategy.epochs.leases is not None:
-            strategy.set_batch_shares([speeds[rank] for rank in world.members])
-        if not strategy.epochs.is_open:
-            world.enter_world(strategy.pl_module)
+            strategy.parts.grouping.form(setting.groups, speeds if by_speed else None)
+        if (
+            setting.rebalance
+            and speeds is not None
+            and len(world.members) > 1
+            and strategy.parts.epochs.leases is not None
+        ):
+            strategy.parts.grouping.set_batch_shares([speeds[rank] for rank in world.members])
+        if not strategy.parts.epochs.is_open:
+            world.enter_world(strategy.parts.pl_module)
         if setting.groups > 1:
             self.seconds_to_form = time.perf_counter() - began
 
     def split_by_speed(self) -> bool:
         """Split batches by speed from now on, where that pays; return whether that is possible. All ranks call it."""
         strategy = self._run.strategy
-        if strategy.epochs.leases is None:
+        if strategy.parts.epochs.leases is None:
             return False
-        if not strategy.balance.is_on:
-            strategy.balance = Balance("auto", self._run.info)
-            strategy.balance.begin(strategy.world, strategy.pl_module, lambda: strategy.epochs.leases)
+        if not strategy.parts.balance.is_on:
+            strategy.parts.balance = Balance("auto", self._run.info)
+            strategy.parts.balance.begin(strategy.world, strategy.parts.pl_module, lambda: strategy.parts.epochs.leases)
         return True
 
     def restore_user_setting(self) -> None:
         """Restore the user's own setting, in one group. All ranks call it."""
         run, own = self._run, self._run.own
         hyperparameters = run.hyperparameters()
-        run.strategy.merge_groups()
+        run.strategy.parts.grouping.merge()
         hyperparameters.set_momentum(own.momentum)
         hyperparameters.make_default()
         hyperparameters.scale(1 / run.state.scaled)
@@ -378,7 +383,7 @@ class AppliedSetting:
         """
         run, state, was = self._run, self._run.state, self._run.setting
         assert self._before is not None
-        run.strategy.merge_groups()
+        run.strategy.parts.grouping.merge()
         self.return_to(self._before)
         state.is_final = True
         if was.groups == 1 and (was.all_reduce, was.further) == (run.own.all_reduce, run.own.further):
@@ -419,7 +424,7 @@ class AppliedSetting:
         """
         run, state = self._run, self._run.state
         speeds, state.before_trial = state.speeds, state.setting
-        run.strategy.merge_groups()
+        run.strategy.parts.grouping.merge()
         before = self._now()
         if starts_over:
             assert self._before is not None
@@ -453,7 +458,7 @@ class AppliedSetting:
     def return_to_one_group(self, setting: Setting) -> None:
         """Train with a setting of one group from now on, and choose no other any more. All ranks call it."""
         run, state = self._run, self._run.state
-        run.strategy.merge_groups()
+        run.strategy.parts.grouping.merge()
         self._train_in_one_group(setting, setting.lr / run.own.lr / state.scaled)
         state.is_final = True
         self.watch(state.divergence_threshold)
@@ -461,7 +466,7 @@ class AppliedSetting:
     def _train_in_one_group(self, setting: Setting, factor: float) -> None:
         """Train with a setting in one group, with scaled learning rates; batches are split by speed where that pays."""
         run = self._run
-        rebalance = bool(run.strategy.epochs.leases) and self._space.may_rebalance
+        rebalance = bool(run.strategy.parts.epochs.leases) and self._space.may_rebalance
         run.state.reference = float(run.batch(len(run.world.live_ranks)))
         alone = replace(setting, groups=1, rebalance=rebalance)
         self.apply(run.hyperparameters(), Command(alone, scale=factor))

@@ -198,7 +198,7 @@ class RunThroughput:
 
 def samples_in(trainer: Trainer, batch_idx: int) -> int:
     """Return this rank's samples in the batch that has just been trained."""
-    leases = strategy_of(trainer).epochs.leases
+    leases = strategy_of(trainer).parts.epochs.leases
     if leases is not None:
         return int(leases.samples)
     loader: Any = loader_of(trainer)  # its sampler has a length
@@ -248,7 +248,7 @@ class SpeedRecord:
     def stash_speeds(self) -> SpeedHistory:
         """Start over for a temporary setting, and return the speeds before it."""
         speeds = self._speeds
-        self.changed(in_mid_epoch=self._run.strategy.epochs.is_open)
+        self.changed(in_mid_epoch=self._run.strategy.parts.epochs.is_open)
         return speeds
 
     def restore_speeds(self, speeds: SpeedHistory) -> None:
@@ -393,7 +393,7 @@ class ForecastCheck:
         if not was_refuted:
             return command.why
         self._applied.return_to_one_group(command.setting)
-        self._speed_record.changed(in_mid_epoch=run.strategy.epochs.is_open)
+        self._speed_record.changed(in_mid_epoch=run.strategy.parts.epochs.is_open)
         self._reports.chosen(command)
         return ""
 

@@ -117,8 +117,8 @@ class TunedFit(Fit):
     @staticmethod
     def _check(strategy: OmniStrategyHooks, options: TunerOptions) -> None:
         """Reject a fit that cannot be searched, and make the run begin as one group."""
-        strategy.check_whole("OmniTuner forms other groups while they train")
-        strategy.arrangement.restore()  # an earlier fit of this strategy may have been tuned
+        strategy.parts.grouping.check_whole("OmniTuner forms other groups while they train")
+        strategy.parts.user_groups.restore()  # an earlier fit of this strategy may have been tuned
         if "all_reduce" in options.space and strategy.world.reduction.format != EXACT:
             raise ConfigurationError(
                 f'space={{"all_reduce": {options.space["all_reduce"]!r}}}: it is forecast from the first batches, whose'
@@ -129,13 +129,13 @@ class TunedFit(Fit):
                 f'space={{"all_reduce": {options.space["all_reduce"]!r}}} and ddp_comm_hook=: both say how'
                 " gradients are averaged; leave one of them out"
             )
-        if options.budget and strategy.merged:
+        if options.budget and strategy.parts.merged:
             raise ConfigurationError(
-                f"OmniTuner and merged={strategy.merged.name!r}: groups change while they train, and a merged head"
-                " belongs to the groups that began with it; leave merged= out, or pass OmniTuner(budget=0)"
+                f"OmniTuner and merged={strategy.parts.merged.name!r}: groups change while they train, and a merged"
+                " head belongs to the groups that began with it; leave merged= out, or pass OmniTuner(budget=0)"
             )
         if options.budget:
-            strategy.arrangement.begin_in_one_group()
+            strategy.parts.user_groups.begin_in_one_group()
 
     @override
     def fit_starts(self) -> None:
@@ -152,7 +152,7 @@ class TunedFit(Fit):
     @override
     def begin(self) -> None:
         run = self.run
-        run.strategy.arrangement.stash()
+        run.strategy.parts.user_groups.stash()
         run.begin()
         if run.broadcast(should_stop_now(run.trainer)):
             self._disable("training was stopped before the first batch")
@@ -167,8 +167,8 @@ class TunedFit(Fit):
         if run.state.setting is not None and run.state.ranks != run.world.size:
             self._prepare_new_search(hyperparameters)
         if run.may_change_inside:  # the third window may show a flat loss
-            run.strategy.epochs.check_every = c.FEWEST_WINDOWS * c.SHORTEST_WINDOW * run.batch(run.world.size)
-            run.strategy.epochs.on_check = self._synchronized
+            run.strategy.parts.epochs.check_every = c.FEWEST_WINDOWS * c.SHORTEST_WINDOW * run.batch(run.world.size)
+            run.strategy.parts.epochs.on_check = self._synchronized
         if run.state.setting is not None:
             self._resume()
         else:
@@ -185,8 +185,8 @@ class TunedFit(Fit):
     def _disable(self, problem: str, may_split: bool = False) -> None:
         """Continue with the user's settings, except that batches may be split by speed."""
         run = self.run
-        run.problem, run.strategy.epochs.check_every = problem, 0
-        run.strategy.arrangement.form()
+        run.problem, run.strategy.parts.epochs.check_every = problem, 0
+        run.strategy.parts.user_groups.form()
         run.world.dismiss_server()
         splits = may_split and self.applied.split_by_speed()
         but = ", but batches are split in proportion to the ranks' speeds where that pays" if splits else ""
@@ -292,7 +292,7 @@ class TunedFit(Fit):
     def _check_in_mid_epoch(self) -> None:
         """Check the groups where all of them synchronize inside an epoch, which may be the only one."""
         run, trainer = self.run, self.run.trainer
-        is_inside = run.strategy.epochs.is_open and not trainer.is_last_batch and not run.world.is_computing
+        is_inside = run.strategy.parts.epochs.is_open and not trainer.is_last_batch and not run.world.is_computing
         if not is_inside or run.problem or not run.may_change_inside:
             return
         # No rank may have accumulated gradients without a step, or a callback that stops the run.
@@ -338,7 +338,7 @@ class TunedFit(Fit):
     @override
     def close(self) -> None:
         self.online.close()
-        self.run.strategy.epochs.check_every = 0
+        self.run.strategy.parts.epochs.check_every = 0
 
     @override
     def epoch_done(self) -> None:

@@ -227,7 +227,7 @@ class TunedRun:
     @property
     def may_change_inside(self) -> bool:
         """Return whether groups can change inside an epoch: not if its samples were distributed beforehand."""
-        return self.strategy.epochs.leases is not None
+        return self.strategy.parts.epochs.leases is not None
 
     def may_change_again(self, epoch: int) -> bool:
         """Return whether the run is long enough to be timed in an epoch and changed then."""
@@ -317,7 +317,7 @@ class TunedRun:
     @property
     def _limits(self) -> list[float]:
         """Return the limits of the run, in epochs."""
-        most, steps = self.trainer.max_epochs, self.strategy.epochs.run.max_steps
+        most, steps = self.trainer.max_epochs, self.strategy.parts.epochs.run.max_steps
         by_epochs = [] if most in (None, -1) else [float(most or 0)]
         return by_epochs if steps == -1 else [*by_epochs, steps * self.window / self.batches]
 
@@ -328,7 +328,7 @@ class TunedRun:
     @property
     def horizon(self) -> float:
         """Return the samples that are left to train with a setting chosen now."""
-        epochs = self.strategy.epochs
+        epochs = self.strategy.parts.epochs
         begun = self.trainer.current_epoch + self.has_ended_epoch  # Lightning counts it a little later
         begun += not self.may_change_inside  # the timed epoch does not change
         trained = float(epochs.samples) if epochs.is_open and self.may_change_inside else 0.0

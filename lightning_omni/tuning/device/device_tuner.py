@@ -106,7 +106,7 @@ class DeviceTunerHooks(_CallbackBase):
         """Reject a model of which each rank has a part."""
         self._stage = stage
         if isinstance(trainer.strategy, OmniStrategyHooks):
-            trainer.strategy.check_whole("DeviceTuner measures copies of the model")
+            trainer.strategy.parts.grouping.check_whole("DeviceTuner measures copies of the model")
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

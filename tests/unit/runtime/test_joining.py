@@ -690,7 +690,7 @@ def test_what_groups_that_join_cannot_do_is_refused_by_name(given: dict[str, Any
 
 def test_the_environment_names_a_run_to_join_and_an_argument_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     def options(**given: Any) -> WorldOptions:
-        return OmniStrategy(**given)._world_options
+        return OmniStrategy(**given).world_options
 
     assert not options(server=SERVER).elastic.join
     monkeypatch.setenv("LIGHTNING_OMNI_SERVER", SERVER)

@@ -293,9 +293,10 @@ def test_what_does_not_go_with_a_mesh_is_refused_at_construction(options: dict[s
 def test_what_the_object_says_of_checkpoints_and_process_groups_counts() -> None:
     theirs = ModelParallelStrategy(1, 2, process_group_backend="gloo", timeout=timedelta(minutes=3))
     strategy = OmniStrategy(groups=2, model_parallel=theirs)
-    assert strategy.saves_folders
+    assert strategy.parts.checkpoints.saves_folders
     assert (strategy.process_group_backend, strategy._timeout) == ("gloo", timedelta(minutes=3))
-    assert not OmniStrategy(model_parallel=ModelParallelStrategy(1, 2, save_distributed_checkpoint=False)).saves_folders
+    whole = OmniStrategy(model_parallel=ModelParallelStrategy(1, 2, save_distributed_checkpoint=False))
+    assert not whole.parts.checkpoints.saves_folders
 
 
 @pytest.mark.parametrize(

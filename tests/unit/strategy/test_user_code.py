@@ -1070,7 +1070,7 @@ def test_a_configuration_file_has_a_method_and_its_settings_in_one_text() -> Non
     parsed = parser.parse_string(block)
     again = parser.parse_string(parser.dump(parsed))
     assert again.trainer.strategy.init_args.method == "diloco:period=50"
-    made = instantiated(parser, again).trainer.strategy._world_options
+    made = instantiated(parser, again).trainer.strategy.world_options
     assert (made.groups, made.compression) == (2, Compression("int8", "bf16"))
     assert made.server == Server(count=2, save=10.0)
     as_class = "{class_path: lightning_omni.methods.DiLoCo, init_args: {period: 50}}"
@@ -1101,7 +1101,7 @@ def test_a_command_line_has_a_value_as_one_text_or_by_its_arguments(given: list[
     options = [f"--trainer.strategy.init_args.{option}" for option in given]
     parsed = parser.parse_args(["--trainer.strategy=lightning_omni.OmniStrategy", *options])
     made = instantiated(parser, parsed).trainer.strategy
-    assert getattr(made._world_options, name) == value
+    assert getattr(made.world_options, name) == value
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])

@@ -1,0 +1,114 @@
+"""The parts of an OmniStrategy that the others use: this rank's world, and what measures and leads a fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.runtime import World, WorldOptions
+from lightning_omni.runtime.balance import Balance
+from lightning_omni.strategy.arguments import FitOptions
+from lightning_omni.strategy.loops.driver import EpochDriver
+from lightning_omni.strategy.loops.live_metrics import Reporting, StepTimes
+from lightning_omni.strategy.optimizers import MergedSubmodule, Proxies, Trainable
+from lightning_omni.strategy.signals import Signals
+from lightning_omni.transport.serving import ServerProcess
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule, Trainer
+    from pytorch_lightning.strategies import DDPStrategy
+
+
+class Namespace(NamedTuple):
+    """The names of one of Lightning's namespaces that a strategy uses.
+
+    Attributes:
+        info: logs a message on rank 0.
+        warn: warns on rank 0.
+        launcher: the launcher that starts scripts.
+        processes: the launcher that forks or spawns processes.
+        terminated: the exception that ends a fit after SIGTERM.
+        plain_checkpoint_io: Lightning's own checkpoint plugin.
+        checkpoint_io: its replacement.
+    """
+
+    info: Callable[[str], None]
+    warn: Callable[[str], None]
+    launcher: Any
+    processes: Any
+    terminated: type[SystemExit]
+    plain_checkpoint_io: type
+    checkpoint_io: type
+
+
+class SharedParts:
+    """The parts that other parts use, in one process.
+
+    Args:
+        strategy: the strategy, of which the parts use Lightning's own attributes only.
+        namespace: what it uses of its namespace of Lightning.
+        world_options: its options for the world.
+        options: its options for fits.
+
+    Attributes:
+        strategy: the strategy.
+        current_world: this rank's view of the run; None before there is one.
+        epochs: leads the training loop through the epochs.
+        balance: measures ranks, and splits the batches of their groups.
+        step_times: times batches.
+        trainable: the parameters that were trainable when the module was wrapped.
+        merged: the submodule that stays at the server.
+        proxies: the optimizers that step in place of the user's.
+        reporting: the source of the run's report.
+        signals: the signals of the process.
+        server_process: the process of the embedded server before there is a world.
+    """
+
+    def __init__(
+        self, strategy: DDPStrategy, namespace: Namespace, world_options: WorldOptions, options: FitOptions
+    ) -> None:
+        self.strategy, self.namespace, self.world_options = strategy, namespace, world_options
+        self.current_world: World | None = None
+        self.epochs = EpochDriver(options.data, namespace.info, namespace.warn, options.validation)
+        self.balance = Balance(options.rebalance, namespace.info)
+        self.step_times = StepTimes()
+        self.trainable = Trainable(namespace.warn)
+        self.merged, self.proxies = MergedSubmodule(options.merged), Proxies()
+        self.reporting = Reporting()
+        self.signals = Signals(namespace.terminated)
+        self.server_process: ServerProcess | None = None
+
+    @property
+    def world(self) -> World:
+        """Return this rank's view of the run.
+
+        Raises:
+            ConfigurationError: there is none yet.
+        """
+        if self.current_world is None:
+            raise ConfigurationError("OmniStrategy has no world yet: use it in a hook, when the Trainer runs")
+        return self.current_world
+
+    @property
+    def pl_module(self) -> LightningModule:
+        """Return the module of the strategy, which it has when a Trainer runs."""
+        assert self.strategy.lightning_module is not None
+        return self.strategy.lightning_module
+
+    @property
+    def trainer(self) -> Trainer:
+        return self.pl_module.trainer
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Return a context in which this rank waits for others, so that the time does not count as compute time."""
+        with self.balance.waiting(), self.step_times.waiting():
+            yield
+
+    def take_time(self) -> None:
+        """Expect no progress of this rank during a long operation, such as a checkpoint."""
+        self.signals.pause()
+        if self.current_world is not None and self.world.control is not None:
+            self.world.control.suspend_stall_check()
