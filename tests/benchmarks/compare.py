@@ -152,7 +152,7 @@ def train(rank: int, store: str, nbytes: int, count: int, asked: Any, parent: in
 
     threading.Thread(target=watch, daemon=True).start()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     world = World(2, options=WorldOptions(groups=2))
     tensors = 1 if nbytes < TENSORS * 4 else TENSORS
     model = torch.nn.ParameterList([torch.zeros(nbytes // 4 // tensors) for _ in range(tensors)])
