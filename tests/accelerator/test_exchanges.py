@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import pytest
 from runs import run
 
+from lightning_omni.tuning.model.measurements import Measured
+
 BUSY = 30
 """Milliseconds for which the device is busy with each batch."""
 ATTEMPTS = 3
@@ -126,6 +128,21 @@ def test_times_of_steps_and_exchanges_are_those_of_the_devices_clock(method: str
         if not off:
             return
     raise AssertionError("\n".join(off))
+
+
+def test_the_tuner_times_copies_and_the_way_between_hosts() -> None:
+    fit: dict[str, Any] = {
+        "devices": 2,
+        "data": {"samples": 4096},
+        "trainer": {"max_epochs": 1, "num_sanity_val_steps": 0},
+        "tuner": {"retune_every": None},
+        "dump": True,
+    }
+    dumped = run("omni_tuner.py", {"fits": [fit]}, timeout=100).results[0][0]["dump"]
+    measured = [Measured.from_dict(each["measured"]) for each in dumped]
+    assert measured
+    assert all(0 < each.copy_per_byte < 1e-7 and 0 < each.host_per_byte < 1e-6 for each in measured)
+    assert all(0 < each.round_trip < 1 for each in measured)
 
 
 def is_close(times: dict[str, float]) -> bool:
