@@ -44,6 +44,7 @@ COSTS: dict[tuple[str, int], Cost] = {
     ("groups of one, int8", 0): LEADER._replace(up=INT8 + 0.02),
     ("groups of one, int8 and bf16", 0): LEADER._replace(up=INT8 + 0.02, down=BF16 + 0.02),
     ("groups of one, overlapped", 0): LEADER,
+    ("groups of one, rates on the device", 0): LEADER._replace(ups=LEADER.ups + 1, waits=LEADER.waits + 1),
     ("gossip", 0): LEADER,
     ("groups of two", 0): LEADER,
     ("groups of two", 1): MEMBER,
@@ -73,6 +74,7 @@ def costs() -> dict[str, dict[int, Any]]:
         "groups of one, int8": groups(2, compression="int8"),
         "groups of one, int8 and bf16": groups(2, **both_ways),
         "groups of one, overlapped": groups(2, overlap=True),
+        "groups of one, rates on the device": groups(2) | {"model": {"rates": True}},
         "gossip": groups(2, method="gossip"),
     }
     four = {

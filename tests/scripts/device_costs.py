@@ -34,10 +34,12 @@ class Net(pl.LightningModule):
         layers: their number; with 30 of them, the model has 60 parameters and 7.5 MB.
         width: features in and out of each.
         busy: milliseconds.
+        rates: whether each layer has a learning rate of its own, on the device.
     """
 
-    def __init__(self, layers: int = 30, width: int = 250, busy: int = 0) -> None:
+    def __init__(self, layers: int = 30, width: int = 250, busy: int = 0, rates: bool = False) -> None:
         super().__init__()
+        self.rates = rates
         self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
         self.busy = busy
 
@@ -47,7 +49,8 @@ class Net(pl.LightningModule):
         return self.layers(batch[0]).square().mean()
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+        rates = [torch.tensor(0.01, device=self.device) if self.rates else 0.01 for _ in self.layers]
+        return torch.optim.SGD([{"params": a.parameters(), "lr": b} for a, b in zip(self.layers, rates, strict=True)])
 
 
 class Measures(pl.Callback):

@@ -199,16 +199,13 @@ class ModelReplica(Replica):
     def know(self) -> None:
         """Record that the server has the present weights."""
         self.drift.read()
-        self._know()
-
-    def _know(self) -> None:
         self._writes.remember(self.ordered, copies(self.weights()))
 
     def descend(self, gradient: Sequence[Tensor | None]) -> None:
         """Make a local step between two fetches, which counts as a write of the method."""
         super().descend(gradient)
         complete(self.ordered)
-        self._know()
+        self._writes.follow(self.ordered, self.weights())
 
     def move(self, by: Sequence[Tensor], factor: float = 1.0) -> None:
         super().move(by, factor)
@@ -391,6 +388,14 @@ class Writes:
         parameters = list(parameters)
         self._loaded = list(loaded)
         self.mark(parameters)
+
+    def follow(self, parameters: Sequence[Parameter], weights: Sequence[Tensor]) -> None:
+        """Record that the group's method has moved the loaded weights, in the memory in which they were loaded."""
+        if len(self._loaded) < len(weights):
+            self.remember(parameters, copies(weights))
+        else:
+            torch._foreach_copy_(self._loaded, list(weights))
+            self.mark(parameters)
 
     def mark(self, parameters: Sequence[Parameter]) -> None:
         """Record that only the group's method has written the parameters since they were loaded."""
