@@ -38,20 +38,20 @@ class Cost(NamedTuple):
     waits: int
 
 
-LEADER, MEMBER = Cost(1.02, 4, 1.02, 4, 9), Cost(0.0005, 1, 0.0, 0, 1)
+LEADER, MEMBER = Cost(1.01, 2, 1.01, 2, 4), Cost(0.0005, 1, 0.0, 0, 1)
 COSTS: dict[tuple[str, int], Cost] = {
     ("groups of one", 0): LEADER,
-    ("groups of one, int8", 0): LEADER._replace(up=INT8 + 0.02),
-    ("groups of one, int8 and bf16", 0): LEADER._replace(up=INT8 + 0.02, down=BF16 + 0.02),
+    ("groups of one, int8", 0): LEADER._replace(up=INT8 + 0.01),
+    ("groups of one, int8 and bf16", 0): LEADER._replace(up=INT8 + 0.01, down=BF16 + 0.01),
     ("groups of one, overlapped", 0): LEADER,
     ("groups of one, rates on the device", 0): LEADER._replace(ups=LEADER.ups + 1, waits=LEADER.waits + 1),
     ("gossip", 0): LEADER,
     ("groups of two", 0): LEADER,
     ("groups of two", 1): MEMBER,
-    ("groups of two, int8 and bf16", 0): LEADER._replace(up=INT8 + 0.02, down=BF16 + 0.02),
+    ("groups of two, int8 and bf16", 0): LEADER._replace(up=INT8 + 0.01, down=BF16 + 0.01),
     ("groups of two, int8 and bf16", 1): MEMBER,
     ("sharded groups of two", 0): LEADER,
-    ("sharded groups of two", 1): LEADER,
+    ("sharded groups of two", 1): LEADER._replace(ups=3),
 }
 """By run and rank. The model has 60 parameters and 7.5 MB, of which a member of a sharded group has its part."""
 PLAIN = {"sharded groups of two": "sharded"}
