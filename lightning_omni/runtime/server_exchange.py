@@ -481,6 +481,8 @@ class ServerExchange:
             self._requests.close()
             self._requests = None
         self.peers.close()
+        for part in self._parallel.parts:
+            part.release()
 
     @property
     def is_free(self) -> bool:

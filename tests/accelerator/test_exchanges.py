@@ -76,6 +76,7 @@ def costs() -> dict[str, dict[int, Any]]:
         "groups of one, overlapped": groups(2, overlap=True),
         "groups of one, rates on the device": groups(2) | {"model": {"rates": True}},
         "gossip": groups(2, method="gossip"),
+        "merged": groups(2) | {"merges": True, "max_epochs": 2},
     }
     four = {
         "groups of two": groups(2),
@@ -106,6 +107,11 @@ def test_an_exchange_takes_memory_for_one_model_and_two_chunks(costs: dict[str, 
     for found in costs[name].values():
         nbytes = found["nbytes"]
         assert found["counts"]["peak"] - plain <= 1.02 * nbytes + 2 * min(CHUNK, nbytes)
+
+
+def test_one_group_that_were_several_takes_no_memory_for_exchanges(costs: dict[str, dict[int, Any]]) -> None:
+    plain, merged = (costs[name][0]["counts"]["peak"] for name in ("one group", "merged"))
+    assert merged <= plain + 0.02 * costs["merged"][0]["nbytes"]
 
 
 def test_one_group_copies_waits_and_allocates_as_ddp_does(costs: dict[str, dict[int, Any]]) -> None:

@@ -54,9 +54,14 @@ class Net(pl.LightningModule):
 
 
 class Measures(pl.Callback):
-    """Measures what happens between two batches, on the device and on the host."""
+    """Measures what happens between two batches of the last epoch, on the device and on the host.
 
-    def __init__(self) -> None:
+    Args:
+        merges: whether the ranks are one group from the second epoch on.
+    """
+
+    def __init__(self, merges: bool = False) -> None:
+        self.merges = merges
         self.counts: dict[str, float] = {}
         self.nbytes = 0
         self.steps: list[tuple[float, float, float]] = []
@@ -92,6 +97,10 @@ class Measures(pl.Callback):
 
         GroupCore.step_took = noted
         self._end = lambda: setattr(GroupCore, "step_took", step_took)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if self.merges and trainer.current_epoch == 1:
+            trainer.strategy.regroup(1)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if hasattr(self, "_end"):
@@ -134,12 +143,12 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def fit(strategy: Any, model: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+def fit(strategy: Any, model: dict[str, Any] | None = None, merges: bool = False, **options: Any) -> dict[str, Any]:
     """Train, and return counts and times of a step of this rank."""
     pl.seed_everything(1, verbose=False)
     gc.collect()
     before = device.counts()["allocated"]  # an earlier fit may have left some
-    net, measures = Net(**(model or {})), Measures()
+    net, measures = Net(**(model or {})), Measures(merges)
     width = net.layers[0].in_features
     loader = DataLoader(TensorDataset(torch.randn(4 * (LAST + 2) * OPTIONS["devices"], width)), batch_size=4)
     chosen = strategy if isinstance(strategy, str) else omni.OmniStrategy(**values_in(strategy), data="static")

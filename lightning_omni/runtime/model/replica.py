@@ -212,6 +212,10 @@ class ModelReplica(Replica):
         complete(self.ordered)
         self._writes.stepped(self.ordered)
 
+    def forget(self) -> None:
+        """Forget the loaded weights, when one group trains: writes of other code are no matter of the server's."""
+        self._writes.forget()
+
     def written(self, in_passing: bool = False) -> list[str]:
         """Return the names of trained weights that other code has written since the load; see `Writes.of_trained`."""
         return self._writes.of_trained(self.parameters, in_passing)
@@ -344,6 +348,13 @@ class Part:
         if self.flat is None or self.flat.numel() != nbytes:
             self.flat = zeros_on(device)(nbytes)
         return self.flat
+
+    def release(self) -> None:
+        """Free the device's memory of exchanges, when no exchange follows."""
+        if self.flat is not None:
+            self.flat = self.handed = None
+            self._backs.clear()
+            self.replica.forget()
 
     def outs(self, servers: int, empty: Callable[[int], Tensor]) -> list[Memory]:
         return _as_many(self._outs, servers, lambda: Memory(empty))

@@ -118,7 +118,11 @@ class StateTransfer:
             return ()
         if self._parallel.steps_at_worker:
             self._share(self._parallel.parts)
-        return self._take_back_everywhere() if self._parallel.is_synchronous else ()
+        if not self._parallel.is_synchronous:
+            return ()
+        for part in self._parallel.parts:
+            part.release()
+        return self._take_back_everywhere()
 
     def agree(self) -> None:
         """Load the optimizer state of a group's first replica into members with another one, as a loop begins.
