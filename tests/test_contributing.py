@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -97,3 +98,12 @@ def test_the_first_page_names_the_oldest_versions_that_are_installed(package: st
     assert oldest is not None
     bounds = re.findall(rf'"(?:pytorch-)?{package.lower()}>=([\d.]+)', (ROOT / "pyproject.toml").read_text())
     assert set(bounds) == {oldest[1]}
+
+
+def test_the_readme_of_benchmarks_has_the_first_sentence_of_each() -> None:
+    folder = ROOT / "tests" / "benchmarks"
+    rows = dict(
+        re.findall(r"^\| \[`(\w+)\.py`\]\(\w+\.py\) \| (.*) \|$", (folder / "README.md").read_text(), re.MULTILINE)
+    )
+    scripts = {path.stem: ast.get_docstring(ast.parse(path.read_text())) or "" for path in folder.glob("[a-z]*.py")}
+    assert rows == {name: text.partition("\n")[0].replace("|", "\\|") for name, text in scripts.items()}
