@@ -213,8 +213,9 @@ class ModelReplica(Replica):
         self._writes.stepped(self.ordered)
 
     def forget(self) -> None:
-        """Forget the loaded weights, when one group trains: writes of other code are no matter of the server's."""
+        """Forget the loaded weights and the last gradients, when no exchange follows."""
         self._writes.forget()
+        self._given = []
 
     def written(self, in_passing: bool = False) -> list[str]:
         """Return the names of trained weights that other code has written since the load; see `Writes.of_trained`."""
