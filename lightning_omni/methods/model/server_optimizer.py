@@ -298,7 +298,7 @@ def hyperparameters_of(
             if type(value) in _PLAIN
             else _checked(kind, "a parameter group's", key, known.get(id(value), value))
             for key, value in group.items()
-            if key not in _NOT_SETTINGS and (are_needed or _is_plain(value))
+            if key not in _NOT_SETTINGS and (are_needed or id(value) in known or _is_plain(value))
         }
         for group in groups
     ]
