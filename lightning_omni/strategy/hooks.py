@@ -464,7 +464,7 @@ class OmniStrategyHooks(_Base):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Report to the other ranks why this rank has failed."""
+        """Report to the other ranks why this rank has failed, or start a group again that can rejoin its run."""
         self.parts.failures.explain(exception)
         super().on_exception(exception)
         self.parts.failures.report(exception)

@@ -48,7 +48,7 @@ class DeviceTunerHooks(_CallbackBase):
     Measurements use copies of the model, with the module's own ``training_step`` and batches of its own data: weights,
     data order and RNG state of the run are those of a run without the callback. Settings that change results only by
     rounding are applied: the C library's handling of freed memory, memory format, compiled submodules. Precision is
-    changed only if ``bf16="apply"``. After the fit everything is restored.
+    changed only if ``bf16="apply"``. After the fit everything is restored but the handling of freed memory.
 
     The callback works on a single device, and with DDPStrategy and OmniStrategy, where rank 0 measures and decides for
     all. See docs/how-to/devices.md.
@@ -123,7 +123,7 @@ class DeviceTunerHooks(_CallbackBase):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Restore everything, since Lightning calls no teardown after an exception."""
+        """Undo the setting, since Lightning calls no teardown after an exception."""
         self._applied.close()
 
     @override

@@ -335,7 +335,7 @@ def test_groups_that_do_not_pay_are_given_up_if_groups_did_not_before() -> None:
         is_rank_zero=True,
     )
     run.broadcast_command = run.broadcast_segments = lambda said: said
-    run.strategy = SimpleNamespace(epochs=SimpleNamespace(is_open=False))
+    run.strategy = SimpleNamespace(parts=SimpleNamespace(epochs=SimpleNamespace(is_open=False)))
     speeds: Any = SimpleNamespace(speed=Speed(256, 10.0, error=0.01), changed=lambda in_mid_epoch: None)
     applied: Any = SimpleNamespace(return_to_one_group=gave_up.append)
     reports: Any = SimpleNamespace(chosen=lambda command: None)
