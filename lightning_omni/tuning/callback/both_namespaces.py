@@ -7,11 +7,11 @@ from lightning_omni.tuning.callback.hooks import OmniTunerHooks
 from lightning_omni.tuning.device.device_tuner import DeviceTunerHooks
 
 
-class DeviceTuner(DeviceTunerHooks):  # noqa: D101
+class DeviceTuner(DeviceTunerHooks):
     __doc__ = DeviceTunerHooks.__doc__
 
 
-class OmniTuner(OmniTunerHooks):  # noqa: D101
+class OmniTuner(OmniTunerHooks):
     __doc__ = OmniTunerHooks.__doc__
 
 

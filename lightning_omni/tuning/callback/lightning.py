@@ -26,7 +26,7 @@ class Names:
     strategies = (SingleDeviceStrategy, DDPStrategy)
 
 
-class DeviceTuner(DeviceTunerHooks, Callback):  # noqa: D101
+class DeviceTuner(DeviceTunerHooks, Callback):
     __doc__ = DeviceTunerHooks.__doc__
 
 
@@ -36,7 +36,7 @@ class DeviceProbe(DeviceProbeHooks, DeviceTuner):
     trainer_class = Trainer
 
 
-class OmniTuner(OmniTunerHooks, Callback):  # noqa: D101
+class OmniTuner(OmniTunerHooks, Callback):
     __doc__ = OmniTunerHooks.__doc__
 
 
