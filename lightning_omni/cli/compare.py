@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -158,9 +159,10 @@ ASSUMED = (
 class _KnownEvidence(PlannedEvidence):
     """Evidence that limits groups and local steps to those of any simulation."""
 
+    @cached_property
     @override
-    def candidates(self) -> list[Setting]:
-        return [each for each in super().candidates() if self.theory.covers(each)]
+    def candidates(self) -> tuple[Setting, ...]:
+        return tuple(each for each in super().candidates if self.theory.covers(each))
 
 
 @dataclass(frozen=True)

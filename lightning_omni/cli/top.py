@@ -49,6 +49,8 @@ _LEFT_OUT = ("slowest", "alive", "rest", "share", "forward", "exchange", "ranks"
 """Columns that are left out on narrow terminals, in this order."""
 _WIDEST = 10_000
 """Characters; wider than any table."""
+_METRICS = {"loss": "training loss", "omni/noise_scale": "gradient noise scale in samples:"}
+"""What ranks report, and its name for people."""
 _STYLES = {"lost": "red", "over": "bold red", "joined": "green"}
 
 
@@ -170,15 +172,20 @@ def _head(overview: Overview, rates: Rates) -> list[RenderableType]:
         bar = Table.grid(padding=(0, 1))
         done = Text(
             f"{overview.trained} of {plan.budget} samples, {100 * overview.trained / plan.budget:.0f} %"
-            f"{_time_left(plan.budget - overview.trained, samples)}"
+            f"{_time_left(plan.budget - overview.trained, plan.later, samples)}"
         )
         bar.add_row(Text(f"epoch {plan.epoch}"), ProgressBar(plan.budget, overview.trained, width=30), done)
         lines.append(bar)
+    if shown := [f"{text} {overview.metrics[name]:.4g}" for name, text in _METRICS.items() if name in overview.metrics]:
+        lines.append(Text(", ".join(shown)))
     return lines
 
 
-def _time_left(samples: int, rate: float | None) -> str:
-    return f", {duration(samples / rate)} left in the epoch" if rate else ""
+def _time_left(samples: int, later: int | None, rate: float | None) -> str:
+    if not rate:
+        return ""
+    run = "" if later is None else f", {duration((samples + later) / rate)} in the run"
+    return f", {duration(samples / rate)} left in the epoch{run}"
 
 
 def wire_words(plain: Mapping[str, Any] | None) -> str:

@@ -59,6 +59,7 @@ class Control(ABC):
         servers: number of servers that hold a partition of the parameters each; see `attach_all`.
         has_finished: whether the run is at its end when this rank leaves.
         progress: count of this rank's progress, and of its checks while it waits for the server.
+        metrics: numbers to report with the next heartbeat; replaced as a whole, because another thread reads them.
         reconnect_timeout: seconds for which the rank looks for a server that is gone; 0 if its loss ends the run.
         server_epoch: number of the server among those that continue a run one after the other; larger for later ones,
             equal at all ranks of a group.
@@ -76,6 +77,7 @@ class Control(ABC):
         self.lost: tuple[int, ...] = ()
         self.failures: tuple[str, ...] = ()
         self.signal = self.progress = 0
+        self.metrics: dict[str, float] = {}
         self._is_judged = self._has_trained = False
         self._timings = (0.0, 0.0, 0.0)
         self._ended: OmniError | None = None
@@ -239,6 +241,7 @@ class Control(ABC):
             exchange_time=exchange,
             signal=self.signal,
             progress=self.progress if self._is_judged else 0,
+            metrics=self.metrics,
         )
 
     def handle(self, message: m.Message) -> bool:

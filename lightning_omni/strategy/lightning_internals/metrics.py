@@ -36,6 +36,12 @@ def logs_now(trainer: Trainer) -> bool:
     return bool(trainer._logger_connector.should_update_logs)
 
 
+def loss_in(outputs: Any, accumulated: int) -> Tensor | None:
+    """Return the undivided loss from the outputs that Lightning passes to ``on_train_batch_end``."""
+    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+    return loss * accumulated if isinstance(loss, Tensor) else None
+
+
 def cached_metric_values(trainer: Trainer) -> dict[str, float]:
     """Return the last callback metrics; ``callback_metrics`` would compute new ones."""
     return {name: float(value) for name, value in trainer._logger_connector._callback_metrics.items()}

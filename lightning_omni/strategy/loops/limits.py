@@ -75,7 +75,17 @@ class FitLimits:
             validate_offset=offset,
             trained=trained,
             ranks_per_batch=self._ranks_per_batch,
+            later=self._later(leases.total, progress),
         )
+
+    def _later(self, total: int, progress: Progress) -> int | None:
+        """Return the samples to train in later epochs, as far as epochs or steps limit them."""
+        epochs, limits = self._trainer.max_epochs, list[int]()
+        if epochs not in (None, -1):
+            limits.append(max(0, epochs - progress.epochs - 1) * progress.budget(total, progress.epochs))
+        if self.by_hand is None and self.max_steps != -1:
+            limits.append(progress.steps_left(self.max_steps, progress.epochs + 1) * progress.reference.samples)
+        return min(limits, default=None)
 
     @staticmethod
     def cut_short(plan: EpochPlan, progress: Progress) -> bool:

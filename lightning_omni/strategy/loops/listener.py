@@ -27,6 +27,7 @@ from lightning_omni.strategy.lightning_internals.metrics import (
     align_collective_metrics,
     collective_metrics,
     logs_now,
+    loss_in,
     patch_list_gather,
     restore_list_gather,
 )
@@ -190,6 +191,8 @@ class Listener:
             if world.control is not None:
                 self._watch_staleness()
                 values |= live_metrics(world.control.status, self._staleness, parts.step_times)
+                if (loss := loss_in(outputs, trainer.accumulate_grad_batches)) is not None:
+                    world.control.metrics = {**world.control.metrics, "loss": float(loss.float().mean())}
                 self._display.update(values)
             for name, value in values.items():
                 pl_module.log(name, value, batch_size=1)  # Lightning needs it where training_step draws its batches

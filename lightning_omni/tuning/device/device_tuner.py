@@ -26,7 +26,7 @@ from lightning_omni.tuning.device import DeviceReport, DeviceSetting, tune_devic
 from lightning_omni.tuning.device.setting import contiguous
 from lightning_omni.tuning.device.trial import TOLERANCE, same_rng_state
 from lightning_omni.tuning.device.tune import Bf16
-from lightning_omni.tuning.trainer import arguments_of, log, log_nothing, loss_of, names_for
+from lightning_omni.tuning.trainer import arguments_of, folder_of, log, log_nothing, names_for
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -224,7 +224,8 @@ class DeviceTunerHooks(_CallbackBase):
             "omni/device/gain": report.gain or 1.0,
             "omni/device/seconds": report.seconds,
         }
-        if (folder := log(trainer, metrics)) is not None:
+        log(trainer, metrics)
+        if (folder := folder_of(trainer)) is not None:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "device.json").write_text(json.dumps(report.to_dict(), indent=1))
 
@@ -284,8 +285,20 @@ def _loss_function(trainer: Trainer, module: LightningModule) -> Callable[[Any, 
         _mute(copied)
         copied.trainer = trainer  # copies have none
         with trainer.precision_plugin.train_step_context():
-            return loss_of(copied.training_step(batch, *arguments))
+            return _loss_of(copied.training_step(batch, *arguments))
 
+    return loss
+
+
+def _loss_of(found: Any) -> Tensor:
+    """Return the loss in the result of a training_step.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    loss = found.get("loss") if isinstance(found, Mapping) else found
+    if not isinstance(loss, Tensor):
+        raise ConfigurationError('training_step returns no loss: return it, or a dictionary with it as "loss"')
     return loss
 
 
