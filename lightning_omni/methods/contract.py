@@ -87,7 +87,7 @@ class Total:
         return self._sum
 
     def means(self) -> list[Tensor | None]:
-        """Return each tensor's mean over the pushes that had it, of weight 1; in place, like `scaled`."""
+        """Return each tensor's mean over the pushes that had it, all of weight 1; in place, like `scaled`."""
         for tensor, count in zip(self._sum, self._counts, strict=True):
             if tensor is not None and count > 1:
                 tensor.mul_(1 / count)

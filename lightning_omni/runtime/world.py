@@ -44,6 +44,7 @@ from lightning_omni.runtime.process_groups import outlive
 from lightning_omni.runtime.server_exchange import ServerExchange, Traffic
 from lightning_omni.runtime.state.transfer import Residuals, StateTransfer
 from lightning_omni.runtime.state.validation import ValidationSnapshots
+from lightning_omni.runtime.timing import clock_of
 from lightning_omni.topology import Topology, check_groups
 from lightning_omni.wire import messages as m
 
@@ -212,7 +213,7 @@ class World(ParallelState):
         """Begin training, on every rank; with several groups, join the server and send it the recorder's weights."""
         self.connection.open()
         self.is_finished, self.is_begun = False, True
-        self.steps, self.core.last_answer, self.exchange.traffic = 0, LastAnswer(), Traffic()
+        self.steps, self.core.last_answer, self.exchange.traffic = 0, LastAnswer(), Traffic(clock_of(self.device))
         if not self.has_joined:  # otherwise the server gets changes since the group joined, before its first batch
             self.parameter_groups.renew()
         self.executor.check_parts()
