@@ -22,6 +22,7 @@ extensions = [
     "commands",
     "mathml",
     "public_names",
+    "words",
 ]
 exclude_patterns = ["_build"]
 default_role = "literal"  # docstrings write `name` as the pages do

@@ -24,11 +24,9 @@ class Registry(Generic[Kind]):
 
     Attributes:
         known: kinds by tag.
-        base: their base class.
         argument: the user's argument that names one.
-        what: name of a kind in messages.
         path: import path of the base class for users.
-        option: option of ``lightning-omni serve`` that registers others in a standalone server.
+        option: option of ``lightning-omni serve`` that registers others.
         internal: tags that are not names for users.
     """
 
@@ -41,16 +39,9 @@ class Registry(Generic[Kind]):
     internal: frozenset[str] = frozenset()
 
     def named(self, text: str, presets: Mapping[str, Kind] = MappingProxyType({})) -> Kind:
-        """Return the value of this name; settings may follow it after a colon: ``"diloco:period=50"``.
+        """Return the value of this name or preset; settings may follow it after a colon: ``"diloco:period=50"``.
 
         A setting without a name is the first one: ``"topk:0.01"``.
-
-        Args:
-            text: the user's text.
-            presets: values that have names of their own.
-
-        Raises:
-            ConfigurationError: no kind has this name, or the kind has no such setting.
         """
         name, _, settings = text.partition(":")
         names = [*(each for each in self.known if each not in self.internal), *presets]
@@ -65,7 +56,7 @@ class Registry(Generic[Kind]):
             raise ConfigurationError(f"{self.argument}={text!r}: {error}") from error
 
     def text_of(self, value: Kind, without: Collection[str] = ()) -> str:
-        """Return the text from which `named` makes the value, without default settings and those in ``without``."""
+        """Return the text from which `named` makes the value, without defaults and settings in ``without``."""
         plain, usual = to_wire(value), to_wire(type(value)())
         settings = [
             f"{name}={_text_of(plain[name])}"
@@ -75,22 +66,14 @@ class Registry(Generic[Kind]):
         return f"{plain['name']}:{','.join(settings)}" if settings else str(plain["name"])
 
     def checked(self, value: Kind) -> Kind:
-        """Return the same value after a check of the types of its settings.
-
-        Raises:
-            ConfigurationError: a setting has the wrong type, which msgspec does not check at construction.
-        """
+        """Return the value after a check of its settings' types, which msgspec omits at construction."""
         try:
             return msgspec.convert(to_wire(value), type(value))
         except (msgspec.ValidationError, TypeError) as error:
             raise ConfigurationError(f"{self.argument}={value!r}: {error}") from error
 
     def from_wire(self, plain: Mapping[str, Any]) -> Kind:
-        """Return a value from plain data.
-
-        Raises:
-            MalformedMessage: the data name no known kind, or contain wrong settings.
-        """
+        """Return a value from plain data."""
         kind = self.known.get(str(plain.get("name")))
         if kind is None:
             raise MalformedMessage(
@@ -103,11 +86,6 @@ class Registry(Generic[Kind]):
             raise MalformedMessage(f"{self.what} {plain['name']}: {error}") from error
 
     def register(self, kind: type[Kind]) -> type[Kind]:
-        """Register a kind under its tag.
-
-        Raises:
-            ConfigurationError: the name is taken.
-        """
         name = str(kind.__struct_config__.tag)
         if self.known.get(name, kind) is not kind:
             raise ConfigurationError(
@@ -117,11 +95,7 @@ class Registry(Generic[Kind]):
         return kind
 
     def load(self, path: str) -> type[Kind]:
-        """Import and register a kind by its path ``module:Class``.
-
-        Raises:
-            ConfigurationError: the path cannot be imported, or is no kind.
-        """
+        """Import and register a kind by its path ``module:Class``."""
         module, _, name = path.partition(":")
         try:
             kind = getattr(importlib.import_module(module), name)
@@ -143,7 +117,7 @@ def _text_of(value: Any) -> str:
 
 
 def _value_of(setting: str, field: msgspec.structs.FieldInfo) -> str | None:
-    """Return the value of a setting's text: None for "none" and the like, unless the text itself is valid."""
+    """Return a setting's value: None for "none" and the like, unless that text is valid."""
     if setting not in _NOTHING:
         return setting
     try:
@@ -161,7 +135,7 @@ def _number(value: Any) -> Any:
 
 @cache
 def _fields_of(kind: type[msgspec.Struct]) -> dict[str, msgspec.structs.FieldInfo]:
-    """Return the fields by name; cached, because evaluating their types takes a millisecond."""
+    """Return the fields, cached because evaluating their types takes a millisecond."""
     return {field.name: field for field in msgspec.structs.fields(kind)}
 
 
@@ -195,6 +169,5 @@ def _meant(name: str, names: Iterable[str]) -> str:
 
 
 def to_wire(value: msgspec.Struct) -> dict[str, Any]:
-    """Return a value as plain data."""
     told: dict[str, Any] = msgspec.to_builtins(value, enc_hook=_number)
     return told

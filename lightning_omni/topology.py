@@ -205,13 +205,7 @@ def _joined(parts: Iterable[Sequence[tuple[int, ...]]]) -> tuple[tuple[int, ...]
 
 
 def check_groups(groups: int, world_size: int, together: int = 1) -> None:
-    """Raise :class:`ConfigurationError` unless this number of groups can be formed of the ranks.
-
-    Args:
-        groups: number of compute groups.
-        world_size: number of ranks.
-        together: number of ranks that always stay in one group.
-    """
+    """Raise `ConfigurationError` unless so many groups can be formed."""
     given: Any = groups  # NumPy's integers are valid, but not for type checkers
     if isinstance(given, bool) or not isinstance(given, Integral):
         raise ConfigurationError(f"groups={groups!r}: pass a whole number of compute groups, or None for one per node")

@@ -117,11 +117,11 @@ class Trace:
     steps: Mapping[str, Array] = field(default_factory=dict)
 
     def columns(self) -> dict[str, Array]:
-        """Return the pushes, in the form of ``pandas.DataFrame``'s argument."""
+        """Return the pushes, as for ``pandas.DataFrame``."""
         return dict(self.rows)
 
     def evaluations(self) -> dict[str, Array]:
-        """Return the evaluations, in the form of ``pandas.DataFrame``'s argument."""
+        """Return the evaluations, as for ``pandas.DataFrame``."""
         return dict(self.evaluated)
 
     # --- Statistics --------------------------------------------------------------------------------------------------
@@ -136,11 +136,10 @@ class Trace:
     def goodput(self) -> float:
         """Return useful device time over all device time, 0 to 1; NaN if not measured.
 
-        Useful time is the time in which a device computed gradients that reached the other groups: in a push that was
-        applied or, where groups exchange only with one another, in a local step. Other time is waits for other groups,
-        for links and for the other members of a group; computation that a group did not push before it died, or before
-        the run ended; and the time for which a device was dead. If the server dies and restarts from its last save,
-        repeated training is useful once, and a lost update is not. A device that is slow for a while is in use.
+        Useful time is that of gradients that reached the other groups: in an applied push or, where groups exchange
+        only with one another, in a local step. Other time is waits, computation that a group did not push before it
+        died or the run ended, and the time for which a device was dead. If the server dies and restarts from its last
+        save, repeated training is useful once, and a lost update is not. A device that is slow for a while is in use.
 
         References:
             Douillard et al. 2026, "Decoupled DiLoCo for Resilient Distributed Pre-training", arXiv:2604.21428.
@@ -156,7 +155,7 @@ class Trace:
         """Return the seconds between two updates in the steady part of the run; NaN if there are too few.
 
         The first fifth is left out, and the remainder cut into up to 20 blocks of equally many updates; the result is
-        the median of their means. (Updates often arrive in bursts, so a median of single intervals would mislead.)
+        the median of their means, since updates often arrive in bursts.
         """
         writes, first = np.unique(self.rows["write"][::-1], return_index=True)
         times = self.rows["time"][::-1][first][writes <= max(self.updates, 0)]
@@ -236,7 +235,7 @@ class Trace:
 
     @property
     def time_axis(self) -> str:
-        """Return the label of the time axis, which names virtual time for a simulated run."""
+        """Return the label of the time axis; a simulated run has virtual time."""
         return "virtual time / s" if "cluster" in self.meta else "time / s"
 
     def plot(self, path: str | Path, title: str = "") -> None:
@@ -252,17 +251,16 @@ class Trace:
         save_figure(figure_of(self, title), path)
 
     def _repr_png_(self) -> bytes | None:
-        """Return the same picture for notebooks; None if matplotlib is missing."""
+        """Return the picture for notebooks, if matplotlib is installed."""
         return png_of(figure_of(self)) if can_draw() else None
 
 
 def reaches(metric: str, reading: float, value: float) -> bool:
-    """Return whether a metric is as good as ``value``: at most that for a loss or an error, else at least that."""
+    """Return whether a metric is at most ``value`` for a loss or an error, else at least that."""
     return bool(reading <= value if "loss" in metric or "error" in metric else reading >= value)
 
 
 def figure_of(trace: Trace, title: str = "") -> Any:
-    """Return the figure of a trace, for matplotlib."""
     figure = new_figure(11, 7.4)
     (over_time, over_updates), (histogram, timeline) = figure.subplots(2, 2)
     _draw_course(over_time, trace, "time", trace.time_axis)
@@ -280,7 +278,7 @@ def figure_of(trace: Trace, title: str = "") -> Any:
 
 
 def _draw_pushes(axes: Any, trace: Trace, figure: Any) -> None:
-    """Draw the pushes of each group over time; only the first ones of a long run."""
+    """Draw the first pushes of each group over time."""
     shown = trace.rows["time"] <= trace.rows["time"][:_PUSHES].max(initial=0)
     times, groups, staleness = (trace.rows[name][shown] for name in ("time", "group", "staleness"))
     points = axes.scatter(times, groups, s=5, c=staleness, cmap=QUANTITY)
@@ -344,7 +342,6 @@ def plot_comparison(
 
 
 def comparison_of(traces: Mapping[str, Trace], title: str = "", target: tuple[str, float] | None = None) -> Any:
-    """Return the figure of several runs, for matplotlib; see `plot_comparison`."""
     metrics = _metrics_of(traces.values())
     shown = metrics if "loss" in metrics else ["training loss", *metrics]
     figure = new_figure(11, 1.4 + 3.2 * len(shown))
@@ -382,7 +379,7 @@ def _label(name: str, trace: Trace) -> str:
 
 
 def _tell_apart(axes: Any, traces: Iterable[Trace]) -> None:
-    """Use a logarithmic axis of updates if their numbers differ much, so that short runs stay visible."""
+    """Use a logarithmic axis of updates if their numbers differ much."""
     updates = [trace.updates for trace in traces if trace.updates]
     if updates and max(updates) > _MANY_TIMES * min(updates):
         axes.set_xscale("log")
@@ -390,7 +387,7 @@ def _tell_apart(axes: Any, traces: Iterable[Trace]) -> None:
 
 
 def _leave_out_divergence(axes: Any, traces: Iterable[Trace], name: str) -> None:
-    """Limit the axis of a loss, so that a run whose loss explodes does not flatten the others."""
+    """Limit a loss's axis, so that a divergence does not flatten the others."""
     if "loss" not in name:
         return
     courses = [values[np.isfinite(values)] for values in (_course(trace, name, "time")[1] for trace in traces)]
@@ -403,7 +400,7 @@ def _leave_out_divergence(axes: Any, traces: Iterable[Trace], name: str) -> None
 
 
 def _course(trace: Trace, name: str, over: str) -> tuple[Array, Array]:
-    """Return a metric over ``"time"`` or ``"update"``; the training loss is averaged over a hundredth of the pushes."""
+    """Return a metric over ``"time"`` or ``"update"``; training losses are averaged over a hundredth of the pushes."""
     if name != "training loss":
         moments = trace.evaluated.get(over, np.empty(0))
         return moments, trace.evaluated.get(name, np.full(len(moments), np.nan))

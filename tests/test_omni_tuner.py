@@ -87,7 +87,7 @@ def fits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
     """What every rank saw of every fit, and what was printed."""
     saved = str(tmp_path_factory.mktemp("checkpoints") / "grouped.ckpt")
     twice = {"twice": {**GROUPS, "again": True}}
-    resumed = {"resumed": {**GROUPS, "ckpt_path": saved, "trainer": {"max_epochs": 3}}}
+    resumed = {"resumed": {**GROUPS, "ckpt_path": saved, "trainer": {"max_epochs": 3}, "logger": True}}
     told = {"groups": {**GROUPS, "save": saved}, **twice, **FITS, **MONITORS, **resumed, **SERVERLESS}
     told["no server any more"] = {**SERVERLESS["no server any more"], "ckpt_path": saved}
     finished = run("omni_tuner.py", {"fits": list(told.values())}, timeout=600)
@@ -204,6 +204,10 @@ def test_a_resumed_run_goes_on_with_what_was_chosen(fits: dict[str, list[dict[st
         assert resumed["lr"] == pytest.approx(tuned["setting"]["lr"])
         assert len(resumed["last_epoch"]) < 512
     assert fits["resumed"][0]["considered"] == fits["groups"][0]["considered"], "nothing was chosen anew"
+    report = TuningReport.from_dict(json.loads(fits["resumed"][0]["files"]["omni-tuning.json"]))
+    assert str(report.summaries[-1].choice.setting) in fits["resumed"][0]["files"]["omni-tuning.html"]
+    assert report.written is not None
+    assert report.written.hosts == ("host-0-0", "host-0-1")
 
 
 def test_each_figure_of_a_run_is_the_same_wherever_it_is_told(fits: dict[str, list[dict[str, Any]]]) -> None:

@@ -1,4 +1,4 @@
-"""The site: charts and the ratios of the README follow the tables of measurements, and its strategies can be made."""
+"""The site: charts and ratios follow the tables of measurements, numbers are in one place, strategies can be made."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from lightning_omni import FSDP, Compression, Elastic, OmniStrategy, Server, met
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = {each.__name__: each for each in (Compression, Elastic, FSDP, OmniStrategy, Server)} | {"methods": methods}
 
 
@@ -56,10 +57,46 @@ def test_the_recorded_session_has_the_commands_of_its_script_and_lasts_two_minut
     assert events[-1][0] < 130
 
 
+UNITS = r"s|ms|us|seconds?|minutes?|min|hours?|%|kB|MB|GB|KiB|MiB|GiB|bytes|[MG]bit(?:/s)?|megabits|points|times"
+CONDITIONS = {
+    *("4 times", "40 Mbit", "40 Mbit/s", "50 megabits", "100 Mbit", "1 Gbit/s"),  # slower devices, and links
+    *("10 MB", "100 MB", "86 %", "80 %", "95 %"),  # models, the target, and intervals
+}
+"""How something was measured: several measurements have the same, and each says so."""
+BY_CHANCE = {
+    *("1 MB", "5 s", "10 s", "60 s", "0.05 s"),  # sizes and time-outs
+    *("2 %", "11 %", "60 %", "90.3 %", "98 %", "1.10 times"),  # results, and bounds
+}
+"""The same number of facts that have nothing to do with each other."""
+
+
+def numbers_with_units(page: Path) -> set[str]:
+    """Return what a page has in its text and tables; code has the user's numbers, and examples."""
+    text = re.sub(r"```.*?```|`[^`\n]*`|^    [^\n]*$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return {f"{number} {unit}" for number, unit in re.findall(rf"(?<![\w.,])(\d[\d,.]*)\s({UNITS})(?![\w/])", text)}
+
+
+def test_a_number_with_a_unit_is_in_one_place() -> None:
+    places: dict[str, set[str]] = {}
+    for page in PAGES:
+        kind = page.relative_to(ROOT).parts[:2][-1]
+        if kind != "contribute":
+            for number in numbers_with_units(page):
+                places.setdefault(number, set()).add(page.name if kind != "evidence" else f"evidence/{page.name}")
+    twice = {number: sorted(found) for number, found in places.items() if len(found) > 1}
+    assert {number: found for number, found in twice.items() if number not in BY_CHANCE | CONDITIONS} == {}
+    assert set(twice) == BY_CHANCE | CONDITIONS, "an exception that is none"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_blank_line_cuts_a_table_in_two(page: Path) -> None:
+    assert not re.findall(r"^\|.*\|\n\n(\|.*\|)\n(?!\|-)", page.read_text(), re.MULTILINE)
+
+
 def strategies() -> list[tuple[str, str]]:
     """Return each call of OmniStrategy on a page that is whole, with the page; one page has those that are refused."""
     found = []
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+    for page in PAGES:
         if page.name == "errors.md":
             continue
         text = page.read_text()

@@ -13,20 +13,20 @@ _LABELS = {**FEATURES, **{key: trait.label for key, trait in TRAITS.items()}}
 
 
 def methods() -> list[list[str]]:
-    """Return a row for each method: its name, and whether it works with each feature."""
-    rows = [["method", *FEATURES.values()]]
+    """Return a row for each method: its name, and the features that do not work with it."""
+    rows = [["method", "does not work with"]]
     for name, kind in METHODS.items():
         fields = kind.__struct_fields__
         value = kind(**({"fragments": 1} if "fragments" in fields else {}))
-        broken = {feature: any(refused_pairs(value, {feature: ""})) for feature in FEATURES}
-        rows.append([f"`{name}`", *("no" if broken[feature] else "yes" for feature in FEATURES)])
+        broken = [label for feature, label in FEATURES.items() if any(refused_pairs(value, {feature: ""}))]
+        rows.append([f"`{name}`", ", ".join(broken) or "–"])
     return rows
 
 
 def messages() -> list[list[str]]:
-    """Return a row for each pair that is refused: both features, the reason and the remedy."""
-    rows = [[_LABELS[pair.first], _LABELS[pair.second], pair.reason, pair.remedy] for pair in PAIRS]
-    return [["this", "with this", "is refused, because", "remedy"], *rows]
+    """Return a row for each pair that is refused: both features, and the reason."""
+    rows = [[_LABELS[pair.first], _LABELS[pair.second], pair.reason] for pair in PAIRS]
+    return [["this", "with this", "is refused, because"], *rows]
 
 
 class Combinations(Directive):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,17 +41,15 @@ class DescribedMachines:
 
     Args:
         speeds: speed of each rank, relative to that of a rank that takes ``step``.
-        step: seconds of forward and backward pass of a rank's batch.
-        batch_size: samples of a rank's batch.
+        step: seconds of forward and backward pass.
         nbytes: bytes of the weights, as float32.
         bandwidth: bytes per second of the links.
-        latency: seconds of one message.
+        latency: seconds of one message, as ``site_latency`` between sites.
         sites: number of sites, among which the ranks are divided in order; ``bandwidth`` and ``latency`` hold inside.
         site_bandwidth: bytes per second between sites; None if there is one site.
-        site_latency: seconds of one message between sites.
         scatter: coefficient of variation of a rank's step times.
         serve_per_byte: seconds of a server's update for each byte of the weights.
-        backward: part of a step that is the backward pass, in which DDP hides its all-reduce but for the last bucket.
+        backward: part of a step in which DDP hides its all-reduce but for the last bucket.
 
     Raises:
         ConfigurationError: a number is out of range.
@@ -81,7 +80,7 @@ class DescribedMachines:
 
     @property
     def measured(self) -> Measured:
-        """Return the measurements that a run in one group on these machines would make, from a fixed seed."""
+        """Return the measurements of a run in one group on these machines, from a fixed seed."""
         ranks = len(self.speeds)
         random = np.random.default_rng(0)
         jitter = random.lognormal(0.0, math.sqrt(math.log1p(self.scatter**2)), (ranks, DESCRIBED_STEPS))
@@ -111,7 +110,6 @@ class DescribedMachines:
         )
 
     def profile(self) -> Profile:
-        """Return the hardware model of these machines."""
         return Profile.fit([self.measured])
 
 
@@ -121,7 +119,7 @@ _AVERAGE = "diloco:outer_lr=1.0,outer_momentum=0"
 
 
 class _Ways(NamedTuple):
-    """The ways to train with a package: its methods, their wire formats, and formats of the all-reduce in a group."""
+    """The ways to train with a package: methods, wire formats, and formats of the all-reduce."""
 
     methods: tuple[str, ...]
     wires: tuple[str, ...]
@@ -159,11 +157,12 @@ ASSUMED = (
 
 
 class _KnownEvidence(PlannedEvidence):
-    """Evidence from which no setting is chosen that has more groups or local steps than any simulation."""
+    """Evidence that limits groups and local steps to those of any simulation."""
 
+    @cached_property
     @override
-    def candidates(self) -> list[Setting]:
-        return [each for each in super().candidates() if self.theory.covers(each)]
+    def candidates(self) -> tuple[Setting, ...]:
+        return tuple(each for each in super().candidates if self.theory.covers(each))
 
 
 @dataclass(frozen=True)
@@ -171,9 +170,7 @@ class ComparedRow:
     """The prediction for one way to train.
 
     Args:
-        name: the way.
-        setting: its best setting.
-        samples_per_second: samples per second of all devices.
+        samples_per_second: of all devices.
         samples: samples to the target, relative to DDP's.
         time: time to the target, relative to DDP's, with an interval of probability 0.8.
         per_node: whether each node has a server, and not rank 0 alone.
@@ -206,12 +203,7 @@ class ComparedRow:
 
 @dataclass(frozen=True)
 class _Predictions:
-    """The predictions for the ways to train with a package.
-
-    Args:
-        described: the evidence from the description.
-        assumed: the evidence with each of `_ASSUMPTIONS`.
-    """
+    """The predictions for a package, from the description and with each of `_ASSUMPTIONS`."""
 
     described: PlannedEvidence
     assumed: tuple[PlannedEvidence, ...]
@@ -225,7 +217,6 @@ class _Predictions:
         momentum: float,
         is_adaptive: bool,
     ) -> _Predictions:
-        """Return the predictions for a description's profile, and for those with other assumptions."""
         ranks = len(machines.speeds)
         start, batch = Setting(1, momentum, 1.0, all_reduce="fp32"), ranks * machines.batch_size
         groups = tuple(sorted({*group_counts(ranks), machines.sites})) if ways.methods else (1,)
@@ -241,7 +232,7 @@ class _Predictions:
         return self.described.spec.start
 
     def row(self, name: str, setting: Setting, per_node: int = False) -> ComparedRow:
-        """Return the prediction for a setting, whose interval covers those with other assumptions."""
+        """Return the prediction for a setting; its interval covers those with other assumptions."""
         known, theory = self.described, self.described.forecast().theory
         speeds = [each.speed_up(setting, self.ddp) for each in (known, *self.assumed)]
         time = replace(
@@ -256,13 +247,7 @@ class _Predictions:
 
 @dataclass(frozen=True)
 class MachineComparison:
-    """The rows that matter: DDP, the best of this package, the best peer.
-
-    Args:
-        title: the machines, in words.
-        rows: DDP, this package, the best peer.
-        pays: whether this package is faster than DDP by enough for a change.
-    """
+    """The rows that matter: DDP, the best of this package, the best peer; ``pays`` if the gain is worth a change."""
 
     title: str
     rows: tuple[ComparedRow, ComparedRow, ComparedRow]
@@ -270,7 +255,6 @@ class MachineComparison:
 
     @classmethod
     def of(cls, machines: DescribedMachines, momentum: float, is_adaptive: bool) -> MachineComparison:
-        """Compare on the machines that a user describes."""
         profiles = [each.profile() for each in (machines, *(replace(machines, **other) for other in _ASSUMPTIONS))]
         # An all-reduce sends as many bytes over each link as exchanges with a server at each node.
         nodes = machines.sites if machines.sites > 1 else len(machines.speeds)
@@ -301,7 +285,6 @@ class MachineComparison:
 
     @property
     def best(self) -> int:
-        """Return the index of the row to use."""
         return int(self.pays)
 
     @property
@@ -328,7 +311,7 @@ class MachineComparison:
 
     @property
     def _beside_peer(self) -> str:
-        """Return how this package compares with the best peer, whose prediction is as uncertain."""
+        """Compare this package with the best peer, whose prediction is as uncertain."""
         _, ours, peer = self.rows
         text = f"{peer.name}: {_gain(peer.time)}"
         if peer.time.low <= ours.time.value <= peer.time.high or ours.time.low <= peer.time.value <= ours.time.high:
@@ -359,7 +342,6 @@ def _gain(time: Estimate) -> str:
 
 
 def described(setting: Setting) -> str:
-    """Return a setting in a few words, without momentum and learning rate."""
     words = [counted(setting.groups, "group")]
     if setting.groups > 1:
         name, _, rest = setting.method.partition(":")

@@ -27,13 +27,9 @@ _WIDEST = 400
 
 
 def show(wide: RenderableType, tall: RenderableType | None = None) -> None:
-    """Print a table to standard output.
+    """Print a table to standard output, or ``tall`` in terminals in which it does not fit.
 
-    A terminal keeps its width; a file or a pipe receives the whole table, unless ``COLUMNS`` is set.
-
-    Args:
-        wide: table.
-        tall: alternative for terminals in which the table does not fit.
+    A file or a pipe receives the whole table, unless ``COLUMNS`` is set.
     """
     console = _output()
     needed = console.measure(wide, options=console.options.update(max_width=_WIDEST)).maximum
@@ -49,15 +45,7 @@ def table_of(
     title: str | None = None,
     bold: int | None = None,
 ) -> Table:
-    """Return a table with a row for each mapping from heads to cells.
-
-    Args:
-        rows: cells; a missing one is a dash.
-        left: heads of the left-aligned columns.
-        heads: columns to include; all by default.
-        title: title above the table.
-        bold: index of the row in bold.
-    """
+    """Return a table with a row for each mapping from heads to cells; a missing cell is a dash."""
     heads = heads or list(dict.fromkeys(head for row in rows for head in row))
     columns = [Column(head, justify="left" if head in left else "right", no_wrap=True) for head in heads]
     table = Table(*columns, title=title)
@@ -67,32 +55,25 @@ def table_of(
 
 
 def print_line(line: str) -> None:
-    """Print a line to standard output, unbroken because programs and the clipboard read it."""
+    """Print a line, unbroken because programs and the clipboard read it."""
     _output().print(Text(line), soft_wrap=True)
 
 
 def print_sentence(sentence: str) -> None:
-    """Print a sentence to standard output, broken at the terminal's width."""
+    """Print a sentence, broken at the terminal's width."""
     console = _output()
     console.print(Text(sentence), soft_wrap=not console.is_terminal)
 
 
 def log(console: Console, line: str, style: str | None = None, highlight: bool | None = None) -> None:
-    """Print an unbroken line, or lose it if the output fails (the disk is full, the reader is gone).
-
-    ``highlight`` selects whether numbers and the like are highlighted; None is the console's default.
-    """
+    """Print an unbroken line, or lose it if the output fails (the disk is full, the reader is gone)."""
     with suppress(OSError, SystemExit):  # rich ends the program if a pipe has lost its reader
         console.print(line, style=style, soft_wrap=True, markup=False, highlight=highlight)
 
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[float, str], None]]:
-    """Show a transient bar on standard error, if that is a terminal.
-
-    Yields:
-        A function that receives the completed fraction, 0 to 1, and a text.
-    """
+    """Show a transient bar on a terminal's standard error; yield a function of completed fraction and text."""
     console = Console(stderr=True)
     columns = (
         BarColumn(bar_width=max(10, min(40, console.width // 3))),
@@ -114,12 +95,7 @@ _SOON = 1.0
 
 
 class CommandOutput(NamedTuple):
-    """The output of a command that takes a while.
-
-    Attributes:
-        show: function that prints a result to standard output.
-        wait_for: function that announces the next wait.
-    """
+    """The output of a command: functions that print a result, and that announce the next wait."""
 
     show: Callable[[RenderableType], None]
     wait_for: Callable[[str], None]
@@ -130,7 +106,7 @@ def command_output() -> Iterator[CommandOutput]:
     """Show results when they are found, and announce each wait in between.
 
     On a terminal, the announcement is a line that disappears. Otherwise it is a line on standard error for each wait of
-    more than a second, which distinguishes a wait from a command that hangs.
+    more than a second, unlike a command that hangs.
     """
     console, timers = _output(), list[threading.Timer]()
 
@@ -163,15 +139,7 @@ def _output() -> Console:
 
 
 def check_file(option: str, path: Path) -> None:
-    """Raise an error if a file cannot be written; the file stays as it is.
-
-    Args:
-        option: option that names the file, as the user wrote it.
-        path: path of the file.
-
-    Raises:
-        ConfigurationError: the path is a folder, its folder is missing, or one of both cannot be written.
-    """
+    """Raise `ConfigurationError`, with the ``option``, if a file cannot be written; the file stays as it is."""
     folder = path.resolve().parent
     if not folder.is_dir():
         raise ConfigurationError(
@@ -187,11 +155,7 @@ def check_file(option: str, path: Path) -> None:
 
 
 def make_folder(option: str, folder: Path) -> None:
-    """Create a folder if it is missing, and check that files can be written into it.
-
-    Raises:
-        ConfigurationError: the folder cannot be created or written.
-    """
+    """Create a folder if it is missing, and check that it can be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=folder).close()

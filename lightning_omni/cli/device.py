@@ -24,14 +24,7 @@ _SYNTHETIC_BATCHES = 4
 
 
 def measure(module: Any, given: dict[str, Any], batches: list[Any] | None, **options: Any) -> DeviceReport:
-    """Measure the fastest settings of the device for a model.
-
-    Args:
-        module: the LightningModule.
-        given: its data, as arguments of `Trainer.fit`.
-        batches: batches in place of this data, if any.
-        options: arguments of `lightning_omni.tuning.device.tune_device`.
-    """
+    """Measure the fastest settings of the device for a model, with its data (as for `Trainer.fit`) or ``batches``."""
     with _quiet():
         probe = tuner_module(type(module)).DeviceProbe
         report: DeviceReport = probe.measure(module, given, batches, **options)
@@ -39,7 +32,6 @@ def measure(module: Any, given: dict[str, Any], batches: list[Any] | None, **opt
 
 
 def made_from(text: str, what: str, arguments: dict[str, Any] | None = None) -> Any:
-    """Call a class or function by its name."""
     try:
         make = workload._function(text)
     except ConfigurationError as error:  # its message is about workloads
@@ -58,7 +50,7 @@ def made_from(text: str, what: str, arguments: dict[str, Any] | None = None) -> 
 def data_of(
     module: Any, data: str | None, shape: list[int] | None, classes: int | None, batch_size: int | None
 ) -> tuple[dict[str, Any], list[Any] | None]:
-    """Return arguments of `Trainer.fit`, and batches to measure with; None if `Trainer.fit` provides them."""
+    """Return arguments of `Trainer.fit`, and batches to measure with if these provide none."""
     if shape is not None:
         if data is not None:
             raise ConfigurationError("--data and --input exclude each other; leave one out")
@@ -87,7 +79,6 @@ def _random(shape: list[int], classes: int | None, size: int, seed: int) -> Any:
 
 
 def _overrides(module: Any, name: str) -> bool:
-    """Return whether a method is the user's own, not Lightning's."""
     home = next((kind for kind in type(module).__mro__ if name in vars(kind)), object)
     return not _is_lightnings(home)
 
@@ -97,18 +88,12 @@ def _is_lightnings(kind: type) -> bool:
 
 
 def bf16_of(text: str) -> Bf16:
-    """Return the choice that ``--bf16`` names.
-
-    Raises:
-        ConfigurationError: it names none.
-    """
     if text not in get_args(Bf16):
         raise ConfigurationError(f"--bf16 {text}: pass one of {', '.join(get_args(Bf16))}")
     return cast("Bf16", text)
 
 
 def write(report: DeviceReport, path: Path | None) -> None:
-    """Write the report as JSON."""
     if path is None:
         return
     try:
@@ -129,7 +114,6 @@ def _quiet() -> Iterator[None]:
 
 
 def lines_of(report: DeviceReport) -> str:
-    """Return the lines to paste into a script."""
     setting = report.setting
     names = ("keep_memory", "channels_last", "compiled")
     values = {name: getattr(setting, name) for name in names}

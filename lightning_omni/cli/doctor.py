@@ -49,18 +49,11 @@ _ALIKE = {"torch": 2, "lightning-omni": 3}
 
 
 class Failed(Exception):
-    """The failure of a step that the later steps require."""
+    """The failure of a step that later ones require."""
 
 
 class Checkup:
-    """The results of a checkup.
-
-    Args:
-        tell: output that shows each step at once.
-
-    Attributes:
-        has_failed: whether a step has failed.
-    """
+    """The results of a checkup, shown step by step."""
 
     def __init__(self, tell: CommandOutput) -> None:
         self._tell = tell
@@ -69,7 +62,6 @@ class Checkup:
         self.has_failed = False
 
     def wait_for(self, what: str) -> None:
-        """Announce that the next step waits for ``what``."""
         self._tell.wait_for(what)
 
     def found(self, step: str, what: str) -> None:
@@ -91,7 +83,7 @@ class Checkup:
         self._expected.append(sentence)
 
     def _show(self, kind: str, step: str, what: str) -> None:
-        """Show a step as a table of one row, because other rows are not known yet."""
+        """Show a step as a table of one row, before other rows are known."""
         mark, style = _MARKS[kind]
         row = Table(Column(width=1), Column(width=_WIDEST_STEP), Column(), show_header=False, show_edge=False)
         row.add_row(Text(mark, style), Text(step), Text(what))
@@ -103,10 +95,7 @@ class Checkup:
 
 
 def examine(checkup: Checkup, address: str, key_file: Path | None, mb: float, encryption: str) -> None:
-    """Check the connection step by step, until a step fails.
-
-    ``mb`` is the size of a model's parameters in MB, for the prediction of an exchange.
-    """
+    """Check the connection step by step; ``mb`` is a model's size in MB, for the prediction of an exchange."""
     with contextlib.suppress(Failed):
         key = _key(checkup, key_file)
         host, port = _address(checkup, address)
@@ -145,7 +134,7 @@ def _key(checkup: Checkup, key_file: Path | None) -> bytes:
 
 
 def _address(checkup: Checkup, address: str) -> tuple[str, int]:
-    """Return host and port, or an empty host for sockets in a directory."""
+    """Return host and port; no host for sockets in a directory."""
     try:
         check_address(address, address)
     except ConfigurationError as error:
@@ -239,7 +228,7 @@ def _versions(checkup: Checkup, server: m.ServerDescription) -> None:
 
 
 def _clock(checkup: Checkup, observer: Observer) -> None:
-    """Compare the clocks as NTP does, by the fastest of several requests, whose two ways differ least."""
+    """Compare the clocks as NTP does, by the fastest request, whose two ways differ least."""
     checkup.wait_for("five answers, for the clock")
     asked = []
     for _ in range(5):
@@ -320,7 +309,7 @@ def _expect(checkup: Checkup, server: m.ServerDescription, latency: float, to: f
 
 
 def _interface(own: str) -> str:
-    """Describe this machine's address by its interface, with speed and MTU where the system reports them."""
+    """Describe this machine's address by its interface, speed and MTU where known."""
     name = _name_of(own)
     if not name:
         return own
@@ -333,7 +322,7 @@ def _interface(own: str) -> str:
 
 
 def _name_of(own: str) -> str:
-    """Return the interface that has an address (IPv4, on Linux), or an empty string."""
+    """Return the interface of an address (IPv4, on Linux), if any."""
     if sys.platform != "linux" or ipaddress.ip_address(own.partition("%")[0]).version != 4:
         return ""
     siocgifaddr = 0x8915

@@ -64,7 +64,7 @@ class _Parser(ArgumentParser):
         return super().add_argument(*names, **options)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print a wrong option in one line, and end the process."""
+        """Print a wrong option in one line, and exit."""
         if not self.exit_on_error:  # one of several types that a value may have is tried
             super().error(message, ex)
         command = f"{self.prog.partition(' [')[0]} {self.prog.rpartition('] ')[2]}" if "[" in self.prog else self.prog
@@ -138,7 +138,7 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line, by default the process's own, and return the exit code. Without arguments, print help."""
+    """Run the command line, by default the process's own; without arguments, print help."""
     given = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if isinstance(sys.stdout, io.TextIOWrapper):  # as standard error does
         with suppress(OSError):  # "Illegal seek", if a pipe replaced a file; the setting is made all the same
@@ -176,7 +176,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _own(error: BaseException | None) -> OmniError | None:
-    """Return this package's error behind another one, because the parser wraps errors of a cluster's parts."""
+    """Return this package's error behind one of the parser."""
     while error is not None and not isinstance(error, OmniError):
         error = error.__cause__
     return error

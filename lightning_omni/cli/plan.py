@@ -25,11 +25,7 @@ _Read = TypeVar("_Read")
 def exchanges_of(
     known: PlanSource, method: str | None, wire: str | None, period: int | None, all_reduce: str | None = None
 ) -> PossibleExchanges:
-    """Return the possible exchanges, from the file and the options that the user has passed.
-
-    Raises:
-        ConfigurationError: a name does not exist, or the options do not work together.
-    """
+    """Return the possible exchanges, from the file and the user's options."""
     if period is not None:
         _as_option(
             "period", lambda: check_whole("period", period, "local steps between two exchanges, 1 or more", low=1)
@@ -56,14 +52,12 @@ def exchanges_of(
 
 
 def _check_wire(wire: str, methods: Sequence[str]) -> None:
-    """Raise a `ConfigurationError` if the wire format does not exist, or not for one of these methods."""
     formats = _as_option("compression", lambda: compression_named(wire).features)
     for method in methods:
         _as_option("compression", partial(refuse_pairs, method_named(method), formats))
 
 
 def _asked_all_reduce(all_reduce: str, known: PlanSource) -> tuple[str, ...]:
-    """Return the all-reduce formats beside the exact one, if the user requests this one."""
     if _as_option("all-reduce", lambda: all_reduce_of(all_reduce)) == EXACT:
         return ()
     if not known.profile.shapes:

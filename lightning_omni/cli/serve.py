@@ -52,12 +52,7 @@ EVERY = 0.25
 
 
 class RunLog:
-    """A log of the runs of a server.
-
-    Args:
-        core: server, whose clock may have been still for a while.
-        console: output.
-    """
+    """A log of the runs of a server, whose clock may have been still for a while."""
 
     def __init__(self, core: ServerCore, console: Console) -> None:
         self._core, self._console = core, console
@@ -65,7 +60,7 @@ class RunLog:
         self._due = 0.0
 
     def write(self, at_once: bool = False) -> None:
-        """Write new events, if they are due or ``at_once`` is True."""
+        """Write new events, if they are due or ``at_once``."""
         now = time.monotonic()
         if now < self._due and not at_once:
             return
@@ -77,12 +72,11 @@ class RunLog:
 
 
 def line_of(event: RunEvent, now: float) -> str:
-    """Return a line with local time and event; ``now`` is on the server's clock, as the event is."""
+    """Return a line with local time and event; ``now`` is on the server's clock."""
     return stamped(quoted(event.text), now - event.at)
 
 
 def stamped(text: str, ago: float = 0.0) -> str:
-    """Return a line with the local time ``ago`` seconds ago."""
     return f"{datetime.fromtimestamp(time.time() - ago).strftime(TIMES)} {text}"
 
 
@@ -94,13 +88,11 @@ class Options:
     """The options of a standalone server beyond those of every server.
 
     Attributes:
-        here: number of servers on this machine that share the weights, this one included.
+        here: servers on this machine that share the weights, with this one.
         data_port: port of the data socket; 0 selects a free one.
         encryption: encryption of ZeroMQ, unless ``settings.transports`` names a transport of the user's.
-        once: whether to end after the first run.
         http: port of the status pages; None if there are none.
-        http_host: address of the status pages.
-        key_file: file of the key, to be shown; None for the environment.
+        key_file: None for the environment.
     """
 
     here: int
@@ -113,18 +105,14 @@ class Options:
 
 
 class StopSignals:
-    """The signals SIGINT and SIGTERM that were received."""
+    """The received signals, of SIGINT and SIGTERM."""
 
     def __init__(self) -> None:
         self._numbers: list[int] = []
         self._on_stop: list[Callable[[], None]] = []
 
     def listen(self, on_stop: Callable[[], None] | None = None) -> None:
-        """Handle the signals from now on.
-
-        Args:
-            on_stop: function to call on a signal, and at once if one was received before.
-        """
+        """Handle the signals from now on; call ``on_stop`` also for an earlier one."""
         if on_stop is not None:
             self._on_stop.append(on_stop)
             if self._numbers:
@@ -141,16 +129,11 @@ class StopSignals:
         return bool(self._numbers)
 
     def exit_code(self, code: int) -> int:
-        """Return the exit code of the process: ``code`` unless it was interrupted."""
         return INTERRUPTED if code == 0 and signal.SIGINT in self._numbers else code
 
 
 def stand(settings: ServerSettings, options: Options, console: Console) -> int:
-    """Serve until the server is stopped; a server that saves its state is forked, and again after its death.
-
-    Returns:
-        The exit code of this process.
-    """
+    """Serve until the server is stopped; one that saves its state is forked, and again after its death."""
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt=TIMES, level=logging.WARNING)
     signals = StopSignals()
     supervises = bool(settings.state) and can_supervise()
@@ -167,15 +150,7 @@ def stand(settings: ServerSettings, options: Options, console: Console) -> int:
 
 
 class StandaloneServer:
-    """A server with its status pages, log, saved state, and servers of other shares.
-
-    Args:
-        settings: settings of the server, also for the servers of other shares on this machine.
-        options: further options.
-        console: output of the log.
-        signals: signals that end the server.
-        lifeline: connection to the process that has forked this one, if any.
-    """
+    """A server with its status pages, log, saved state, and servers of other shares; ``lifeline`` if it was forked."""
 
     def __init__(
         self,
@@ -208,7 +183,6 @@ class StandaloneServer:
         signals.listen(self._stopped.set)
 
     def _listen(self, settings: ServerSettings) -> Any:
-        """Return the driver of the state machine, bound to its ports."""
         ports = settings.host, settings.port, self._options.data_port
         if coordinator := settings.coordinator:
             log(self._console, f"waiting for the server at {coordinator}, up to {server.CONNECT_TIME:.0f} s")
@@ -216,7 +190,6 @@ class StandaloneServer:
         return self._transport.serve(self._core, *ports)
 
     def _start_share(self, settings: ServerSettings, number: int) -> ServerProcess:
-        """Start another server on this machine, which this one coordinates."""
         state, restored = "", 0
         if self._states is not None:
             state, restored = str(share_directory(settings.state, number)), self._states.restored
@@ -236,7 +209,7 @@ class StandaloneServer:
     # --- Run ---------------------------------------------------------------------------------------------------------
 
     def run(self) -> int:
-        """Serve until a signal, an error, or the end of the first run if ``once`` is set, and return the exit code."""
+        """Serve until a signal, an error, or with ``once`` the end of the first run."""
         self._announce()
         try:
             self._server.run(until=self._is_over)
@@ -279,7 +252,6 @@ class StandaloneServer:
         return self._stopped.is_set()
 
     def _run_over(self) -> None:
-        """Log the end of a run, and discard its saved state."""
         outcome = ""
         if self._log is not None:  # servers of other shares do not count lost ranks
             self._log.write(at_once=True)

@@ -54,13 +54,7 @@ Try = Callable[[float, float], Trace]
 
 
 def best_rate(own: float, attempt: Try, target: tuple[str, float] | None) -> tuple[float, list[float]]:
-    """Return the rate with which short runs progress furthest, and all rates tried.
-
-    Args:
-        own: the workload's rate, in the middle of the grid.
-        attempt: function that makes a short run.
-        target: name and value of the metric that ends a run, or None.
-    """
+    """Return the rate of the best ``attempt`` around the workload's ``own``, and all rates tried."""
     first = {
         factor: merit(attempt(own * factor, FIRST), target)
         for factor in (COARSE**power for power in range(-_REACH, _REACH + 1))
@@ -78,7 +72,7 @@ def best_rate(own: float, attempt: Try, target: tuple[str, float] | None) -> tup
 
 
 def _smallest_of_the_best(merits: dict[float, tuple[float, float]]) -> float:
-    """Return the smallest of equally good rates, because a rate that is nearly too large suffers in longer runs."""
+    """Return the smallest of equally good rates: nearly too large ones suffer in longer runs."""
     seconds, loss = min(merits.values())
     if math.isfinite(seconds):
         return min(factor for factor, each in merits.items() if each[0] <= (1 + _EQUAL) * seconds)
@@ -86,7 +80,7 @@ def _smallest_of_the_best(merits: dict[float, tuple[float, float]]) -> float:
 
 
 def merit(trace: Trace, target: tuple[str, float] | None) -> tuple[float, float]:
-    """Return the quality of a run, less is better: seconds to the target, then the loss in the last third."""
+    """Return a run's quality, less is better: seconds to the target, then the loss in the last third."""
     reached = trace.time_to(*target) if target is not None else math.nan
     losses = trace.evaluated.get("loss", trace.rows["loss"])
     last = float(np.mean(losses[-max(1, len(losses) // 3) :])) if len(losses) else math.nan
@@ -102,13 +96,7 @@ OnProgress = Callable[[float, str], None]
 
 @dataclass(frozen=True)
 class Entrant:
-    """A method with its groups.
-
-    Args:
-        name: name as the user wrote it.
-        method: the method.
-        topology: ranks of each group.
-    """
+    """A method with its groups; ``name`` is as the user wrote it."""
 
     name: str
     method: Method
@@ -116,16 +104,7 @@ class Entrant:
 
     @classmethod
     def of(cls, name: str, devices: int, groups: int | None) -> Entrant:
-        """Parse the name of a method.
-
-        Args:
-            name: name, as in ``"softsync:n=2@8"``.
-            devices: number of devices.
-            groups: number of groups, unless the name has one; None for as many as devices.
-
-        Raises:
-            ConfigurationError: the method does not exist, or does not support the number of groups.
-        """
+        """Parse the name of a method, as in ``"softsync:n=2@8"``; by default as many groups as devices."""
         text, _, own = name.partition("@")
         if own and not own.isdecimal():
             raise ConfigurationError(f"{name}: after @ stands the number of groups, as in {text}@4")
@@ -139,21 +118,13 @@ class Entrant:
 
     @property
     def waits(self) -> bool:
-        """Return whether the method has exchanges and waits for them, even if overlap is requested."""
+        """Return whether the method waits for exchanges, even if overlap is requested."""
         return len(self.topology.alive) > 1 and not isinstance(self.method, AsyncSGD)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run.
-
-    Args:
-        entrant: method with its groups.
-        trace: trace of the run.
-        lr: learning rate; None if the optimizer has none.
-        real_seconds: duration in real time.
-        tried: learning rates from which ``lr`` was chosen.
-    """
+    """A finished run; ``lr``, None if the optimizer has none, is the best of the rates tried."""
 
     entrant: Entrant
     trace: Trace
@@ -163,10 +134,7 @@ class Run:
 
 
 def run(names: Sequence[str], settings: SimulationSettings, together: bool = False) -> int:
-    """Run a whole command, and return the exit code.
-
-    ``together`` compares the methods: one picture, and a learning rate for each unless the settings name one.
-    """
+    """Run a whole command; ``together`` in one picture, with a learning rate for each method unless one is given."""
     if settings.picture:
         check_can_draw(remedy=", or pass --no-picture")
     task = Task.of(settings)
@@ -195,7 +163,7 @@ def run(names: Sequence[str], settings: SimulationSettings, together: bool = Fal
 
 
 def _runs(entrants: Sequence[Entrant], task: Task, finds_rates: bool) -> tuple[list[Run], int]:
-    """Run one method after the other until Ctrl-C, and return the runs and the exit code."""
+    """Run one method after the other until Ctrl-C."""
     runs: list[Run] = []
     with progress_bar() as shown:
         try:
@@ -215,7 +183,6 @@ def _runs(entrants: Sequence[Entrant], task: Task, finds_rates: bool) -> tuple[l
 
 
 def _run_method(entrant: Entrant, task: Task, finds_rates: bool, progress: OnProgress) -> Run:
-    """Run a method with the rate that suits it, or with the best of the user's rates."""
     own = task.own_rate
     if finds_rates and own is not None:
         began = time.perf_counter()
@@ -272,13 +239,7 @@ def _at(rate: float | None) -> str:
 
 
 class _Files:
-    """The files for results.
-
-    Args:
-        out: folder, or the picture's file.
-        stem: name of the picture in a folder, without suffix.
-        together: whether several traces belong to one picture.
-    """
+    """The files for results in ``out``, a folder or the picture's file."""
 
     def __init__(self, out: Path, stem: str, together: bool) -> None:
         names_picture = out.suffix.lower() in _PICTURES
@@ -287,7 +248,7 @@ class _Files:
         self._together = together
 
     def check(self, names: Sequence[str], draws: bool) -> None:
-        """Create the folder, and raise an error if a file cannot be written, before any computation."""
+        """Raise an error if a file cannot be written, before any computation."""
         make_folder("--out", self.picture.parent)
         for path in (*([self.picture] if draws else []), *map(self.trace, names)):
             check_file("--out", path)
@@ -318,7 +279,7 @@ def _report(runs: Sequence[Run], task: Task, together: bool) -> None:
 
 
 def _of_rates(runs: Sequence[Run], task: Task) -> str:
-    """Return a sentence about the choice of learning rates, and the methods that it favours."""
+    """Return a sentence about the choice of learning rates, and which methods it favours."""
     momentum = task.workload.optimizer(task.workload.model.parameters()).param_groups[0].get("momentum")
     shared = task.momentum or momentum
     rest = f"; all have momentum {shared:g}, which suits fewer groups better than many" if shared else ""
@@ -343,7 +304,7 @@ def _listed(rates: Sequence[float], between: str = ", ") -> str:
 
 
 def _tall_table(rows: Sequence[Mapping[str, str]]) -> Table:
-    """Return a table with one column for each run, for narrow terminals."""
+    """Return a table with a column for each run."""
     first, *heads = dict.fromkeys(head for row in rows for head in row)
     columns = [Column(Text(row[first]), justify="right", overflow="fold") for row in rows]
     table = Table(Column(first, no_wrap=True), *columns)
@@ -376,5 +337,4 @@ def _row(run: Run, target: tuple[str, float] | None) -> Mapping[str, str]:
 
 
 def _number(value: float) -> str:
-    """Format a number with four digits, or NaN as a dash."""
     return "-" if math.isnan(value) else f"{value:.4g}"

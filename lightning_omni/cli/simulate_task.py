@@ -38,12 +38,8 @@ class Task:
     """The settings as objects, checked.
 
     Args:
-        cluster: simulated machines.
-        workload: model and data.
-        target: name and value of the metric that ends a run, or None.
-        rates: learning rates that the user named; empty for the workload's own.
-        momentum: momentum that the user named; None for the workload's own.
-        options: other keyword arguments of `lightning_omni.simulator.simulate`.
+        rates: the user's learning rates; empty for the workload's own, as None for ``momentum``.
+        options: other arguments of `lightning_omni.simulator.simulate`.
     """
 
     cluster: Cluster
@@ -55,11 +51,6 @@ class Task:
 
     @classmethod
     def of(cls, settings: SimulationSettings) -> Task:
-        """Convert settings.
-
-        Raises:
-            ConfigurationError: a setting is wrong; the message names it.
-        """
         check_above_zero({name: getattr(settings, name) for name in _POSITIVE})
         if settings.seed < 0:
             raise ConfigurationError(f"--seed {settings.seed}: pass a whole number from 0 up")
@@ -87,16 +78,13 @@ class Task:
 
     @property
     def own_rate(self) -> float | None:
-        """Return the learning rate of the workload's own optimizer; None if it has none, or 0."""
+        """Return the learning rate of the workload's own optimizer, unless 0."""
         optimizer = self.workload.optimizer(copy.deepcopy(self.workload.model).parameters())
         rate = optimizer.param_groups[0].get("lr")
         return float(rate) if rate else None
 
     def optimizer(self, rate: float | None) -> Callable[[Any], Optimizer]:
-        """Return a function that creates the workload's optimizer with the user's momentum and this learning rate.
-
-        ``rate`` applies to all parameter groups; None keeps the workload's own.
-        """
+        """Return a function that creates the workload's optimizer, with ``rate`` (None: its own) in all groups."""
         given = {name: value for name, value in (("lr", rate), ("momentum", self.momentum)) if value is not None}
 
         def make(parameters: Any) -> Optimizer:
@@ -116,7 +104,6 @@ class Task:
 
 
 def cluster_of(settings: SimulationSettings) -> Cluster:
-    """Return the cluster of the settings."""
     link = Link(rate_of("--bandwidth", settings.bandwidth), seconds_of("--latency", settings.latency))
     card = settings.server_bandwidth
     return Cluster.with_straggler(
@@ -136,7 +123,7 @@ def cluster_of(settings: SimulationSettings) -> Cluster:
 
 
 def jitter_of(given: str) -> Jitter:
-    """Return the scatter of times from a text such as ``"lognormal:0.2"``."""
+    """Return the scatter of a text such as ``"lognormal:0.2"``."""
     kind, _, by = given.partition(":")
     if kind in ("normal", "lognormal", "gamma") and not by:
         raise ConfigurationError(f"--jitter {given}: by how much? pass {kind}:0.2 for a fifth of the mean")
@@ -152,24 +139,18 @@ def jitter_of(given: str) -> Jitter:
 
 
 def epochs_of(settings: SimulationSettings) -> int | None:
-    """Return the epochs after which a run ends, if nothing else ends it before."""
+    """Return the epochs after which a run ends, by default only without another limit."""
     if settings.epochs is None and settings.updates is None and settings.seconds is None:
         return _DEFAULT_EPOCHS
     return settings.epochs
 
 
 def limits_of(settings: SimulationSettings) -> Limits:
-    """Return the limits of a run."""
     given: dict[str, Any] = {"updates": settings.updates, "epochs": epochs_of(settings), "seconds": settings.seconds}
     return Limits(**{name: value for name, value in given.items() if value is not None})
 
 
 def compression_of(settings: SimulationSettings) -> Compression:
-    """Return the formats in which tensors are sent.
-
-    Raises:
-        ConfigurationError: a format is unknown, or is set for another direction than push and pull.
-    """
     wire = {"push": settings.compression} if isinstance(settings.compression, str) else settings.compression
     if set(wire) - {"push", "pull"}:
         raise ConfigurationError(f'--compression {wire}: pass int8 or the like, or {{"push": "int8", "pull": "bf16"}}')
@@ -177,7 +158,7 @@ def compression_of(settings: SimulationSettings) -> Compression:
 
 
 def periods_of(settings: SimulationSettings, cluster: Cluster, workload: Workload) -> dict[str, Any]:
-    """Return the time or the updates between evaluations: the user's, or those of about 50 evaluations."""
+    """Return the time or updates between evaluations: the user's, or for about 50 evaluations."""
     if settings.evaluate_every is not None or settings.evaluate_every_seconds is not None:
         return {"every": settings.evaluate_every, "every_seconds": settings.evaluate_every_seconds}
     if settings.seconds is not None:
@@ -191,7 +172,6 @@ def periods_of(settings: SimulationSettings, cluster: Cluster, workload: Workloa
 
 
 def rates_of(settings: SimulationSettings) -> tuple[float, ...]:
-    """Return the user's learning rates, each once, and check them and the momentum."""
     if settings.lr == []:
         raise ConfigurationError("--lr []: pass at least one learning rate")
     rates = settings.lr if isinstance(settings.lr, list) else [] if settings.lr is None else [settings.lr]
@@ -202,7 +182,6 @@ def rates_of(settings: SimulationSettings) -> tuple[float, ...]:
 
 
 def target_of(text: str | None, workload: Workload) -> tuple[str, float] | None:
-    """Return name and value of the metric that ends a run."""
     if text is None:
         return None
     name, _, value = text.partition("=")

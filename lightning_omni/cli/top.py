@@ -49,6 +49,8 @@ _LEFT_OUT = ("slowest", "alive", "rest", "share", "forward", "exchange", "ranks"
 """Columns that are left out on narrow terminals, in this order."""
 _WIDEST = 10_000
 """Characters; wider than any table."""
+_METRICS = {"loss": "training loss", "omni/noise_scale": "gradient noise scale in samples:"}
+"""What ranks report, and its name for people."""
 _STYLES = {"lost": "red", "over": "bold red", "joined": "green"}
 
 
@@ -59,7 +61,6 @@ class Rates:
         self._seen: deque[tuple[float, Overview]] = deque()
 
     def add(self, now: float, overview: Overview) -> None:
-        """Record the counters of an overview at ``now``, in seconds on a monotonic clock."""
         if self._seen and _counted_in(self._seen[-1][1]) != _counted_in(overview):
             self._seen.clear()  # the counters have restarted
         self._seen.append((now, overview))
@@ -67,7 +68,7 @@ class Rates:
             self._seen.popleft()
 
     def of(self, counter: Callable[[Overview], float | None]) -> float | None:
-        """Return the increase of a counter per second; None if it is not known yet."""
+        """Return the increase of a counter per second, if it is known."""
         if len(self._seen) < 2:
             return None
         (began, first), (ended, last) = self._seen[0], self._seen[-1]
@@ -76,15 +77,7 @@ class Rates:
 
 
 def picture(overview: Overview, rates: Rates, chosen: int = 0, note: str = "", keys: bool = True) -> RenderableType:
-    """Render a run.
-
-    Args:
-        overview: last overview.
-        rates: rates so far.
-        chosen: index of the group on which keys act.
-        note: sentence at the foot, as an answer to a key.
-        keys: whether there are any keys.
-    """
+    """Render a run; keys, if any, act on the group with index ``chosen``, and are answered by ``note``."""
     if not overview.run:
         return Group(Text("No run: the server waits for ranks."), *_foot(note, keys))
     return Group(
@@ -99,12 +92,7 @@ def picture(overview: Overview, rates: Rates, chosen: int = 0, note: str = "", k
 class GroupsTable:
     """A table with a row for each group; times are means over its ranks.
 
-    If the table is too wide for the terminal, the least important columns are left out.
-
-    Args:
-        overview: last overview.
-        rates: rates so far.
-        chosen: index of the group on which keys act; None without keys.
+    In narrow terminals, the least important columns are left out. ``chosen`` is None without keys.
     """
 
     def __init__(self, overview: Overview, rates: Rates, chosen: int | None = None) -> None:
@@ -127,7 +115,6 @@ class GroupsTable:
         yield next(fitting, self._table(len(_LEFT_OUT)))
 
     def _table(self, left_out: int) -> Table:
-        """Return the table without the first ``left_out`` of the optional columns."""
         heads = [head for head in _HEADS if head not in _LEFT_OUT[:left_out]]
         table = Table(*(Column(head, justify="left" if head in _TEXTS else "right", no_wrap=True) for head in heads))
         for cells, style in self._rows:
@@ -157,7 +144,7 @@ def _cells(group: GroupOverview, rates: Rates, total: float) -> dict[str, str]:
 
 
 def _work(group: GroupOverview) -> float:
-    """Return the work of a group since groups were formed: samples if they are counted, or else pushes."""
+    """Return a group's work since groups were formed: samples if counted, or pushes."""
     return group.samples if group.samples is not None else group.status.updates
 
 
@@ -183,16 +170,20 @@ def _head(overview: Overview, rates: Rates) -> list[RenderableType]:
         bar = Table.grid(padding=(0, 1))
         done = Text(
             f"{overview.trained} of {plan.budget} samples, {100 * overview.trained / plan.budget:.0f} %"
-            f"{_time_left(plan.budget - overview.trained, samples)}"
+            f"{_time_left(plan.budget - overview.trained, plan.later, samples)}"
         )
         bar.add_row(Text(f"epoch {plan.epoch}"), ProgressBar(plan.budget, overview.trained, width=30), done)
         lines.append(bar)
+    if shown := [f"{text} {overview.metrics[name]:.4g}" for name, text in _METRICS.items() if name in overview.metrics]:
+        lines.append(Text(", ".join(shown)))
     return lines
 
 
-def _time_left(samples: int, rate: float | None) -> str:
-    """Return the time until the end of the epoch, at the rate of the last seconds."""
-    return f", {duration(samples / rate)} left in the epoch" if rate else ""
+def _time_left(samples: int, later: int | None, rate: float | None) -> str:
+    if not rate:
+        return ""
+    run = "" if later is None else f", {duration((samples + later) / rate)} in the run"
+    return f", {duration(samples / rate)} left in the epoch{run}"
 
 
 def wire_words(plain: Mapping[str, Any] | None) -> str:
@@ -227,7 +218,7 @@ def _samples(overview: Overview) -> float | None:
 
 
 def _counted_in(overview: Overview) -> tuple[object, ...]:
-    """Return a value that changes when the counters restart."""
+    """Return a value that changes when counters restart."""
     return overview.run, tuple((group.status.name, group.status.incarnation) for group in overview.groups)
 
 
@@ -274,10 +265,10 @@ _KEY = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1bO.|.", re.DOTALL)
 
 
 class Actions(Protocol):
-    """The actions of keys on a run. Each returns its result as a sentence."""
+    """The actions of keys; each returns its result as a sentence."""
 
     def evict(self, group: GroupStatus, bars: bool) -> str:
-        """Evict a group, and bar its hosts from joining again if ``bars`` is True."""
+        """Evict a group; with ``bars``, bar its hosts from joining again."""
 
     def save(self) -> str:
         """Request a save of the server's state."""
@@ -288,11 +279,7 @@ class View:
     """The state of the display.
 
     Attributes:
-        chosen: index of the selected group.
         asked: group to evict if the next key confirms it.
-        bars: whether to bar its hosts, too.
-        note: sentence below the table.
-        is_over: whether to end.
     """
 
     chosen: int = 0
@@ -303,7 +290,7 @@ class View:
 
 
 def press(view: View, key: str, overview: Overview | None, actions: Actions) -> View:
-    """Return the view after a pressed key; ``overview`` is None before the first one."""
+    """Return the view after a pressed key."""
     groups = overview.groups if overview is not None else ()
     if view.asked is not None:
         note = actions.evict(view.asked, view.bars) if key == YES else f"group {view.asked.name} stays"
@@ -340,11 +327,7 @@ def keys_of(typed: str) -> list[str]:
 
 @contextmanager
 def keyboard() -> Iterator[Callable[[float], list[str]]]:
-    """Read the terminal's keys one by one; none if standard input is no terminal.
-
-    Yields:
-        A function that waits for keys, up to the given seconds, and returns the pressed ones.
-    """
+    """Read a terminal's keys one by one; yield a function that waits some seconds and returns the pressed ones."""
     if not sys.stdin.isatty() or os.name != "posix":
         yield _no_keys
         return
@@ -375,11 +358,7 @@ def _no_keys(seconds: float) -> list[str]:
 
 
 class _Connected:
-    """The actions on a run over the present connection.
-
-    Attributes:
-        observer: connection; None while the server cannot be reached.
-    """
+    """The actions over the present connection, None while there is none."""
 
     def __init__(self, observer: Observer | None) -> None:
         self.observer = observer
@@ -408,14 +387,7 @@ class _Connected:
 
 
 def watch(console: Console, observer: Observer | None, reach: Callable[[], Observer], every: float) -> int:
-    """Show a run until a key ends it, and return the exit code.
-
-    Args:
-        console: terminal.
-        observer: connection to the server.
-        reach: function that reconnects.
-        every: seconds between two requests.
-    """
+    """Show a run until a key ends it; ``reach`` reconnects, ``every`` is in seconds."""
     rates, view, connected = Rates(), View(), _Connected(observer)
     overview: Overview | None = None
     with keyboard() as wait, Live(console=console, screen=True, auto_refresh=False) as live:

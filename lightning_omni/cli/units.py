@@ -25,12 +25,9 @@ def rate_of(name: str, given: Quantity) -> float:
     """Return bytes per second.
 
     Args:
-        name: name of the option, as the user wrote it; errors begin with it.
+        name: the option, with which errors begin.
         given: bytes per second, or a number with ``bit``, ``bit/s``, ``bps``, ``B`` or ``B/s`` and k, M, G or T before
             it (powers of 1000; Ki, Mi, Gi and Ti are those of 1024).
-
-    Raises:
-        ConfigurationError: the value is no rate, or not above 0.
 
     Example:
         >>> rate_of("--bandwidth", "1Gbit"), rate_of("--bandwidth", "1.5 MB/s"), rate_of("--bandwidth", 2.5e8)
@@ -54,11 +51,8 @@ def bytes_of(name: str, given: Quantity) -> int:
     """Return a number of bytes.
 
     Args:
-        name: name of the option, as the user wrote it; errors begin with it.
+        name: as in `rate_of`.
         given: bytes, or a number with ``B`` and k, M, G or T before it, as in `rate_of`.
-
-    Raises:
-        ConfigurationError: the value is no number of bytes, or not above 0.
 
     Example:
         >>> bytes_of("--model-size", "50MB"), bytes_of("--model-size", 4e6)
@@ -76,11 +70,8 @@ def seconds_of(name: str, given: Quantity) -> float:
     """Return seconds.
 
     Args:
-        name: name of the option, as the user wrote it; errors begin with it.
+        name: as in `rate_of`.
         given: seconds, or a number with ``ns``, ``us``, ``ms``, ``s``, ``min`` or ``h``.
-
-    Raises:
-        ConfigurationError: the value is no time, or negative.
 
     Example:
         >>> seconds_of("--latency", "5ms"), seconds_of("--latency", "2 min"), seconds_of("--latency", 1e-4)
@@ -95,7 +86,6 @@ def seconds_of(name: str, given: Quantity) -> float:
 
 
 def time_of(name: str, given: Quantity) -> float:
-    """Return seconds above 0; see `seconds_of`."""
     seconds = seconds_of(name, given)
     if not seconds:
         raise ConfigurationError(f"{name} {given}: pass a time above 0, as in 30s or 2min")
@@ -103,23 +93,17 @@ def time_of(name: str, given: Quantity) -> float:
 
 
 def flag(name: str) -> str:
-    """Return an option as the user writes it."""
     return "--" + name.replace("_", "-")
 
 
 def check_above_zero(given: Mapping[str, float | None]) -> None:
-    """Raise an error that names the option if a number is not above 0; None is skipped.
-
-    Raises:
-        ConfigurationError: a number is not above 0.
-    """
+    """Raise an error with the option if a number is not above 0; None is skipped."""
     for name, value in given.items():
         if value is not None and not 0 < value < math.inf:
             raise ConfigurationError(f"{flag(name)} {value}: pass a number above 0")
 
 
 def _plain(text: str) -> float:
-    """Return a number without a unit; NaN if the text is none."""
     try:
         return float(text)
     except ValueError:

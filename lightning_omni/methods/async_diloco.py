@@ -33,9 +33,6 @@ from lightning_omni.methods.model.replica import Pulled, Replica
 class _Fragment:
     """The state of delayed Nesterov for one fragment.
 
-    Args:
-        weights: the fragment's weights.
-
     Attributes:
         block: the sum of the arrivals since the last full block.
         momentum: one tensor for each of the weights.
@@ -46,7 +43,7 @@ class _Fragment:
 
 
 class _DelayedNesterov(ServerSide):
-    """A server side that steps by delayed Nesterov at every arrival, with a block and momentum for each fragment."""
+    """A server side that steps by delayed Nesterov, with a block and momentum for each fragment."""
 
     method: AsyncDiLoCo
 
@@ -79,7 +76,7 @@ class _DelayedNesterov(ServerSide):
                 velocity.add_(change)
 
     def _local_steps(self, push: Push) -> int:
-        """Return the steps that the group is to make (DyLU) between two exchanges of the same fragment."""
+        """Return the steps that the group is to make (DyLU) until it exchanges the same fragment."""
         method = self.method
         if push.note > 0:
             self._step_times[push.group] = push.note
@@ -192,7 +189,7 @@ class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
         return max(1, int(memory.get("period", self.period)) // self.fragments - int(memory.get("steps", 0)))
 
     def group_side(self, replica: Replica) -> GroupSide:
-        """Make the number of local steps that the server has set, push the change, and load the outer weights.
+        """Make the server's number of local steps, push the change, and load the outer weights.
 
         With fragments, the steps are divided among them, and each exchange is that of the next fragment.
         """
@@ -215,7 +212,7 @@ class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
                 memory["period"] = int(pulled.note)
 
     def _exchange_fragment(self, replica: Replica, outer: Sequence[Tensor], step_time: float) -> GroupSide:
-        """Push the change of the next fragment since it was last read, and overwrite the fragment with the answer."""
+        """Push the change of the next fragment, and overwrite it with the answer."""
         memory, of = replica.memory, self.fragments
         number = memory.get("next", 0)
         read_at = memory.setdefault("read_at", [replica.clock] * of)

@@ -11,7 +11,7 @@ from lightning_omni.methods.contract import Method, Push, Reply, ServerSide
 
 
 class _ApplyAtOnce(ServerSide):
-    """A server side that makes one update for each push, and answers once the group is not too far ahead."""
+    """A server side that updates for each push, and answers once the group is not too far ahead."""
 
     method: AsyncSGD
 

@@ -2,12 +2,12 @@
 
 The *group side* is a generator that reads as the paper's pseudo-code of a worker. It yields requests (the next
 gradient, an exchange with the server, a peer's weights), and its driver sends it the answers, in real or virtual time.
-Every rank of a group runs the same generator on the same answers.
+Every rank of a group runs it on the same answers.
 
-The *server side* is a plain object: it receives a push and returns replies to the groups that now get an answer.
+The *server side* receives a push and returns replies to the groups that now get an answer.
 
-Rule 1: both sides keep all their state in `Replica.memory` and `ServerSide.state`, so that checkpoints, copies and
-simulation need no further code; a driver may discard a generator and start a new one whenever it requests a gradient.
+Rule 1: both sides keep all their state in `Replica.memory` and `ServerSide.state`; a driver may discard a generator and
+start a new one whenever it requests a gradient.
 Rule 2: only the server side counts staleness, when a push arrives, against `Master.clock`.
 Rule 3: time is an event like any other. A server side reads it from `ServerSide.now` and requests a time in
 `ServerSide.due`; its driver, in real or virtual time, calls `ServerSide.expire` then.
@@ -58,13 +58,13 @@ class Total:
         self._counts: list[int] = []
 
     def reach(self, parameters: int) -> None:
-        """Extend the total to this number of parameters; earlier pushes did not have the new ones."""
+        """Extend the total to this number of parameters, absent from earlier pushes."""
         missing = parameters - len(self._sum)
         self._sum.extend([None] * missing)
         self._counts.extend([0] * missing)
 
     def add(self, tensors: Sequence[Tensor | None], weight: float = 1.0) -> None:
-        """Add ``weight * tensors``, of one push, to the sum; tensors that it keeps are copied."""
+        """Add ``weight * tensors`` of one push; tensors that it keeps are copied."""
         self.reach(len(tensors))
         for index, tensor in enumerate(tensors):
             if tensor is None:
@@ -87,14 +87,13 @@ class Total:
         return self._sum
 
     def means(self) -> list[Tensor | None]:
-        """Return the mean of each tensor over the pushes that had it, all of weight 1; in place, like `scaled`."""
+        """Return each tensor's mean over the pushes that had it, of weight 1; in place, like `scaled`."""
         for tensor, count in zip(self._sum, self._counts, strict=True):
             if tensor is not None and count > 1:
                 tensor.mul_(1 / count)
         return self._sum
 
     def take(self, factor: float = 1.0) -> list[Tensor | None]:
-        """Return the sum times a factor, and clear the total."""
         scaled = self.scaled(factor)
         self.clear()
         return scaled
@@ -519,12 +518,10 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
 
 
 def check_period(period: int) -> None:
-    """Raise `ConfigurationError` unless ``period`` is 1 or more."""
     check_whole("period", period, "the local steps between two exchanges, 1 or more", 1)
 
 
 def check_fragments(fragments: int, period: int) -> None:
-    """Raise `ConfigurationError` unless this number of fragments divides the period."""
     check_whole("fragments", fragments, "the parts that parameters are exchanged in, 1 or more", 1)
     if period % fragments:
         raise ConfigurationError(

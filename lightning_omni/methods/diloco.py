@@ -16,8 +16,6 @@ from lightning_omni.methods.overlap import PacedBarrier, Streaming
 
 
 class _OuterStep(PacedBarrier):
-    """A barrier that makes one outer step when all working groups have pushed."""
-
     method: DiLoCo
 
     def setup(self) -> None:
@@ -128,11 +126,10 @@ class DiLoCo(Streaming, frozen=True, kw_only=True, tag="diloco"):
 
 
 def outer_sgd(parameters: Sequence[Parameter], lr: float, momentum: float) -> torch.optim.SGD:
-    """Return the outer optimizer; ``parameters`` may be empty, because a server's share may lack some fragments."""
+    """Return the outer optimizer; a server's share may lack some fragments, so ``parameters`` may be empty."""
     return torch.optim.SGD([{"params": list(parameters)}], lr=lr, momentum=momentum, nesterov=momentum > 0)
 
 
 def check_outer(outer_lr: float, outer_momentum: float) -> None:
-    """Raise `ConfigurationError` unless these are hyperparameters of an outer optimizer."""
     check_number("outer_lr", outer_lr, "a number above 0; 0.7 is usual", above=0, below=float("inf"))
     check_number("outer_momentum", outer_momentum, "0 <= outer_momentum < 1; 0.9 is usual", 0, below=1)

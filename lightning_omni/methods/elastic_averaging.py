@@ -22,7 +22,7 @@ _BETA = 0.9
 
 
 class _Centre(ServerSide):
-    """A server side that moves the centre at every push, and answers with the move."""
+    """A server side that moves the centre at every push."""
 
     method: ElasticAveraging
 

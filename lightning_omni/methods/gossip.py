@@ -29,7 +29,7 @@ from lightning_omni.methods.model.replica import Replica, all_finite, minus
 
 
 class _Bystander(ServerSide):
-    """A server side that rejects every push; gossip uses the server for synchronization points only."""
+    """A server side that rejects pushes; gossip uses the server for synchronization points only."""
 
     def receive(self, push: Push) -> list[Reply]:
         raise ProtocolError("with gossip no group pushes to the server")

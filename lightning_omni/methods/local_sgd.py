@@ -10,8 +10,6 @@ from lightning_omni.methods.overlap import PacedBarrier, Streaming
 
 
 class _Mean(PacedBarrier):
-    """A barrier that averages when all working groups have pushed."""
-
     def merge(self, total: Total, last: Push) -> None:
         self.master.overwrite(total.means(), last.fragment)  # a group may lack parameters that were added mid-run
 

@@ -38,11 +38,7 @@ def overlapped(replica: Replica) -> GroupSide:
 
     .. math:: w_{t+1} = \mathrm{answer}(t - 1), \qquad \mathrm{push}(t) = g(w_t)
 
-    The answer is loaded once that gradient is computed, before it is pushed, so each gradient is one step of its group
-    older than without overlap.
-
-    Args:
-        replica: the group's replica.
+    The answer is loaded before that gradient is pushed, so each gradient is one step older than without overlap.
 
     References:
         Gupta, Zhang, Wang 2016, arXiv:1509.04210 (Rudra-adv*: pushes and pulls beside the computation); Ren et al.
@@ -65,7 +61,7 @@ STEADY = 16
 
 
 class PacedBarrier(Barrier):
-    """A barrier whose slower groups make fewer local steps, so that no group has to wait for them."""
+    """A barrier whose slower groups make fewer local steps."""
 
     method: Streaming
 
@@ -87,7 +83,7 @@ class PacedBarrier(Barrier):
         return [msgspec.structs.replace(each, note=float(self._local_steps(each.group))) for each in replies]
 
     def _local_steps(self, group: int) -> int:
-        """Return the steps that a group is to make until its next exchange; all of them while its speed is unknown."""
+        """Return a group's steps until its next exchange; all while its speed is unknown."""
         every = self.method.push_period
         means = {number: mean for number, (mean, _) in self._step_times.items() if number in self.groups}
         return max(1, round(every * min(means.values()) / means[group])) if group in means else every

@@ -13,7 +13,7 @@ from lightning_omni.methods.contract import Barrier, Method, Push, Reply, Server
 
 
 class _MeanGradient(Barrier):
-    """A barrier that steps the user's optimizer with the mean gradient."""
+    """A barrier that steps with the mean gradient."""
 
     def merge(self, total: Total, last: Push) -> None:
         self.master.update(total.scaled(1 / total.count), last.hyperparameters)
@@ -49,8 +49,6 @@ class HardSync(Method, frozen=True, kw_only=True, tag="hardsync"):
 
 
 class _EveryC(ServerSide):
-    """A server side that makes one update for every c pushes."""
-
     method: SoftSync
 
     def setup(self) -> None:

@@ -106,7 +106,7 @@ class RayOmniStrategy(OmniStrategy):
 
     @override
     def _ranks_per_node(self) -> list[int]:
-        """Return the number of ranks on each node; Ray numbers ranks node by node. All ranks call it."""
+        """Return the ranks on each node; Ray numbers node by node. All ranks call it."""
         own = torch.tensor([self.node_rank], device=self.root_device)
         nodes = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(nodes, own)

@@ -1,7 +1,6 @@
 """Workers of Ray Train that are each a compute group of a run, with a parameter server beside Ray's controller.
 
-Ray calls such workers replica groups, and has made them for torchft: each has a process group of its own, and Ray
-replaces one that fails, while the others continue.
+Ray calls them replica groups: each has a process group of its own, and Ray replaces one that fails.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from lightning_omni.transport.zeromq.keys import ENVIRONMENT, KEY_BYTES
 
 
 class ElasticTorchConfig(TorchConfig):  # type: ignore[misc, unused-ignore]
-    """The torch_config of workers that Ray replaces one by one; `lightning_omni.ray.elastic_torch_config` makes it."""
+    """The torch_config that `lightning_omni.ray.elastic_torch_config` makes."""
 
     @property
     def backend_cls(self) -> type:
@@ -32,7 +31,7 @@ class ElasticTorchConfig(TorchConfig):  # type: ignore[misc, unused-ignore]
 
 
 class ElasticBackend(TorchConfig().backend_cls):  # type: ignore[misc]
-    """The setup of workers that are each a compute group; Ray has one object of it in its controller's process."""
+    """The setup of workers that are each a compute group, in Ray's controller."""
 
     has_replica_groups = True
 
@@ -41,7 +40,7 @@ class ElasticBackend(TorchConfig().backend_cls):  # type: ignore[misc]
         self._server: Any = None
 
     def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
-        """Make a process group in each worker, and set the server's address, for all workers or for a new one."""
+        """Make a process group in each worker, and set the server's address, for all or a new one."""
         if self._server is None:
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
             self._server = ray.remote(num_cpus=0)(ServerActor).options(scheduling_strategy=here).remote()
@@ -54,7 +53,7 @@ class ElasticBackend(TorchConfig().backend_cls):  # type: ignore[misc]
 
 
 class ServerActor:
-    """The process of ``lightning-omni serve`` for one run, which ends with this actor; its log is that of the actor."""
+    """The process of ``lightning-omni serve`` for one run, which ends with this actor and writes to its log."""
 
     def __init__(self) -> None:
         key = secrets.token_hex(KEY_BYTES)
@@ -71,7 +70,6 @@ class ServerActor:
         threading.Thread(target=self._log, daemon=True).start()
 
     def variables(self) -> dict[str, str]:
-        """Return the environment variables with which a worker joins the run."""
         return self._variables
 
     def _log(self) -> None:

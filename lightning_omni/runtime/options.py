@@ -128,7 +128,11 @@ class Server:
         return f"Server(count={self.count!r})"
 
     def resolved_transport(self) -> Transport:
-        """Return the transport as a value."""
+        """Return the transport as a value.
+
+        Raises:
+            ConfigurationError: the server cannot import it, or ``encryption`` is given beside it.
+        """
         if self.transport is None:
             return ZeroMQ(encryption=self.encryption)
         wanted = "a value, as lightning_omni.transport.zeromq.ZeroMQ(), or None"

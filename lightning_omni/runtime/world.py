@@ -433,7 +433,11 @@ class World(ParallelState):
     # --- Phases ------------------------------------------------------------------------------------------------------
 
     def enter_compute(self) -> None:
-        """Begin to train each group separately, at the start of an epoch or after a validation inside it."""
+        """Begin to train each group separately, at the start of an epoch or after a validation inside it.
+
+        Raises:
+            ConfigurationError: several groups train only inside ``with world.training():``.
+        """
         if self.executor.exchanges and not self.is_begun:
             raise ConfigurationError(
                 "world.enter_compute() outside `with world.training():`, which calls it when it begins; call it there,"

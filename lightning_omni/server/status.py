@@ -320,7 +320,16 @@ class RunObservation(Service):
             log=tuple(m.LogEntry(now - each.at, each.kind, each.text) for each in self.run_events),
             over=self._over(),
             saved=now - self._saved[1] if self._saved[0] else -1.0,
+            metrics=self._metrics(),
         )
+
+    def _metrics(self) -> dict[str, float]:
+        reported: dict[str, list[float]] = {}
+        for rank in self._roster.live:
+            member = self._roster.members.get(rank)
+            for name, value in member.timings.metrics.items() if member is not None else ():
+                reported.setdefault(name, []).append(value)
+        return {name: _mean(values) for name, values in reported.items()}
 
     def _group(self, status: m.GroupStatus, now: float) -> m.GroupOverview:
         members = [self._roster.members[rank] for rank in status.ranks if rank in self._roster.members]

@@ -1,18 +1,17 @@
 """`OmniStrategy` for both of Lightning's namespaces, ``lightning.pytorch`` and ``pytorch_lightning``.
 
 `lightning_omni.OmniStrategy` is one class (see ``both_namespaces.py``), whatever the order of imports. It has no base
-class of Lightning's until a namespace is imported; then it and its subclasses get that namespace's base class. If no
-namespace is imported when an object is made, the installed one is imported, or ``lightning.pytorch`` if both are
-installed.
+class of Lightning's until a namespace is imported; then it and its subclasses get that namespace's base class. If none
+is imported when an object is made, the installed one is, or ``lightning.pytorch`` if both are installed.
 
 If both namespaces are imported, an object is made for the one that was imported first. When a Trainer of the other
 namespace gives it an accelerator, the object switches to a class with the other base class (see ``namespaces.py``).
 Callbacks hold no state of Lightning's, so their class gets the base classes of both namespaces.
 ``pytorch_lightning.py`` and ``lightning.py`` define the same classes, each for one namespace.
 
-Lightning does not discover strategies by itself. Therefore this package registers the name "omni" when both it and a
-namespace are imported, in any order. This package never imports Lightning before an object is made: the import takes
-seconds, and neither the parameter server's process nor loops without Lightning need it.
+Lightning does not discover strategies by itself, so this package registers the name "omni" when both it and a namespace
+are imported, in any order. It never imports Lightning before an object is made: the import takes seconds, and neither
+the parameter server's process nor loops without Lightning need it.
 """
 
 from __future__ import annotations
@@ -37,12 +36,9 @@ _rooms: list[str] = []
 
 
 def follow(room: str) -> None:
-    """Import a subpackage's module for each namespace that is imported, now or later.
+    """Import a subpackage's module, such as ``"strategy"``, for each namespace that is imported, now or later.
 
     The modules register the package's classes with Lightning.
-
-    Args:
-        room: name of the subpackage, such as ``"strategy"``.
     """
     if room not in _rooms:
         _rooms.append(room)
@@ -54,19 +50,11 @@ def follow(room: str) -> None:
 
 
 def module_in(room: str, namespace: str) -> Any:
-    """Import and return our module for a namespace."""
     return importlib.import_module(f"lightning_omni.{room}.{namespace.replace('lightning.pytorch', 'lightning')}")
 
 
 def import_installed(name: str) -> None:
-    """Import an installed namespace; the caller has found that none is imported.
-
-    Args:
-        name: name of the class that needs one, for the error message.
-
-    Raises:
-        ImportError: Lightning is not installed.
-    """
+    """Import an installed namespace, if none is imported, for the class of this ``name``."""
     for namespace in reversed(NAMESPACES):
         if importlib.util.find_spec(namespace.partition(".")[0]) is not None:
             importlib.import_module(namespace)
@@ -77,7 +65,7 @@ def import_installed(name: str) -> None:
 
 
 class _FollowImports(importlib.abc.MetaPathFinder):
-    """An import hook that finds Lightning through the other finders and imports our modules after it."""
+    """An import hook that imports our modules after Lightning, which other finders find."""
 
     @override
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:

@@ -1,7 +1,6 @@
 """The options of OmniStrategy: constructor arguments, environment variables and names in Lightning's registry.
 
-Messages about unknown arguments and wrong kinds name them as the user wrote them, and the remedy. The environment and
-the registry serve users who can pass only a strategy's name; arguments of OmniStrategy override the environment.
+The environment and the registry serve users who can pass only a strategy's name; arguments override the environment.
 """
 
 from __future__ import annotations
@@ -63,9 +62,6 @@ def refuse_unknown(
 
     ``known`` are names of its own arguments, ``others`` those that it passes on, by the class that takes them, and
     ``within`` are values that it takes, by the names of their arguments.
-
-    Raises:
-        UnknownArgument: an argument is unknown; the message has the most similar name.
     """
     own = list(known)
     names = [*own, *chain.from_iterable(others.values())]
@@ -80,7 +76,7 @@ def refuse_unknown(
 
 
 def refuses_unknown(init: _Init) -> _Init:
-    """Decorate a constructor so that it rejects unknown keyword arguments and suggests the most similar name."""
+    """Decorate a constructor so that it rejects unknown keyword arguments."""
     known = [name for name in inspect.signature(init).parameters if name != "self"]
 
     @functools.wraps(init)
@@ -96,10 +92,6 @@ def refuse_unknown_of_ddp(strategy: Any, own: type, given: Mapping[str, Any]) ->
 
     DDPStrategy passes unknown arguments on to DistributedDataParallel, which is constructed much later, on every rank.
     ``own`` is the class whose constructor has collected ``given``.
-
-    Raises:
-        UnknownArgument: an argument is unknown; the message has the most similar name.
-        ConfigurationError: Lightning itself passes this argument.
     """
     order = type(strategy).__mro__
     base = next(each for each in order[order.index(own) + 1 :] if "__init__" in vars(each))
@@ -114,11 +106,7 @@ def refuse_unknown_of_ddp(strategy: Any, own: type, given: Mapping[str, Any]) ->
 
 
 def split_model_parallel(given: object) -> tuple[Sharding, dict[str, Any]]:
-    """Return how the members of a group hold the model, and the other arguments of a ModelParallelStrategy, by name.
-
-    Raises:
-        ConfigurationError: ``given`` is no valid value of ``model_parallel=``.
-    """
+    """Return how the members of a group hold the model, and the other arguments of a ModelParallelStrategy, by name."""
     theirs = model_parallel_options(given)
     if theirs is not None:
         names = ("data_parallel_size", "tensor_parallel_size", "save_distributed_checkpoint")
@@ -133,11 +121,7 @@ def split_model_parallel(given: object) -> tuple[Sharding, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class FitOptions:
-    """The arguments of OmniStrategy that are not in `WorldOptions`, under the same names.
-
-    Raises:
-        ConfigurationError: an argument is of the wrong kind; the message names it.
-    """
+    """The arguments of OmniStrategy that are not in `WorldOptions`, under the same names."""
 
     merged: str | None = None
     data: Literal["dynamic", "static"] = "dynamic"
@@ -150,11 +134,7 @@ class FitOptions:
         check_choice("validation", self.validation, ("wait", "published"))
 
     def check(self, world: WorldOptions, ddp: Mapping[str, Any]) -> None:
-        """Reject arguments that exclude each other, or arguments of the same strategy's world and of DDPStrategy.
-
-        Raises:
-            ConfigurationError: two arguments exclude each other; the message names both.
-        """
+        """Reject arguments that exclude each other."""
         all_reduce = world.compression.all_reduce
         if all_reduce != "fp32" and ddp.get("ddp_comm_hook") is not None:
             raise ConfigurationError(
@@ -173,7 +153,7 @@ class FitOptions:
             self._check_sharded(world.model_parallel, ddp)
 
     def _check_sharded(self, sharding: Sharding, ddp: Mapping[str, Any]) -> None:
-        """Reject arguments of DistributedDataParallel where the members of a group hold the model together."""
+        """Reject arguments of DistributedDataParallel for a sharded model."""
         own = {"timeout", "process_group_backend", "start_method", "accelerator", "parallel_devices"}
         own |= {"cluster_environment", "checkpoint_io", "precision_plugin"}
         defaults = inspect.signature(DistributedDataParallel).parameters  # LightningCLI passes all of them
@@ -187,7 +167,6 @@ class FitOptions:
 
 
 def _parameters(kind: type) -> list[str]:
-    """Return the names of all arguments that a constructor takes by name."""
     collected = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = inspect.signature(kind.__init__).parameters.values()  # type: ignore[misc]
     return [each.name for each in parameters if each.kind not in collected and each.name != "self"]
@@ -197,25 +176,18 @@ def _parameters(kind: type) -> list[str]:
 
 
 def register_names(registry: Any, strategy: type) -> None:
-    """Register a namespace's strategy under all names."""
     for name, (description, options) in _NAMES.items():
         registry.register(name, strategy, description=description, override=True, **options)
 
 
 class RequestedOptions:
-    """The options that the user requested, by arguments or else by environment variables.
+    """The user's options, by arguments or else by environment variables.
 
     Args:
-        groups: as passed to OmniStrategy.
-        method: as passed.
-        data: as passed.
         server: as passed. The environment names a server if this one has no address.
         elastic: as passed; ``join=None`` joins the run of a server that the environment names.
 
     Attributes:
-        groups: number of groups, or None.
-        method: a method or its name.
-        data: ``"dynamic"`` or ``"static"``.
         server: the server.
         elastic: how groups join, with ``join`` as it is used.
 

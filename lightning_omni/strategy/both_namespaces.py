@@ -22,7 +22,7 @@ TESTED = {
 
 
 def warn_about_untested() -> None:
-    """Warn on rank 0 of each node about each installed package whose release is outside the tested range."""
+    """Warn on rank 0 of each node about installed packages outside the tested range."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
     for package, (oldest, newest) in TESTED.items():
@@ -46,12 +46,12 @@ def warn_about_untested() -> None:
 warn_about_untested()
 
 
-class OmniStrategy(OmniStrategyHooks, metaclass=ABCMeta):  # noqa: D101
+class OmniStrategy(OmniStrategyHooks, metaclass=ABCMeta):
     __doc__ = OmniStrategyHooks.__doc__
 
 
 def take_base(base: type, twin: type) -> None:
-    """Derive the class and its subclasses from the base class of an imported namespace, if that is the first one.
+    """Derive the class and its subclasses from the base class of the first imported namespace.
 
     ``twin``, OmniStrategy of that namespace alone, becomes a virtual subclass.
     """

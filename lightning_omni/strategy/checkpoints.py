@@ -1,4 +1,4 @@
-"""Checkpoints while several groups train: the strategy's hooks, the contents, and the state of a resumed run.
+"""Checkpoints while several groups train: hooks, contents, and the state of a resumed run.
 
 Lightning's own entries are those of plain DDP, with the server's weights and optimizer state. All further state is in
 one more entry, ``"omni"``: see `lightning_omni.runtime.state.checkpoint`.
@@ -67,9 +67,6 @@ else:
 class Checkpoints:
     """The checkpoints of one strategy. Several calls make one checkpoint, which is consistent.
 
-    Args:
-        info: logs a message for the user, on rank 0.
-
     Attributes:
         resumed: the run's entry in the checkpoint that was loaded last.
         folder: that checkpoint, if it is a folder.
@@ -99,8 +96,8 @@ class Checkpoints:
         """Return the module's state, with the weights that the method evaluates instead of this group's own.
 
         At a synchronization point every rank participates, and the states that only groups hold are collected. At other
-        times the recorder saves its own state and the server's: the module holds the server's weights while its
-        ``state_dict`` is called.
+        times the recorder saves its own state and the server's: the module holds the server's weights while ``read`` is
+        called.
 
         Args:
             world: this rank's world.
@@ -139,7 +136,7 @@ class Checkpoints:
         return state
 
     def _complete_groups(self, snapshot: ServerSnapshot, groups: Collection[int]) -> ServerSnapshot:
-        """Return the snapshot, without all groups' states if one group's is missing: they are restored in order."""
+        """Return the snapshot, without all groups' states if one is missing: they are restored in order."""
         missing = [str(group) for group in groups if group not in snapshot.groups]
         if not missing:
             return snapshot
@@ -153,8 +150,7 @@ class Checkpoints:
     def state_of(self, world: World, optimizer: Optimizer, own: dict[str, Any]) -> dict[str, Any]:
         """Return the optimizer state that belongs to the saved weights, from the server if the optimizer steps there.
 
-        The hyperparameters are those of this rank. (The server's are those of the last push, one scheduler step
-        behind.)
+        The hyperparameters are this rank's: the server's are one scheduler step behind.
         """
         if world.steps_at_worker:
             return own
@@ -169,7 +165,7 @@ class Checkpoints:
         epochs: EpochDriver,
         tensors: dict[str, Any] | None = None,
     ) -> None:
-        """Add the state of server and groups that Lightning does not have to a checkpoint, in place.
+        """Add the state of server and groups to a checkpoint, in place.
 
         If each member saves its shards, the added tensors go to ``tensors``.
         """
@@ -211,10 +207,7 @@ class Checkpoints:
         path: Path,
         epochs: EpochDriver,
     ) -> None:
-        """Save a checkpoint of which each member of the recorder's group writes its shards; they all call it.
-
-        The checkpoint is changed in place.
-        """
+        """Save a checkpoint, changed in place, of which each member of the recorder's group writes its shards."""
         tensors: dict[str, Any] = {}
         self.complete(world, checkpoint, epochs, tensors)
         names = names_of(module)
@@ -228,7 +221,7 @@ class Checkpoints:
     # --- Resuming ----------------------------------------------------------------------------------------------------
 
     def read(self, checkpoint: Mapping[str, Any]) -> None:
-        """Read the run's entry of a loaded checkpoint, of this strategy or of any other."""
+        """Read the run's entry of a checkpoint of any strategy."""
         self.resumed = replace(
             RunCheckpoint.from_plain(checkpoint.get(ENTRY, {})) or RunCheckpoint(), folder=self.folder
         )
@@ -247,7 +240,7 @@ class Checkpoints:
     def optimizer_states(
         self, checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer], module: Module
     ) -> list[dict[str, Any]]:
-        """Return the states for the Trainer's optimizers to load. All ranks call it."""
+        """Return the states for the Trainer's optimizers. All ranks call it."""
         if self.folder is None:
             return list(checkpoint["optimizer_states"])
         names = names_of(module)
@@ -256,10 +249,7 @@ class Checkpoints:
 
 
 def _count_as_ddp(checkpoint: dict[str, Any], progress: Progress | None) -> None:
-    """Set the loops of a checkpoint, in place, so that DDP trains as many more batches as all groups have left.
-
-    The loops have counted the batches of one group.
-    """
+    """Set the loops of a checkpoint, counted by one group, so that DDP trains what all groups have left."""
     if progress is None or "loops" not in checkpoint:
         return
     batches = max(1, progress.samples // progress.reference.samples) * progress.reference.window
@@ -275,7 +265,6 @@ def _without_tensors(world: World, trees: Sequence[Any], tensors: dict[str, Any]
 
 
 def _evaluated(world: World, module: Module, snapshot: ServerSnapshot) -> dict[Tensor, Tensor]:
-    """Return the server's weights by the parameter of the module."""
     mine = {name: parameter for parameter, name in names_of(module).items()}
     return {
         own: value
@@ -287,9 +276,9 @@ def _evaluated(world: World, module: Module, snapshot: ServerSnapshot) -> dict[T
 
 
 def _read_holding(values: Mapping[Tensor, Tensor], read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return a module's state while its tensors hold other values temporarily; values of another shape are left out.
+    """Return a module's state while its tensors hold ``values``, except those of another shape.
 
-    Parts of the state in the memory of these tensors are copied: shards on their device, others to the CPU.
+    State in the memory of these tensors is copied: shards on their device, others to the CPU.
     """
     # torch does not count writes to ``.data``, so that they are not taken for edits by the user.
     pairs = [(local_of(own).data, local_of(value)) for own, value in values.items() if own.shape == value.shape]
@@ -314,7 +303,6 @@ def _read_holding(values: Mapping[Tensor, Tensor], read: Callable[[], dict[str, 
 
 
 def _address_of(tensor: Tensor) -> int:
-    """Return the address of a tensor's memory; 0 if it has none."""
     try:
         return local_of(tensor).untyped_storage().data_ptr()
     except RuntimeError:  # its class has no memory of its own
@@ -322,19 +310,15 @@ def _address_of(tensor: Tensor) -> int:
 
 
 class WholeFileHooks(_Base):
-    """A Lightning checkpoint plugin that writes a local file next to the old one, and then renames it.
+    """A Lightning checkpoint plugin that writes a local file next to the old one, then renames it.
 
-    Lightning's own plugin moves a temporary file from elsewhere. A move between two file systems is a copy, and if the
-    disk is full, a truncated file replaces the old one.
+    Lightning's own moves a temporary file from elsewhere. Between file systems that is a copy, which on a full disk
+    replaces the old file by a truncated one.
     """
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Save a checkpoint.
-
-        Raises:
-            OSError: the file could not be written; an older file of that name is unchanged.
-        """
+        """Save a checkpoint; if that fails, an older file of that name is unchanged."""
         if storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -342,11 +326,7 @@ class WholeFileHooks(_Base):
 
 
 def write_whole(checkpoint: dict[str, Any], path: str | Path) -> None:
-    """Write a checkpoint, and the folder of its path if that does not exist.
-
-    Raises:
-        OSError: the file could not be written; an older file of that name is unchanged.
-    """
+    """Write a checkpoint, and the folder of its path; if that fails, an older file of that name is unchanged."""
     final = Path(path).expanduser()
     final.parent.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()  # the errors of torch's own writes have no cause
@@ -368,7 +348,7 @@ def write_whole(checkpoint: dict[str, Any], path: str | Path) -> None:
 def end_whole_epoch(loops: Mapping[str, Any], batches: int) -> None:
     """Set the batch count after an epoch's last batch to that of DDP; changed in place.
 
-    A group trains another number of batches, from which Lightning would not recognize that the epoch is over.
+    From a group's number of batches Lightning would not recognize that the epoch is over.
     """
     progress = loops["fit_loop"]["epoch_loop.batch_progress"]
     if progress["is_last_batch"]:
@@ -376,21 +356,20 @@ def end_whole_epoch(loops: Mapping[str, Any], batches: int) -> None:
 
 
 def cut_short(loops: Mapping[str, Any], batches: int) -> None:
-    """Mark an epoch that max_steps has ended early as incomplete after ``batches`` of DDP; changed in place.
+    """Mark an epoch that max_steps has ended as incomplete after ``batches`` of DDP; changed in place.
 
-    Otherwise Lightning would treat the epoch as complete, and a resumed run with more steps would begin the next one.
+    Otherwise a resumed run with more steps would begin the next one.
     """
     loops["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
     go_on_after(loops, batches)
 
 
 def batches_in(loops: Mapping[str, Any]) -> int:
-    """Return the batches of the current epoch that the loops of a checkpoint have counted."""
     return int(loops["fit_loop"]["epoch_loop.batch_progress"]["current"]["ready"])
 
 
 def go_on_after(loops: Mapping[str, Any], batches: int) -> None:
-    """Set the batch count of the loops inside an epoch, after which DDP resumes; changed in place."""
+    """Set the batch count inside an epoch, after which DDP resumes; changed in place."""
     progress = loops["fit_loop"]["epoch_loop.batch_progress"]
     if not progress["is_last_batch"]:
         _count(progress["current"], batches)
@@ -409,14 +388,8 @@ SAVING = 10.0
 class CheckpointHooks:
     """What the strategy's hooks for checkpoints do beside those of DDPStrategy.
 
-    Args:
-        parts: the parts of the strategy.
-        run_states: the state of the run for groups that join.
-        failures: the errors with which fits end.
-
     Attributes:
-        contents: the contents of checkpoints, for saving and after loading.
-        is_writing: whether this rank is writing a checkpoint, which includes no wait for others.
+        is_writing: whether this rank is writing a checkpoint, without waiting for others.
     """
 
     def __init__(self, parts: SharedParts, run_states: RunStates, failures: Failures) -> None:
@@ -427,18 +400,18 @@ class CheckpointHooks:
 
     @property
     def saves_folders(self) -> bool:
-        """Return whether each member of a group writes its shards of a checkpoint to a folder."""
+        """Return whether each member of a group writes its shards to a folder."""
         return self._sharding is not None and self._sharding.distributed_checkpoint
 
     @property
     def given_folders(self) -> str:
-        """Return the argument that makes `saves_folders` true as a user writes it, for messages."""
+        """Return the argument that makes `saves_folders` true, for messages."""
         if isinstance(self._sharding, FSDP):
             return "FSDP(distributed_checkpoint=True)"
         return "ModelParallelStrategy(save_distributed_checkpoint=True)"
 
     def check_plugin(self) -> None:
-        """Raise `UnsupportedError` for a CheckpointIO of the user's where each rank writes its share by itself."""
+        """Reject a CheckpointIO of the user's where each rank writes its share by itself."""
         plugin = type(self._parts.strategy.checkpoint_io)
         if self.saves_folders and plugin is not self._parts.namespace.plain_checkpoint_io:
             raise UnsupportedError(
@@ -448,7 +421,7 @@ class CheckpointHooks:
 
     @property
     def _is_asynchronous(self) -> bool:
-        """Return whether several groups train, so that no rank has everything that belongs in a checkpoint."""
+        """Return whether several groups train, so that no rank has the whole state."""
         world = self._parts.current_world
         return world is not None and world.executor.control is not None
 
@@ -460,9 +433,6 @@ class CheckpointHooks:
         At a synchronization point every rank participates: see `Checkpoints.collect`. At other times rank 0 saves its
         own state and the server's; if the method evaluates the mean of all groups' weights, such a checkpoint has those
         of rank 0's group.
-
-        Args:
-            read: returns the state of this rank's module.
         """
         parts = self._parts
         if self._run_states.is_described:
@@ -481,7 +451,7 @@ class CheckpointHooks:
         )
 
     def _check_failed_alike(self) -> None:
-        """Raise `RankLost` if this rank has failed and the ranks that share the model with it have not failed alike."""
+        """Raise `RankLost` if this rank has failed, but not alike with those that share the model with it."""
         parts = self._parts
         world = parts.current_world
         if self._failures.at is None or self._sharding is None or world is None:
@@ -497,19 +467,14 @@ class CheckpointHooks:
             )
 
     def _put_together(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the whole state on the recorder, gathered from the members of its group that hold parts of it."""
+        """Return the whole state on the recorder, gathered from the members of its group."""
         if self._sharding is None or self.saves_folders or not self._parts.world.is_with_recorder:
             return state
         together: dict[str, Any] = whole(state, keeps=self._parts.world.is_recorder)
         return together
 
     def optimizer_state(self, optimizer: Optimizer, own: dict[str, Any]) -> dict[str, Any]:
-        """Return the optimizer state to the saved weights, from the server if the optimizer steps there.
-
-        Args:
-            optimizer: the optimizer.
-            own: its state on this rank.
-        """
+        """Return the optimizer state to the saved weights, from the server if the optimizer steps there."""
         if self._run_states.is_described:
             return {"state": {}, "param_groups": own["param_groups"]}
         if self._is_asynchronous:
@@ -519,13 +484,9 @@ class CheckpointHooks:
         return self._put_together(own)
 
     def save(self, write: Callable[[], None], checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
-        """Save a checkpoint with the state of server and groups: clocks, trained samples and the method's own state.
+        """Save a checkpoint, which is changed in place, with the state of server and groups.
 
-        Args:
-            write: writes the checkpoint where it is whole.
-            checkpoint: the checkpoint, which is changed in place.
-            path: where it is saved.
-            storage_options: options of a storage that is no local file.
+        ``write`` is used where the checkpoint is whole.
         """
         parts = self._parts
         if parts.epochs.run.is_whole and "loops" in checkpoint:
@@ -559,14 +520,14 @@ class CheckpointHooks:
     # --- Loading -----------------------------------------------------------------------------------------------------
 
     def weights_to_load(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a checkpoint with this rank's rows of the weights, where the members of a group hold them together."""
+        """Return a checkpoint with this rank's rows of the weights of a sharded model."""
         module = self._parts.pl_module
         if self._sharding is None or not is_sharded(module):
             return checkpoint
         return {**checkpoint, "state_dict": named_rows(checkpoint["state_dict"], tensors_of(module).items())}
 
     def optimizer_states_to_load(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a checkpoint with this rank's rows of the optimizer states, likewise."""
+        """Return a checkpoint with this rank's rows of the optimizer states."""
         optimizers = self._parts.strategy.optimizers
         states = self.contents.optimizer_states(checkpoint, optimizers, self._parts.pl_module)
         if self._sharding is not None:
@@ -574,13 +535,7 @@ class CheckpointHooks:
         return {**checkpoint, "optimizer_states": states}
 
     def load(self, path: Any, read: Callable[[], dict[str, Any]], **options: Any) -> dict[str, Any]:
-        """Read a checkpoint of this strategy, of plain DDP or of ModelParallelStrategy.
-
-        Args:
-            path: a file or a folder.
-            read: reads a file.
-            **options: for ``torch.load``, where it is a folder.
-        """
+        """Read a checkpoint, a file by ``read`` or a folder by ``torch.load`` with ``options``."""
         parts = self._parts
         self.contents.folder = None
         load = partial(self.contents.open_folder, Path(path), parts.pl_module, **options) if is_folder(path) else read

@@ -14,14 +14,8 @@ from lightning_omni.strategy.signals import end_in_one_line
 class Failures:
     """The errors with which fits end on this rank.
 
-    Args:
-        parts: the parts of the strategy.
-        grouping: its groups.
-        rejoining: restarts this group.
-
     Attributes:
-        at: where the fit has failed on this rank, perhaps on no other; then it waits for no other. None while it has
-            not failed.
+        at: where the fit has failed on this rank, perhaps on no other, which it then does not wait for; or None.
     """
 
     def __init__(self, parts: SharedParts, grouping: Grouping, rejoining: Rejoining) -> None:
@@ -29,9 +23,9 @@ class Failures:
         self.at: str | None = None
 
     def note(self, exception: BaseException) -> None:
-        """Note that the fit ends with an error, before callbacks receive it and perhaps save.
+        """Note the error with which the fit ends, before callbacks receive it and perhaps save.
 
-        If a callback raises another error (when it saves, for example), Lightning does not call ``on_exception``.
+        If a callback raises another one, Lightning does not call ``on_exception``.
         """
         if not self._ends_with_all(exception):
             self.at = place_of(exception)
@@ -45,7 +39,7 @@ class Failures:
             end_in_one_line(exception)
 
     def report(self, exception: BaseException) -> None:
-        """Report to the other ranks why this rank has failed, after callbacks have received the error."""
+        """Report this rank's error to the others, after callbacks have received it."""
         parts = self._parts
         if self._ends_with_all(exception):
             parts.reporting.ask(self._parts.world)
@@ -64,7 +58,6 @@ class Failures:
             parts.server_process = None
 
     def _ends_with_all(self, exception: BaseException) -> bool:
-        """Return whether all ranks end together, by SIGTERM."""
         return self._parts.signals.is_stopping and isinstance(exception, SystemExit)
 
     def _rejoin_if_cut_off(self, error: BaseException) -> None:
@@ -82,6 +75,6 @@ class Failures:
         return self._rejoining.arm(error, reason, parts.world_options.elastic.max_rejoins, strategy.world_size)
 
     def start_again(self, error: OmniError) -> None:
-        """Restart this process, which is out of the run, and whose fit is blocked and raises no error."""
+        """Restart this process, which is out of the run and blocked."""
         if self._rejoin(error, error):
             self._rejoining.start_again()

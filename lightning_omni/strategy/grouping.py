@@ -52,13 +52,12 @@ class Grouping:
     """The compute groups of a fit.
 
     Args:
-        parts: the parts of the strategy.
-        ddp_options: DDPStrategy's own arguments, as the user passed them.
-        wrap: wraps the strategy's model into DistributedDataParallel, as DDPStrategy does.
+        ddp_options: as the user passed them.
+        wrap: wraps the model into DistributedDataParallel, as DDPStrategy does.
 
     Attributes:
         ddp_options: as passed.
-        has_had_groups: whether this process has trained in one of several groups, in this fit or an earlier one.
+        has_had_groups: whether this process has trained in one of several groups, in any fit.
     """
 
     def __init__(self, parts: SharedParts, ddp_options: dict[str, Any], wrap: Callable[[], None]) -> None:
@@ -69,11 +68,10 @@ class Grouping:
 
     @property
     def hooks(self) -> OneGroup:
-        """Return what Lightning's hooks do with the current number of groups."""
         return self._several if self._parts.world.executor.exchanges else self._one
 
     def check_whole(self, what: str) -> None:
-        """Raise `UnsupportedError` for a feature, named by ``what``, if each rank holds only a part of the model."""
+        """Reject a feature, named by ``what``, if each rank holds only a part of the model."""
         options = self._parts.world_options
         if options.is_sharded:
             raise UnsupportedError(
@@ -82,7 +80,7 @@ class Grouping:
             )
 
     def check_averages(self) -> None:
-        """Raise `UnsupportedError` for callbacks that average weights, before they copy a module that is sharded."""
+        """Reject callbacks that average weights, before they copy a sharded module."""
         if averages_weights(self._parts.trainer):
             raise UnsupportedError(
                 f"{shown(self._parts.world_options.model_parallel)} and WeightAveraging or"
@@ -91,7 +89,7 @@ class Grouping:
             )
 
     def check_precision(self) -> None:
-        """Raise `UnsupportedError` for a precision that ModelParallelStrategy refuses, too."""
+        """Reject a precision that ModelParallelStrategy refuses, too."""
         if self.loss_scaler is not None:
             raise UnsupportedError(
                 f"{shown(self._parts.world_options.model_parallel)} and precision='16-mixed': the loss scaler of one"
@@ -106,12 +104,12 @@ class Grouping:
 
     @property
     def real_optimizers(self) -> list[Optimizer]:
-        """Return the optimizers that hold parameters, without Lightning's placeholder for no optimizer."""
+        """Return the optimizers without Lightning's placeholder for none."""
         return [optimizer for optimizer in self._parts.strategy.optimizers if optimizer.param_groups]
 
     @property
     def loss_scaler(self) -> torch.amp.GradScaler | None:
-        """Return the loss scaler of precision="16-mixed"; None with any other precision."""
+        """Return the loss scaler of precision="16-mixed"."""
         scaler: torch.amp.GradScaler | None = getattr(self._parts.strategy.precision_plugin, "scaler", None)
         return scaler if scaler is not None and scaler.is_enabled() else None
 
@@ -120,7 +118,7 @@ class Grouping:
         parts.proxies.attach(world, parts.pl_module, self.real_optimizers, parts.merged, parts.trainer)
 
     def wrap(self) -> None:
-        """Wrap the module into a new DDP over the compute group. A group of one rank or a sharded module needs none."""
+        """Wrap the module into a new DDP over the compute group, unless that has one rank or the module is sharded."""
         parts, world, strategy = self._parts, self._parts.world, self._parts.strategy
         module = strategy.model = parts.pl_module
         parts.trainable.remember(module)
@@ -139,14 +137,14 @@ class Grouping:
         world.reduction.install(strategy.model, world.compute_group)
 
     def follow_external_writes(self) -> None:
-        """Register this Trainer's buffers, parameters and optimizers, which the world checks for users' changes."""
+        """Register this Trainer's tensors, which the world checks for users' changes."""
         parts, edits = self._parts, self._parts.world.external_writes
         edits.buffers, edits.others = lambda: buffers_of(parts.pl_module), self._others
         edits.switched = lambda: not parts.proxies.are_of(self.real_optimizers)
         edits.reattach = self._reattach
 
     def _others(self) -> Iterator[BufferSync]:
-        """Yield all parameters, and the averages that WeightAveraging holds."""
+        """Yield all parameters, and the averages of WeightAveraging."""
         reshard(self._parts.world.wrapper.sharded)
         for name, parameter in self._parts.pl_module.named_parameters():
             yield BufferSync(name, parameter, Merge.FIRST)
@@ -154,11 +152,7 @@ class Grouping:
             yield from average_of(model)
 
     def _reattach(self) -> None:
-        """Attach the current optimizers and form the same number of groups again.
-
-        Raises:
-            UnsupportedError: an epoch is under way, or the server cannot run one of them.
-        """
+        """Attach the current optimizers and form the same number of groups again."""
         world, parts = self._parts.world, self._parts
         if parts.epochs.is_open:
             raise UnsupportedError(
@@ -174,7 +168,7 @@ class Grouping:
     # --- Groups -------------------------------------------------------------------------------------------------------
 
     def follow_recorder(self) -> None:
-        """Begin to log and save if this rank has become the recorder, because the group of the former one is gone."""
+        """Begin to log and save if this rank has become the recorder, because the former one's group is gone."""
         parts, world = self._parts, self._parts.world
         if world.registration is not None and world.follow_recorder() and not self._is_told_to_record:
             self._is_told_to_record = self._took_over = True
@@ -184,11 +178,11 @@ class Grouping:
             show_progress_bar(parts.trainer, parts.epochs.is_open)
 
     def joined(self, is_recorder: bool) -> None:
-        """Note that this rank's group has joined a run, and whether this rank logs and saves for it."""
+        """Note that this rank's group has joined a run."""
         self._is_told_to_record, self._took_over = is_recorder, False
 
     def explain_take_over(self, exception: BaseException) -> None:
-        """Log a hint if the user's code fails on a rank that became the recorder, which may be the cause."""
+        """Log a hint if the user's code fails on a rank that became the recorder."""
         if self._took_over and isinstance(exception, Exception) and not isinstance(exception, OmniError):
             _log.error(
                 "OmniStrategy: this rank logs and saves since the group is gone that did: what a callback prepares only"
@@ -197,14 +191,13 @@ class Grouping:
             )
 
     def merge(self) -> None:
-        """Put all ranks into one group."""
         if self._parts.world.executor.exchanges:
             self.form(1)
 
     def form(self, groups: int, speeds: Mapping[int, float] | None = None) -> None:
         """Form groups without the checks of `regroup`.
 
-        ``speeds`` of all live ranks put ranks of similar speed into one group; None uses the order of ranks.
+        ``speeds`` of all live ranks put similar ones into one group; None uses the order of ranks.
         """
         world, parts = self._parts.world, self._parts
         before, spans = world.executor, parts.epochs.before_regroup()
@@ -218,12 +211,11 @@ class Grouping:
         parts.step_times.interrupt()
 
     def share_loss_scale(self) -> None:
-        """Give the members of this rank's group one loss scale, the smallest that any of them has. All members call it.
+        """Give the members of a group their smallest loss scale. All members call it.
 
-        Different groups have infinite gradients at different steps, so their scales differ. In one group
-        DistributedDataParallel averages gradients that are scaled alike, and each rank divides the mean by its own
-        scale: members with different scales would train different models. The steps since the last change of the scale
-        restart at zero, so that it also grows on all members at once.
+        Groups have infinite gradients at different steps, so their scales differ. DistributedDataParallel averages
+        gradients, and each rank divides the mean by its own scale: members with different scales would train different
+        models. The steps since the last change restart at zero, so that the scale also grows on all members at once.
         """
         scaler = self.loss_scaler
         if scaler is None:
@@ -235,7 +227,7 @@ class Grouping:
         scaler.load_state_dict({**scaler.state_dict(), "scale": float(scale), "_growth_tracker": 0})
 
     def set_batch_shares(self, speeds: Sequence[float]) -> None:
-        """Split the batches of this rank's group in proportion to its members' speeds, from here on.
+        """Split the group's batches in proportion to its members' speeds.
 
         All members call it. Batches that a loader has already taken keep their split.
         """
@@ -245,7 +237,7 @@ class Grouping:
         leases.set_batch_shares(apportion(leases.batch_size * len(world.members), speeds), from_number=handed)
 
     def announce(self) -> None:
-        """Log which groups were formed."""
+        """Log the groups that were formed."""
         parts, world = self._parts, self._parts.world
         # Only a tuner has this method.
         is_chosen = any(hasattr(callback, "on_omni_launch") for callback in callbacks_of(parts.trainer))
@@ -290,7 +282,7 @@ class Grouping:
 
 
 class UserGroups(NamedTuple):
-    """The groups, and how they exchange, as the user chose them."""
+    """The groups of the user, and how they exchange."""
 
     topology: Topology
     communication: Communication
@@ -299,30 +291,24 @@ class UserGroups(NamedTuple):
 
 
 class UserGroupsStash:
-    """The stored groups of the user for one strategy.
-
-    Args:
-        parts: the parts of the strategy whose groups are stored.
-        grouping: its groups.
-    """
+    """The stored groups of the user for one strategy."""
 
     def __init__(self, parts: SharedParts, grouping: Grouping) -> None:
         self._parts, self._grouping = parts, grouping
         self._users: UserGroups | None = None
 
     def stash(self) -> None:
-        """Store the user's groups and communication settings before a tuner replaces them, for a later fit."""
+        """Store the user's groups and communication settings before a tuner replaces them."""
         if self._users is None:
             parts, world = self._parts, self._parts.world
             self._users = UserGroups(world.topology, world.communication, parts.balance, parts.merged)
 
     def begin_in_one_group(self) -> None:
-        """Put all ranks into one group, for a fit whose groups are chosen while it trains."""
+        """Put all ranks into one group at the start of a fit that chooses groups later."""
         self.stash()
         self._parts.world.topology = Topology.even(self._parts.world.size, 1)
 
     def form(self) -> None:
-        """Form the groups that the user chose, because the tuner chooses none."""
         if self._users is None:
             return
         groups = len(self._users.topology.alive)
@@ -331,7 +317,7 @@ class UserGroupsStash:
             self._grouping.announce()
 
     def restore(self) -> None:
-        """Restore the user's choice at the setup of a fit; if ranks were lost, only the merged head is restored."""
+        """Restore the user's choice at the setup of a fit; if ranks were lost, only the merged head."""
         parts, world = self._parts, self._parts.world
         users, self._users = self._users, None
         if users is None:
@@ -346,34 +332,29 @@ class UserGroupsStash:
 
 
 class OneGroup:
-    """The behaviour of Lightning's hooks where all ranks are one group; `SeveralGroups` overrides it.
-
-    Args:
-        parts: the parts of the strategy.
-        grouping: the groups.
-    """
+    """The behaviour of Lightning's hooks where all ranks are one group; `SeveralGroups` overrides it."""
 
     def __init__(self, parts: SharedParts, grouping: Grouping) -> None:
         self._parts, self._grouping = parts, grouping
 
     def check(self, trainer: Trainer) -> None:
-        """Raise `UnsupportedError` for features of this fit that do not work with this grouping."""
+        """Reject features of this fit that do not work with this grouping."""
 
     def stepped(self, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer that the precision plugin steps in place of one of the user's."""
+        """Return the optimizer that the precision plugin steps instead of the user's."""
         self._parts.world.steps += 1
         return optimizer
 
     def guard(self) -> None:
-        """Guard the user's optimizers after the groups were formed; one group needs no guard."""
+        """Guard the user's optimizers, if necessary, after the groups were formed."""
 
     def batch_starts(self) -> None:
-        """Prepare for a batch after the last callback and before the forward pass."""
+        """Prepare for a batch after the last callback."""
         if self._parts.world.size > 1:
             self._parts.trainable.warn_of_late(self._parts.strategy.optimizers)
 
     def begin_epoch(self) -> None:
-        """Begin an epoch after all hooks of its start and before its first batch."""
+        """Begin an epoch after all hooks of its start."""
 
     def begin_batch(self) -> None:
         """Begin a batch before all callbacks."""
@@ -384,7 +365,7 @@ class OneGroup:
 
     @property
     def sentence(self) -> str:
-        """Return the message for the user after the groups were formed."""
+        """Return the message after the groups were formed."""
         options = self._parts.world.options
         formats = replace(options.compression, all_reduce="fp32")  # which have no effect with one group
         given = [formats.given] if formats != Compression() else []
@@ -399,7 +380,7 @@ class OneGroup:
 
     @property
     def advice(self) -> str:
-        """Return an addition to that message for runs in which no tuner chooses the groups."""
+        """Return an addition to that message for runs without a tuner."""
         return ". Pass groups= for asynchronous groups"
 
 
@@ -485,7 +466,6 @@ class SeveralGroups(OneGroup):
 
 
 def _held_by(world: World) -> str:
-    """Return in words how the members of a group hold the model."""
     if world.wrapper.sharded is None:
         return "DistributedDataParallel"
     shards = f" with {world.shards} shards" if world.has_replicas else ""

@@ -169,7 +169,6 @@ class OmniStrategyHooks(_Base):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        """Return the constructor's settings and the report of the last fit."""
         state: dict[str, Any] = super().__getstate__()
         return {**state, "parts": None, "_last_report": self.last_report}
 
@@ -190,16 +189,12 @@ class OmniStrategyHooks(_Base):
 
     @property
     def world(self) -> World:
-        """Return this rank's view of the run.
-
-        Raises:
-            ConfigurationError: there is none yet.
-        """
+        """Return this rank's view of the run; raise `ConfigurationError` if there is none yet."""
         return self.parts.world
 
     @property
     def last_report(self) -> RunReport | None:
-        """Return the result of `report`, or None if there was no run yet; a run in other processes sets it."""
+        """Return the result of `report`, or None before the first run; a run in other processes sets it."""
         return self._last_report if self.parts.current_world is None else self.report()
 
     @last_report.setter
@@ -292,13 +287,12 @@ class OmniStrategyHooks(_Base):
             forget(self.world.process_groups.original, self.world.rank)
 
     def _ranks_per_node(self) -> list[int]:
-        """Return the number of ranks on each node, in rank order."""
         return [self.num_processes] * self.num_nodes
 
     @property
     @override
     def is_global_zero(self) -> bool:
-        """Return whether this rank logs and saves for the run; among groups that join on their own, one rank does."""
+        """Return whether this rank logs and saves for the run; among groups that join, one rank does."""
         if self.parts.current_world is None or self.world.registration is None:
             return super().is_global_zero
         return self.world.is_recorder
@@ -332,7 +326,7 @@ class OmniStrategyHooks(_Base):
 
     @override
     def model_to_device(self) -> None:
-        """Move the module to the device; shard it first, block by block, if the members of a group hold it together."""
+        """Move the module to the device; shard it first, block by block, if it is to be."""
         if self.world_options.is_sharded:
             self.world.wrapper.shard(self.parts.pl_module)
         super().model_to_device()
@@ -342,7 +336,6 @@ class OmniStrategyHooks(_Base):
 
     @override
     def configure_ddp(self) -> None:
-        """Wrap the module into DDP over the compute group. A group of one rank needs no wrapping."""
         if self.world_options.is_sharded:
             self.parts.grouping.wrap()
             return
@@ -365,7 +358,6 @@ class OmniStrategyHooks(_Base):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Pass the precision plugin an optimizer whose step is an exchange."""
         return super().optimizer_step(self.parts.grouping.hooks.stepped(optimizer), closure, model, **kwargs)
 
     # --- Training ----------------------------------------------------------------------------------------------------
@@ -408,7 +400,6 @@ class OmniStrategyHooks(_Base):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Follow parameters that were frozen, unfrozen or added, after all callbacks and before the forward pass."""
         super().on_train_batch_start(batch, batch_idx)
         self.parts.grouping.hooks.batch_starts()
 
@@ -419,7 +410,6 @@ class OmniStrategyHooks(_Base):
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Note the end of the forward pass, after which this rank may have to wait for its group."""
         self.parts.step_times.forward_done(self.world.exchange.traffic.seconds)
         super().pre_backward(closure_loss)
 
@@ -464,7 +454,7 @@ class OmniStrategyHooks(_Base):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Report to the other ranks why this rank has failed."""
+        """Report to the other ranks why this rank has failed, or start a group again that can rejoin its run."""
         self.parts.failures.explain(exception)
         super().on_exception(exception)
         self.parts.failures.report(exception)
@@ -487,10 +477,10 @@ class OmniStrategyHooks(_Base):
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks of the default process group, unless this rank has failed.
 
-        The first barrier after Lightning has registered its signal handlers installs ours. Saving a checkpoint ends
-        with a barrier, also where a callback saves one because of an error. Peers without an error wait for this rank
-        elsewhere, and the server would not learn of it. If all ranks have failed at once, the recorder may still be
-        fetching state, and the run is over as soon as another rank of its group has left.
+        The first barrier after Lightning has registered its signal handlers installs ours. Saving ends with a barrier,
+        also where a callback saves because of an error: peers without one wait elsewhere, and the server would not
+        learn of it. If all ranks have failed at once, the recorder may still be fetching state, and the run is over as
+        soon as another rank of its group has left.
         """
         parts = self.parts
         if name == FIRST_BARRIER and is_fitting(parts.trainer) and not parts.nested.is_running:
@@ -517,9 +507,9 @@ class OmniStrategyHooks(_Base):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the default process group, without counting the wait as compute time.
 
-        Groups train different numbers of batches. Lightning divides a metric of an epoch by the mean of these numbers,
-        which torch would round to an integer; this reduces it as a float. A ``sync_dist_group=dist.group.WORLD`` of the
-        training step was the compute group; it is replaced by the group of all ranks.
+        Lightning divides a metric of an epoch by the mean number of batches, which torch would round to an integer;
+        this reduces it as a float. A ``sync_dist_group=dist.group.WORLD`` of the training step, then the compute group,
+        is replaced by the group of all ranks.
         """
         world = self.parts.current_world
         if self.parts.grouping.has_had_groups and world is not None and world.is_begun and not world.is_computing:
@@ -533,7 +523,6 @@ class OmniStrategyHooks(_Base):
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Broadcast over the default process group, without counting the wait as compute time."""
         with self.parts.waiting():
             return super().broadcast(obj, src)
 
@@ -541,8 +530,7 @@ class OmniStrategyHooks(_Base):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Reduce a decision with "all" or "any" over the default process group, which may be smaller than the world.
 
-        A rank that has failed returns its own decision: callbacks that save because of the error call this, and the
-        other ranks may never call it.
+        A rank that has failed returns its own decision: only its callbacks that save because of the error call this.
         """
         parts, agreed = self.parts, None
         if parts.failures.at is not None:
@@ -556,27 +544,22 @@ class OmniStrategyHooks(_Base):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state, with the weights that the method evaluates instead of this group's own."""
         return self.parts.checkpoints.module_state(super().lightning_module_state_dict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer state to the saved weights, from the server if the optimizer steps there."""
         return self.parts.checkpoints.optimizer_state(optimizer, super().optimizer_state(optimizer))
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load whole weights; where the members of a group hold the model together, each loads its rows."""
         super().load_model_state_dict(self.parts.checkpoints.weights_to_load(checkpoint), strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load whole optimizer states; where the members of a group hold the model together, each loads its rows."""
         super().load_optimizer_state_dict(self.parts.checkpoints.optimizer_states_to_load(checkpoint))
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save a checkpoint with the state of server and groups: clocks, trained samples and the method's own state."""
         if type(self.checkpoint_io) is self.namespace.plain_checkpoint_io:  # the user has passed no plugin
             self.checkpoint_io = self.namespace.checkpoint_io()
         write = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
@@ -584,7 +567,6 @@ class OmniStrategyHooks(_Base):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint of this strategy, of plain DDP or of ModelParallelStrategy."""
         options = {} if weights_only is None else {"weights_only": weights_only}  # older releases do not have it
         read = partial(super().load_checkpoint, checkpoint_path, **options)
         return self.parts.checkpoints.load(checkpoint_path, read, **options)
@@ -594,7 +576,7 @@ class OmniStrategyHooks(_Base):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Return the arguments of DistributedSampler; the type of the rank marks samplers that Lightning makes."""
+        """Return the arguments of DistributedSampler; the rank's type marks samplers that Lightning makes."""
         given, world = super().distributed_sampler_kwargs, self.parts.current_world
         if world is not None and not is_fitting(self.parts.trainer):
             if world.ever_lost:  # the remaining ranks evaluate all of the data
@@ -607,7 +589,7 @@ class OmniStrategyHooks(_Base):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Replace the training DataLoader by one with leased batches, if the strategy may assign its samples."""
+        """Return the training DataLoader with leased batches, if the strategy may assign its samples."""
         loader = super().process_dataloader(dataloader)
         if self.parts.current_world is not None and self.world.registration is not None:
             seed_workers(self.parts.trainer, loader, self.world.rank)
@@ -616,7 +598,7 @@ class OmniStrategyHooks(_Base):
         return self.parts.epochs.data.process(loader, self.global_rank, self._objection) if is_trained else loader
 
     def _objection(self, loader: DataLoader[Any]) -> str:
-        """Return why the samples of a plain DataLoader cannot be leased; empty if they can."""
+        """Return why a plain DataLoader cannot be leased, or nothing."""
         if draws_batches(self.parts.pl_module.training_step):
             return "training_step draws from it (dataloader_iter)"
         return "" if has_lightning_sampler(loader) else "it has a DistributedSampler of its own"

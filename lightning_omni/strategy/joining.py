@@ -74,10 +74,7 @@ _ALIKE = (
 
 
 class RunStates:
-    """The state of a run for joining groups: the recorder's group makes it, and a joining group loads it.
-
-    Args:
-        parts: the parts of this rank's strategy.
+    """The state of a run, made by the recorder's group for joining groups.
 
     Attributes:
         is_described: whether the checkpoint that Lightning makes now has no weights in it.
@@ -91,7 +88,7 @@ class RunStates:
         self.is_described = False
 
     def check(self, trainer: Trainer) -> None:
-        """Raise `UnsupportedError` for features of this fit that do not work with groups that join."""
+        """Reject features of this fit that do not work with groups that join."""
         if self._parts.world.registration is None:
             return
         if runs_lr_finder(trainer):
@@ -115,17 +112,14 @@ class RunStates:
     # --- The recorder's group ----------------------------------------------------------------------------------------
 
     def store(self) -> None:
-        """Store the state at the server from the recorder's group, after the groups have begun to compute.
-
-        All ranks call it.
-        """
+        """Store the state at the server, after the groups have begun to compute. All ranks call it."""
         world = self._parts.world
         if world.registration is None or world.process_groups.live.ranks[0] not in world.members:
             return
         self.renew()
 
     def renew(self) -> None:
-        """Replace the state at the server by the current one, while groups compute. The recorder's group calls it."""
+        """Replace the state at the server, while groups compute. The recorder's group calls it."""
         world = self._parts.world
         reshard(world.wrapper.sharded)
         tree = self._describe()  # all members make it, since hooks of users that save may need collectives
@@ -183,8 +177,7 @@ class RunStates:
     def _configured(self) -> dict[str, str]:
         """Return in words the settings that must be equal in all groups.
 
-        Otherwise groups would train differently or wait for each other in different collectives. The hyperparameters of
-        optimizers and schedulers are not among them: a joining group gets those of the run.
+        The hyperparameters of optimizers and schedulers are not among them: a joining group gets those of the run.
         """
         parts, trainer = self._parts, self._parts.trainer
         schedulers = [_in_words(config) for config in trainer.lr_scheduler_configs]
@@ -196,7 +189,7 @@ class RunStates:
         }
 
     def _sendable(self, what: str, entries: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries that can be sent; warn once about each other one, which joining groups do not get."""
+        """Return the entries that can be sent; warn once about each other one."""
         problems = {name: problem for name, value in entries.items() if (problem := _problem(value))}
         for name in problems.keys() - self._told:
             self._told.add(name)
@@ -208,7 +201,7 @@ class RunStates:
     # --- A group that has joined -------------------------------------------------------------------------------------
 
     def take_over(self, trainer: Trainer) -> None:
-        """Join the run, and load its state. All ranks of the group call it before its loops begin.
+        """Join the run, and load its state, on all ranks of the group before its loops begin.
 
         Raises:
             UnsupportedError: the state of the run cannot be sent.
@@ -269,8 +262,8 @@ class RunStates:
     def hooks_are_over(self) -> None:
         """Load the run's state again after the hooks of the epoch's start.
 
-        The run had called these hooks before this group joined. Loading undoes their second effect here, on learning
-        rates, weights and counts of callbacks, for example.
+        The run had called them before this group joined. Loading undoes their second effect here, on learning rates,
+        for example.
         """
         if (tree := self._again) is None:
             return
@@ -282,11 +275,7 @@ class RunStates:
         self._parts.world.read_again()
 
     def _take_over_module(self, tree: Mapping[str, Any]) -> None:
-        """Load buffers and untrained parameters; of a sharded tensor, each member loads its own shard.
-
-        Raises:
-            ConfigurationError: the module of the run has more tensors.
-        """
+        """Load buffers and untrained parameters; each member loads its own shards."""
         module = self._parts.pl_module
         unexpected = Module.load_state_dict(module, tree["module"], strict=False).unexpected_keys
         if unexpected:
@@ -299,7 +288,7 @@ class RunStates:
             fill(tensors_of(module), tree["shared"])
 
     def training_begins(self) -> None:
-        """Load the optimizers' parameters and settings after the hooks before training, and before weights are read."""
+        """Load the optimizers' parameters and settings after the hooks before training."""
         if self._again is not None:
             self.take_over_optimizers()
             self._parts.world.parameter_groups.begin_with(self._again["layouts"])
@@ -307,12 +296,8 @@ class RunStates:
     def take_over_optimizers(self) -> None:
         """Train the parameters that the run trains, with its settings.
 
-        All ranks of the group call it after ``on_fit_start``. Before that, a callback may have frozen parameters that
-        the run has unfrozen since. This may add parameters to an optimizer; their weights are read before the first
-        batch, as if this group had added them itself.
-
-        Raises:
-            ConfigurationError: the optimizers of the run hold a parameter that this group does not have.
+        All ranks of the group call it after ``on_fit_start``, in which a callback may have frozen parameters that the
+        run has unfrozen since. Weights of parameters that this adds to an optimizer are read before the first batch.
         """
         if (run := self._again) is None:
             return
@@ -332,7 +317,7 @@ class RunStates:
 
 
 def _in_words(config: Any) -> str:
-    """Return in words a scheduler of Lightning's configuration and when it is stepped."""
+    """Return in words a scheduler and when it is stepped."""
     name, inside = described(config.scheduler)
     within = f"({', '.join(one or 'of its own' for one, _ in inside)})" if inside else ""
     when = config.interval if config.frequency == 1 else f"{config.frequency} {config.interval}s"
@@ -340,13 +325,13 @@ def _in_words(config: Any) -> str:
 
 
 def _names_in(optimizer: Optimizer, module: Module) -> list[list[str]]:
-    """Return the names of the parameters in each parameter group; an empty string for one outside the module."""
+    """Return the names of the parameters in each group; an empty one for a parameter outside the module."""
     names = names_of(module)
     return [[names.get(parameter, "") for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def _hold(optimizer: Optimizer, held: Sequence[Sequence[str]], module: Module) -> None:
-    """Give an optimizer the parameter groups of the run, which a callback has changed since the run began."""
+    """Give an optimizer the parameter groups of the run, which a callback has changed."""
     known, before = dict(module.named_parameters()), optimizer.param_groups
     if missing := [name for group in held for name in group if name not in known]:
         raise ConfigurationError(
@@ -361,13 +346,13 @@ def _hold(optimizer: Optimizer, held: Sequence[Sequence[str]], module: Module) -
 
 
 def _tracking(module: Module) -> dict[str, bool]:
-    """Return whether each normalization layer updates its running statistics, which BaseFinetuning switches."""
+    """Return which normalization layers update running statistics; BaseFinetuning switches this."""
     flags = ((name, getattr(each, "track_running_stats", None)) for name, each in module.named_modules())
     return {name: flag for name, flag in flags if isinstance(flag, bool)}
 
 
 def _problem(tree: Any) -> str:
-    """Return why a tree cannot be sent, or an empty string."""
+    """Return why a tree cannot be sent, or nothing."""
     if any(isinstance(leaf, Tensor) and is_part(leaf) for leaf in tree_leaves(tree)):
         return "it holds a part of the model"
     try:
@@ -378,12 +363,12 @@ def _problem(tree: Any) -> str:
 
 
 def _as_here(own: Any, value: Any) -> Any:
-    """Return a hyperparameter of the run; a tensor is moved from the CPU to the device of this group's own value."""
+    """Return a hyperparameter of the run, on the device of this group's own value."""
     return value.to(own.device) if isinstance(value, Tensor) and isinstance(own, Tensor) else value
 
 
 def _like(own: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a scheduler's state as it was before it was sent: a Counter is sent as a dict."""
+    """Return a scheduler's state as before it was sent: a Counter is sent as a dict."""
     return {name: Counter(value) if isinstance(own.get(name), Counter) else value for name, value in state.items()}
 
 
@@ -423,16 +408,16 @@ class Rejoining:
         self.is_armed = False
 
     def enlisted(self, run: str) -> None:
-        """Note that the group is about to join the run of this name."""
+        """Note that the group is about to join a run."""
         if run != self._run:
             self._run, self._is_saved = run, True  # assumed until `took_part`
 
     def took_part(self, run: str, is_saved: bool) -> None:
-        """Note that the group participates in a run, and whether another server could continue it."""
+        """Note that the group participates in a run; ``is_saved`` if another server could continue it."""
         self._run, self._is_saved, self._began = run, is_saved, time.monotonic()
 
     def finished(self) -> None:
-        """Note that the run is trained to its end, so that there is none to rejoin; a further fit is another run."""
+        """Note that the run is trained to its end; a further fit is another run."""
         self._run, self._count = "", 0
         os.environ.pop(COMES_BACK, None)
 
@@ -463,7 +448,7 @@ class Rejoining:
         return self.is_armed
 
     def start_again(self) -> None:
-        """Restart this process's command after a wait. This does not return, except by Ctrl-C during the wait."""
+        """Restart this process's command after a wait, unless Ctrl-C ends the wait."""
         wait = min(LONGEST_WAIT, 2.0**self._count)
         _log.warning(
             "%s. The group joins again in %.0f s, as a new one (number %d in a row): this process starts `%s` again",
@@ -501,7 +486,7 @@ class Rejoining:
 
 
 def _obstacle(ranks: int) -> str:
-    """Return why this process cannot start all ranks of its group again, or an empty string."""
+    """Return why this process cannot restart all ranks of its group, or nothing."""
     if dist.is_torchelastic_launched():
         return "torchrun has started it, and starts it again if it is given --max-restarts"
     if multiprocessing.parent_process() is not None:
@@ -518,7 +503,7 @@ def _obstacle(ranks: int) -> str:
 
 
 def _behind(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and the errors that it was raised from, or while handling."""
+    """Yield an error and its causes and contexts."""
     seen: set[int] = set()
     next_one: BaseException | None = error
     while next_one is not None and id(next_one) not in seen:
@@ -528,7 +513,7 @@ def _behind(error: BaseException) -> Iterator[BaseException]:
 
 
 def _close_at_exec() -> None:
-    """Close the sockets and devices of libraries at `os.execve`, so that their ports are free again."""
+    """Close the sockets and devices of libraries at `os.execve`, which frees their ports."""
     for name in os.listdir("/dev/fd"):
         with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed already
             if int(name) > 2:

@@ -56,13 +56,10 @@ _STATUS = "_lightning_omni_exit_status"
 
 
 class ExitStatus:
-    """An object that ends this process with a status although its script ends without an error.
+    """An object in `sys` that ends this process with a status although its script ends without an error.
 
-    Python has no call for that, and `os._exit` in an `atexit` handler would skip other handlers. The module `sys` is
-    cleared after all handlers have run and the streams are flushed; this object is stored there.
-
-    Args:
-        code: the status.
+    Python has no call for that, and `os._exit` in an `atexit` handler would skip other handlers. `sys` is cleared after
+    all handlers have run and the streams are flushed.
     """
 
     def __init__(self, code: int) -> None:
@@ -74,7 +71,7 @@ class ExitStatus:
 
 
 def exit_process(code: int, reason: str) -> None:
-    """Set the status with which this process ends when its script ends. A second call has no effect."""
+    """Set this process's status at the end of its script. A second call has no effect."""
     if not hasattr(sys, _STATUS):
         _log.error("%s; when the script has come to its end, this process ends with status %d", reason, code)
         setattr(sys, _STATUS, ExitStatus(code))
@@ -90,10 +87,10 @@ class OmniLauncherHooks(_Base):
     """Lightning's subprocess launcher with another observer of the children.
 
     Attributes:
-        on_death: called with (local rank, exit code) when a child fails; returns whether the run continues.
-        is_writing: returns whether this process is writing a checkpoint, which the end of a child must not interrupt.
-        failures: returns the errors of ranks that have failed by themselves in a run that continued without them.
-        on_launch: called with the Trainer on rank 0 while the others start; it must return at once.
+        on_death: called with (local rank, exit code) of a failed child; returns whether the run continues.
+        is_writing: returns whether this process is writing a checkpoint, which a child's end must not interrupt.
+        failures: returns the errors of ranks without which the run continued.
+        on_launch: called with the Trainer on rank 0 while the others start; returns at once.
     """
 
     on_death: Callable[[int, int], bool]
@@ -103,7 +100,6 @@ class OmniLauncherHooks(_Base):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """Start the other ranks of this node, then call the function."""
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         global _observer
         _environment.update({} if _environment else os.environ)
@@ -126,20 +122,20 @@ class OmniLauncherHooks(_Base):
 
     @override
     def kill(self, signum: Any) -> None:
-        """Kill the other ranks, as Lightning does after Ctrl-C, without counting their end as a failure."""
+        """Kill the other ranks after Ctrl-C, without counting their end as a failure."""
         if signum == signal.SIGKILL:
             end_children()
         super().kill(signum)
 
     def __getstate__(self) -> dict[str, Any]:  # type: ignore[explicit-override, unused-ignore]  # from Python 3.11
-        """Return the state without what belongs to this process: its children, and the parts of its strategy."""
+        """Return the state without children and the strategy's parts."""
         own = ("on_death", "is_writing", "failures", "on_launch")
         return {name: value for name, value in vars(self).items() if name not in own} | {"procs": []}
 
 
 @contextmanager
 def _named_to_children() -> Iterator[None]:
-    """Return a context whose child processes find the id of this process in their environment."""
+    """Return a context whose child processes find this process's id in their environment."""
     before = os.environ.get(_LAUNCHER)
     os.environ[_LAUNCHER] = str(os.getpid())
     try:
@@ -151,7 +147,7 @@ def _named_to_children() -> Iterator[None]:
 
 @contextmanager
 def _not_orphaned() -> Iterator[None]:
-    """Return a context in which a rank that this launcher started ends if its parent ends, even if it is blocked."""
+    """Return a context in which a rank ends with the parent that started it, even if it is blocked."""
     parent, is_over = os.getppid(), threading.Event()
 
     def watch() -> None:
@@ -181,7 +177,7 @@ class OmniProcessesHooks(_ProcessesBase):
 
     @override
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
-        """Return the report and the results of callbacks, in rank 0's process, for the script's process."""
+        """Return the report and the results of callbacks, in rank 0's process."""
         extra: dict[str, Any] = super().get_extra_results(trainer)
         strategy: Any = trainer.strategy
         report = strategy.last_report
@@ -192,7 +188,6 @@ class OmniProcessesHooks(_ProcessesBase):
 
     @override
     def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
-        """Store the report and the results of callbacks in the script's process."""
         report = extra.pop("omni_report", None)
         if report is not None and trainer.state.fn == "fit":
             strategy: Any = trainer.strategy
@@ -203,12 +198,11 @@ class OmniProcessesHooks(_ProcessesBase):
 
 
 def _with_results(trainer: Trainer) -> list[Any]:
-    """Return the callbacks whose results in rank 0's process are copied to the script's process."""
     return [each for each in callbacks_of(trainer) if hasattr(each, "take_omni_results")]
 
 
 def _refuse_initialized_cuda(method: str) -> None:
-    """Raise `ConfigurationError` if ranks would be forked from a process that has used CUDA."""
+    """Reject a fork of a process that has used CUDA."""
     if method != "spawn" and torch.cuda.is_initialized():
         remedy = "restart the kernel" if is_interactive() else 'pass start_method="spawn"'
         raise ConfigurationError(
@@ -221,8 +215,6 @@ class Launching:
     """The start of a strategy's ranks.
 
     Args:
-        parts: the parts of the strategy.
-        is_writing: as in `OmniLauncherHooks`.
         is_rejoining: returns whether this process restarts its command, so that its children end.
     """
 
@@ -230,7 +222,7 @@ class Launching:
         self._parts, self._is_writing, self._is_rejoining = parts, is_writing, is_rejoining
 
     def choose_start_method(self) -> None:
-        """Fork the ranks in interactive sessions, which have no script to start; Lightning does the same."""
+        """Fork the ranks in interactive sessions, as Lightning does: there is no script to start."""
         strategy, environment = self._parts.strategy, self._parts.strategy.cluster_environment
         is_ours = environment is not None and not environment.creates_processes_externally
         if not is_ours or not is_interactive() or start_method(strategy) != "popen":
@@ -243,11 +235,7 @@ class Launching:
         set_start_method(strategy, "fork")
 
     def check_groups(self) -> None:
-        """Check the number of groups against the number of ranks.
-
-        Raises:
-            ConfigurationError: there are fewer ranks than groups, or they cannot be divided.
-        """
+        """Check the number of groups against the number of ranks."""
         parts, strategy = self._parts, self._parts.strategy
         environment = strategy.cluster_environment
         groups, sharding = parts.world_options.groups, parts.world_options.model_parallel
@@ -269,7 +257,6 @@ class Launching:
             sizes_in(evenly(ranks, groups, sharding), sharding, nodes)
 
     def launcher(self) -> OmniLauncherHooks | OmniProcessesHooks:
-        """Return the launcher for the strategy's start method."""
         parts, strategy = self._parts, self._parts.strategy
         if (method := start_method(strategy)) != "popen":
             processes: OmniProcessesHooks = parts.namespace.processes(strategy, method)
@@ -281,13 +268,13 @@ class Launching:
         return launcher
 
     def attach(self, launcher: Any) -> None:
-        """Let a launcher call this object; one that forks or spawns processes calls nothing."""
+        """Let a launcher call this object; one that forks or spawns calls nothing."""
         if isinstance(launcher, OmniLauncherHooks):
             launcher.on_death, launcher.on_launch = self._on_child_death, self._on_launch
             launcher.is_writing, launcher.failures = self._writes, self._failures
 
     def _on_launch(self, trainer: Trainer | None) -> None:
-        """Prepare callbacks and the server on rank 0 in the seconds that the other ranks need for their imports."""
+        """Prepare callbacks and the server on rank 0 while other ranks import."""
         if trainer is None or not is_fitting(trainer):
             return
         for callback in callbacks_of(trainer):
@@ -297,16 +284,13 @@ class Launching:
             self.prepare_server()
 
     def prepare_server(self) -> None:
-        """Start the embedded server's process on rank 0, without waiting for it; the process gets its options later."""
+        """Start the embedded server's process on rank 0; it gets its options later."""
         parts = self._parts
         if parts.world_options.server.address is None and parts.current_world is None and parts.server_process is None:
             parts.server_process = ServerProcess()
 
     def _on_child_death(self, local_rank: int, code: int) -> bool:
-        """Report that a process which this rank started has failed; return whether the run continues.
-
-        The launcher's thread calls it.
-        """
+        """Report, in the launcher's thread, that a child has failed; return whether the run continues."""
         parts, strategy = self._parts, self._parts.strategy
         world = parts.current_world
         registration = world.registration if world is not None else None
@@ -328,7 +312,7 @@ class Launching:
         return registration is not None or 0 not in world.topology.members(world.topology.group_of(rank))
 
     def _failures(self) -> Sequence[str]:
-        """Return the failures of other ranks, for this process's exit status; groups that join have their own."""
+        """Return the failures of other ranks, for the exit status; groups that join have their own."""
         world = self._parts.current_world
         return () if world is None or world.registration is not None else world.failures
 
@@ -337,15 +321,9 @@ class Launching:
 
 
 class ChildObserver(threading.Thread):
-    """A thread that watches the children of a launcher.
+    """A thread that watches a launcher's children.
 
-    Lightning's own observer ends everything when one child fails. This one first asks the strategy whether the run can
-    continue.
-
-    Args:
-        children: the processes of local ranks 1, 2, ...
-        on_death: as in `OmniLauncherHooks`.
-        is_writing: as in `OmniLauncherHooks`.
+    Lightning's own ends everything when one child fails. This one first asks the strategy whether the run can continue.
     """
 
     def __init__(
@@ -357,22 +335,21 @@ class ChildObserver(threading.Thread):
         self.ask(on_death, is_writing)
 
     def ask(self, on_death: Callable[[int, int], bool], is_writing: Callable[[], bool]) -> None:
-        """Call these methods from now on. Weak references avoid keeping a strategy's process groups alive."""
+        """Replace these methods, held weakly, because they keep a strategy's process groups alive."""
         self._on_death, self._is_writing = WeakMethod(on_death), WeakMethod(is_writing)
 
     @property
     def count(self) -> int:
-        """Return how many children the launcher has started."""
         return len(self._children)
 
     def finish(self) -> None:
-        """Wait at the end of this process's script for those of the children, which may end with an error."""
+        """Wait at the end of this process's script for those of the children."""
         self._is_finishing = True
         if not hasattr(sys, "last_value"):  # if this script has failed, children may wait for it in vain
             self.join(GRACE)
 
     def dismiss(self) -> None:
-        """Kill the children, whose deaths are ignored from now on."""
+        """Kill the children and ignore their deaths."""
         self._is_dismissed = True
         for child in self._children:
             child.kill()
@@ -426,28 +403,24 @@ class ChildObserver(threading.Thread):
 
 
 def is_interactive() -> bool:
-    """Return whether this is a notebook or a Python shell, where no script can be started again for other ranks."""
+    """Return whether this is a notebook or a Python shell, without a script to start for other ranks."""
     return hasattr(sys, "ps1") or hasattr(builtins, "__IPYTHON__") or bool(sys.flags.interactive)
 
 
 def environment() -> dict[str, str]:
-    """Return the environment for a restart of this process's command."""
     return dict(_environment or os.environ)
 
 
 def children() -> int:
-    """Return how many ranks this process has started."""
     return _observer.count if _observer is not None else 0
 
 
 def end_children() -> None:
-    """Kill the ranks that this process has started."""
     if _observer is not None:
         _observer.dismiss()
 
 
 def describe_exit(code: int) -> str:
-    """Return an exit code in words."""
     if code < 0:
         try:
             return f"signal {signal.Signals(-code).name}"

@@ -43,7 +43,7 @@ class NamespaceDDP(DDPStrategy):
     )
 
 
-class OmniStrategy(OmniStrategyHooks, NamespaceDDP):  # noqa: D101
+class OmniStrategy(OmniStrategyHooks, NamespaceDDP):
     __doc__ = OmniStrategyHooks.__doc__
 
 

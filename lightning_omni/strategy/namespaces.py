@@ -1,7 +1,7 @@
 """The namespace of Lightning that a class belongs to, and the conversion of a class to the other namespace.
 
-The base classes of a class decide. A Trainer accepts callbacks of any class, but strategies of its own namespace only;
-both Trainers accept a strategy of ours as one of theirs.
+The base classes decide. A Trainer accepts callbacks of any class, but strategies of its own namespace only; both accept
+a strategy of ours as theirs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lightning_omni.strategy import NAMESPACES, import_installed, module_in
 
 
 def namespace_of(kind: type) -> str | None:
-    """Return the namespace of a class, or of its nearest base class that has one; None if there is none."""
+    """Return the namespace of a class or its nearest base class, if any."""
     for base in kind.__mro__:
         for name in NAMESPACES:
             if base.__module__ == name or base.__module__.startswith(f"{name}."):
@@ -24,17 +24,13 @@ def namespace_of(kind: type) -> str | None:
 
 
 def need_namespace(kind: type) -> None:
-    """Import a namespace, if none is imported, before an object of class ``kind`` is made; this sets its base class.
-
-    Raises:
-        ImportError: Lightning is not installed.
-    """
+    """Import a namespace, if none is, before an object of class ``kind`` is made."""
     if namespace_of(kind) is None:
         import_installed(kind.__name__)
 
 
 def strategy_class_in(kind: type, namespace: str) -> type:
-    """Return OmniStrategy, or a user's subclass, as if it were derived from the base class of a namespace."""
+    """Return OmniStrategy, or a user's subclass, as derived from a namespace's base class."""
     if namespace_of(kind) == namespace:
         return kind
     if "_original" in vars(kind):
@@ -52,7 +48,7 @@ def strategy_class_in(kind: type, namespace: str) -> type:
 
 
 def new_in(kind: type, namespace: str) -> Any:
-    """Return an object of a class in a namespace without calling ``__init__``, for unpickling."""
+    """Return an object in a namespace without calling ``__init__``, for unpickling."""
     module_in("strategy", namespace)
     return object.__new__(strategy_class_in(kind, namespace))
 
@@ -62,7 +58,6 @@ class _Elsewhere(ABCMeta):
 
     @override
     def mro(cls) -> list[type]:
-        """Return the method resolution order without the strategies of the other namespace."""
         _, here = cls.__bases__
         [other] = set(NAMESPACES) - {namespace_of(here)}
         theirs = set(module_in("strategy", other).NamespaceDDP.__mro__) - set(here.__mro__)

@@ -2,9 +2,8 @@
 
 The parameters that DistributedDataParallel averages, and those frozen, unfrozen or added after the wrapping.
 
-DDP reads once, when it wraps the module, which parameters are trainable. It does not average the gradients of
-parameters that were frozen then and are trained later: with plain DDP each rank continues with its own gradient,
-without a warning.
+DDP reads once, when it wraps the module, which parameters are trainable. Of parameters that are trained later, each
+rank continues with its own gradient, without a warning.
 
 A check of users' modules that have a process group of their own, in the module or in a callback.
 
@@ -54,7 +53,7 @@ class Proxies:
     def attach(
         self, world: World, module: Module, optimizers: Sequence[Optimizer], merged: MergedSubmodule, trainer: Trainer
     ) -> None:
-        """Attach these optimizers, which hold parameters, and the merged head to the world, and no others."""
+        """Attach these optimizers and the merged head, and no others, to the world."""
         world.detach_all()
         self._world, self._module = world, module
         left_out = set(merged.parameters(module))
@@ -66,11 +65,7 @@ class Proxies:
         return {id(each) for each in optimizers} == set(self._of)
 
     def of(self, optimizer: Optimizer) -> OmniOptimizer:
-        """Return the optimizer that steps in place of the user's.
-
-        Raises:
-            UnsupportedError: the user's optimizer was not attached.
-        """
+        """Return the optimizer that steps in place of an attached one."""
         if id(optimizer) not in self._of:
             raise UnsupportedError(
                 "strategy.optimizers was changed inside an epoch, while several groups train: change it at an epoch's"
@@ -81,9 +76,9 @@ class Proxies:
     # --- Steps of the user's own -------------------------------------------------------------------------------------
 
     def guard(self, optimizers: Sequence[Optimizer]) -> None:
-        """Reject ``optimizer.step()`` outside exchanges, which would change one rank's weights without the server.
+        """Reject ``optimizer.step()`` outside exchanges, which would change one rank's weights.
 
-        This includes steps of an optimizer that the Trainer does not have.
+        This includes optimizers that the Trainer does not have.
         """
         if self._hook is None:
             self._hook = register_optimizer_step_pre_hook(self._refuse_unknown)
@@ -95,7 +90,6 @@ class Proxies:
                 ignore_missing_step(optimizer)
 
     def unguard(self) -> None:
-        """Restore the optimizers' own ``step``, and remove the hook."""
         for optimizer, own in self._own_steps.items():
             del optimizer.step
             if own is not None:
@@ -106,7 +100,7 @@ class Proxies:
             self._hook = None
 
     def _refuse_unknown(self, optimizer: Optimizer, *_: Any) -> None:
-        """Reject a step of an optimizer that holds parameters of the module and was not attached."""
+        """Reject a step of an optimizer with the module's parameters that was not attached."""
         world, module = self._world, self._module
         assert world is not None
         assert module is not None
@@ -145,11 +139,7 @@ _refuse_raw_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # sc
 
 
 class MergedSubmodule:
-    """The submodule that stays at the server (``merged=``), called a merged head; it may be absent.
-
-    Args:
-        name: name of the submodule; None if nothing is merged.
-    """
+    """The submodule that stays at the server (``merged=``), called a merged head, if any."""
 
     def __init__(self, name: str | None) -> None:
         self.name = name
@@ -159,11 +149,7 @@ class MergedSubmodule:
         return self.name is not None
 
     def parameters(self, module: Module) -> list[Parameter]:
-        """Return the submodule's parameters; none if nothing is merged.
-
-        Raises:
-            ConfigurationError: the submodule cannot be merged.
-        """
+        """Return the submodule's parameters, after a check that it can be merged."""
         if self.name is None:
             return []
         if self._head is None:
@@ -171,7 +157,7 @@ class MergedSubmodule:
         return list(module.get_submodule(self.name).parameters())
 
     def attach(self, world: World, module: Module, optimizers: Sequence[Optimizer], trainer: Trainer) -> None:
-        """Attach the submodule to the world, with the Trainer's gradient clipping."""
+        """Attach the submodule, with the Trainer's gradient clipping."""
         if self.name is None:
             return
         self._head = world.attach_head(self.name, module, optimizers)
@@ -185,7 +171,7 @@ class MergedSubmodule:
             self._head.step_done()
 
     def check(self, trainer: Trainer) -> None:
-        """Raise `UnsupportedError` for features that do not work with a head that is stepped in the backward pass."""
+        """Reject features that do not work with a head that is stepped in the backward pass."""
         if self.name is None:
             return
         refused = f"merged={self.name!r}: the head is stepped at the server as soon as its gradients come"
@@ -209,7 +195,7 @@ _WHICH = re.compile(r"Parameters? (?:indices )?which did not receive grad for ra
 
 
 def explain_unused(error: BaseException) -> None:
-    """Rewrite an error of DDP with the remedy for this strategy, before Lightning adds the name of another strategy."""
+    """Rewrite an error of DDP with this strategy's remedy, before Lightning adds that of another."""
     error.args = tuple(_explained(arg) if isinstance(arg, str) and _UNUSED in arg else arg for arg in error.args)
 
 
@@ -223,11 +209,7 @@ def _explained(text: str) -> str:
 
 
 class Trainable:
-    """The parameters that were trainable when the module was wrapped.
-
-    Args:
-        warn: warns the user, on rank 0.
-    """
+    """The parameters that were trainable when the module was wrapped."""
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
@@ -238,7 +220,6 @@ class Trainable:
         self._known: set[Parameter] = set()
 
     def remember(self, module: Module) -> None:
-        """Store the trainable parameters when the module is wrapped."""
         self._flags = [(name, each, each.requires_grad) for name, each in module.named_parameters()]
         self._frozen = [(name, each) for name, each, flag in self._flags if not flag]
         self._known = {parameter for _, parameter, _ in self._flags}
@@ -247,12 +228,12 @@ class Trainable:
     def has_changed(self, optimizers: Iterable[Optimizer]) -> bool:
         """Return whether the module must be wrapped again, so that DDP averages exactly the trained parameters.
 
-        Optimizers may hold parameters that the module did not have when it was wrapped.
+        Optimizers may hold parameters that were not in the module then.
         """
         return any(each.requires_grad is not flag for _, each, flag in self._flags) or self._holds_others(optimizers)
 
     def warn_of_late(self, optimizers: Iterable[Optimizer]) -> None:
-        """Warn once, with one group (which stays plain DDP), that gradients of late parameters are not averaged."""
+        """Warn once, with one group (plain DDP), that gradients of late parameters are not averaged."""
         if self._has_warned:
             return
         late = next((name for name, each in self._frozen if each.requires_grad), "")
@@ -270,11 +251,7 @@ class Trainable:
         )
 
     def check_in_step(self) -> None:
-        """Reject gradients, in a group's step, of parameters that were unfrozen in this batch: they have no group mean.
-
-        Raises:
-            UnsupportedError: there is such a gradient.
-        """
+        """Reject gradients of parameters that were unfrozen in this batch: they have no group mean."""
         for name, each in self._frozen:
             if each.requires_grad and each.grad is not None:
                 raise UnsupportedError(
@@ -295,7 +272,7 @@ class Trainable:
 
 
 def check_wrapped(trainer: Trainer, members: Collection[int]) -> None:
-    """Raise `UnsupportedError` if a module of the user would wait for other groups in its forward or backward pass.
+    """Reject a module of the user that would wait for other groups in its forward or backward pass.
 
     ``members`` are the ranks of this rank's group, as torch.distributed numbers them.
     """
@@ -310,7 +287,7 @@ def check_wrapped(trainer: Trainer, members: Collection[int]) -> None:
 
 
 def _modules(trainer: Trainer) -> Iterator[tuple[str, Module]]:
-    """Yield the modules, with the names by which users know them."""
+    """Yield the modules with the names that users know."""
     yield from trainer.lightning_module.named_modules()
     for callback in callbacks_of(trainer):
         for attribute, value in vars(callback).items():

@@ -25,25 +25,14 @@ class FitParts(SharedParts):
     """The parts of a strategy, which exist once per process and are never sent to another one.
 
     Args:
-        strategy: as in `SharedParts`, like ``namespace``, ``world_options`` and ``options``.
-        namespace: likewise.
-        world_options: likewise.
-        options: likewise.
-        ddp_options: DDPStrategy's own arguments, as the user passed them.
         wrap: wraps the strategy's model into DistributedDataParallel, as DDPStrategy does.
 
     Attributes:
-        grouping: forms the groups, and wraps the module for them.
-        run_states: the state of the run for groups that join on their own.
         user_groups: the groups that the user chose, while a tuner chooses others.
         nested: runs of the loop inside one of its hooks.
         rejoining: restarts a group that was evicted by mistake.
-        failures: the errors with which fits end.
-        checkpoints: saves and loads.
-        launching: starts the ranks.
         listener: listens to the hooks of a fit before any callback; None outside of a fit.
-        on_ready: functions called on every rank after the groups are formed and before the first batch, such as a
-            tuner's.
+        on_ready: called on every rank after the groups are formed and before the first batch, such as a tuner's.
     """
 
     def __init__(
@@ -69,11 +58,10 @@ class FitParts(SharedParts):
         self.on_ready: list[Callable[[], None]] = []
 
     def begin(self, trainer: Trainer) -> None:
-        """Begin with a fit."""
         self.listener = Listener(self, trainer, self.grouping, self.run_states, self.nested, self.failures.note)
 
     def finish(self) -> None:
-        """Release what belongs to one fit; the next one begins with new parts in their place."""
+        """Release what belongs to one fit."""
         self.failures.at = None
         if self.listener is not None:
             self.listener.close()

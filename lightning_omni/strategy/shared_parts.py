@@ -25,13 +25,8 @@ class Namespace(NamedTuple):
     """The names of one of Lightning's namespaces that a strategy uses.
 
     Attributes:
-        info: logs a message on rank 0.
-        warn: warns on rank 0.
-        launcher: the launcher that starts scripts.
         processes: the launcher that forks or spawns processes.
         terminated: the exception that ends a fit after SIGTERM.
-        plain_checkpoint_io: Lightning's own checkpoint plugin.
-        checkpoint_io: its replacement.
     """
 
     info: Callable[[str], None]
@@ -46,23 +41,11 @@ class Namespace(NamedTuple):
 class SharedParts:
     """The parts that other parts use, in one process.
 
-    Args:
-        strategy: the strategy, of which the parts use Lightning's own attributes only.
-        namespace: what it uses of its namespace of Lightning.
-        world_options: its options for the world.
-        options: its options for fits.
-
     Attributes:
-        strategy: the strategy.
+        strategy: the strategy, of which the parts use Lightning's own attributes only.
         current_world: this rank's view of the run; None before there is one.
-        epochs: leads the training loop through the epochs.
-        balance: measures ranks, and splits the batches of their groups.
-        step_times: times batches.
         trainable: the parameters that were trainable when the module was wrapped.
-        merged: the submodule that stays at the server.
         proxies: the optimizers that step in place of the user's.
-        reporting: the source of the run's report.
-        signals: the signals of the process.
         server_process: the process of the embedded server before there is a world.
     """
 
@@ -82,18 +65,12 @@ class SharedParts:
 
     @property
     def world(self) -> World:
-        """Return this rank's view of the run.
-
-        Raises:
-            ConfigurationError: there is none yet.
-        """
         if self.current_world is None:
             raise ConfigurationError("OmniStrategy has no world yet: use it in a hook, when the Trainer runs")
         return self.current_world
 
     @property
     def pl_module(self) -> LightningModule:
-        """Return the module of the strategy, which it has when a Trainer runs."""
         assert self.strategy.lightning_module is not None
         return self.strategy.lightning_module
 
@@ -103,12 +80,12 @@ class SharedParts:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Return a context in which this rank waits for others, so that the time does not count as compute time."""
+        """Return a context whose time does not count as compute time."""
         with self.balance.waiting(), self.step_times.waiting():
             yield
 
     def take_time(self) -> None:
-        """Expect no progress of this rank during a long operation, such as a checkpoint."""
+        """Expect no progress of this rank during a long operation."""
         self.signals.pause()
         if self.current_world is not None and self.world.control is not None:
             self.world.control.suspend_stall_check()

@@ -1,9 +1,9 @@
 """SIGTERM and SLURM's requeue signal: a handler sets a flag, and all ranks act on it at the same batch.
 
-Lightning's own handlers call collectives inside the handler, wherever it interrupts the rank: ranks then wait for each
-other in different ones. Here a handler only sets a flag. An all-reduce sends it to the other ranks, in place of the
-broadcast for which Lightning waits before every batch; so do the heartbeats if there is a server. The all-reduce begins
-at the end of a batch and runs beside the callbacks; the ranks act on its result at the start of the next batch.
+Lightning's own handlers call collectives wherever they interrupt the rank: ranks then wait for each other in different
+ones. Here an all-reduce sends the flag in place of the broadcast for which Lightning waits before every batch, and so do
+the heartbeats if there is a server. The all-reduce begins at the end of a batch and runs beside the callbacks; the ranks
+act on its result at the start of the next batch.
 """
 
 from __future__ import annotations
@@ -53,9 +53,6 @@ _Handler = Callable[[int, FrameType | None], Any] | int | None
 class Signals:
     """The signals of one rank, from before the first batch of a fit to its end.
 
-    Args:
-        terminated: the exception by which Lightning's loops end on SIGTERM.
-
     Attributes:
         is_stopping: whether all ranks have agreed to end.
     """
@@ -82,7 +79,7 @@ class Signals:
     # --- Handlers -----------------------------------------------------------------------------------------------------
 
     def prepare(self, requeue: int | None) -> None:
-        """Store the present handlers of SIGTERM and of SLURM's requeue signal, before Lightning registers its own."""
+        """Store the present handlers, before Lightning registers its own."""
         self.is_stopping = self._terminates = self._requeues = self._requeued = False
         self._before = {number: signal.getsignal(number) for number in (signal.SIGTERM, requeue) if number is not None}
 
@@ -109,8 +106,7 @@ class Signals:
     def restore(self) -> None:
         """Restore the handlers from before the fit, as Lightning does later in its teardown.
 
-        In between, Lightning's own handlers would call a collective, which ranks that have finished earlier do not
-        join.
+        In between, its own handlers would call a collective that finished ranks do not join.
         """
         for number, handler in self._replaced.items():
             if signal.getsignal(number) in (self._on_terminate, self._on_requeue):
@@ -170,14 +166,14 @@ class Signals:
         self._asked = None
 
     def agree_alone(self) -> None:
-        """Call `agree` on a rank that is a group by itself and has joined others: Lightning sees only this rank."""
+        """Call `agree` on a rank that has joined as a group by itself: Lightning sees only this rank."""
         if self._world is not None and self._world.size == 1:
             self.agree()
 
     def _requeue(self) -> None:
         """Save from the recorder's group and have the recorder requeue the job, as Lightning does.
 
-        A group that has joined on its own has its own job and saves nothing: the run's state is at the server.
+        A group that has joined has its own job and saves nothing: the run's state is at the server.
         """
         self._requeued = True
         assert self._world is not None
@@ -197,7 +193,7 @@ class Signals:
         raise self._terminated(128 + signal.SIGTERM)
 
     def _wanted(self) -> int:
-        """Return the action requested by this rank's signals, or by another rank's, as reported by the server."""
+        """Return the action that this rank's signals request, or another rank's."""
         world = self._world
         assert world is not None
         status = world.control.status if world.control is not None and world.registration is None else None
@@ -216,11 +212,10 @@ class Signals:
         self._progress = now
 
     def pause(self) -> None:
-        """Suspend the check for progress during a long operation, such as a checkpoint."""
         self._progress = math.inf
 
     def _watch(self) -> None:
-        """Send this rank's signals to others, warn about long waits in user collectives, and exit if it is blocked."""
+        """Send this rank's signals, warn about long waits in user collectives, and exit if it is blocked."""
         trainer, world, since, has_said = self._trainer, self._world, math.inf, False
         while self._watcher is threading.current_thread() and world is not None and trainer is not None:
             time.sleep(_POLL_SECONDS)
@@ -246,7 +241,7 @@ class Signals:
 
 
 def _requeue_job() -> None:
-    """Ask SLURM to requeue this process's job; SLURM then ends the job by SIGTERM."""
+    """Ask SLURM to requeue this process's job; SLURM then ends it by SIGTERM."""
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
     job = os.environ["SLURM_JOB_ID"] if task is None else f"{os.environ['SLURM_ARRAY_JOB_ID']}_{task}"
     try:
@@ -269,9 +264,9 @@ _LOOPS = tuple(f"{name}.loops." for name in NAMESPACES)
 
 
 def user_collective_of(frame: FrameType | None) -> str:
-    """Return the collective that a thread is in and the user's code that called it; an empty string if there is none.
+    """Return the collective that a thread is in and the user's code that called it, if any.
 
-    Lightning and this package call collectives, too, but the cause is rarely on a rank that waits in one of those.
+    A rank that waits in a collective of Lightning or of this package is rarely the cause.
     """
     collective = ""
     while frame is not None:
@@ -288,13 +283,13 @@ def user_collective_of(frame: FrameType | None) -> str:
 
 
 def training_position(trainer: Trainer) -> str:
-    """Return where a rank calls a collective: the user's call if there is one, or the hook, and the batch."""
+    """Return where a rank calls a collective: the user's call or else the hook, and the batch."""
     called = user_collective_of(sys._getframe()).partition(", ")[2] or f"in {current_hook(trainer) or 'no hook'}"
     return f"{called}, after batch {trainer.fit_loop.batch_idx + 1} of epoch {trainer.current_epoch}"
 
 
 def waiting_sentence(rank: int, seconds: float, where: str) -> str:
-    """Return a warning about a rank without progress for some seconds; ``where`` names the call."""
+    """Return a warning about a rank without progress; ``where`` names the call."""
     return (
         f"rank {rank} has waited for {seconds:.0f} s in {where}: not all ranks have called it. If a hook calls it every"
         " n batches, let it count by batch_idx or trainer.global_step, in which the ranks of a group agree. Counts of"
@@ -318,5 +313,4 @@ def end_in_one_line(error: BaseException) -> None:
 
 
 def requeue_signal(environment: Any) -> int | None:
-    """Return the signal on which Lightning requeues the SLURM job; None if it does not."""
     return getattr(environment, "requeue_signal", None) if getattr(environment, "auto_requeue", False) else None

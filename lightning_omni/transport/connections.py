@@ -1,7 +1,6 @@
 """A rank's connections, as both sides of a transport use them. No sockets, clocks or threads.
 
-A transport provides for a rank its control connection (`Control`), its data connection (`Data`) and a leader's
-connections to other leaders (`Peers`); see `lightning_omni.transport.registry`.
+See `lightning_omni.transport.registry`.
 """
 
 from __future__ import annotations
@@ -51,22 +50,19 @@ class Control(ABC):
     passes received messages to `handle`.
 
     Args:
-        address: address of the server.
-        rank: this rank.
         on_end: called once, from any thread, when this rank must stop.
 
     Attributes:
-        status: last received status of the run.
-        lost: ranks lost so far.
-        failures: reasons of the losses of ranks that have failed by themselves.
+        status: last received status.
+        failures: reasons of ranks that have failed by themselves.
         signal: signal received by this rank, to report with the next heartbeat.
         servers: number of servers that hold a partition of the parameters each; see `attach_all`.
         has_finished: whether the run is at its end when this rank leaves.
         progress: count of this rank's progress, and of its checks while it waits for the server.
+        metrics: numbers to report with the next heartbeat; replaced as a whole, because another thread reads them.
         reconnect_timeout: seconds for which the rank looks for a server that is gone; 0 if its loss ends the run.
-        server_epoch: number that identifies the server among those that continue a run one after the other; larger for
-            later ones, and equal at all ranks of a group, whenever they joined.
-        is_server_gone: whether the server is gone and the rank looks for it.
+        server_epoch: number of the server among those that continue a run one after the other; larger for later ones,
+            equal at all ranks of a group.
     """
 
     servers = 1
@@ -81,6 +77,7 @@ class Control(ABC):
         self.lost: tuple[int, ...] = ()
         self.failures: tuple[str, ...] = ()
         self.signal = self.progress = 0
+        self.metrics: dict[str, float] = {}
         self._is_judged = self._has_trained = False
         self._timings = (0.0, 0.0, 0.0)
         self._ended: OmniError | None = None
@@ -100,7 +97,6 @@ class Control(ABC):
         Raises:
             RankLost: this rank was evicted, or the run is over.
             ConnectionLost: the server is gone, or did not answer within ``timeout`` seconds.
-            Refused: the server refused the request.
         """
 
     @abstractmethod
@@ -113,11 +109,9 @@ class Control(ABC):
 
     @abstractmethod
     def attach(self, timeout: float = 300.0, address: str = "") -> Data:
-        """Open this rank's data connection.
+        """Open this rank's data connection, to this server or to the ``address`` of another one's data socket.
 
-        Args:
-            timeout: seconds to wait for each answer.
-            address: address of the data socket of another server, which holds a share; empty for this server's.
+        ``timeout`` is the seconds to wait for each answer.
         """
 
     def empty(self, nbytes: int) -> Tensor:
@@ -136,10 +130,9 @@ class Control(ABC):
 
         Args:
             layouts: layout of each optimizer's parameters.
-            is_lost: returns whether a group is gone, so that waiting for it is pointless.
+            is_lost: returns whether a group is gone.
             everywhere: whether leaders on other machines must be able to reach this one.
-            wire_format: a format that may encode the weights. They are already decoded from it, so a transport may also
-                send them raw.
+            wire_format: may encode the weights, which are already decoded from it; a transport may also send them raw.
         """
 
     @abstractmethod
@@ -149,11 +142,7 @@ class Control(ABC):
     # --- Common to all transports ------------------------------------------------------------------------------------
 
     def attach_all(self, timeout: float = 300.0, share: int | None = None) -> list[Data]:
-        """Open this rank's data connections to the servers that hold a partition each.
-
-        Args:
-            timeout: seconds to wait for each answer.
-            share: number of the server that this rank exchanges with; None for all.
+        """Open this rank's data connections to the servers that hold a partition each, or only to number ``share``.
 
         Returns:
             The first connection is to the coordinating server. With ``share``, the last one is to that server; the two
@@ -171,50 +160,34 @@ class Control(ABC):
         return [self.attach(timeout, address) for address in addresses]
 
     def _find(self, server: int) -> str:
-        """Return the current address of one of several servers, for `attach`."""
         return self.request(m.AskServerAddresses(), m.ServerAddresses).addresses[server - 1] if server else ""
 
     @property
     def records(self) -> bool:
-        """Return whether this rank logs for the run, by the last status."""
+        """Return whether this rank logs for the run."""
         return self.rank == (self.status.recorder if self.status is not None else 0)
 
     def is_same_server(self, server_epoch: int) -> bool:
-        """Return whether a server is present, and is the one for which ``server_epoch`` had this value."""
         return not self.is_server_gone and self.server_epoch == server_epoch
 
     def check_same_server(self, server_epoch: int) -> None:
-        """Raise the error that ended this rank's run, or `ServerUnavailable` if the server is gone or was replaced.
-
-        Args:
-            server_epoch: value of `server_epoch` for that server.
-        """
+        """Raise the error that ended this rank's run, or `ServerUnavailable` if the server is gone or was replaced."""
         self.check()
         if not self.is_same_server(server_epoch):
             raise ServerUnavailable(f"the parameter server at {self.address} is gone")
 
     def wait_for_server(self) -> None:
-        """Wait until a server is present.
-
-        Raises:
-            ConnectionLost: no server will continue.
-        """
         self.check()
         if self.is_server_gone:
             raise ConnectionLost(f"the parameter server at {self.address} is gone")
 
     def wait_for_server_epoch(self, server_epoch: int) -> None:
-        """Wait until a server is present whose ``server_epoch`` is at least this.
-
-        Raises:
-            ConnectionLost: no server will continue.
-        """
+        """Wait until a server is present whose ``server_epoch`` is at least this."""
         self.check()
         if self.server_epoch < server_epoch:
             raise ConnectionLost(f"the parameter server at {self.address} is gone")
 
     def reconnected(self, welcome: m.Welcome) -> None:
-        """Continue with a server that replaces the one that was gone."""
         self.server_epoch, self.is_server_gone = max(self.server_epoch + 1, welcome.started_at_ms), False
         if self.records:
             lost = max(0, (self.status.clock if self.status is not None else 0) - welcome.clock)
@@ -229,7 +202,6 @@ class Control(ABC):
     def request(
         self, message: m.Message, expect: type[Answer], payload: bytes = b"", timeout: float = REQUEST_TIMEOUT
     ) -> Answer:
-        """Send a request whose answer has no payload; see `request_payload`."""
         return self.request_payload(message, expect, payload, timeout)[0]
 
     @property
@@ -243,14 +215,14 @@ class Control(ABC):
             raise self._ended
 
     def report_timings(self, compute: float, step: float, exchange: float) -> None:
-        """Set seconds for the next heartbeat: compute time, whole step, exchange."""
+        """Set seconds for the next heartbeat; ``step`` is the whole step."""
         self._timings = (compute, step, exchange)
 
     def report_progress(self, has_trained: bool = False) -> None:
         """Record progress of this rank, for instance a batch.
 
         Args:
-            has_trained: whether that was a batch of training; the server expects further progress after the first one.
+            has_trained: whether it was a batch of training, after which the server expects further ones.
         """
         self.progress += 1
         self._has_trained |= has_trained
@@ -261,7 +233,6 @@ class Control(ABC):
         self._is_judged = False
 
     def heartbeat(self, now: float) -> m.Heartbeat:
-        """Return the next heartbeat; one is sent twice a second."""
         compute, step, exchange = self._timings
         return m.Heartbeat(
             sent=now,
@@ -270,6 +241,7 @@ class Control(ABC):
             exchange_time=exchange,
             signal=self.signal,
             progress=self.progress if self._is_judged else 0,
+            metrics=self.metrics,
         )
 
     def handle(self, message: m.Message) -> bool:
@@ -290,14 +262,13 @@ class Control(ABC):
         return False
 
     def end(self, error: OmniError) -> None:
-        """End this rank's run with an error, unless it has ended already."""
         if self._ended is None:
             self._ended = error
             self._on_end(error)
 
 
 class Data(ABC):
-    """A rank's data connection, which sends and receives tensors. One thread uses it.
+    """A rank's data connection, for tensors, used by one thread.
 
     Attributes:
         moved: bytes of payload sent and received so far.
@@ -312,26 +283,19 @@ class Data(ABC):
         """Send a message with its payload, without waiting: both are transferred while this rank continues.
 
         Args:
-            message: the message. Its answer must be received before the next message is sent.
+            message: its answer must be received before the next one is sent.
             payload: uint8, on the CPU; it must not change until the answer is received.
             into: memory for the answer's payload, which may be written until the answer is received.
 
         Raises:
             RankLost: this rank's group is out of the run, or the run is over.
-            ConnectionLost: the connection has ended.
         """
 
     @abstractmethod
     def receive(self, expect: type[Answer], into: Tensor | None = None) -> tuple[Answer, Tensor]:
-        """Wait for the answer to the sent message, with its payload.
+        """Wait for the answer to the sent message, with its payload: uint8, perhaps empty.
 
-        Args:
-            expect: type of the answer.
-            into: memory for the answer's payload, if `send` was given none; fresh memory is used if this is missing or
-                too short.
-
-        Returns:
-            The answer, and its payload: uint8, perhaps empty.
+        Fresh memory is used if ``into`` is missing or too short, and `send` was given none.
 
         Raises:
             Refused: the server refused.
@@ -342,7 +306,6 @@ class Data(ABC):
     def exchange(
         self, message: m.Message, expect: type[Answer], payload: Tensor | None = None, into: Tensor | None = None
     ) -> tuple[Answer, Tensor]:
-        """Send a message and wait for its answer; see `send` and `receive`."""
         self.send(message, payload, into)
         return self.receive(expect, into)
 
@@ -355,9 +318,7 @@ class ReconnectingData(Data):
     """A data connection that outlasts its server: an unanswered message is repeated to the server that continues.
 
     Args:
-        control: control connection of the same rank.
-        find: returns the address of the server. It may take long, and the server may be replaced meanwhile.
-        open: opens a data connection to an address.
+        find: returns the server's address, perhaps slowly; the server may be replaced meanwhile.
     """
 
     def __init__(self, control: Control, find: Callable[[], str], open: Callable[[str], Data]) -> None:
@@ -395,31 +356,21 @@ class ReconnectingData(Data):
 
     @property
     def server_epoch(self) -> int:
-        """Return the connected server's value of `Control.server_epoch`."""
         return self._server_epoch
 
     def send_part(self, message: m.Message, payload: Tensor | None = None, into: Tensor | None = None) -> None:
-        """Send to the current server, like `send`.
-
-        Raises:
-            ServerUnavailable: the server is gone.
-        """
+        """Send to the current server, like `send`; raise `ServerUnavailable` if it is gone."""
         with self._telling():
             self._data.send(message, payload, into)
 
     def receive_part(self, expect: type[Answer], into: Tensor | None = None) -> tuple[Answer, Tensor]:
-        """Receive from the current server, like `receive`.
-
-        Raises:
-            ServerUnavailable: the server is gone.
-        """
+        """Receive from the current server, like `receive`; raise `ServerUnavailable` if it is gone."""
         with self._telling():
             answer = self._data.receive(expect, into)
         self.moved, self.shared = self._before[0] + self._data.moved, self._before[1] + self._data.shared
         return answer
 
     def renew(self) -> None:
-        """Connect to the current server, if it is another one."""
         if not self._control.is_same_server(self._server_epoch):
             self._reconnect()
 
@@ -472,7 +423,7 @@ class Peers(Protocol):
 
     @property
     def moved(self) -> int:
-        """Return the bytes of weights that this leader has sent to other leaders and read from them."""
+        """Return the bytes of weights sent to other leaders and read from them."""
 
     @property
     def address(self) -> str:
@@ -501,18 +452,11 @@ class Peers(Protocol):
 
 
 def refused_return(no: Refused) -> ConnectionLost:
-    """Return the error that ends a rank's run if the server that replaces a lost one refuses the rank."""
     return ConnectionLost(f"the parameter server is gone, and the one at its address refuses this rank: {no}")
 
 
 def answer_of(message: m.Message, expect: type[Answer]) -> Answer:
-    """Return the answer to a request, or raise the error that it represents.
-
-    Raises:
-        RankLost: this rank's group is out of the run, or the run is over.
-        Refused: the server refused.
-        MalformedMessage: the message is no such answer.
-    """
+    """Return the answer to a request, or raise the error that it represents."""
     if isinstance(message, expect):
         return message
     if not isinstance(message, m.RefusedMessage):

@@ -69,7 +69,6 @@ def allowed(core: ServerCore, channel: m.Channel, peer: Peer, data: bytes | memo
 
 
 def refusal(core: ServerCore, channel: m.Channel, peer: Peer, error: ProtocolError) -> list[Out]:
-    """Return the answers to a message that was not allowed."""
     if isinstance(error, Refused):  # the server has counted it
         return [Out(peer, channel, m.RefusedMessage(code=error.code, reason=str(error))), *core.replication.drain()]
     return [*core.refuse(channel, peer, str(error)), *core.replication.drain()]
@@ -171,16 +170,10 @@ _registry = Registry(
 
 
 def name_of(transport: Transport) -> str:
-    """Return the name of a transport in messages."""
     return str(type(transport).__struct_config__.tag)
 
 
 def from_wire(plain: Mapping[str, Any]) -> Transport:
-    """Return a transport from plain data.
-
-    Raises:
-        MalformedMessage: unknown transport, or wrong settings.
-    """
     return _registry.from_wire(plain)
 
 
@@ -197,11 +190,6 @@ def register(kind: type[Transport]) -> type[Transport]:
 
 
 def load(path: str) -> type[Transport]:
-    """Import and register a transport from its path ``module:Class``.
-
-    Raises:
-        ConfigurationError: it cannot be imported, or is no transport.
-    """
     return _registry.load(path)
 
 

@@ -22,7 +22,6 @@ class Requests:
     """A rank's data connections, used concurrently: it sends each server its part before it waits for any answer.
 
     Args:
-        connections: connections to the servers; the first one is the coordinating server's.
         by_member: whether this rank exchanges only with the last one, and the other members of its group with the
             others.
         largest: returns the largest of a number over those members, all of which call it.
@@ -43,34 +42,29 @@ class Requests:
 
     @property
     def count(self) -> int:
-        """Return the number of servers that this rank exchanges with."""
         return len(self._connections)
 
     @property
     def coordinator(self) -> Data:
-        """Return the connection to the coordinating server."""
         return self._all[0]
 
     @property
     def own(self) -> Data:
-        """Return the connection to the first server that this rank exchanges with."""
         return self._connections[0]
 
     @property
     def moved(self) -> int:
-        """Return the bytes of payload sent and received so far."""
         return sum(connection.moved for connection in self._all)
 
     @property
     def shared(self) -> int:
-        """Return those of the moved bytes that were in memory shared by both sides."""
         return sum(connection.shared for connection in self._all)
 
     def send(self, outgoing: Sequence[Outgoing], into: Sequence[Tensor | None] | None = None) -> None:
         """Send each server its part of a request.
 
         Args:
-            outgoing: one part for each server, with payloads as in `lightning_omni.transport.connections.Data.send`.
+            outgoing: one part for each server, as for `lightning_omni.transport.connections.Data.send`.
             into: memory for the answers' payloads, as there.
         """
         self._number += 1
@@ -88,15 +82,7 @@ class Requests:
             connection.send(*part)
 
     def receive(self, expect: type[Answer], into: Sequence[Tensor | None] | None = None) -> list[tuple[Answer, Tensor]]:
-        """Wait for all answers.
-
-        Args:
-            expect: type of the answers.
-            into: memory for their payloads, as in `lightning_omni.transport.connections.Data.receive`.
-
-        Raises:
-            Refused: a server refused; then no server has handled its part.
-        """
+        """Wait for all answers; if a server has refused, none has handled its part, and `Refused` is raised."""
         memories = into or [None] * self.count
         # All answers are received first, so that none is mistaken for an answer to the next request.
         if self._again is not None:
@@ -112,7 +98,6 @@ class Requests:
         return answers
 
     def exchange(self, outgoing: Sequence[Outgoing], expect: type[Answer]) -> list[tuple[Answer, Tensor]]:
-        """Send a request and wait for all answers, in fresh memory."""
         self.send(outgoing)
         return self.receive(expect)
 
@@ -126,10 +111,6 @@ class _Again:
 
     Servers handle a request once all parts have arrived. So even a part that an earlier server has answered is repeated
     if another one was not; where the members of a group send one part each, they agree on this.
-
-    Args:
-        connections: this rank's connections to the servers.
-        largest: see `Requests`.
     """
 
     def __init__(self, connections: Sequence[ReconnectingData], largest: Callable[[int], int]) -> None:
@@ -140,7 +121,6 @@ class _Again:
         self._is_out = False
 
     def send(self, parts: Sequence[_Part]) -> None:
-        """Send all parts of this rank."""
         if self._server_epoch is None:
             self._reconnect()
         self._parts, self._is_out = parts, all(each.server_epoch == self._server_epoch for each in self._connections)
@@ -151,7 +131,6 @@ class _Again:
             self._is_out = False
 
     def receive(self, expect: type[Answer], memories: Sequence[Tensor | None]) -> list[tuple[Answer, Tensor] | Refused]:
-        """Wait for all answers or refusals."""
         while True:
             received = self._receive(expect, memories)
             if self._largest(int(received is None)) == 0:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_omni.errors import ConfigurationError
@@ -29,15 +28,18 @@ def names_for(trainer: object) -> Any:
     return tuner_module(type(trainer)).Names
 
 
-def log(trainer: Trainer, metrics: Mapping[str, float]) -> Path | None:
-    """Log metrics to all loggers, on all ranks.
-
-    Returns:
-        The folder of the first logger, on rank 0; None on other ranks, and if it has none on this machine.
-    """
+def log(trainer: Trainer, metrics: Mapping[str, float]) -> None:
+    """Log metrics to all loggers."""
     for logger in trainer.loggers:
         logger.log_metrics(dict(metrics), step=trainer.global_step)
-    folder = trainer.log_dir if trainer.loggers else None  # a collective of all ranks
+
+
+def folder_of(trainer: Trainer) -> Path | None:
+    """Return the folder of the first logger, on rank 0; None on other ranks, and if it has none on this machine.
+
+    All ranks call it.
+    """
+    folder = trainer.log_dir if trainer.loggers else None
     return None if folder is None or "://" in str(folder) or not trainer.is_global_zero else Path(folder)
 
 
@@ -52,18 +54,6 @@ def arguments_of(step: Callable[..., Any]) -> tuple[int, ...]:
         raise ConfigurationError("training_step draws its batches itself from dataloader_iter")
     many = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters)
     return (0,) if many or len(parameters) > 1 else ()
-
-
-def loss_of(found: Any) -> Tensor:
-    """Return the loss in the result of a training_step.
-
-    Raises:
-        ConfigurationError: there is none.
-    """
-    loss = found.get("loss") if isinstance(found, Mapping) else found
-    if not isinstance(loss, Tensor):
-        raise ConfigurationError('training_step returns no loss: return it, or a dictionary with it as "loss"')
-    return loss
 
 
 def log_nothing(*_: Any, **__: Any) -> None:

@@ -304,11 +304,11 @@ class Compression:
         pull: format of the server's answers.
         all_reduce: format in which the members of a group average their gradients, for slow networks between them:
             ``"fp32"``, as DistributedDataParallel does; ``"bf16"`` or ``"fp16"``; ``"powersgd:4"``, each matrix of
-            gradients as the product of two with 4 columns (a fiftieth of the bytes, for example), with error feedback;
-            or a value such as `lightning_omni.wire.compression.PowerSGD`.
+            gradients as the product of two with 4 columns, with error feedback; or a value such as
+            `lightning_omni.wire.compression.PowerSGD`.
 
     Raises:
-        ConfigurationError: a format is unknown.
+        ConfigurationError: a format is unknown, or ``pull`` is a top-k format.
 
     Example:
         >>> Compression(push="int8", pull="bf16")

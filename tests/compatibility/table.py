@@ -55,7 +55,7 @@ def tables() -> dict[str, str]:
     with_rows = [(f"`{name}`", rows) for name in options() if (rows := rows_of_option(name))]
     by_option = _table("option", with_rows)
     without = "\n".join(f"- `{name}`: {why}" for name, why in ELSEWHERE.items())
-    by_use = _table("use", [(case.name, [case]) for case in uses()], cases=False)
+    by_use = _table("use", [(case.name, [case]) for case in uses()])
     return {
         "compared": compared,
         "callbacks": by_callback,
@@ -75,13 +75,11 @@ def page() -> str:
     return text
 
 
-def _table(what: str, rows: list[tuple[str, list[Case]]], cases: bool = True) -> str:
-    lines = [f"| {what} | cases | two groups |" if cases else f"| {what} | two groups |"]
-    lines.append("|---|---|---|" if cases else "|---|---|")
-    for name, of in rows:
-        names = "; ".join(case.name for case in of)
-        lines.append(f"| {name} | {names} | {_result(of)} |" if cases else f"| {name} | {_result(of)} |")
-    return "\n".join(lines)
+def _table(what: str, rows: list[tuple[str, list[Case]]]) -> str:
+    """Return the names of what is as under DDP, then a table of the others."""
+    plain = "; ".join(name for name, of in rows if _result(of) == "as DDP")
+    lines = [f"| {name} | {_result(of)} |" for name, of in rows if _result(of) != "as DDP"]
+    return "\n".join([f"As DDP: {plain}.", "", f"| {what} | two groups |", "|---|---|", *lines])
 
 
 def _result(cases: list[Case]) -> str:

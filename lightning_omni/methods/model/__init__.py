@@ -1,1 +1,1 @@
-"""The objects that methods work on: master weights, replicas, fragments, merged heads, and modules as plain data."""
+"""The objects that methods work on: weights, replicas, fragments, merged heads, and modules as plain data."""

@@ -1,7 +1,6 @@
 """Fragments: a model's parameters, cut into parts of equal bytes that are exchanged one by one.
 
-Rule 1: both sides cut in the same way, from the sizes of the tensors and the number of servers alone; offsets never
-travel.
+Rule 1: both sides cut alike, from the sizes of the tensors and the number of servers; offsets never travel.
 Rule 2: if several servers divide the parameters among them, each cuts its share separately, and fragment k consists of
 the k-th fragments of all shares, one after the other.
 Rule 3: parameters are cut once. A parameter added mid-run is appended whole to one fragment, whose earlier content
@@ -21,7 +20,6 @@ class Piece(NamedTuple):
     """A part of one tensor in a fragment.
 
     Attributes:
-        place: index of the tensor among all.
         range: start and stop in the flattened tensor; None for the whole tensor.
     """
 
@@ -41,14 +39,11 @@ FRAGMENTS = "fragments"
 def cut(sizes: Sequence[tuple[int, int]], of: int, first: int = 0, servers: int = 1) -> Sequence[Pieces]:
     """Cut tensors into fragments of equal bytes, up to rounding to whole elements.
 
-    A tensor that was added later is whole in one fragment.
-
     Args:
-        sizes: for each tensor, the number of its elements and the bytes of one of them.
+        sizes: elements of each tensor, and bytes of one of them.
         of: number of fragments.
-        first: number of tensors before any were added; 0 for all.
-        servers: number of servers, each of which holds a share as from `divide`. If there are several, no tensors are
-            added.
+        first: number of tensors before any were added, each whole in one fragment; 0 for all.
+        servers: number of servers, each with a share as from `divide`. If there are several, no tensors are added.
 
     Example:
         >>> cut([(6, 4), (2, 4)], of=2)
@@ -87,13 +82,9 @@ def _cut(sizes: Sequence[tuple[int, int]], of: int, first: int, servers: int) ->
 
 
 def divide(sizes: Sequence[tuple[int, int]], servers: int) -> list[list[Piece]]:
-    """Divide tensors into shares of equal bytes, one for each server.
+    """Divide tensors of ``sizes``, as in `cut`, into shares of equal bytes.
 
     A tensor is cut at multiples of `UNIT` elements. An empty tensor joins the share of the tensor before it.
-
-    Args:
-        sizes: as in `cut`.
-        servers: number of shares.
 
     Example:
         >>> divide([(192, 4), (4, 4)], servers=2)
@@ -115,7 +106,7 @@ def divide(sizes: Sequence[tuple[int, int]], servers: int) -> list[list[Piece]]:
 
 
 def _cut_at(at: int, count: int) -> int:
-    """Return the cut of a tensor of ``count`` elements nearest to the end of a share at ``at``."""
+    """Return the cut of a tensor of ``count`` elements nearest to a share's end."""
     return min(count, max(0, at)) if not 0 < at < count else min(count, round(at / UNIT) * UNIT)
 
 
@@ -131,23 +122,22 @@ def _within(piece: Piece, where: tuple[int, int] | None) -> Piece:
 
 
 def state_of(fragments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state of a method's server side, from its states per fragment."""
+    """Return a server side's state from its states per fragment."""
     return dict(fragments[0]) if len(fragments) == 1 else {FRAGMENTS: [dict(each) for each in fragments]}
 
 
 def states_in(state: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the states per fragment in a result of `state_of`."""
     states: Sequence[Mapping[str, Any]] = state.get(FRAGMENTS, [state])
     return states
 
 
 def sizes_of(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Return, for each tensor, the number of its elements and the bytes of one of them."""
+    """Return each tensor's elements, and the bytes of one of them."""
     return [(tensor.numel(), tensor.element_size()) for tensor in tensors]
 
 
 def read(tensors: Sequence[Tensor], pieces: Pieces) -> list[Tensor]:
-    """Return a fragment of tensors, one tensor for each piece. They share memory where a tensor is contiguous.
+    """Return one tensor for each piece, in shared memory where a tensor is contiguous.
 
     Example:
         >>> import torch
@@ -158,7 +148,6 @@ def read(tensors: Sequence[Tensor], pieces: Pieces) -> list[Tensor]:
 
 
 def write(tensors: Sequence[Tensor], pieces: Pieces, values: Sequence[Tensor]) -> None:
-    """Overwrite a fragment of tensors with one value for each piece."""
     for (place, where), value in zip(pieces, values, strict=True):
         whole = tensors[place]
         if where is None or whole.is_contiguous():

@@ -1,8 +1,7 @@
 """A merged head: the tail of a network at its one owner, where a group's whole batch passes through it at once.
 
 Hadjis et al. 2016 (Omnivore), "merged fully connected" servers: forward, backward and update of one group's batch
-happen under a lock, so that the head's weights are never stale and never travel; only activations and their gradients
-do. The body of the network stays asynchronous.
+happen under a lock, so that the head's weights are never stale and never travel. The body stays asynchronous.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ class HeadBackwardPass:
     """The gradients of a backward pass through the head.
 
     Attributes:
-        inputs: one for each floating-point or complex input tensor; None for other inputs.
-        parameters: one for each parameter; None where it took no part.
+        inputs: None for inputs that are neither floating-point nor complex.
+        parameters: None for a parameter that took no part.
     """
 
     inputs: list[Tensor | None]
@@ -41,8 +40,8 @@ class MergedHead:
 
     Args:
         module: the submodule, over ``parameters``.
-        parameters: its parameters by name, in the order of gradients; the caller steps them.
-        seed: seed of the random numbers of its forward pass (dropout, for example).
+        parameters: its parameters, in the order of gradients; the caller steps them.
+        seed: seed of its forward pass (dropout).
 
     Example:
         >>> module = nn.Linear(2, 1)
@@ -80,7 +79,6 @@ class MergedHead:
 
         Raises:
             UnsupportedError: the pass changed a buffer of the head, or returned values that cannot travel.
-            ValueError: ``training`` does not match the number of submodules.
         """
         tree = (tuple(args), dict(kwargs))
         inputs = [tensor.detach() for tensor in tensors_of(tree)]
@@ -101,11 +99,9 @@ class MergedHead:
         return with_tensors(output, [tensor.detach() for tensor in tensors_of(output)])
 
     def backward(self, gradients: Sequence[Tensor | None], scale: float = 1.0) -> HeadBackwardPass:
-        """End the access with the gradients of the output of `forward`.
+        """End the access with a gradient for each tensor of the output; None where it took no part in the loss.
 
-        Args:
-            gradients: one for each tensor of the output, in order; None where it took no part in the loss.
-            scale: factor of the parameters' gradients, but not of those of the inputs.
+        ``scale`` is a factor of the parameters' gradients, but not of those of the inputs.
         """
         inputs, outputs = self._inputs, self._outputs
         self.abandon()
@@ -129,7 +125,6 @@ class MergedHead:
         return HeadBackwardPass(into, own)
 
     def abandon(self) -> None:
-        """End the access without a gradient."""
         self._inputs, self._outputs = [], []
 
     def _set_modes(self, modes: bool | Sequence[bool]) -> None:
@@ -152,32 +147,24 @@ class MergedHead:
 
 
 def modes_of(module: nn.Module) -> tuple[bool, ...]:
-    """Return whether each submodule is in training mode, itself first; a shared module counts each time."""
+    """Return whether each submodule is in training mode, itself first; a shared one counts each time."""
     return tuple(each.training for _, each in module.named_modules(remove_duplicate=False))
 
 
 class HeadConnection(Protocol):
-    """A connection that brings inputs to a merged head and returns outputs, and likewise gradients."""
+    """A connection to a merged head, for inputs and outputs, and for their gradients."""
 
     def bring(self, tree: Any, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the tensors of the output for ``tree`` (arguments, keyword arguments) with these tensors in it."""
+        """Return the output's tensors for ``tree`` (arguments, keyword arguments) with these tensors in it."""
 
     def take_back(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[tuple[torch.Size, torch.dtype]]
     ) -> Sequence[Tensor | None]:
-        """Return the gradients of the inputs, of these shapes and dtypes, for those of the output.
-
-        None stands for an output that took no part in the loss.
-        """
+        """Return the inputs' gradients for the output's, None for an output that took no part in the loss."""
 
 
 def pass_through(passage: HeadConnection, tree: Any) -> tuple[Tensor, ...]:
-    """Return the tensors of a merged head's output, with a backward pass through the passage.
-
-    Args:
-        passage: the connection to the head.
-        tree: arguments and keyword arguments.
-    """
+    """Return the tensors of a merged head's output for ``tree`` (arguments, keyword arguments), for backward passes."""
     # The anchor makes autograd call `_Pass.backward` even if no input requires a gradient.
     anchor = torch.zeros((), requires_grad=True)
     outputs: tuple[Tensor, ...] = _Pass.apply(  # type: ignore[no-untyped-call, unused-ignore]  # until torch 2.14
@@ -204,12 +191,9 @@ class _Pass(torch.autograd.Function):
 
 
 def clip(gradients: Sequence[Tensor | None], value: float, algorithm: str) -> None:
-    """Clip gradients in place, as Lightning's ``gradient_clip_val`` and ``gradient_clip_algorithm`` do.
+    """Clip the gradients of all parameters together, in place, as Lightning does by ``"norm"`` or ``"value"``.
 
-    Args:
-        gradients: gradients of all parameters together.
-        value: largest norm, or largest magnitude; 0 clips nothing.
-        algorithm: ``"norm"`` or ``"value"``.
+    ``value`` is the largest norm or magnitude; 0 clips nothing.
     """
     there = [gradient for gradient in gradients if gradient is not None]
     if not value or not there:
@@ -224,16 +208,7 @@ def clip(gradients: Sequence[Tensor | None], value: float, algorithm: str) -> No
 
 
 def check_mergeable(name: str, model: nn.Module) -> nn.Module:
-    """Return the submodule of this name, if it can be merged.
-
-    Args:
-        name: as in ``model.named_modules()``.
-        model: the whole model.
-
-    Raises:
-        ConfigurationError: the model has no such submodule, or it has no parameters.
-        UnsupportedError: it shares parameters with other modules, keeps running statistics, or cannot be described.
-    """
+    """Return the submodule of this name; raise an error if it cannot be merged."""
     modules = dict(model.named_modules())
     if not isinstance(name, str) or name not in modules or not name:
         known = [child for child, module in modules.items() if child and any(True for _ in module.parameters())]
@@ -269,17 +244,7 @@ def check_mergeable(name: str, model: nn.Module) -> nn.Module:
 def held_by_one(
     name: str, module: nn.Module, optimizers: Iterable[Optimizer]
 ) -> tuple[Optimizer, dict[str, Parameter]]:
-    """Return the optimizer that holds a merged head's parameters, and these by name, in its order.
-
-    Args:
-        name: the submodule's name in the model.
-        module: the submodule.
-        optimizers: all optimizers.
-
-    Raises:
-        ConfigurationError: no optimizer holds any of them.
-        UnsupportedError: the optimizer that holds some does not hold all.
-    """
+    """Return the one optimizer that holds all parameters of a merged head, and these by name, in its order."""
     names = {parameter: f"{name}.{local}" for local, parameter in module.named_parameters()}
     for optimizer in optimizers:
         held = {names[parameter]: parameter for parameter in held_by(optimizer) if parameter in names}

@@ -1,8 +1,8 @@
 """A torch module as plain data, from which another process can rebuild it without pickle.
 
 A module reaches the server as a *description*: class path, plain attributes, buffers, and the descriptions of its
-children. Like an optimizer's, it contains no code: classes are imported by name, and only from ``torch.nn`` and from
-modules that the server was started to allow.
+children. It contains no code: classes are imported by name, from ``torch.nn`` and from modules that the server was
+started to allow.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def admitting(
     """Return a function from class path to class, for classes that are torch's or in ``allowed``.
 
     Args:
-        base: the base class of admitted classes.
+        base: their base class.
         home: torch's module of such classes, and the prefix of its submodules.
         what: name of the kind of class, for messages.
         option: option of ``lightning-omni serve`` that allows a class.
@@ -67,11 +67,6 @@ def import_class(path: str) -> type:
     """Return the class at ``module:Class``, or ``module:Outer.Inner``.
 
     Every step of the path must be a class: it cannot lead from a module to that module's imports.
-
-    Raises:
-        ImportError: the module does not exist.
-        AttributeError: the module has no such name.
-        TypeError: the object at the path is no class.
     """
     module, _, name = path.partition(":")
     found: Any = importlib.import_module(module)
@@ -84,7 +79,6 @@ def import_class(path: str) -> type:
 
 
 def class_path(kind: type) -> str:
-    """Return the ``module:Class`` of a class."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
@@ -98,13 +92,10 @@ _TORCH_FUNCTIONS = ("relu", "selu", "celu", "tanh", "sigmoid", "softmax", "log_s
 
 
 def describe_module(module: nn.Module) -> dict[str, Any]:
-    """Describe a module so that `rebuild_module` can make a copy of it in another process.
-
-    Args:
-        module: any module whose classes can be imported by name and whose attributes are plain values.
+    """Describe a module, so that `rebuild_module` can copy it in another process.
 
     Raises:
-        UnsupportedError: it cannot be described; the message names the part and a remedy.
+        UnsupportedError: a class cannot be imported by name, or an attribute is not plain.
 
     Example:
         >>> description = describe_module(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))
@@ -138,10 +129,7 @@ def _describe(module: nn.Module, names: Mapping[int, str], where: str) -> dict[s
 def check_describable(module: nn.Module, where: str = "") -> None:
     """Raise `UnsupportedError` unless the module's class can be imported by name and the module has no hooks.
 
-    Args:
-        module: the module, without its children.
-        where: its name below the described module; empty for the described module itself, whose hooks run at the caller
-            and are allowed.
+    ``where`` is its name; hooks of the described module itself (``""``) run at the caller and are allowed.
     """
     kind, shown = type(module), where or "the module itself"
     if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
@@ -177,12 +165,7 @@ def check_describable(module: nn.Module, where: str = "") -> None:
 def rebuild_module(
     description: Mapping[str, Any], parameters: Mapping[str, Parameter], resolve: ResolveModule
 ) -> nn.Module:
-    """Make the module that `describe_module` described, over the given parameters.
-
-    Args:
-        description: from `describe_module`.
-        parameters: by name, as in ``module.named_parameters()``; used in place.
-        resolve: maps a class path to its class.
+    """Make the module that `describe_module` described, over the given parameters, used in place.
 
     Raises:
         UnsupportedError: a class is not allowed or cannot be imported.
@@ -209,18 +192,17 @@ def rebuild_module(
 
 
 def module_resolver(allowed: Sequence[str]) -> ResolveModule:
-    """Return a resolver that admits only ``torch.nn`` and the class paths (``module:Class``) in ``allowed``."""
+    """Return a resolver of ``torch.nn`` and of class paths in ``allowed``."""
     return admitting(nn.Module, ("torch.nn", "torch.nn.modules."), "module class", "--allow-module", allowed)
 
 
 def class_paths(description: Mapping[str, Any]) -> set[str]:
-    """Return all class paths in a description."""
     children = [child for child in description["children"].values() if child is not None]
     return {description["class"]}.union(*(class_paths(child) for child in children))
 
 
 def _encode(value: Any, module: nn.Module, where: str, key: str) -> Any:
-    """Return an attribute as plain data; dtypes and torch's own functions (such as activations) become names."""
+    """Return an attribute as plain data; dtypes and torch's functions become names."""
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return value
     if isinstance(value, torch.dtype):
@@ -278,11 +260,7 @@ def _decode(value: Any) -> Any:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """Return the tensors of a tree of tuples, lists and dicts, in order.
-
-    Raises:
-        UnsupportedError: the tree holds tensors in another container (a named tuple, a subclass of dict).
-    """
+    """Return the tensors of a tree of tuples, lists and dicts, the only containers that may hold any."""
     found: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -294,7 +272,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def with_tensors(tree: Any, tensors: Sequence[Any]) -> Any:
-    """Return the same tree with its tensors replaced, in the order of `tensors_of`."""
+    """Return the tree with other tensors, in the order of `tensors_of`."""
     others = iter(tensors)
     return _replace(tree, lambda _: next(others))
 

@@ -1,7 +1,7 @@
 """The master weights of one optimizer, and the user's torch optimizer that moves them.
 
 A torch optimizer reaches the server as a *description*: class path, defaults, parameter groups, plain attributes. It is
-never pickled, so a message cannot execute code of its sender's choice.
+never pickled, so a message cannot execute its sender's code.
 """
 
 from __future__ import annotations
@@ -136,11 +136,7 @@ class Master:
         self._check_kept(given)
 
     def _check_kept(self, settings: Sequence[Mapping[str, Any]]) -> None:
-        """Raise `UnsupportedError` if a step keeps state where it is lost or cannot be saved.
-
-        Args:
-            settings: the settings of each parameter group that the step received.
-        """
+        """Raise `UnsupportedError` if a step keeps state where it is lost or cannot be saved."""
         assert self.optimizer is not None
         kind = type(self.optimizer)
         for group, given in zip(self.optimizer.param_groups, settings, strict=True):
@@ -211,7 +207,7 @@ class Master:
         }
 
     def _state(self) -> dict[Any, Any]:
-        """Return the optimizer's state by index among all parameters, independent of the order of parameter groups."""
+        """Return the optimizer's state by index among all parameters."""
         assert self.optimizer is not None
         places = {id(parameter): place for place, parameter in enumerate(self._ordered)}
         held = [id(parameter) for parameter in held_by(self.optimizer)]
@@ -220,13 +216,7 @@ class Master:
 
 
 def check_state(optimizer: Optimizer, weights: Mapping[int, Tensor], state: Mapping[int, Mapping[str, Any]]) -> None:
-    """Raise `MalformedMessage` unless a copy of the optimizer can step these weights with this state.
-
-    Args:
-        optimizer: the optimizer; it is not changed.
-        weights: weights by key; they are copied.
-        state: state of each weight.
-    """
+    """Raise `MalformedMessage` unless a copy of the optimizer can step copies of these weights with this state."""
     for key, values in state.items():  # fused kernels do not check shapes before they write
         wrong = [
             name
@@ -259,10 +249,6 @@ def detach_state(optimizer: Optimizer, detached: dict[Tensor, Any]) -> None:
     """Stash the state of parameters that no group holds any more, and restore that of parameters that returned.
 
     Otherwise ``state_dict()``, which numbers the parameters in groups, would fail on such state.
-
-    Args:
-        optimizer: the optimizer.
-        detached: state by parameter; changed in place.
     """
     held = set(held_by(optimizer))
     for parameter in [each for each in optimizer.state if isinstance(each, Tensor) and each not in held]:
@@ -274,15 +260,12 @@ def detach_state(optimizer: Optimizer, detached: dict[Tensor, Any]) -> None:
 def hyperparameters_of(
     optimizer: Optimizer, of: Container[Tensor] | None = None, are_needed: bool = True
 ) -> list[dict[str, Any]]:
-    """Return the optimizer's hyperparameters as plain values, one mapping for each parameter group.
+    """Return the hyperparameters of each parameter group as plain values.
 
     Args:
         optimizer: the optimizer.
-        of: parameters; only groups that hold some of them are returned. None returns all groups.
+        of: parameters of which a returned group holds some; None returns all groups.
         are_needed: whether an optimizer is to step with them; otherwise values that are not plain are left out.
-
-    Raises:
-        UnsupportedError: a needed hyperparameter is no plain value.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -302,7 +285,7 @@ def hyperparameters_of(
 
 
 def set_hyperparameter(group: dict[str, Any], name: str, value: Any) -> None:
-    """Set a hyperparameter of a parameter group; a tensor, which a compiled optimizer reads, keeps its storage.
+    """Set a hyperparameter; a tensor, which a compiled optimizer reads, keeps its storage.
 
     Example:
         >>> group = {"lr": torch.tensor(0.1), "momentum": 0.9}
@@ -318,15 +301,12 @@ def set_hyperparameter(group: dict[str, Any], name: str, value: Any) -> None:
 
 
 def describe(optimizer: Optimizer, names: Mapping[Tensor, str], with_state: bool = True) -> dict[str, Any]:
-    """Describe a torch optimizer so that `rebuild` can make a copy of it in another process.
+    """Describe a torch optimizer, so that `rebuild` can copy it in another process.
 
     Args:
         optimizer: any optimizer whose ``step`` needs no closure.
-        names: the name of every parameter that the copy is to move; others are left out.
-        with_state: whether to include its state (momentum buffers and the like).
-
-    Raises:
-        UnsupportedError: it cannot be served; the message gives the reason and a remedy.
+        names: names of the parameters that the copy is to move.
+        with_state: whether to include its state.
     """
     check_servable(optimizer)
     marks = {} if type(optimizer).__module__.startswith("torch.optim.") else _marks_of(names)
@@ -345,7 +325,7 @@ def describe(optimizer: Optimizer, names: Mapping[Tensor, str], with_state: bool
 
 
 def _marks_of(names: Mapping[Tensor, str]) -> dict[str, dict[str, Any]]:
-    """Return, by parameter name, plain attributes that a program has set on parameters: its optimizer may read them."""
+    """Return, by name, plain attributes of parameters, which their optimizer may read."""
     marks = {
         name: {key: value for key, value in vars(parameter).items() if _is_mark(key, value)}
         for parameter, name in names.items()
@@ -354,23 +334,23 @@ def _marks_of(names: Mapping[Tensor, str]) -> dict[str, dict[str, Any]]:
 
 
 def _is_mark(name: str, value: Any) -> bool:
-    """Return whether an attribute is sent: a number or a text whose name has no meaning in torch."""
+    """Return whether an attribute, a number or a text with no meaning in torch, is sent."""
     is_number = isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 63)
     return (value is None or is_number or isinstance(value, str)) and not hasattr(Parameter, name)
 
 
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Return an optimizer's own attributes, without those that any torch optimizer has."""
+    """Return an optimizer's attributes without those of any torch optimizer."""
     return {key: value for key, value in vars(optimizer).items() if key not in _torch_attributes()}
 
 
 def plain_attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Return an optimizer's own attributes that are plain values, as a copy."""
+    """Return a copy of an optimizer's own plain attributes."""
     return {key: _plain(value) for key, value in attributes_of(optimizer).items() if _is_plain(value)}
 
 
 def has_own_step(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer has a step other than its class's, as apex's ASP and others set on an instance."""
+    """Return whether an instance has a step of its own, as apex's ASP sets one."""
     step = vars(optimizer).get("step")
     while step is not type(optimizer).step and (
         hasattr(step, "_wrapped_by_lr_sched") or hasattr(step, "_torchdynamo_orig_callable")
@@ -380,16 +360,11 @@ def has_own_step(optimizer: Optimizer) -> bool:
 
 
 def held_by(optimizer: Optimizer) -> list[Parameter]:
-    """Return the parameters of an optimizer, in its order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def rate_of(optimizer: Optimizer, group: Mapping[str, Any]) -> float:
-    """Return the learning rate of a parameter group, for a method that scales it or steps with it.
-
-    Raises:
-        UnsupportedError: the optimizer has no learning rate, or finds one itself (``lr=None``).
-    """
+    """Return a group's learning rate; raise `UnsupportedError` if the optimizer has none or finds it (``lr=None``)."""
     rate = group.get("lr")
     if not isinstance(rate, (Real, Tensor)):
         raise UnsupportedError(
@@ -400,7 +375,7 @@ def rate_of(optimizer: Optimizer, group: Mapping[str, Any]) -> float:
 
 
 def directions_of(optimizer: Optimizer) -> dict[int, float]:
-    """Return, by the ``id`` of each parameter, -1.0 where steps go up along the gradient (``maximize``), else 1.0."""
+    """Return, by ``id``, -1.0 for parameters whose steps go up (``maximize``), else 1.0."""
     return {
         id(parameter): -1.0 if group.get("maximize") else 1.0
         for group in optimizer.param_groups
@@ -409,25 +384,25 @@ def directions_of(optimizer: Optimizer) -> dict[int, float]:
 
 
 def holds(group: Mapping[str, Any], of: Container[Tensor]) -> bool:
-    """Return whether a parameter group holds some of these parameters, or is empty."""
+    """Return whether a group holds some of these parameters, or is empty."""
     return not group["params"] or any(parameter in of for parameter in group["params"])
 
 
 def state_of(optimizer: Optimizer, of: Container[Tensor]) -> dict[int, Any]:
-    """Return the optimizer's state of these parameters, by their indices among them, as in a ``state_dict``."""
+    """Return the state of these parameters, by their indices among them."""
     everything = optimizer.state_dict()["state"]
     return {place: everything[whole] for place, whole in enumerate(places_of(optimizer, of)) if whole in everything}
 
 
 def places_of(optimizer: Optimizer, of: Container[Tensor]) -> list[int]:
-    """Return the indices of these parameters among all that the optimizer holds, in its order."""
+    """Return these parameters' indices among all of the optimizer's."""
     return [place for place, parameter in enumerate(held_by(optimizer)) if parameter in of]
 
 
 def rebuild(
     description: Mapping[str, Any], parameters: Mapping[str, Parameter], resolve: Resolve | None = None
 ) -> Optimizer:
-    """Make the optimizer that `describe` described, over other parameters of the same names.
+    """Make the optimizer that `describe` described, over parameters of the same names.
 
     Args:
         description: from `describe`.
@@ -459,7 +434,7 @@ def rebuild(
 
 
 def resolver(allowed: Sequence[str]) -> Resolve:
-    """Return a resolver that admits only ``torch.optim`` and the class paths (``module:Class``) in ``allowed``."""
+    """Return a resolver of ``torch.optim`` and of class paths in ``allowed``."""
     return admitting(Optimizer, ("torch.optim", "torch.optim."), "optimizer", "--allow-optimizer", allowed)
 
 
@@ -504,7 +479,7 @@ def _checked(kind: type[Optimizer], where: str, key: str, value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value as plain data; one-element tensors (a learning rate, for example) become numbers."""
+    """Return a value as plain data; one-element tensors become numbers."""
     if isinstance(value, numpy.generic) or (isinstance(value, Tensor) and value.numel() == 1):
         return value.item()
     if isinstance(value, _PLAIN):
@@ -526,7 +501,7 @@ def _is_plain(value: Any) -> bool:
 
 @cache
 def _torch_attributes() -> frozenset[str]:
-    """Return the attributes that ``Optimizer.__init__`` sets, or that torch and schedulers add to an instance."""
+    """Return the attributes that ``Optimizer.__init__``, torch or schedulers add to an instance."""
     bare = object.__new__(Optimizer)
     Optimizer.__init__(bare, [torch.zeros(1)], {})
     return frozenset(vars(bare)) | {"step", "_opt_called", "_step_count", "_step_supports_amp_scaling"}
@@ -535,10 +510,10 @@ def _torch_attributes() -> frozenset[str]:
 def _steppable_together(
     optimizer: Optimizer, pairs: list[tuple[Parameter, Tensor]]
 ) -> list[list[tuple[Parameter, Tensor]]]:
-    """Split parameters and their gradients into lists that torch can each step in one call.
+    """Split parameters and gradients into lists that torch can step in one call.
 
-    Fused SGD cannot step parameters with a momentum buffer together with others that get their first gradient (seen in
-    torch 2.13: "expected Tensor as element 0 in argument 2, but got NoneType").
+    Fused SGD cannot step parameters with and without momentum buffers together (torch 2.13: "expected Tensor as element
+    0 in argument 2, but got NoneType").
     """
     if type(optimizer) is torch.optim.SGD and any(group.get("fused") for group in optimizer.param_groups):
         known = [pair for pair in pairs if optimizer.state.get(pair[0], {}).get("momentum_buffer") is not None]

@@ -27,29 +27,27 @@ if TYPE_CHECKING:
 
 
 def is_inside_hook(trainer: Trainer) -> bool:
-    """Return whether Lightning is calling a hook of the module, a callback or the strategy now."""
     return trainer.lightning_module._current_fx_name is not None
 
 
 def current_hook(trainer: Trainer) -> str:
-    """Return the name of the hook that Lightning is calling; an empty string if there is none."""
     return trainer.lightning_module._current_fx_name or ""
 
 
 def clear_current_hook(trainer: Trainer) -> None:
-    """Clear the name of the current hook, which an earlier fit left behind if it was interrupted in a hook."""
+    """Clear the current hook, which a fit leaves behind if it is interrupted in a hook."""
     trainer.lightning_module._current_fx_name = None
 
 
 def deciding_callbacks(trainer: Trainer) -> list[str]:
-    """Return the state keys of callbacks that save, stop or tune; state keys include the callbacks' settings."""
+    """Return the state keys, which include settings, of callbacks that save, stop or tune."""
     names = {"ModelCheckpoint", "EarlyStopping", "OmniTuner"}
     kinds = ((each, {kind.__name__ for kind in type(each).__mro__}) for each in callbacks_of(trainer))
     return [each.state_key for each, its in kinds if names & its]
 
 
 def without_rank_zero_only(function: Callable[[str], None]) -> Callable[[str], None]:
-    """Return the function that `rank_zero_only` decorates, for messages of other ranks."""
+    """Return the function that `rank_zero_only` decorates."""
     plain: Callable[[str], None] = inspect.unwrap(function)
     return plain
 
@@ -61,7 +59,7 @@ _FOR_RANK_ZERO = rank_zero_only(lambda: None).__code__  # every function that it
 
 
 def call_rank_zero_hooks(trainer: Trainer) -> None:
-    """Call the hooks before training that only rank 0 runs, on a rank that becomes rank 0 during the run.
+    """Call the hooks before training that only rank 0 runs, on a new rank 0.
 
     Later hooks may need their results, as in ThroughputMonitor.
     """
@@ -76,7 +74,7 @@ def call_rank_zero_hooks(trainer: Trainer) -> None:
 
 
 def show_progress_bar(trainer: Trainer, is_in_epoch: bool) -> None:
-    """Enable and start the progress bar on a rank that becomes rank 0 during the run, perhaps inside an epoch."""
+    """Enable and start the progress bar on a new rank 0, perhaps inside an epoch."""
     bar = trainer.progress_bar_callback
     if bar is None:
         return
@@ -97,7 +95,7 @@ def _is_for_rank_zero(function: Any) -> bool:
 
 
 class _CallbackRelay:
-    """A replacement for the function by which Lightning calls callbacks; it calls a listener first."""
+    """A replacement for Lightning's call of callbacks, which calls a listener first."""
 
     def __init__(self, call_callbacks: Callable[..., None]) -> None:
         self.call_callbacks = call_callbacks
@@ -118,7 +116,6 @@ class _CallbackRelay:
 
 @contextmanager
 def _inside_hook(module: LightningModule, name: str) -> Iterator[None]:
-    """Return a context in which ``module.log`` is called in the hook of this name."""
     attributes = vars(module)  # assignments to a module's attributes search its parameters, buffers and submodules
     before, attributes["_current_fx_name"] = module._current_fx_name, name
     try:
@@ -128,16 +125,13 @@ def _inside_hook(module: LightningModule, name: str) -> Iterator[None]:
 
 
 def call_module(trainer: Trainer) -> Any:
-    """Return the module of the Trainer's own namespace through which its loops call hooks."""
+    """Return the module of the Trainer's namespace through which its loops call hooks."""
     own = next(kind for kind in type(trainer).__mro__ if kind.__module__.endswith("trainer.trainer"))
     return sys.modules[own.__module__.removesuffix("trainer") + "call"]
 
 
 def add_listener(trainer: Trainer, listener: Any) -> None:
-    """Call the listener's methods of the same name before any callback's hooks, from now on.
-
-    The listener need not be in ``trainer.callbacks``.
-    """
+    """Call the listener, which need not be in ``trainer.callbacks``, before any callback's hook of the same name."""
     calls = call_module(trainer)
     if not isinstance(calls._call_callback_hooks, _CallbackRelay):
         calls._call_callback_hooks = _CallbackRelay(calls._call_callback_hooks)
@@ -145,7 +139,6 @@ def add_listener(trainer: Trainer, listener: Any) -> None:
 
 
 def remove_listener(trainer: Trainer) -> None:
-    """Undo `add_listener`."""
     calls = call_module(trainer)
     relay = calls._call_callback_hooks
     if isinstance(relay, _CallbackRelay):
@@ -155,40 +148,35 @@ def remove_listener(trainer: Trainer) -> None:
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:
-    """Return the Trainer's callbacks, in the order in which they are called."""
     callbacks: list[Callback] = cast(Any, trainer).callbacks
     return callbacks
 
 
 def is_fast_dev_run(trainer: Trainer) -> bool:
-    """Return whether the Trainer runs only a few batches, as a smoke test."""
     return bool(cast(Any, trainer).fast_dev_run)
 
 
 def reloads(trainer: Trainer) -> bool:
-    """Return whether loaders are made again every few epochs, perhaps with another length."""
+    """Return whether loaders are made again every few epochs."""
     return bool(cast(Any, trainer).reload_dataloaders_every_n_epochs)
 
 
 def loader_of(trainer: Trainer) -> DataLoader[Any]:
-    """Return the Trainer's training data, where that is one DataLoader."""
     return cast("DataLoader[Any]", trainer.train_dataloader)
 
 
 def averaged_models(trainer: Trainer) -> list[Any]:
-    """Return the models in which WeightAveraging callbacks hold their averages."""
     return [average for _, average in _averaging(trainer) if isinstance(average, AveragedModel)]
 
 
 def _averaging(trainer: Trainer) -> Iterator[tuple[Any, Module]]:
-    """Yield Lightning's callbacks that average weights, each with the module of its averages, where that exists."""
     for callback in callbacks_of(trainer):
         if isinstance(average := getattr(callback, "_average_model", None), Module):
             yield callback, average
 
 
 def averaged_tensors(trainer: Trainer) -> Iterator[Tensor]:
-    """Yield the averages of weights that Lightning's callbacks hold, and how many updates each contains."""
+    """Yield the averages of weights of callbacks, and how many updates each contains."""
     for callback, average in _averaging(trainer):
         yield from (*average.parameters(), *average.buffers())
         if hasattr(callback, "n_averaged"):  # StochasticWeightAveraging creates it with its first update
@@ -198,7 +186,7 @@ def averaged_tensors(trainer: Trainer) -> Iterator[Tensor]:
 
 
 def copy_averages_to_module(trainer: Trainer) -> None:
-    """Copy the averages of callbacks into the module, at the end of training, as the callbacks themselves do."""
+    """Copy the averages of callbacks into the module, as these do at the end of training."""
     for callback, average in _averaging(trainer):
         if isinstance(average, AveragedModel):
             callback._copy_average_to_current(trainer.lightning_module)
@@ -210,8 +198,7 @@ def copy_averages_to_module(trainer: Trainer) -> None:
 def restart_empty_averages(trainer: Trainer) -> None:
     """Set averages that contain no weights yet to the current weights, after weights were set back.
 
-    Until its first update a callback holds a copy of the weights from before training. If no update follows, the
-    callback would copy these old weights into the module at the end.
+    Without an update, a callback would copy the weights from before training into the module at the end.
     """
     for callback, average in _averaging(trainer):
         counted, kept = (average, average.module) if isinstance(average, AveragedModel) else (callback, average)
@@ -222,12 +209,12 @@ def restart_empty_averages(trainer: Trainer) -> None:
 
 
 def averages_weights(trainer: Trainer) -> bool:
-    """Return whether a callback averages weights in a copy of the module, even before the callback is set up."""
+    """Return whether a callback averages weights, even before its setup."""
     return any(hasattr(callback, "_average_model") for callback in callbacks_of(trainer))
 
 
 def lower_last_average_step(trainer: Trainer) -> None:
-    """Lower WeightAveraging's last update step to the current step, so that it continues after steps were set back."""
+    """Lower WeightAveraging's last update step, so that it continues after steps were set back."""
     averaging: list[Any] = [each for each in callbacks_of(trainer) if hasattr(each, "_latest_update_step")]
     for each in averaging:
         each._latest_update_step = min(each._latest_update_step, trainer.global_step)
@@ -237,7 +224,7 @@ def lower_last_average_step(trainer: Trainer) -> None:
 
 
 def dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
-    """Return the checkpoint that Lightning would save now, without hyperparameters."""
+    """Return Lightning's checkpoint without hyperparameters."""
     checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     for name in ("NAME", "KEY", "TYPE"):
         checkpoint.pop(getattr(trainer.lightning_module, f"CHECKPOINT_HYPER_PARAMS_{name}"), None)
@@ -248,7 +235,7 @@ def dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
 
 
 def load_checkpoint(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Load a result of `dump_checkpoint` into module, data module, callbacks and precision plugin, by their hooks."""
+    """Load a result of `dump_checkpoint` by the hooks of module, data module, callbacks and precision plugin."""
     calls, connector = call_module(trainer), trainer._checkpoint_connector
     connector._loaded_checkpoint = checkpoint
     try:
@@ -261,7 +248,7 @@ def load_checkpoint(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 
 
 def load_callback_states(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Load the callbacks' own states; `load_checkpoint` has called the hooks before."""
+    """Load the callbacks' own states, after `load_checkpoint`."""
     call_module(trainer)._call_callbacks_load_state_dict(trainer, checkpoint)
 
 
@@ -270,7 +257,7 @@ _FOLDER_ATTRIBUTES = ("dirpath", "_last_global_step_saved", "_last_checkpoint_sa
 
 
 def output_folders(trainer: Trainer) -> dict[str, Any]:
-    """Return checkpoint folders and logger versions, which each launcher would choose for itself, and the last save."""
+    """Return checkpoint folders, logger versions and the last save; each launcher would choose its own."""
     loggers = [getattr(each, "version", None) for each in trainer.loggers]
     return {
         "checkpoints": {
@@ -286,7 +273,7 @@ def _plain_value(value: Any) -> Any:
 
 
 def set_output_folders(trainer: Trainer, theirs: Mapping[str, Any]) -> None:
-    """Use the folders of another group for checkpoints and for TensorBoard's logs."""
+    """Use another group's folders for checkpoints and TensorBoard."""
     for callback in _folder_callbacks(trainer):
         for name, value in theirs["checkpoints"].get(callback.state_key, {}).items():
             setattr(callback, name, value)
@@ -312,10 +299,10 @@ _RECORD_ATTRIBUTES = (
 
 
 def copy_checkpoint_records(trainer: Trainer, broadcast_from_recorder: Callable[[Any], Any]) -> None:
-    """Copy the recorder's record of saved checkpoints to all ranks, which save and load in common.
+    """Copy the recorder's record of saved checkpoints to all ranks, which call this.
 
-    All ranks call it. Inside an epoch a ModelCheckpoint of each group follows that group's own steps and metrics.
-    ``broadcast_from_recorder`` returns the recorder's argument on every rank; plain values and tensors.
+    Inside an epoch a ModelCheckpoint follows its group's own steps and metrics. ``broadcast_from_recorder`` returns the
+    recorder's argument (plain values and tensors) on every rank.
     """
     callbacks = [each for each in callbacks_of(trainer) if hasattr(each, "best_k_models")]
     if not callbacks:

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 def step_schedules_by_epoch(trainer: Trainer) -> None:
-    """Step the schedulers as the loop does after an epoch's last batch, without those that monitor a metric."""
+    """Step the schedulers as after an epoch, without those that monitor a metric."""
     trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
 
 def step_schedule(trainer: Trainer, scheduler: Any) -> None:
-    """Call the module's ``lr_scheduler_step`` for a scheduler without a metric, as the loop does."""
+    """Step a scheduler without a metric as the loop does."""
     call_module(trainer)._call_lightning_module_hook(trainer, "lr_scheduler_step", scheduler, None)
 
 
@@ -48,7 +48,6 @@ def intercept_scheduler_steps(trainer: Trainer, step: Callable[[Any, Callable[[]
 
 @contextmanager
 def with_schedulers(trainer: Trainer, configs: list[Any]) -> Iterator[None]:
-    """Return a context in which the loop has these schedulers and no others."""
     strategy = trainer.strategy
     before, strategy.lr_scheduler_configs = strategy.lr_scheduler_configs, configs
     try:
@@ -58,18 +57,18 @@ def with_schedulers(trainer: Trainer, configs: list[Any]) -> Iterator[None]:
 
 
 def step_plateaus(trainer: Trainer, configs: list[Any]) -> None:
-    """Step schedulers that monitor a metric and are due, whatever the number of this rank's batch."""
+    """Step schedulers that monitor a metric, whatever this rank's batch number."""
     with with_schedulers(trainer, [replace(config, frequency=1) for config in configs]):
         trainer.fit_loop.epoch_loop._update_learning_rates("step", update_plateau_schedulers=True)
 
 
 def ignore_missing_step(optimizer: Any) -> None:
-    """Suppress the warning of schedulers that their optimizer was never stepped: the server steps its copy."""
+    """Suppress the warning that an optimizer was never stepped: the server steps its copy."""
     optimizer._opt_called = True
 
 
 def replaces_scheduler(trainer: Trainer) -> bool:
-    """Return whether a callback replaces the user's learning-rate scheduler during the run."""
+    """Return whether a callback replaces the user's learning-rate scheduler."""
     return any(hasattr(callback, "_swa_scheduler") for callback in callbacks_of(trainer))
 
 
@@ -92,19 +91,17 @@ else:
 
 
 def make_epoch_open_ended(trainer: Trainer) -> None:
-    """Make the epoch end with the leases, and not after a number of batches."""
+    """Make the epoch end with the leases instead of a number of batches."""
     fetcher: Any = trainer.fit_loop._data_fetcher
     fetcher.length = float("inf")
     fetcher.done = False
 
 
 def set_last_batch(trainer: Trainer, is_last: bool) -> None:
-    """Set whether the loop treats the current batch as the epoch's last."""
     trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = is_last
 
 
 def is_fitting(trainer: Trainer) -> bool:
-    """Return whether ``trainer.fit`` runs."""
     return trainer.state.fn is not None and trainer.state.fn.value == "fit"
 
 
@@ -114,12 +111,10 @@ def will_step(trainer: Trainer) -> bool:
 
 
 def validates_this_epoch(trainer: Trainer) -> bool:
-    """Return whether validation is enabled and due in this epoch."""
     return bool(trainer.enable_validation and trainer.fit_loop.epoch_loop._should_check_val_epoch())
 
 
 def validates_by_time(trainer: Trainer) -> bool:
-    """Return whether ``val_check_interval`` is a duration."""
     return getattr(trainer, "_val_check_time_interval", None) is not None
 
 
@@ -129,7 +124,7 @@ def should_stop_now(trainer: Trainer) -> bool:
 
 
 def set_batch_agreement(trainer: Trainer, agree: Callable[[], None] | None) -> None:
-    """Set the collective before every training batch, in place of Lightning's broadcast of SIGTERM; None undoes it."""
+    """Replace the broadcast of SIGTERM before every training batch; None restores it."""
     loop: Any = trainer.fit_loop.epoch_loop
     if agree is None:
         vars(loop).pop("_broadcast_sigterm_tensor", None)
@@ -140,7 +135,7 @@ def set_batch_agreement(trainer: Trainer, agree: Callable[[], None] | None) -> N
 def seed_workers(trainer: Trainer, loader: object, rank: int) -> None:
     """Seed a loader's workers by this rank, where `seed_everything` requests that.
 
-    Lightning does so later, by the rank inside the Trainer's group, for loaders without a seed function.
+    Lightning does so later, by the rank in the Trainer's group, for loaders without a seed function.
     """
     if hasattr(loader, "worker_init_fn"):
         package = call_module(trainer).__name__.removesuffix(".call")
@@ -148,19 +143,19 @@ def seed_workers(trainer: Trainer, loader: object, rank: int) -> None:
 
 
 class LoopControl(Protocol):
-    """A controller that decides for the loops when an epoch begins and ends, and when to validate."""
+    """A controller of the loops: it decides when epochs begin and end, and when to validate."""
 
     @property
     def step_limit(self) -> int | None:
-        """Return the number of steps that the loops use as max_steps; None for their own."""
+        """Return what the loops use as max_steps; None for their own."""
 
     @property
     def is_open_ended(self) -> bool:
-        """Return whether an epoch ends when `set_last_batch` sets it, whatever the number of batches."""
+        """Return whether an epoch ends by `set_last_batch`, whatever the number of batches."""
 
     @property
     def is_cut_short(self) -> bool:
-        """Return whether max_steps end the epoch before its samples do, so that schedules by epoch do not count it."""
+        """Return whether max_steps end the epoch early, so that schedules by epoch do not count it."""
 
     @property
     def paces_schedules(self) -> bool:
@@ -170,16 +165,16 @@ class LoopControl(Protocol):
         """Run the fit loop."""
 
     def begin_setup(self) -> None:
-        """Prepare for the loop to make its loaders, for the first time or again."""
+        """Prepare for the making of loaders, for the first time or again."""
 
     def begin_epoch(self, iterate: Callable[[], None]) -> None:
         """Begin an epoch; ``iterate`` starts the loader."""
 
     def epoch_has_ended(self) -> None:
-        """End an epoch after all its hooks, before the loop checks whether training ends."""
+        """End an epoch after all its hooks, before the loop checks for the end of training."""
 
     def begin_fetch(self) -> None:
-        """Prepare for the loop to fetch a batch from the loader."""
+        """Prepare to fetch a batch from the loader."""
 
     def end_fetch(self) -> None:
         """Note that the loader has returned or failed."""
@@ -194,15 +189,13 @@ class LoopControl(Protocol):
         """Return the schedulers that the loop steps by the number of this rank's batch."""
 
     def step_schedule(self, scheduler: Any, step: Callable[[], Any]) -> None:
-        """Make the loop's call ``step`` of the module's ``lr_scheduler_step``."""
+        """Make ``step``, the loop's call of ``lr_scheduler_step``."""
 
     def own_batches(self, batches: float) -> float:
         """Return the ``num_training_batches`` that user code reads in such an epoch; ``batches`` is Lightning's."""
 
 
 class _ControlledTrainer(_Trainer):
-    """A mixin for the Trainer's own class."""
-
     _control: LoopControl
 
     @property
@@ -224,8 +217,6 @@ class _ControlledTrainer(_Trainer):
 
 
 class _ControlledFitLoop(_FitLoop):
-    """A mixin for the fit loop's own class."""
-
     _control: LoopControl
 
     @override
@@ -255,8 +246,6 @@ class _ControlledFitLoop(_FitLoop):
 
 
 class _ControlledEpochLoop(_TrainingEpochLoop):
-    """A mixin for the epoch loop's own class."""
-
     _control: LoopControl
 
     @override
@@ -305,8 +294,6 @@ class _ControlledEpochLoop(_TrainingEpochLoop):
 
 
 class _ControlledValidationLoop(_EvaluationLoop):
-    """A mixin for the validation loop's own class."""
-
     _control: LoopControl
 
     @override
@@ -316,7 +303,6 @@ class _ControlledValidationLoop(_EvaluationLoop):
 
 @contextmanager
 def _iterating(fit_loop: Any) -> Iterator[None]:
-    """Return a context in which `loops_iterate` returns True."""
     fit_loop._iterates = True
     try:
         yield
@@ -325,12 +311,12 @@ def _iterating(fit_loop: Any) -> Iterator[None]:
 
 
 def loops_iterate(trainer: Trainer) -> bool:
-    """Return whether the loops begin to iterate the training data; learning-rate finders do this inside a hook."""
+    """Return whether the loops begin to iterate the data; learning-rate finders do so inside a hook."""
     return hasattr(trainer.fit_loop, "_iterates")
 
 
 class _ShownLimit(int):
-    """A number of steps that Lightning's message shows as the user's max_steps."""
+    """A number of steps that messages show as the user's max_steps."""
 
     shown: int
 
@@ -341,7 +327,7 @@ class _ShownLimit(int):
 
 @contextmanager
 def _with_max_steps(epoch_loop: Any, max_steps: int | None) -> Iterator[None]:
-    """Return a context in which the loop has this max_steps; all other code reads the user's."""
+    """Return a context in which the loop, but no other code, has this max_steps."""
     before = epoch_loop.max_steps
     if max_steps is not None:
         epoch_loop.max_steps = _ShownLimit(max_steps)
@@ -353,7 +339,7 @@ def _with_max_steps(epoch_loop: Any, max_steps: int | None) -> Iterator[None]:
 
 
 def control_loops(trainer: Trainer, control: LoopControl) -> None:
-    """Install ``control``, which decides for the Trainer's loops from now on; their public interface stays the same."""
+    """Install ``control`` for the Trainer's loops, whose public interface stays the same."""
     epoch_loop = trainer.fit_loop.epoch_loop
     for loop, mixin in (
         (trainer, _ControlledTrainer),
@@ -368,7 +354,6 @@ def control_loops(trainer: Trainer, control: LoopControl) -> None:
 
 
 def release_loops(trainer: Trainer) -> None:
-    """Undo `control_loops`."""
     for loop in (trainer, trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop):
         _restore_class(loop)
 
@@ -383,27 +368,24 @@ def _restore_class(loop: Any) -> None:
 
 
 def progress_counters(trainer: Trainer) -> list[int]:
-    """Return this rank's counts of batches and steps, on which the ranks of a group must agree."""
+    """Return this rank's counts of batches and steps, equal in a group."""
     batch = trainer.fit_loop.epoch_loop.batch_progress
     return [batch.current.ready, batch.total.ready, *step_counters(trainer)]
 
 
 def batches_started(trainer: Trainer) -> int:
-    """Return how many batches this rank has begun to train, in all epochs."""
+    """Return the batches that this rank has begun, in all epochs."""
     return int(trainer.fit_loop.epoch_loop.batch_progress.total.ready)
 
 
 def batches_trained(trainer: Trainer) -> int:
-    """Return how many batches of the current epoch this rank has trained."""
+    """Return the batches of the current epoch that this rank has trained."""
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress
     return int(progress.current.processed)
 
 
 def batches_resumed(trainer: Trainer) -> int:
-    """Return how many batches of its epoch each rank had trained when the checkpoint of a resumed fit was saved.
-
-    Return 0 if the fit resumes from no checkpoint, or from one that was not saved inside an epoch.
-    """
+    """Return the batches trained in the epoch that a fit resumes; 0 without a checkpoint inside an epoch."""
     if not trainer.fit_loop.restarted_mid_epoch:
         return 0
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress
@@ -412,7 +394,7 @@ def batches_resumed(trainer: Trainer) -> int:
 
 
 def accumulation_windows(trainer: Trainer, epochs: int) -> list[int]:
-    """Return ``accumulate_grad_batches`` of the first epochs if a callback has a schedule for it; otherwise nothing."""
+    """Return ``accumulate_grad_batches`` of the first epochs if a callback schedules it."""
     for callback in callbacks_of(trainer):
         if hasattr(callback, "get_accumulate_grad_batches"):
             return [int(callback.get_accumulate_grad_batches(epoch)) for epoch in range(epochs)]
@@ -420,12 +402,11 @@ def accumulation_windows(trainer: Trainer, epochs: int) -> list[int]:
 
 
 def manual_steps(trainer: Trainer) -> int:
-    """Return how many steps of all optimizers the user has taken in manual optimization."""
+    """Return the steps of all optimizers in manual optimization."""
     return int(trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total.completed)
 
 
 def set_progress_counters(trainer: Trainer, counters: list[int]) -> None:
-    """Set the counts that `progress_counters` returns."""
     current, total, *steps = counters
     batch: Any = trainer.fit_loop.epoch_loop.batch_progress
     for progress, ready in ((batch.current, current), (batch.total, total)):
@@ -437,7 +418,7 @@ def set_progress_counters(trainer: Trainer, counters: list[int]) -> None:
 
 
 def step_counters(trainer: Trainer) -> list[int]:
-    """Return this rank's counts of steps, from which Lightning computes ``global_step`` and the steps of logs."""
+    """Return the counts from which Lightning computes ``global_step`` and the steps of logs."""
     loop = trainer.fit_loop.epoch_loop
     return [
         loop.automatic_optimization.optim_progress.optimizer.step.total.completed,
@@ -447,7 +428,6 @@ def step_counters(trainer: Trainer) -> list[int]:
 
 
 def set_step_counters(trainer: Trainer, counters: list[int]) -> None:
-    """Set the counts that `step_counters` returns."""
     loop = trainer.fit_loop.epoch_loop
     automatic, manual, loop._batches_that_stepped = counters
     for steps, wanted in (
@@ -459,13 +439,12 @@ def set_step_counters(trainer: Trainer, counters: list[int]) -> None:
 
 
 def reload_epochs(trainer: Trainer) -> list[float]:
-    """Return the epochs in which the training and validation loaders were made last, from which reloads are counted."""
+    """Return the epochs in which the training and validation loaders were made last."""
     loop: Any = trainer.fit_loop
     return [loop._last_train_dl_reload_epoch, loop.epoch_loop.val_loop._last_val_dl_reload_epoch]
 
 
 def set_reload_epochs(trainer: Trainer, epochs: list[float]) -> None:
-    """Set the epochs that `reload_epochs` returns."""
     loop: Any = trainer.fit_loop
     loop._last_train_dl_reload_epoch, loop.epoch_loop.val_loop._last_val_dl_reload_epoch = epochs
 
@@ -473,7 +452,7 @@ def set_reload_epochs(trainer: Trainer, epochs: list[float]) -> None:
 def start_fit_at_epoch(trainer: Trainer, epoch: int, counters: list[int]) -> None:
     """Set the fit loop to begin with an epoch, without a sanity check.
 
-    ``counters`` are those of `progress_counters`, without the batches of this epoch.
+    ``counters`` are those of `progress_counters` but the first.
     """
     progress: Any = trainer.fit_loop.epoch_progress
     for each in (progress.total, progress.current):

@@ -1,4 +1,4 @@
-"""Metrics: the logger connector's results, torchmetrics' lists, and a validation whose metrics all groups receive."""
+"""Metrics: the logger connector's results, torchmetrics' lists, and a validation with metrics for all groups."""
 
 from __future__ import annotations
 
@@ -27,17 +27,23 @@ if TYPE_CHECKING:
 
 
 def cached_metrics(trainer: Trainer) -> dict[str, Any]:
-    """Return the callback metrics without computing any; a metric that was computed again is another tensor."""
+    """Return the callback metrics without computing any; a newly computed metric is another tensor."""
     return dict(trainer._logger_connector._callback_metrics)
 
 
 def logs_now(trainer: Trainer) -> bool:
-    """Return whether Lightning sends the metrics of this batch to the loggers."""
+    """Return whether this batch's metrics go to the loggers."""
     return bool(trainer._logger_connector.should_update_logs)
 
 
+def loss_in(outputs: Any, accumulated: int) -> Tensor | None:
+    """Return the undivided loss from the outputs that Lightning passes to ``on_train_batch_end``."""
+    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+    return loss * accumulated if isinstance(loss, Tensor) else None
+
+
 def cached_metric_values(trainer: Trainer) -> dict[str, float]:
-    """Return the last callback metrics; ``callback_metrics`` would compute those of the new epoch."""
+    """Return the last callback metrics; ``callback_metrics`` would compute new ones."""
     return {name: float(value) for name, value in trainer._logger_connector._callback_metrics.items()}
 
 
@@ -48,7 +54,7 @@ def set_cached_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:
 
 
 class _UnevenListGather:
-    """A replacement for the method by which a metric gathers the states of all ranks: see `patch_list_gather`."""
+    """A replacement for torchmetrics' gather of states: see `patch_list_gather`."""
 
     def __init__(self, sync: Callable[..., None], is_needed: Callable[[], bool]) -> None:
         self.sync, self.is_needed = sync, is_needed
@@ -87,7 +93,7 @@ _DTYPES = (
 
 
 def _sizes(lists: Iterable[list[Any]], group: Any, device: torch.device) -> list[list[tuple[int, int, int]]]:
-    """Return for each rank and each list its length (-1 if it has no tensors), and its tensors' dimensions and type."""
+    """Return by rank and list its length (-1 without tensors), and its tensors' dimensions and type."""
     mine = torch.tensor([_size(each) for each in lists], device=device)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, mine, group=group)
@@ -101,17 +107,16 @@ def _size(entries: list[Any]) -> tuple[int, int, int]:
 
 
 def patch_list_gather(is_needed: Callable[[], bool]) -> None:
-    """Patch metrics so that they can gather lists (of one tensor per batch or image) of different lengths.
+    """Patch metrics to gather lists (of one tensor per batch or image) of different lengths.
 
-    torchmetrics gathers the first tensor of all ranks, then the second, and so on; ranks with fewer tensors are in
-    another collective by then. ``is_needed`` returns whether ranks may have trained different numbers of batches.
+    torchmetrics gathers the tensors one by one; ranks with fewer are in another collective by then. ``is_needed``
+    returns whether ranks may have trained different numbers of batches.
     """
     restore_list_gather()
     Metric._sync_dist = _UnevenListGather(Metric._sync_dist, is_needed)  # type: ignore[method-assign,assignment]
 
 
 def restore_list_gather() -> None:
-    """Undo `patch_list_gather`."""
     joined = vars(Metric)["_sync_dist"]
     if isinstance(joined, _UnevenListGather):
         Metric._sync_dist = joined.sync  # type: ignore[method-assign]
@@ -134,7 +139,7 @@ _METADATA = (
 def collective_metrics(trainer: Trainer, group: Any) -> list[Any]:
     """Return the metrics of the last epoch that ranks reduce by collectives, as keys and plain values.
 
-    ``group`` is the process group that was ``dist.group.WORLD`` in the epoch.
+    ``group`` was ``dist.group.WORLD`` in the epoch.
     """
     results: Any = trainer.fit_loop.epoch_loop._results
     found = []
@@ -150,7 +155,6 @@ def collective_metrics(trainer: Trainer, group: Any) -> list[Any]:
 
 
 def _is_collective(result: Any, group: Any) -> bool:
-    """Return whether all ranks compute a result together."""
     sync = result.meta.sync
     if sync.rank_zero_only:
         return False
@@ -162,13 +166,8 @@ def _is_collective(result: Any, group: Any) -> bool:
 def align_collective_metrics(trainer: Trainer, group: Any, of_all: Sequence[list[Any]]) -> None:
     """Make all ranks reduce every metric that any rank has logged in the epoch, in the same order.
 
-    A group that trains few batches may not reach the batch in which a program logs a metric. Lightning reduces on each
-    rank the metrics that this rank has logged, so that different metrics of two ranks would be combined.
-
-    Args:
-        trainer: the Trainer, after its epoch.
-        group: as in `collective_metrics`.
-        of_all: results of `collective_metrics` of all ranks, in the order of ranks.
+    A group may not reach the batch in which a program logs a metric. Lightning reduces the metrics that each rank has
+    logged, so that different ones would be combined. ``of_all`` has the `collective_metrics` of all ranks.
 
     Raises:
         UnsupportedError: another rank has logged a metric object that the module does not have here.
@@ -187,7 +186,7 @@ def align_collective_metrics(trainer: Trainer, group: Any, of_all: Sequence[list
 
 
 def _placeholder_result(trainer: Trainer, group: Any, is_tensor: bool, reduced: Any, told: Mapping[str, Any]) -> Any:
-    """Return a result with the metadata of another rank, to which this rank adds nothing."""
+    """Return a result like another rank's, to which this rank adds nothing."""
     results: Any = trainer.fit_loop.epoch_loop._results
     made: Any = sys.modules[type(results).__module__]
     name, is_torchs, should, _ = reduced
@@ -214,7 +213,7 @@ _STARTS = ("on_validation_start", "on_validation_epoch_start")
 
 
 def validation_loaders(trainer: Trainer) -> list[Any]:
-    """Return the loaders of a fit's validation, and make them first if there are none. All ranks call it."""
+    """Return the loaders of a fit's validation, made first if there are none. All ranks call it."""
     loop: Any = trainer.fit_loop.epoch_loop.val_loop
     loop.setup_data()
     return [] if loop._combined_loader is None else list(loop._combined_loader.flattened)
@@ -222,7 +221,7 @@ def validation_loaders(trainer: Trainer) -> list[Any]:
 
 @contextmanager
 def divide_validation_data(trainer: Trainer, index: int, members: int) -> Iterator[None]:
-    """Return a context in which ``members`` ranks divide the validation data; this rank is number ``index`` of them.
+    """Return a context in which ``members`` ranks, of which this is number ``index``, divide the validation data.
 
     The trainer's `validation_loaders` have DistributedSamplers.
     """
@@ -253,10 +252,10 @@ def _set_sampler(loader: DataLoader[Any], index: int, members: int) -> None:
 
 @contextmanager
 def capture_metrics(trainer: Trainer) -> Iterator[dict[str, dict[str, Any]]]:
-    """Return a context in which a validation's metrics are captured and callbacks do not get the hooks of its end.
+    """Return a context that captures a validation's metrics and omits the hooks of its end.
 
     Yields:
-        Dicts that hold, after the validation, the metrics meant for callbacks, progress bars and loggers.
+        Dicts that afterwards hold the metrics for callbacks, progress bars and loggers.
     """
     connector, relay = trainer._logger_connector, call_module(trainer)._call_callback_hooks
     names = {"callback": "_callback_metrics", "progress_bar": "_progress_bar_metrics"}
@@ -279,9 +278,9 @@ def capture_metrics(trainer: Trainer) -> Iterator[dict[str, dict[str, Any]]]:
 
 @torch.no_grad()
 def end_validation(trainer: Trainer, found: Mapping[str, Mapping[str, Any]], has_started: bool) -> None:
-    """Pass the metrics of a validation, from `capture_metrics`, to callbacks, progress bars and loggers.
+    """Pass metrics from `capture_metrics` to callbacks, progress bars and loggers.
 
-    The hooks of its end are called, and those of its start if ``has_started`` is False.
+    The hooks of a validation's end are called, and those of its start if ``has_started`` is False.
     """
     connector: Any = trainer._logger_connector
     call = partial(call_module(trainer)._call_callback_hooks, trainer)

@@ -19,12 +19,11 @@ FIRST_BARRIER = "run-stage"
 
 
 def set_ddp_options(strategy: Any, options: dict[str, Any]) -> None:
-    """Set the keyword arguments with which DDPStrategy wraps the module."""
     strategy._ddp_kwargs = options
 
 
 def model_parallel_options(strategy: Any) -> dict[str, Any] | None:
-    """Return the arguments of Lightning's ModelParallelStrategy by name; None if ``strategy`` is of another class."""
+    """Return the arguments of a ModelParallelStrategy; None if ``strategy`` is another one."""
     kind = type(strategy)
     if kind.__name__ != "ModelParallelStrategy" or kind.__module__ not in _MODEL_PARALLEL_MODULES:
         return None
@@ -36,12 +35,11 @@ _MODEL_PARALLEL_MODULES = tuple(f"{name}.strategies.model_parallel" for name in 
 
 
 def set_device_mesh(module: Any, mesh: Any) -> None:
-    """Set the ``self.device_mesh`` that the user's ``configure_model`` reads."""
     module._device_mesh = mesh
 
 
 def exclude_from_broadcast(module: Any, names: list[str]) -> None:
-    """Exclude parameters from DDPStrategy's broadcast before an evaluation: each rank has other rows of them."""
+    """Exclude parameters from DDPStrategy's broadcast before an evaluation: each rank has other rows."""
     module._ddp_params_and_buffers_to_ignore = names
 
 
@@ -49,8 +47,8 @@ def exclude_from_broadcast(module: Any, names: list[str]) -> None:
 def keep_on_device(strategy: Any) -> Iterator[None]:
     """Return a context in which a strategy's ``teardown`` leaves the module on its device.
 
-    ModelParallelStrategy does the same. FSDP2 cannot move a module after an error in its forward or backward pass,
-    because its parameters are still gathered.
+    FSDP2 cannot move a module after an error in its forward or backward pass, because its parameters are still
+    gathered.
     """
     module = strategy.lightning_module
     if module is not None:
@@ -63,40 +61,34 @@ def keep_on_device(strategy: Any) -> Iterator[None]:
 
 
 def set_launcher(strategy: Any, launcher: Any) -> None:
-    """Set the launcher that the Trainer calls."""
     strategy._launcher = launcher
 
 
 def start_method(strategy: Any) -> str:
-    """Return how DDPStrategy starts its processes."""
     return str(strategy._start_method)
 
 
 def set_start_method(strategy: Any, name: str) -> None:
-    """Set how the strategy starts its processes."""
     strategy._start_method = name
 
 
 def collective_timeout(strategy: Any) -> Any:
-    """Return DDPStrategy's timeout for collectives."""
     return strategy._timeout
 
 
 def has_model_averaging(strategy: Any) -> bool:
-    """Return whether DDPStrategy was configured for post-local SGD."""
+    """Return whether DDPStrategy does post-local SGD."""
     return strategy._model_averaging_period is not None
 
 
 def has_ddp_comm_hook(strategy: Any) -> bool:
-    """Return whether DDPStrategy has a communication hook; a DDP module can have only one."""
+    """Return whether DDPStrategy has a communication hook; DDP takes only one."""
     return strategy._ddp_comm_hook is not None
 
 
 def mark_terminated(trainer: Trainer) -> None:
-    """Set ``trainer.received_sigterm``."""
     trainer._signal_connector.received_sigterm = True
 
 
 def set_rank(rank: int) -> None:
-    """Set the rank by which `rank_zero_only` decides."""
     rank_zero_only.rank = rank  # type: ignore[attr-defined]

@@ -1,8 +1,7 @@
 """The driver that leads Lightning's training loop through epochs whose samples are leased while they are trained.
 
-Lightning counts batches; here an epoch ends when all groups together have trained its samples. `EpochDriver` decides
-when a group has its last batch, and when all groups validate. `LeasedData` holds the samples, `RunProgress` the
-progress, and `RunSchedulers` the schedulers. With one group, and with static data, the loop is unchanged.
+Lightning counts batches; here an epoch ends when all groups together have trained its samples. With one group, and with
+static data, the loop is unchanged.
 """
 
 from __future__ import annotations
@@ -62,26 +61,16 @@ if TYPE_CHECKING:
 class EpochDriver:
     """The driver of one strategy's epochs.
 
-    Args:
-        data: ``"dynamic"`` or ``"static"``.
-        info: logs a message for the user, on rank 0.
-        warn: warns the user, on rank 0.
-        validation: ``"wait"`` or ``"published"``.
-
     Attributes:
         published: the validations for which no group waits.
-        data: the training data, as leased.
         is_open: whether a training epoch is under way.
-        run: the progress and the step limit of the run.
-        schedulers: the schedulers, which follow the progress of all groups.
         is_open_ended: whether the epoch ends when the samples do, and not after a number of batches.
-        is_cut_short: whether max_steps have ended the epoch before its samples did; as under DDP, schedules by epoch do
-            not count such an epoch.
-        batches_cut_short: batches of such an epoch that each rank of DDP would have trained.
-        on_parted: function called on every rank each time the groups begin to compute.
-        check_every: samples between two synchronization points inside an epoch of several groups that has no validation
-            for which all of them wait; 0 if there is none.
-        on_check: function called on every rank at these points.
+        is_cut_short: whether max_steps have ended the epoch early; as under DDP, schedules by epoch do not count it.
+        batches_cut_short: batches of each rank of DDP in such an epoch.
+        on_parted: called on every rank each time the groups begin to compute.
+        check_every: samples between two synchronization points inside an epoch without a validation for which all
+            groups wait; 0 for none.
+        on_check: called on every rank at these points.
     """
 
     def __init__(
@@ -134,7 +123,7 @@ class EpochDriver:
         self.schedulers.resume(saved.schedules)
 
     def start(self) -> None:
-        """Start the run, after the groups were formed and before the first epoch."""
+        """Start the run, after the groups were formed."""
         self._started, self._stopping = True, False
         self.data.adopt()
         self.run.start(self.world.tensor_parallel, self._entered.samples if self._entered is not None else None)
@@ -144,11 +133,11 @@ class EpochDriver:
         self._pace()
 
     def enter(self, entered: EntryPoint, schedule: Schedule) -> None:
-        """Join a run that is under way, before this group's loops begin; schedulers continue from ``schedule``."""
+        """Join a run under way, before this group's loops begin; schedulers continue from ``schedule``."""
         self._entered, self.schedulers.bases, self.run.past = entered, schedule, entered.progress
 
     def finish(self) -> None:
-        """Return the loops and the schedulers to Lightning, at the end of the run or after a failure."""
+        """Return the loops and the schedulers to Lightning."""
         self.run.step_limit, self._epoch.validates, self.is_open_ended = None, None, False
         self.schedulers.finish()
         self.is_open = self._started = False
@@ -169,7 +158,7 @@ class EpochDriver:
 
     @property
     def _is_for_user(self) -> bool:
-        """Return whether user code, and not the loops, iterates a training loader: in a hook, or after the fit."""
+        """Return whether user code, and not the loops, iterates a training loader."""
         trainer = self._trainer
         return trainer is None or (is_inside_hook(trainer) and not loops_iterate(trainer))
 
@@ -180,7 +169,7 @@ class EpochDriver:
 
     @property
     def leases(self) -> RankLeases | None:
-        """Return this rank's leases, on which its group's core reports to the server; None if data is not leased."""
+        """Return this rank's leases; None if data is not leased."""
         return self.data.leases
 
     @leases.setter
@@ -191,7 +180,7 @@ class EpochDriver:
     # --- An epoch ----------------------------------------------------------------------------------------------------
 
     def begin(self, epoch: int) -> None:
-        """Begin an epoch: the groups start to compute, and the server opens its samples. Further calls do nothing."""
+        """Begin an epoch: groups compute, and the server opens its samples. Further calls do nothing."""
         if epoch == self._begun or not self._started:
             return
         self._begun = epoch
@@ -233,14 +222,14 @@ class EpochDriver:
         self.run.limit_steps(self.is_open_ended)
 
     def _dealt(self, plan: EpochPlan) -> EpochPlan:
-        """Return the plan for leases: an interval ends at each point where all groups wait for each other."""
+        """Return the plan for leases: an interval ends where all groups wait for each other."""
         dealt = self.published.dealt(plan)
         if not self._is_checked(plan):
             return dealt
         return msgspec.structs.replace(dealt, validate_every=self.check_every, validate_offset=0)
 
     def _is_checked(self, plan: EpochPlan) -> bool:
-        """Return whether groups synchronize inside the epoch for checks, and not for validations."""
+        """Return whether groups synchronize inside the epoch for checks, not validations."""
         dealt = self.published.dealt(plan)
         every = dealt.validate_every
         validates_inside = every > 0 and every - dealt.validate_offset % every < dealt.budget
@@ -252,25 +241,24 @@ class EpochDriver:
 
     @property
     def samples(self) -> int:
-        """Return the samples of the current epoch that are trained, as far as this rank knows."""
+        """Return the trained samples of the current epoch, as far as this rank knows."""
         return self.run.now().samples if self.run.progress is not None else 0
 
     @property
     def _is_shrunk(self) -> bool:
-        """Return whether one group has fewer ranks than the run began with, so that its epoch has more batches."""
+        """Return whether one group has lost ranks, so that its epoch has more batches."""
         return self.leases is not None and self.leases.is_local and self.world.data_rank[1] < self.leases.world_size
 
     @property
     def _is_resumed_by_one_group(self) -> bool:
         """Return whether a single group resumes an epoch that several groups had begun.
 
-        The epoch then ends when its samples are trained, because the batch count in the checkpoint is that of one of
-        these groups.
+        The epoch then ends with its samples, because the batch count in the checkpoint is that of one of these groups.
         """
         return self.data.kind == "dynamic" and not self.data.is_dynamic and self.run.is_resumed_inside
 
     def go_on(self) -> None:
-        """Begin a resumed epoch, for which Lightning calls no first hook, after its loader has begun to iterate."""
+        """Begin a resumed epoch, without Lightning's first hook, after its loader has begun to iterate."""
         if self._is_resumed_by_one_group:
             self.data.assign()  # drops the batches that the loader has taken
             self.begin(self.trainer.current_epoch)
@@ -286,7 +274,7 @@ class EpochDriver:
                 self._set_last_batch(self.leases.peek() is None)
 
     def end_batch(self) -> None:
-        """End a batch, and decide with the other groups whether to continue, validate or stop."""
+        """End a batch; decide with the other groups to continue, validate or stop."""
         if self.run.by_hand is not None:
             self.run.by_hand.end_batch()
         self.schedulers.keep_up()
@@ -330,7 +318,6 @@ class EpochDriver:
         return self.run.limits.is_reached_by_hand(self.run.now())
 
     def end(self, module: Module) -> None:
-        """End an epoch, completed or not, and synchronize the groups."""
         trainer = self.trainer
         complete = self._epoch.is_over if self.is_open_ended else trainer.is_last_batch
         is_cut_short = int(not complete or self._epoch.is_skipped)
@@ -356,9 +343,9 @@ class EpochDriver:
         self.is_open_ended, self._epoch.validates = False, None
 
     def after_hooks_of_end(self) -> None:
-        """Stop all ranks if a hook of the epoch's end has requested a stop on any of them.
+        """Stop all ranks if a hook of the epoch's end has requested that on any of them.
 
-        Warn the user, once, if ranks differ because hooks act at batch numbers that only some ranks reach.
+        Warn once if ranks differ because hooks act at batch numbers that only some of them reach.
         """
         if not self.world.executor.exchanges:
             return
@@ -371,7 +358,7 @@ class EpochDriver:
             self._warn(f"OmniStrategy: {own.sentence(self.world)}")
 
     def expected_batches(self, done: int) -> int | None:
-        """Estimate this rank's batches in this epoch, of which ``done`` are trained; None if Lightning knows it."""
+        """Estimate this rank's batches in this epoch; None if Lightning knows it."""
         plan = self._epoch.plan
         if plan is None or self.leases is None or not self.is_open_ended:
             return None
@@ -383,10 +370,7 @@ class EpochDriver:
         return self._plateaus.stepped_by_batches(self.trainer, configs)
 
     def _step_plateaus(self, before: dict[str, Any], is_at_end: bool = False) -> None:
-        """Step plateau schedulers after a validation that this rank's callbacks have received.
-
-        ``before`` are the metrics before the validation.
-        """
+        """Step plateau schedulers after a validation, given the metrics ``before`` it."""
         plan = self._epoch.plan
         if plan is not None and self.is_open_ended:
             now = self.run.now()
@@ -394,10 +378,9 @@ class EpochDriver:
             self._plateaus.validated(self.trainer, before, plan, batches, now.reference.batch)
 
     def own_batches(self, batches: float) -> float:
-        """Return how many batches this rank trains in the current epoch, as far as is known.
+        """Return how many batches this rank trains in the epoch, as far as is known.
 
-        ``batches`` is the number under DDP. A hook that compares the result with the batch number thus finds the rank's
-        own last batch.
+        ``batches`` is the number under DDP. A hook thus finds the rank's own last batch by its number.
         """
         trainer = self._trainer
         if trainer is None or not (self.is_open and self.is_open_ended) or loops_iterate(trainer):
@@ -406,7 +389,7 @@ class EpochDriver:
         return trained if trained and trainer.is_last_batch else max(batches, trained + 1)
 
     def interrupt(self, module: Module) -> None:
-        """End the run inside an epoch: the groups synchronize for the last time, after different numbers of batches.
+        """End the run inside an epoch: the groups synchronize for the last time.
 
         A group that has joined on its own returns its untrained samples; the other groups continue.
         """
@@ -419,7 +402,7 @@ class EpochDriver:
         self.world.enter_world(module)
 
     def leave(self, stop: str) -> None:
-        """End the epoch early in this group; ``stop`` is how the other groups end it: see `messages.Leave`."""
+        """End the epoch early in this group; for ``stop`` see `messages.Leave`."""
         control = self.world.control
         if control is None:
             return
@@ -431,7 +414,7 @@ class EpochDriver:
         self._stopping = self._stopping or stop in ("validate", "end")
 
     def before_validation(self, module: Module) -> None:
-        """Synchronize the groups for a validation; a group whose callback requests a stop notifies the others first."""
+        """Synchronize the groups for a validation; first notify them if a callback requests a stop."""
         if self._world is None or not self.is_open:
             return  # no training is under way: validation after the fit, or without one
         if self.published.evaluates or self.published.version is not None:
@@ -442,13 +425,9 @@ class EpochDriver:
         self._synchronize(module)
 
     def _synchronize(self, module: Module, is_end: bool = False) -> None:
-        """Synchronize all groups, and set their step counts to those of the recorder, which logs and saves.
+        """Synchronize all groups, and set their step counts to those of the recorder.
 
-        Names of checkpoints contain the step, and are then the same on all ranks.
-
-        Args:
-            module: the model.
-            is_end: whether this rank is at the end of its epoch, and not at a validation.
+        Names of checkpoints contain the step. ``is_end`` is false at a validation.
         """
         if not self.world.is_computing:
             return
@@ -471,10 +450,9 @@ class EpochDriver:
             self._stop_with_others(bool(has_ended), is_end)
 
     def _stop_with_others(self, has_ended: bool, is_end: bool) -> None:
-        """Make this synchronization the epoch's last: a group has requested a stop, of which all hear here at once.
+        """Make this synchronization the epoch's last: all groups learn here that one has requested a stop.
 
-        Groups that are at validations make this one together. If a group is already at its end, where it cannot
-        validate, none does.
+        Groups at validations make this one together, unless a group is already at its end, where it cannot validate.
         """
         self._stopping = self._epoch.is_last = True
         self._epoch.has_ended = has_ended
@@ -510,7 +488,7 @@ class EpochDriver:
             self.batches_cut_short = plan.budget // self.run.now().reference.batch
 
     def _ends_in_validation(self) -> bool:
-        """Return whether to validate at the end of the epoch, whose samples are all trained; stop at max_steps."""
+        """Return whether to validate at the end of the epoch; stop at max_steps."""
         plan = self._epoch.plan
         assert plan is not None
         progress, trainer = self.run.now(), self.trainer
@@ -526,7 +504,7 @@ class EpochDriver:
     # --- Validation and steps ----------------------------------------------------------------------------------------
 
     def validates(self, is_due: Callable[[], bool]) -> bool:
-        """Return whether all groups validate after this batch; ``is_due`` returns the loop's own decision."""
+        """Return whether all groups validate after this batch; ``is_due`` is the loop's own decision."""
         trainer, epoch = self.trainer, self._epoch
         epoch.is_due = False
         if epoch.is_check:
@@ -546,7 +524,7 @@ class EpochDriver:
         return validates_this_epoch(trainer) and (epoch.validates or should_stop_now(trainer))
 
     def _is_due_without_stop(self, is_due: Callable[[], bool]) -> bool:
-        """Return whether all groups would validate after this batch without the stop that this rank has requested."""
+        """Return whether all groups would validate after this batch without this rank's stop."""
         if self._epoch.validates is not None:
             return self._epoch.validates and validates_this_epoch(self.trainer)
         self.trainer.should_stop = False
@@ -596,12 +574,12 @@ class EpochDriver:
         return self.run.steps_at(self.run.now())
 
     def _pace(self) -> None:
-        """Make schedulers follow the progress of all groups, if groups may differ in speed."""
+        """Make schedulers follow all groups' progress, if groups may differ in speed."""
         if self.leases is not None and self.data.kind == "dynamic":
             self.schedulers.keep_pace(self.data.is_dynamic or self.is_open_ended)
 
     def _follow_schedulers(self) -> None:
-        """Pace the current schedulers if callbacks or hooks have replaced them."""
+        """Pace the current schedulers if they were replaced."""
         if self.schedulers.are_others:
             self.schedulers.release()
             self._pace()
@@ -609,7 +587,7 @@ class EpochDriver:
     # --- Regrouping --------------------------------------------------------------------------------------------------
 
     def before_regroup(self) -> Spans:
-        """Give untrained samples back to the server before a change of groups; return the known trained ranges."""
+        """Give untrained samples back before a change of groups; return the known trained ranges."""
         self.published.end_all()
         spans = self.run.known_spans()
         if self.data.is_dynamic and self.is_open:
@@ -617,7 +595,7 @@ class EpochDriver:
         return spans
 
     def after_regroup(self, spans: Spans, before: Executor) -> None:
-        """Continue the epoch with its remaining samples, after a change of groups."""
+        """Continue the epoch with its remaining samples."""
         self.data.assign()
         plan = self._epoch.plan
         if self.is_open and self.leases is not None and plan is not None and self.data.kind == "dynamic":

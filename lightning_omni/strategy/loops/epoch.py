@@ -33,14 +33,12 @@ class LeasedData:
     """The training loaders of a fit, converted to leased ones, and their leases.
 
     Args:
-        data: ``"dynamic"`` or ``"static"``.
-        info: logs a message for the user, on rank 0.
-        before_epoch: called with an epoch's number before its samples are drawn from the server.
-        is_for_user: returns, when a training loader is iterated, whether user code does so.
+        before_epoch: called with an epoch's number before samples are drawn.
+        is_for_user: returns whether user code iterates a training loader.
         own_batches: returns how many batches this rank trains, given the number under DDP.
 
     Attributes:
-        leases: this rank's leases, if the data is leased.
+        leases: this rank's leases, if any.
         split: mark of the training data: see `split_of`.
     """
 
@@ -64,7 +62,7 @@ class LeasedData:
 
     @property
     def order(self) -> int | None:
-        """Return the seed of the epochs' order: Lightning's, or that of the run that this group has joined."""
+        """Return the seed of the epochs' order: Lightning's, or that of the joined run."""
         return self._order if self._order is not None or self._sampler is None else self._sampler.seed
 
     @order.setter
@@ -77,7 +75,7 @@ class LeasedData:
         self._world = world
 
     def start(self) -> None:
-        """Let the group's core report this rank's leases to the server."""
+        """Let the group's core report this rank's leases."""
         if self._world is not None:
             self._world.core.data = self.leases
 
@@ -88,7 +86,6 @@ class LeasedData:
 
     @property
     def is_dealt_out(self) -> bool:
-        """Return whether the samples are divided in advance among all ranks."""
         return self._coming is None
 
     @property
@@ -99,11 +96,10 @@ class LeasedData:
 
     @property
     def is_dynamic(self) -> bool:
-        """Return whether samples are drawn from the server's book."""
         return self.leases is not None and not self.leases.is_local
 
     def begin_fetch(self) -> None:
-        """Make all live ranks the default process group if the data is divided in advance: it may query its rank."""
+        """Use all live ranks as default process group if data is divided in advance: it may query its rank."""
         world = self._world
         if self.is_dealt_out and world is not None and world.is_computing:
             world.process_groups.use(world.process_groups.live)
@@ -114,9 +110,9 @@ class LeasedData:
             world.process_groups.use(world.compute_group)
 
     def process(self, loader: object, rank: int, objection: Callable[[DataLoader[Any]], str]) -> object:
-        """Return a training DataLoader with leased batches, if its samples may be leased; otherwise the loader itself.
+        """Return a DataLoader with leased batches, if possible; otherwise the loader itself.
 
-        ``objection`` returns why the Trainer's use of a loader forbids leases; empty if it does not.
+        ``objection`` returns why a loader's use forbids leases, or nothing.
         """
         world = self._world
         if self.kind == "static" or world is None:
@@ -151,7 +147,7 @@ class LeasedData:
         return leased
 
     def expect_others(self) -> None:
-        """Let the loaders that are made from now on replace the new ones that no epoch has trained yet."""
+        """Let new loaders replace those that no epoch has trained yet."""
         self._may_be_made_again = True
 
     def _add_group(self, leases: RankLeases | None) -> None:
@@ -166,7 +162,7 @@ class LeasedData:
                     each.is_local = True
 
     def _refuse_to_join(self) -> None:
-        """Raise `UnsupportedError` if groups may join: data that cannot be leased has no samples for them."""
+        """Reject data that cannot be leased if groups may join."""
         if self._world is not None and self._world.registration is not None:
             raise UnsupportedError(
                 "elastic=True deals the samples of an epoch out to the groups that there are, and this training data is"
@@ -176,11 +172,7 @@ class LeasedData:
             )
 
     def adopt(self) -> None:
-        """Use the loaders that were made at the start or by a reload every few epochs.
-
-        Raises:
-            UnsupportedError: several groups have trained on leased data, and the new data cannot be leased.
-        """
+        """Use the loaders of the start or of a reload, which must be leasable if several groups trained on leases."""
         assert self._world is not None
         self._may_be_made_again = False
         if not self._new:
@@ -199,13 +191,13 @@ class LeasedData:
         self.start()
 
     def assign(self, shares: Sequence[int] = ()) -> None:
-        """Set the leases' index of this rank in its group, and the group's ``shares``, if they are unequal."""
+        """Set this rank's index in its group, and the group's unequal ``shares``, if any."""
         world = self._world
         if self.leases is not None and world is not None:
             self.leases.assign(*world.data_rank, world.executor.control, world.generation, shares)
 
     def weigh(self, loss: Tensor) -> Tensor:
-        """Return the loss times this rank's weight: more, if it has more of the group's batch than others."""
+        """Return the loss times this rank's weight, by its part of the group's batch."""
         weight = self.leases.weight if self.leases is not None else 1.0
         return loss if weight == 1.0 else loss * weight
 
@@ -215,20 +207,17 @@ class LightningRank(int):
 
 
 def has_lightning_sampler(loader: object) -> bool:
-    """Return whether a loader's sampler is Lightning's, with a rank from OmniStrategy, and not a user's own.
-
-    Return False for an object that is not a DataLoader, such as an empty list.
-    """
+    """Return whether a loader's sampler is Lightning's; False for an object that is not a DataLoader."""
     return isinstance(getattr(getattr(loader, "sampler", None), "rank", None), LightningRank)
 
 
 def draws_batches(training_step: Callable[..., Any]) -> bool:
-    """Return whether a training step draws its batches itself; leased batches need the hooks around each of them."""
+    """Return whether a training step draws its batches itself; leases need the hooks around each."""
     return "dataloader_iter" in inspect.signature(training_step).parameters
 
 
 def split_of(dataset: object) -> int:
-    """Return a mark of the part of a dataset, as `torch.utils.data.random_split` makes it; 0 for a whole dataset."""
+    """Return a mark of a part of a dataset, as of `torch.utils.data.random_split`; 0 for a whole one."""
     mark = 0
     while isinstance(dataset, Subset):
         indices = torch.as_tensor(dataset.indices, dtype=torch.int64)
@@ -248,10 +237,9 @@ class EntryPoint(NamedTuple):
     """The position in a run at which a group joins it.
 
     Attributes:
-        plan: plan of the current epoch.
         samples: samples of this epoch trained when the groups last began to compute.
         progress: progress of the run then; earlier epochs may have had other lengths.
-        split: mark of the trained part of a dataset: `lightning_omni.strategy.loops.epoch.split_of`.
+        split: see `split_of`.
     """
 
     plan: EpochPlan
@@ -260,7 +248,7 @@ class EntryPoint(NamedTuple):
     split: int
 
     def check(self, plan: EpochPlan, split: int) -> None:
-        """Raise `ConfigurationError` unless the data of a group that joins here has the same plan and split."""
+        """Reject data of a joining group with another plan or split."""
         if plan != self.plan:
             raise ConfigurationError(
                 f"this group's data is not that of the run that it joins, {plan} against {self.plan}: give all the"
@@ -279,14 +267,13 @@ class EpochState:
     """The state of the current epoch, which is dropped at its end.
 
     Attributes:
-        plan: plan of its data, if they are leased.
         validates: whether all groups validate after this batch; None leaves it to Lightning.
-        is_due: whether the other groups, too, validate after this batch without being notified.
+        is_due: whether the others, too, validate then without being notified.
         is_over: whether this group has trained its last batch.
         is_skipped: whether another group has ended the epoch early.
         is_check: whether all groups synchronize after this batch without a validation.
-        is_counted: whether this group's last batch has counted the epoch for schedules.
-        is_last: whether no group trains on after this synchronization, where all have heard of a stop.
+        is_counted: whether schedules have counted the epoch.
+        is_last: whether no group trains on after this synchronization.
         has_ended: whether a group is already at its end, so that none validates.
         window: ``accumulate_grad_batches`` in this group's last batch; 0 before the first one.
     """
@@ -303,10 +290,9 @@ class EpochState:
     window: int = 0
 
     def check_window(self, window: int, counts: bool) -> None:
-        """Refuse a change of ``accumulate_grad_batches`` inside an epoch, if the run ``counts`` its steps in samples.
+        """Reject a change of ``accumulate_grad_batches`` inside an epoch whose steps are counted in samples.
 
-        The steps of an epoch are computed from its samples with one window, and groups would change it at different
-        samples.
+        Steps are computed from samples with one window, and groups would change it at different samples.
         """
         before, self.window = self.window, window
         if counts and before not in (0, self.window):
@@ -322,8 +308,7 @@ class EpochEnd(NamedTuple):
     """The state of this rank at the end of an epoch.
 
     Attributes:
-        epoch: number of the epoch.
-        batches: batches of the epoch that this rank has trained.
+        batches: trained batches of the epoch.
         unstepped: batches since the user's last step, in manual optimization.
         rates: learning rates of all parameter groups.
     """
@@ -335,19 +320,18 @@ class EpochEnd(NamedTuple):
 
     @classmethod
     def of(cls, trainer: Trainer, unstepped: int) -> EpochEnd:
-        """Return the end of the epoch that the Trainer has trained last."""
         groups: list[Any] = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         rates = [float(group["lr"]) for group in groups if "lr" in group]
         return cls(trainer.current_epoch - 1, batches_trained(trainer), unstepped, rates)
 
     @property
     def marks(self) -> list[int]:
-        """Return the numbers from whose maxima over all ranks `differ` decides."""
+        """Return the numbers for `differ`, of which maxima over all ranks are taken."""
         rates, groups = zlib.crc32(struct.pack(f"{len(self.rates)}d", *self.rates)), len(self.rates)
         return [groups, -groups, rates, -rates, int(self.unstepped > 0), int(not self.unstepped)]
 
     def sentence(self, world: World) -> str:
-        """Return the warning for the user that ranks differ. All live ranks call it."""
+        """Return the warning that ranks differ. All live ranks call it."""
         ends = self._of_all(world)
         first = next(iter(ends.values()))
         index = next(
@@ -386,16 +370,16 @@ class EpochEnd(NamedTuple):
 
 
 def differ(marks: Sequence[int]) -> bool:
-    """Return whether ranks differ, given the maxima of `EpochEnd.marks` over all ranks.
+    """Return whether ranks differ, from the maxima of `EpochEnd.marks`.
 
-    Rates are not compared where ranks have different numbers of parameter groups: some may add theirs later.
+    Rates are not compared where numbers of parameter groups differ: some ranks may add theirs later.
     """
     groups, minus_groups, rates, minus_rates, some, others = marks
     return groups == -minus_groups and (rates != -minus_rates or (some > 0 and others > 0))
 
 
 def _bits(rate: float) -> int:
-    """Return the bits of a rate as an integer, which keeps the order of rates; negative rates become 0."""
+    """Return a rate's bits as an integer of the same order; negative rates become 0."""
     [bits] = struct.unpack("q", struct.pack("d", max(0.0, rate)))
     return int(bits)
 

@@ -24,15 +24,11 @@ if TYPE_CHECKING:
 class FitLimits:
     """Lightning's limits (max_steps, limit_train_batches, val_check_interval) for all ranks together.
 
-    Lightning counts the batches and steps of one rank, which are equal on all ranks of DDP, but not among groups.
-    Limits are therefore those of DDP, in samples: see `lightning_omni.wire.steps_and_samples`.
-
-    Args:
-        trainer: the Trainer that has the limits.
-        ranks_per_batch: as in `EpochPlan`.
+    Lightning counts the batches and steps of one rank, which differ among groups. Limits are therefore those of DDP, in
+    samples: see `lightning_omni.wire.steps_and_samples`.
 
     Attributes:
-        max_steps: steps of DDP after which the user wants the run to end, or -1.
+        max_steps: steps of DDP after which the run ends, or -1.
         by_hand: count of the user's steps in manual optimization; None with automatic optimization.
     """
 
@@ -43,14 +39,11 @@ class FitLimits:
         self.by_hand = None if automatic else StepsByHand(trainer)
 
     def reference(self, leases: RankLeases) -> ReferenceBatch:
-        """Return the batch of one step of DDP at the moment; accumulation may have a schedule."""
+        """Return DDP's batch of one step now; accumulation may have a schedule."""
         return ReferenceBatch(leases.world_size, leases.batch_size, int(self._trainer.accumulate_grad_batches))
 
     def progress(self, leases: RankLeases, epoch: int, trained: Spans, before: Progress | None = None) -> Progress:
-        """Return the run's progress when an epoch begins, or is resumed with some of its samples trained.
-
-        ``before`` is the progress at the end of the last epoch.
-        """
+        """Return the progress at the start of an epoch with some ``trained`` samples, after the progress ``before``."""
         reference = self.reference(leases)
         there = -(-leases.total // reference.batch)
         limit = self._trainer.fit_loop.max_batches  # a callback may have set it larger than the data
@@ -82,15 +75,24 @@ class FitLimits:
             validate_offset=offset,
             trained=trained,
             ranks_per_batch=self._ranks_per_batch,
+            later=self._later(leases.total, progress),
         )
+
+    def _later(self, total: int, progress: Progress) -> int | None:
+        """Return the samples to train in later epochs, as far as epochs or steps limit them."""
+        epochs, limits = self._trainer.max_epochs, list[int]()
+        if epochs not in (None, -1):
+            limits.append(max(0, epochs - progress.epochs - 1) * progress.budget(total, progress.epochs))
+        if self.by_hand is None and self.max_steps != -1:
+            limits.append(progress.steps_left(self.max_steps, progress.epochs + 1) * progress.reference.samples)
+        return min(limits, default=None)
 
     @staticmethod
     def cut_short(plan: EpochPlan, progress: Progress) -> bool:
-        """Return whether max_steps end the epoch before its samples do."""
+        """Return whether max_steps end the epoch early."""
         return plan.budget < progress.budget(plan.total, plan.epoch)
 
     def validates_at_end(self, plan: EpochPlan, progress: Progress) -> bool:
-        """Return whether val_check_interval requires a validation at the end of the epoch."""
         is_cut_short = self.cut_short(plan, progress)
         if self._trainer.val_check_batch == float("inf"):
             return not is_cut_short
@@ -112,25 +114,20 @@ class FitLimits:
         return replace(progress, past=past, past_batches=begun - batches)
 
     def steps_left(self, taken: int) -> int | None:
-        """Return the steps of DDP that are left after ``taken`` steps; None if there is no limit."""
+        """Return the steps of DDP left after ``taken``; None without a limit."""
         if self.max_steps == -1:
             return None
         return max(0, self.max_steps - (taken if self.by_hand is None else self.by_hand.steps_of(taken)))
 
     def is_reached_by_hand(self, progress: Progress) -> bool:
-        """Return whether DDP would have taken ``max_steps`` by now, in manual optimization."""
+        """Return whether DDP would have taken ``max_steps`` in manual optimization."""
         if self.by_hand is None or self.max_steps == -1:
             return False
         return self.by_hand.steps_of(progress.steps) >= self.max_steps  # without accumulation, steps are batches
 
 
 class StepsByHand:
-    """The count of the user's steps in manual optimization, of which a batch may have several, or a fraction.
-
-    Each rank counts the steps in its own batches; another group may have more or fewer batches.
-
-    Args:
-        trainer: the Trainer whose loops count steps and batches.
+    """The count of this rank's steps in manual optimization; a batch may have several, or a fraction.
 
     Attributes:
         counts: batches, and the steps that were taken in them; the same on all members of a group.
@@ -153,11 +150,10 @@ class StepsByHand:
         self.unstepped = 0 if taken else self.unstepped + 1
 
     def steps_of(self, batches: int) -> int:
-        """Return the steps in a number of batches, by this rank's ratio of steps to batches."""
+        """Return the steps in a number of batches, by this rank's ratio."""
         counted, steps = self.counts
         return batches * steps // max(1, counted)
 
 
 def size_of(spans: Spans) -> int:
-    """Return the number of samples in ranges of an epoch."""
     return sum(stop - start for start, stop in spans)

@@ -1,4 +1,4 @@
-"""The strategy's listener to Lightning's hooks, which runs before any callback, and runs of a loop inside a hook."""
+"""The strategy's listener to Lightning's hooks, and runs of a loop inside a hook."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from lightning_omni.strategy.lightning_internals.metrics import (
     align_collective_metrics,
     collective_metrics,
     logs_now,
+    loss_in,
     patch_list_gather,
     restore_list_gather,
 )
@@ -42,18 +43,10 @@ if TYPE_CHECKING:
 
 
 class Listener:
-    """A listener to one fit, outside the list of callbacks.
+    """A listener to one fit, called before any callback and not in their list.
 
-    `add_listener` registers its hooks, and `control_loops` its decisions for the loops.
-    `LoopControl` describes the methods that the loops call.
-
-    Args:
-        parts: the parts of the strategy.
-        trainer: the Trainer of the fit.
-        grouping: the groups.
-        run_states: the state of the run for groups that join.
-        nested: runs of the loop inside one of its hooks.
-        fails: called with the error of a fit, before any callback receives it.
+    `add_listener` registers its hooks, and `control_loops` its decisions for the loops (`LoopControl`). ``fails`` is
+    called with the error of a fit, before any callback receives it.
     """
 
     def __init__(
@@ -116,7 +109,7 @@ class Listener:
         return self._parts.epochs.own_batches(batches)
 
     def run(self, run: Callable[[], None]) -> None:
-        """Run the fit loop for the Trainer, or nested inside a hook, as a learning-rate finder does."""
+        """Run the fit loop for the Trainer, or nested inside a hook."""
         if is_inside_hook(self._trainer):
             self._nested.run(run)
         else:
@@ -124,11 +117,11 @@ class Listener:
             run()
 
     def begin_setup(self) -> None:
-        """Expect new loaders; user code may also have them made again several times in an epoch."""
+        """Expect new loaders, which user code may request several times in an epoch."""
         self._parts.epochs.data.expect_others()
 
     def begin_epoch(self, iterate: Callable[[], None]) -> None:
-        """Separate the groups after the hooks of the epoch's start, which all ranks call together."""
+        """Separate the groups after the hooks of the epoch's start, common to all ranks."""
         parts, loop = self._parts, self._trainer.fit_loop
         if self._nested.is_running or loop.restarted_mid_epoch or loop.restarted_on_epoch_end:
             iterate()
@@ -162,12 +155,11 @@ class Listener:
     # --- Hooks of callbacks ------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Load the run's optimizers into a group that joins, after Lightning has restored those of a checkpoint."""
+        """Load the run's optimizers into a joining group, after those of a checkpoint."""
         if not self._nested.is_running:
             self._run_states.training_begins()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Begin a batch before any callback does."""
         if self._nested.is_running:
             return
         parts, traffic = self._parts, self._parts.world.exchange.traffic
@@ -185,7 +177,6 @@ class Listener:
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """End a batch before any callback does, and log the live metrics."""
         if self._nested.is_running:
             return
         parts, world = self._parts, self._parts.world
@@ -203,6 +194,8 @@ class Listener:
             if world.control is not None:
                 self._watch_staleness()
                 values |= live_metrics(world.control.status, self._staleness, parts.step_times)
+                if (loss := loss_in(outputs, trainer.accumulate_grad_batches)) is not None:
+                    world.control.metrics = {**world.control.metrics, "loss": float(loss.float().mean())}
                 self._display.update(values)
             for name, value in values.items():
                 pl_module.log(name, value, batch_size=1)  # Lightning needs it where training_step draws its batches
@@ -217,7 +210,6 @@ class Listener:
             self._grouping.follow_recorder()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Synchronize the groups, and log the metrics of the epoch."""
         if self._nested.is_running:
             return
         self._parts.signals.ask_again()
@@ -240,7 +232,7 @@ class Listener:
             self._parts.namespace.info(f"OmniStrategy: {sentence}")
 
     def _log_together(self) -> None:
-        """Agree on the metrics of an epoch in which there were several groups, or may have been."""
+        """Agree on the metrics of an epoch that may have had several groups."""
         world = self._parts.world
         mine = collective_metrics(self._trainer, world.compute_group)
         # `enc_hook` converts NumPy's booleans.
@@ -260,18 +252,9 @@ class Listener:
 class NestedRuns:
     """Runs of the loop inside one of its hooks, by learning-rate finders, for which all ranks form one group.
 
-    The measurements of such a run apply to all ranks together, so it is plain DDP; then the groups train on.
-
-    Before several groups first train there is no server yet, and the original topology is simply restored. Between two
-    epochs the groups are merged, and are formed again when the next epoch begins: until then the finder may restore the
-    state that it has saved.
-
-    Args:
-        parts: the parts of the strategy whose groups are merged.
-        grouping: its groups.
-
-    Attributes:
-        is_running: whether a nested run is under way.
+    Such a run's measurements apply to all ranks, so it is plain DDP. Before several groups first train there is no
+    server yet, and the original topology is simply restored. Between two epochs the groups are merged, and formed again
+    when the next epoch begins: until then the finder may restore its saved state.
     """
 
     def __init__(self, parts: SharedParts, grouping: Grouping) -> None:
@@ -280,11 +263,7 @@ class NestedRuns:
         self._groups = 1
 
     def run(self, run: Callable[[], None]) -> None:
-        """Run the loop.
-
-        Raises:
-            UnsupportedError: the groups are inside an epoch, each at a batch of its own.
-        """
+        """Run the loop, but not inside an epoch, where each group is at a batch of its own."""
         world = self._parts.world
         if world.is_computing:
             raise UnsupportedError(
@@ -297,7 +276,7 @@ class NestedRuns:
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        """Return a context in which the run does not count in the fit's own progress."""
+        """Return a context in which the run does not count as the fit's progress."""
         parts = self._parts
         world = parts.world
         kept, steps = (parts.epochs, parts.balance), world.steps
@@ -331,7 +310,7 @@ class NestedRuns:
             self._grouping.wrap()
 
     def form_groups_again(self) -> None:
-        """Form the earlier groups again at the beginning of an epoch, if a nested run has merged them."""
+        """Form the groups that a nested run has merged, when an epoch begins."""
         groups, self._groups = self._groups, 1
         if groups > 1:
             self._grouping.form(min(groups, len(self._parts.world.live_ranks)))

@@ -1,4 +1,4 @@
-"""The numbers of a run that a user sees: metrics, an entry in the progress bar, warnings, and a report at the end."""
+"""The numbers of a run for users: metrics, an entry in the progress bar, warnings, and a report."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SMOOTHING = 0.9
 
 @dataclass
 class _TimedBatch:
-    """A batch whose times are read when the device has reached its end."""
+    """A batch whose times are read when the device has completed it."""
 
     since: Any
     """The timestamp at which the rank began to work on it, which is the end of the batch before it."""
@@ -47,11 +47,8 @@ class _TimedBatch:
 class StepTimes:
     """The running means of this rank's times, in seconds, and the bytes that it exchanged.
 
-    Timestamps are those of the device; the host may run ahead of it. The means are over batches that the device has
-    completed. `begin` and `end` enclose each batch; time between two batches belongs to the second one.
-
-    Attributes:
-        clock: the source of the timestamps.
+    Timestamps are the device's; the host may run ahead of it. The means are over batches that the device has completed.
+    `begin` and `end` enclose each batch; time between two batches belongs to the second one.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -63,18 +60,13 @@ class StepTimes:
         self._means: tuple[float, float, float] | None = None
 
     def begin(self, exchanged: float, moved: int) -> None:
-        """Begin a batch.
-
-        Args:
-            exchanged: seconds spent in exchanges so far, in the whole run.
-            moved: bytes exchanged so far.
-        """
+        """Begin a batch, given the seconds spent in exchanges and the bytes moved in the run so far."""
         if self._batch is None:
             self._batch = _TimedBatch(self.clock.mark())
         self._exchanged_before, self._moved_before = exchanged, moved
 
     def interrupt(self) -> None:
-        """Exclude the time until the next call of `begin`."""
+        """Exclude the time until the next `begin`."""
         self._batch = None
 
     @contextmanager
@@ -88,13 +80,13 @@ class StepTimes:
         batch.waits.append((began, self.clock.mark()))
 
     def forward_done(self, exchanged: float) -> None:
-        """Note the end of the forward pass, after which this rank may have to wait for its group."""
+        """Note the end of the forward pass, after which this rank may wait for its group."""
         batch = self._batch
         if batch is not None and batch.forward is None:
             batch.forward, batch.in_forward = self.clock.mark(), exchanged - self._exchanged_before
 
     def end(self, exchanged: float, moved: int) -> None:
-        """End a batch; the arguments are those of `begin`."""
+        """End a batch; arguments are as for `begin`."""
         self._moved += moved - self._moved_before
         self._batches += 1
         now, batch = self.clock.mark(), self._batch
@@ -105,7 +97,7 @@ class StepTimes:
         self._read()
 
     def _read(self) -> None:
-        """Add the batches that the device has completed to the means, in order."""
+        """Add completed batches to the means, in order."""
         while self._unread:
             batch, seconds = self._unread[0], self.clock.seconds
             step = seconds(batch.since, batch.until)
@@ -122,17 +114,15 @@ class StepTimes:
 
     @property
     def means(self) -> tuple[float, float, float]:
-        """Return seconds of compute (loading to the end of the forward pass), whole step, and server exchange."""
+        """Return seconds of compute (from loading to the end of the forward pass), whole step, and server exchange."""
         return self._means or (0.0, 0.0, 0.0)
 
     @property
     def bytes_per_step(self) -> float:
-        """Return the bytes of tensors that this rank exchanged per batch, with the server or with other groups."""
         return self._moved / max(1, self._batches)
 
 
 def live_metrics(status: Status | None, staleness: Staleness, step_times: StepTimes) -> dict[str, float]:
-    """Return the metrics that are logged during training."""
     _, step, exchange = step_times.means
     values = {
         "omni/step_time": step,
@@ -161,7 +151,7 @@ def live_metrics(status: Status | None, staleness: Staleness, step_times: StepTi
 
 
 def gathering_sentence(world: World) -> str:
-    """Return a warning about the ranks that a gather in the training step includes, with the remedy."""
+    """Return a warning about the ranks in a training step's gather."""
     return (
         f"OmniStrategy: all_gather in a training step sees the {len(world.members)} rank(s) of its compute group, not"
         f" all {len(world.topology.ranks)}: a contrastive loss over the gathered batch, say, is not that of DDP, and a"
@@ -175,28 +165,27 @@ _NO_STATUS = Status(sent=0, clock=0, updates_per_second=0, refused=0, strangers=
 
 
 class Reporting:
-    """The last status of the server, for a report after the server has ended."""
+    """The source of the run's report, with the server's last status."""
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """Begin with a fit."""
         self._status: Status | None = None
         self._has_gathered = False
 
     def is_first_gather(self) -> bool:
-        """Return whether this is the first call in a fit: users are told once what a gather includes."""
+        """Return whether this is the first call in a fit: users are warned once."""
         before, self._has_gathered = self._has_gathered, True
         return not before
 
     def keep(self, world: World) -> None:
-        """Store the last status that was received, because this rank fails."""
+        """Store the last received status, because this rank fails."""
         if world.control is not None:
             self._status = world.control.status
 
     def ask(self, world: World) -> None:
-        """Request the server's final status after the end of training."""
+        """Request the server's final status."""
         if world.control is None:
             return
         try:
@@ -205,7 +194,6 @@ class Reporting:
             self.keep(world)
 
     def report(self, world: World, bytes_per_step: float) -> RunReport:
-        """Return the report of the run."""
         status = (world.control.status if world.control else None) or self._status or _NO_STATUS
         clock = status.clock
         if not world.executor.exchanges and status is not _NO_STATUS:  # the status is of earlier groups, or a tuner's
@@ -229,7 +217,7 @@ class Reporting:
 
     @staticmethod
     def warning_before(world: World, steps: int | None) -> str:
-        """Return a warning before the first batch if ``steps`` per group complete no exchange period; or nothing."""
+        """Return a warning if ``steps`` per group complete no exchange period, or nothing."""
         method, fragments = world.method, world.method.fragments
         due = [method.steps_to_push(part.replica) for part in world.parts if part.head is None]
         every = method.push_period * (fragments - 1)  # from the first fragment to the last
@@ -250,7 +238,7 @@ class Reporting:
         )
 
     def warning(self, world: World) -> str:
-        """Return a warning if no group has completed an exchange period, so that nothing was trained; or nothing."""
+        """Return a warning if no group has completed an exchange period, or nothing."""
         method, status = world.method, self._status
         if status is None or status.clock or not world.steps_at_worker or method.evaluated == "mean":
             return ""
@@ -261,7 +249,7 @@ class Reporting:
 
 
 def _remedy(method: Method, steps: int) -> str:
-    """Return the remedy for a method that exchanges too seldom in a run of this many steps."""
+    """Return the remedy for too rare exchanges in a run of this many steps."""
     shorter = max(1, steps // 4 // method.fragments) * method.fragments  # allows several exchanges
     try:
         instead = text_of(with_period(method, shorter))
@@ -275,9 +263,8 @@ def _remedy(method: Method, steps: int) -> str:
 class ProgressDisplay:
     """The additions to the user's progress bar in a run of groups: its total, and one short entry.
 
-    Lightning expects a fixed number of batches per rank. Groups draw their batches from a common pool, so the total is
-    an estimate for this rank at the present speeds. A bar's total and its `get_metrics` are public, and both are
-    restored at the end of the fit.
+    Lightning expects a fixed number of batches per rank. Groups draw theirs from a common pool, so the total is an
+    estimate at the present speeds. A bar's total and `get_metrics` are public, and are restored at the end of the fit.
     """
 
     def __init__(self) -> None:
@@ -286,7 +273,7 @@ class ProgressDisplay:
         self._text = ""
 
     def show(self, trainer: Trainer, expected: int | None) -> None:
-        """Update the bar after a batch, before the bar's own hook; ``expected`` None leaves its own total."""
+        """Update the bar before its own hook; None keeps its own total."""
         bar: Any = trainer.progress_bar_callback  # the base class declares neither total nor entries
         if bar is None or not trainer.is_global_zero or getattr(bar, "is_disabled", False):
             return
@@ -318,7 +305,7 @@ class ProgressDisplay:
 
 
 def _short(value: float) -> str:
-    """Return a number in at most four characters if it is below 100,000."""
+    """Return a number in at most four characters, below 100,000."""
     if value >= 1000:
         return f"{value / 1000:.2g}k" if value < 9950 else f"{value / 1000:.0f}k"
     return f"{value:.0f}" if value >= 10 else f"{value:.1f}"

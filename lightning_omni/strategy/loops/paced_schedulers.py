@@ -1,13 +1,12 @@
-"""Learning-rate schedulers that keep pace with the run as a whole rather than with one group.
+"""Learning-rate schedulers that keep pace with the whole run.
 
-With leased data a fast group takes more steps than a slow one. A schedule that counted a group's own steps would give
-every group another learning rate, and OneCycleLR would run past its end. A paced scheduler, whenever Lightning steps
-it, therefore catches up with the progress of all groups: the steps that every rank would have taken under DDP.
+With leased data a fast group takes more steps than a slow one. Schedules by a group's own steps would differ among
+groups, and OneCycleLR would run past its end. A paced scheduler, whenever Lightning steps it, therefore catches up with
+the steps that every rank would have taken under DDP.
 
-A scheduler that the user's code steps is not paced: it counts the steps of its own group. The user's code does so in
-manual optimization, in hooks, and in an ``lr_scheduler_step`` that does not step the scheduler exactly once in each
-call. A scheduler that is stepped to a given position (``scheduler.step(epoch + batch / batches)``) steps there. Pacing
-ends at the first such step or missing step, because from then on the unit is the user's.
+A scheduler that the user's code steps is not paced: in manual optimization, in hooks, to a given position
+(``scheduler.step(epoch + batch / batches)``), and in an ``lr_scheduler_step`` that does not step it exactly once in
+each call. Pacing ends at the first such step or missing step, because from then on the unit is the user's.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Schedule = dict[LRScheduler, tuple[int, int]]
 class StepCounts:
     """The number of steps of each scheduler: its own count, and the steps that this count misses.
 
-    A scheduler that wraps another one may count the steps of that one only, and none of its own earlier warm-up.
+    A scheduler that wraps another one may count that one's steps only, without its earlier warm-up.
     """
 
     def __init__(self) -> None:
@@ -41,14 +40,14 @@ class StepCounts:
         return count_of(scheduler) + self._uncounted.get(scheduler, 0)
 
     def reach(self, scheduler: Any, count: int, step: Callable[[], Any]) -> None:
-        """Step a scheduler until it was stepped ``count`` times."""
+        """Step a scheduler until its ``count``."""
         while (before := self.of(scheduler)) < count:
             step()
             if missing := before + 1 - self.of(scheduler):
                 self._uncounted[scheduler] = self._uncounted.get(scheduler, 0) + missing
 
     def as_saved(self, scheduler: Any, target: int) -> tuple[int, int]:
-        """Return the present and the target count of a scheduler as it counts when it is made again from its state."""
+        """Return the present and the target count, as counted by a scheduler that is made again from its state."""
         return count_of(scheduler), target - self._uncounted.get(scheduler, 0)
 
     def forget(self) -> None:
@@ -56,9 +55,9 @@ class StepCounts:
 
 
 class _Paced:
-    """A mixin for a scheduler's own class, which pickles and copies the scheduler as that class.
+    """A mixin for a scheduler's own class, as which the scheduler is pickled and copied.
 
-    The state of a third-party scheduler may hold one of its methods, and so the scheduler itself.
+    A third-party scheduler's state may hold one of its methods, and so the scheduler itself.
     """
 
     counts: StepCounts
@@ -67,10 +66,9 @@ class _Paced:
     stop: Callable[[Any], None]
 
     def step(self, *args: Any, **options: Any) -> None:
-        """Step as often as necessary to catch up: not at all, once, or several times.
+        """Step as often as necessary to catch up.
 
-        If the user's ``lr_scheduler_step`` passes an epoch, or if user code makes the step by itself, stop pacing the
-        scheduler, and step it as it is told.
+        Stop pacing if the user's ``lr_scheduler_step`` passes an epoch, or if user code makes the step by itself.
         """
         own = type(self)
         if any(each is not None for each in (*args, *options.values())) or not own.is_due(self):
@@ -91,12 +89,10 @@ class Pacer:
     """The pacing of a run's schedulers, which `release` undoes.
 
     Args:
-        configs: Lightning's scheduler configs.
-        steps: returns the run's progress in optimizer steps of DDP.
+        steps: returns the run's progress in steps of DDP.
         epochs: returns the run's progress in epochs, including the current one.
-        scheduled: returns how often a scheduler with a frequency, in batches, is stepped in a number of optimizer
-            steps.
-        counts: earlier steps of the schedulers; None for their own counts.
+        scheduled: returns how often a scheduler with a frequency, in batches, is stepped in a number of steps.
+        counts: earlier steps; None for their own counts.
         ask: calls the module's ``lr_scheduler_step`` with a scheduler, as Lightning does.
 
     Attributes:
@@ -120,15 +116,14 @@ class Pacer:
         self._paced: dict[LRScheduler, type[LRScheduler]] = {}  # with their own classes
 
     def has(self, configs: list[Any]) -> bool:
-        """Return whether these are exactly the pacer's schedulers."""
         theirs = [config.scheduler for config in _that_keep_pace(configs)]
         return len(theirs) == len(self.schedulers) and all(map(operator.is_, theirs, self.schedulers))
 
     def count_from(self, schedule: Schedule) -> Schedule:
-        """Set and return the counts from which schedulers keep pace: earlier ones, or the present for new schedulers.
+        """Set and return the counts from which schedulers keep pace: earlier ones, or else the present.
 
-        The present is also used for those whose steps in one group are unknown to all ranks: see `_counts_all_steps`.
-        The result loses a scheduler as soon as the user's code steps it.
+        The present is also used for those of unknown steps: see `_counts_all_steps`. The result loses a scheduler as
+        soon as the user's code steps it.
         """
         now = {
             config.scheduler: (
@@ -157,9 +152,9 @@ class Pacer:
         scheduler.__class__ = type(own.__name__, (_Paced, own), {**fields, "__module__": own.__module__})
 
     def step(self, scheduler: Any, call: Callable[[], Any]) -> None:
-        """Make ``call`` of the module's ``lr_scheduler_step``, which steps a scheduler.
+        """Make ``call`` of the module's ``lr_scheduler_step``.
 
-        Stop pacing a scheduler that the hook does not step exactly once. The hook then decides how often it is stepped.
+        Stop pacing a scheduler that the hook does not step exactly once; then the hook decides.
         """
         self._asked = scheduler
         call()
@@ -168,7 +163,7 @@ class Pacer:
         self._asked = None
 
     def _is_due(self, scheduler: Any) -> bool:
-        """Return whether this is the first step in a call of the hook, which was asked to step this scheduler."""
+        """Return whether this is the first step of this scheduler in a call of the hook for it."""
         if self._asked is not scheduler:
             return False
         self._asked = None
@@ -179,9 +174,9 @@ class Pacer:
         self._bases.pop(scheduler)
 
     def catch_up(self) -> None:
-        """Advance schedulers that count steps to the end of the epoch, and count from there in the next one.
+        """Advance schedulers that count steps to the end of the epoch, and count from there.
 
-        The next epoch may have other batches, and other steps in them, by which a frequency counts.
+        The next epoch may have other batches and steps, by which a frequency counts.
         """
         for config in self._configs:
             self._catch_up(config)
@@ -189,13 +184,13 @@ class Pacer:
                 self._bases[config.scheduler] = type(config.scheduler).target(), self._steps()
 
     def keep_up(self) -> None:
-        """Step schedulers that are due at multiples of a number of batches of DDP, after a batch of this rank."""
+        """Step schedulers that are due at multiples of DDP's batches."""
         for config in self._configs:
             if config.frequency > 1:
                 self._catch_up(config)
 
     def _catch_up(self, config: Any) -> None:
-        """Ask the module to step a scheduler that is behind: its hook may leave the scheduler as it is."""
+        """Ask the module to step a scheduler that is behind; its hook may not."""
         scheduler = config.scheduler
         if self._counts_steps(config) and self._counts.of(scheduler) < type(scheduler).target():
             self.step(scheduler, lambda: self._ask(scheduler))
@@ -205,14 +200,11 @@ class Pacer:
 
     @property
     def counts_any_steps(self) -> bool:
-        """Return whether a scheduler follows the run's progress in steps."""
+        """Return whether a scheduler counts the run's steps."""
         return any(map(self._counts_steps, self._configs))
 
     def counts_at(self, configs: list[Any], steps: int) -> list[tuple[int, ...]]:
-        """Return for each scheduler its present count, and the count if it had kept pace until ``steps`` of the run.
-
-        A scheduler that counts no steps has an empty tuple.
-        """
+        """Return each scheduler's present count, and that at ``steps`` of the run; an empty tuple if it counts none."""
         return [self._counts_at(config, steps) for config in configs]
 
     def _counts_at(self, config: Any, steps: int) -> tuple[int, ...]:
@@ -237,12 +229,11 @@ def _that_keep_pace(configs: list[Any]) -> list[Any]:
 
 
 def counts_of(configs: list[Any], counts: StepCounts) -> list[int]:
-    """Return how often each scheduler that can keep pace was stepped."""
     return [counts.of(config.scheduler) for config in _that_keep_pace(configs)]
 
 
 def reach_all(configs: list[Any], targets: Sequence[int], counts: StepCounts) -> None:
-    """Step schedulers that can keep pace, but are not paced now, to the target counts: see `counts_of`."""
+    """Step schedulers that are not paced now to the target counts: see `counts_of`."""
     for config, target in zip(_that_keep_pace(configs), targets, strict=True):
         counts.reach(config.scheduler, target, config.scheduler.step)
 
@@ -254,8 +245,7 @@ def arrive(
 
     Args:
         configs: Lightning's scheduler configs.
-        saved: result of `Pacer.counts_at`. A scheduler with another count now (of state that the user has loaded, for
-            example) is not advanced.
+        saved: result of `Pacer.counts_at`. A scheduler with another count now, perhaps loaded by the user, stays.
         counts: earlier steps of the schedulers; None for their own counts.
 
     Returns:
@@ -278,22 +268,19 @@ def count_at(
     now: int,
     scheduled: Callable[[int, int], int] = lambda frequency, now: now // frequency,
 ) -> int:
-    """Return the count of a paced scheduler now, in optimizer steps or epochs, from its ``count`` when it ``began``.
-
-    ``scheduled`` returns how often it is stepped, with a frequency, in a number of them.
-    """
+    """Return a paced scheduler's count now, in steps or epochs, from its ``count`` when it ``began``."""
     return count + scheduled(frequency, now) - scheduled(frequency, began)
 
 
 def count_of(scheduler: Any) -> int:
-    """Return a scheduler's own count. A ChainedScheduler does not count, but each scheduler in it does."""
+    """Return a scheduler's own count; for a ChainedScheduler, that of one in it."""
     while not hasattr(scheduler, "last_epoch"):
         scheduler = vars(scheduler)["_schedulers"][0]
     return int(scheduler.last_epoch)
 
 
 def _counts_all_steps(scheduler: Any) -> bool:
-    """Return whether a scheduler's count certainly includes all steps; a class with its own ``step`` may omit some."""
+    """Return whether a scheduler's count includes all steps; a ``step`` of its own may omit some."""
     return bool(type(scheduler).step.__module__ == LRScheduler.__module__)
 
 
@@ -311,7 +298,7 @@ class SchedulerSnapshot(NamedTuple):
 
     Attributes:
         state: its ``state_dict``.
-        groups: the parameter groups of its optimizer, as it has set them, without the parameters.
+        groups: its optimizer's parameter groups, without the parameters.
     """
 
     state: dict[str, Any]
@@ -319,7 +306,7 @@ class SchedulerSnapshot(NamedTuple):
 
 
 def standing(scheduler: Any) -> SchedulerSnapshot | None:
-    """Return the present state of a scheduler; None if it is not torch's."""
+    """Return a scheduler's present state; None if it is not torch's."""
     if not described(scheduler)[0]:
         return None
     return SchedulerSnapshot(_copied(scheduler.state_dict()), _bare(scheduler.optimizer.param_groups))
@@ -335,7 +322,7 @@ def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def described(scheduler: Any) -> list[Any]:
-    """Return the class name of a scheduler of torch, and those of the schedulers in it; an empty name for any other.
+    """Return the class names of a scheduler of torch and of those in it; an empty one for any other.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
@@ -353,16 +340,13 @@ def described(scheduler: Any) -> list[Any]:
 def advanced(
     scheduler: Any, state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], count: int
 ) -> SchedulerSnapshot | None:
-    """Return a scheduler's state at a count, with the parameter groups that it sets on the way there.
+    """Return a scheduler's state at a count, with the parameter groups that it sets; None if it is not torch's.
 
     Args:
-        scheduler: the scheduler; it is not changed.
-        state: state of the scheduler before.
-        groups: parameter groups of its optimizer before; the parameters in them do not matter.
+        scheduler: it is not changed.
+        state: its state before.
+        groups: parameter groups before; the parameters in them do not matter.
         count: the count to reach.
-
-    Returns:
-        None if the scheduler is not torch's.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.8)
@@ -385,7 +369,7 @@ def advanced(
 
 
 def _bare(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return parameter groups without the parameters. A tensor rate is copied: schedulers change it in place."""
+    """Return groups without parameters. A tensor rate is copied: schedulers change it in place."""
     return [{name: _own(value) for name, value in group.items() if name != "params"} for group in groups]
 
 
@@ -394,7 +378,7 @@ def _own(value: Any) -> Any:
 
 
 def count_in(state: Mapping[str, Any]) -> int:
-    """Return how often a scheduler was stepped according to its state; -1 if the state has no count."""
+    """Return the count in a scheduler's state; -1 without one."""
     while "last_epoch" not in state:
         inside = state.get("_schedulers")
         if not inside:
@@ -410,14 +394,14 @@ def caught_up(
     counts: Sequence[Counts],
     earlier: Mapping[Any, SchedulerSnapshot | None],
 ) -> list[Counts]:
-    """Set the schedulers in a checkpoint to its moment, as if they had kept pace; changed in place.
+    """Set the schedulers in a checkpoint, in place, to its moment, as if they had kept pace.
 
     Args:
         checkpoint: Lightning's checkpoint.
         schedulers: schedulers of the Trainer.
         optimizers: optimizers of the Trainer.
         counts: each scheduler's present and target count; an empty tuple for one that counts no steps.
-        earlier: states of schedulers before that moment, from which those beyond their targets start again.
+        earlier: earlier states, from which those beyond their targets start again.
 
     Returns:
         The counts in the checkpoint. A scheduler that only the user's module can step keeps its own.
@@ -447,11 +431,7 @@ def caught_up(
 def _returned(
     scheduler: Any, earlier: SchedulerSnapshot | None, groups: Sequence[Mapping[str, Any]], now: int, then: int
 ) -> SchedulerSnapshot | None:
-    """Return a scheduler's state at a count between an earlier state and now.
-
-    Return None if its own steps since the earlier state do not explain its parameter groups. The scheduler is
-    unchanged.
-    """
+    """Return a scheduler's state between an earlier one and now; None if its own steps do not explain its rates."""
     if earlier is None or count_in(earlier.state) > then:
         return None
     again = advanced(scheduler, *earlier, now)

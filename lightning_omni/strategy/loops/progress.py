@@ -1,8 +1,8 @@
 """The progress of a run in samples of all groups, and the remaining steps of DDP.
 
-Lightning counts the steps that one rank takes, and compares them with max_steps. If several groups train, these are not
-the steps of DDP. `RunProgress` computes the steps of DDP, also after a resume from a checkpoint, and the limit with
-which the loops compare their own steps, so that the run ends where DDP's would.
+Lightning compares the steps of one rank with max_steps. If several groups train, these are not the steps of DDP, which
+`RunProgress` computes, also after a resume, with the limit for the loops' own steps, so that the run ends where DDP's
+would.
 """
 
 from __future__ import annotations
@@ -36,20 +36,13 @@ if TYPE_CHECKING:
 class RunProgress:
     """The progress of the runs of one strategy.
 
-    Args:
-        data: the training data, as leased.
-        warn: warns the user, on rank 0.
-
     Attributes:
-        progress: progress of the run; None if its data is not leased.
-        past: progress at the end of the last epoch, or of the checkpoint from which the fit resumes if it was loaded
-            later; None if there is neither.
-        resumed: the moment of the checkpoint from which the run resumes, perhaps inside an epoch.
-        resumed_samples: samples in the dataset when that checkpoint was saved.
-        is_counted_together: whether several groups have trained the run, so that a rank's own steps are not those of
-            DDP.
-        step_limit: the number that the loops use as max_steps, for comparison with this rank's own steps; None for the
-            Trainer's own.
+        progress: None if the data is not leased.
+        past: progress at the end of the last epoch, or at the checkpoint if that was loaded later; or None.
+        resumed: the moment of the checkpoint from which the run resumes.
+        resumed_samples: samples in the dataset at that moment.
+        is_counted_together: whether several groups have trained the run, so that steps are not those of DDP.
+        step_limit: the loops' max_steps, in this rank's own steps; None for the Trainer's own.
     """
 
     def __init__(self, data: LeasedData, warn: Callable[[str], None]) -> None:
@@ -76,7 +69,7 @@ class RunProgress:
         self.is_counted_together = saved.progress is not None or saved.cut.epoch != -1
 
     def restored(self) -> None:
-        """Prevent a run whose max_steps are taken from beginning, after the loops have loaded a checkpoint, if any."""
+        """Keep a run whose max_steps are taken from beginning, after the loops have loaded a checkpoint."""
         trainer, past = self.trainer, self.past
         if self.step_limit is None or past is None or past.epochs != trainer.current_epoch:
             return
@@ -84,9 +77,9 @@ class RunProgress:
             self.step_limit = min(trainer.max_steps, trainer.global_step)
 
     def start(self, ranks_per_batch: int, entered: int | None) -> None:
-        """Start the run, after the groups and the data were set up and before the first epoch.
+        """Start the run, after the groups and the data were set up.
 
-        ``entered`` samples of the current epoch are trained, if this group has joined a run that is under way.
+        ``entered`` samples of the current epoch are trained, if this group has joined.
         """
         trainer = self.trainer
         before, self._limits = self._limits, FitLimits(trainer, ranks_per_batch)
@@ -120,14 +113,13 @@ class RunProgress:
     # --- An epoch ----------------------------------------------------------------------------------------------------
 
     def begin(self, epoch: int) -> EpochPlan:
-        """Begin an epoch of leased data, and return its plan."""
         assert self._data.leases is not None
         trained = self.trained_spans(epoch)
         self.progress = self.limits.progress(self._data.leases, epoch, trained, self.progress)
         return self.limits.plan(self._data.leases, self.progress, trained)
 
     def trained_spans(self, epoch: int) -> Spans:
-        """Return the ranges of an epoch that are trained according to the checkpoint."""
+        """Return the trained ranges of an epoch by the checkpoint."""
         leases = self._data.leases
         if leases is None:
             return ()
@@ -141,12 +133,12 @@ class RunProgress:
         return tuple((start, min(stop, leases.total)) for start, stop in self.resumed.trained if start < leases.total)
 
     def _fits(self, epoch: int) -> bool:
-        """Return whether the checkpoint was saved in this epoch, of a dataset with as many samples."""
+        """Return whether the checkpoint is of this epoch, and its dataset as long as this one."""
         leases = self._data.leases
         return leases is not None and (self.resumed.epoch, self.resumed_samples) == (epoch, leases.dataset_size)
 
     def check_resumed(self, epoch: int) -> None:
-        """Warn the user if samples of the first epoch are trained again because the dataset is another one."""
+        """Warn if samples of the first epoch are trained again because the dataset is another one."""
         leases = self._data.leases
         if leases is not None and self.resumed.epoch == epoch and self.resumed.trained and not self._fits(epoch):
             self._warn(
@@ -171,20 +163,19 @@ class RunProgress:
         return has_begun and trained < self.progress.budget(leases.total, epoch)
 
     def now(self) -> Progress:
-        """Return the run's progress, with the current reference batch: accumulation may have a schedule."""
+        """Return the run's progress with the current reference batch."""
         assert self.progress is not None
         assert self._data.leases is not None
         self.progress = replace(self.progress, reference=self.limits.reference(self._data.leases))
         return self.progress
 
     def advance(self, samples: int) -> None:
-        """Raise the number of trained samples of the epoch to ``samples``."""
         if self.progress is not None:
             self.progress = replace(self.progress, samples=max(self.progress.samples, samples))
 
     @property
     def seen(self) -> int:
-        """Return this epoch's trained positions, as far as this rank knows; the same on all members of a group."""
+        """Return this epoch's trained positions as known to this rank, and so to its group."""
         assert self._world is not None
         assert self._data.leases is not None
         if not self._data.is_dynamic:
@@ -196,7 +187,7 @@ class RunProgress:
         self.advance(self.seen)
 
     def align(self, all_reduce_max: Callable[[list[int]], list[int]]) -> None:
-        """Give ranks of different groups the same counts; otherwise they would validate at different batches."""
+        """Give ranks of different groups the same counts, and so the same validations."""
         mine, by_hand = progress_counters(self.trainer), self.by_hand
         *theirs, batches, steps = all_reduce_max([*mine, *(by_hand.counts if by_hand is not None else (0, 0))])
         if mine != theirs:
@@ -205,7 +196,7 @@ class RunProgress:
             by_hand.counts = batches, steps
 
     def end(self, epoch: int, trained: int | None) -> None:
-        """End an epoch, after ``trained`` samples if a rank has skipped its remainder or stopped the run."""
+        """End an epoch, after ``trained`` samples if a rank has skipped its remainder."""
         if self.progress is None:
             return
         over = self.now().steps_before(epoch + 1)
@@ -224,7 +215,7 @@ class RunProgress:
     def moment(self, is_open: bool, is_open_ended: bool) -> tuple[Progress | None, SnapshotId]:
         """Return the run's progress and its epoch's trained samples, for a checkpoint of one group or after the fit.
 
-        Return no progress where Lightning's own counts suffice, because several groups have never trained the run.
+        Return no progress where several groups have never trained, so that Lightning's counts suffice.
         """
         leases = self._data.leases
         if not self.is_counted_together:
@@ -239,7 +230,7 @@ class RunProgress:
         return self.progress, cut
 
     def trained(self, is_open_ended: bool) -> int:
-        """Return the samples of the current epoch that are trained; Lightning may have counted its batches."""
+        """Return the trained samples of the current epoch, perhaps from Lightning's count of batches."""
         if self.progress is None:
             return 0
         if is_open_ended or self._data.is_dynamic:
@@ -259,7 +250,7 @@ class RunProgress:
         return ((0, min(before + size_of(leases.trained_spans), leases.total)),)
 
     def expected_batches(self, plan: EpochPlan, done: int) -> int:
-        """Estimate this rank's batches in an open-ended epoch, of which ``done`` are trained."""
+        """Estimate this rank's batches in an open-ended epoch with ``done`` ones."""
         seen = min(self.seen, plan.budget)
         return max(done + 1, -(-done * plan.budget // seen) if seen else self.now().batches)
 
@@ -274,9 +265,9 @@ class RunProgress:
         return self._limits.by_hand if self._limits is not None else None
 
     def steps_left(self) -> int | None:
-        """Return the steps of DDP that are left when a fit begins; None if that is not known.
+        """Return the steps of DDP that are left when a fit begins, or None.
 
-        A group makes as many if all groups are equally fast. Epochs are assumed to be as long as the first one.
+        Equally fast groups make as many. Epochs are assumed to be as long as the first one.
         """
         trainer, progress = self.trainer, self.progress
         if not trainer.lightning_module.automatic_optimization:
@@ -298,13 +289,12 @@ class RunProgress:
         return max(0, min(bounds)) if bounds else None
 
     def steps_at(self, progress: Progress) -> int:
-        """Return the optimizer steps of DDP at a progress."""
         automatic = self.trainer.lightning_module.automatic_optimization
         # max_steps may end the run inside an epoch.
         return min(progress.steps, self.max_steps) if automatic and self.max_steps != -1 else progress.steps
 
     def limit_steps(self, is_open_ended: bool) -> None:
-        """Set the step limit so that this rank's own steps do not end the run if they are not those of DDP."""
+        """Keep this rank's own steps from ending the run if they are not those of DDP."""
         assert self.progress is not None
         self.is_counted_together |= self._data.is_dynamic
         left, own = self.limits.steps_left(self.progress.steps), self.trainer.global_step
@@ -316,7 +306,7 @@ class RunProgress:
             self.step_limit = own + left
 
     def count_together(self) -> None:
-        """Let the samples end the run, and not this rank's steps, since several groups were formed inside an epoch."""
+        """Let the samples end the run, since several groups were formed inside an epoch."""
         self.is_counted_together = True
         if self.max_steps != -1 and not self.is_limit_reached:
             self.step_limit = sys.maxsize
@@ -326,13 +316,13 @@ class RunProgress:
 
     @property
     def is_limit_reached(self) -> bool:
-        """Return whether this rank has taken as many steps as the loops allow."""
+        """Return whether this rank has taken the steps that the loops allow."""
         limit = self.trainer.max_steps if self.step_limit is None else self.step_limit
         return -1 < limit <= self.trainer.global_step
 
     @property
     def is_whole(self) -> bool:
-        """Return whether an epoch that is over has trained all its samples, and max_steps has not ended it."""
+        """Return whether a finished epoch has trained all its samples."""
         return (
             self.is_counted_together
             and self.progress is not None

@@ -1,9 +1,8 @@
 """The schedulers of a run, which follow the progress of all groups: their base counts, and when they are paced.
 
-ReduceLROnPlateau with ``interval="step"`` that monitors a metric of validations inside the epoch.
-
-Lightning steps it by the number of a rank's batch. Groups train different numbers of batches. It is therefore stepped
-when a rank's callbacks receive a validation, and counts the batches that DDP would have trained by then.
+ReduceLROnPlateau with ``interval="step"`` may monitor a metric of validations inside the epoch. Lightning steps it by
+the number of a rank's batch, which differs among groups. It is therefore stepped when a rank's callbacks receive a
+validation, and counts the batches that DDP would have trained by then.
 """
 
 from __future__ import annotations
@@ -36,13 +35,9 @@ if TYPE_CHECKING:
 class RunSchedulers:
     """The schedulers of one fit after another.
 
-    Args:
-        run: the run's progress.
-        steps: returns the progress in optimizer steps of DDP, as far as this rank knows.
-
     Attributes:
         bases: counts from which paced schedulers continue.
-        synchronized: the schedulers' states when all groups had last exchanged everything that they had trained.
+        synchronized: the schedulers' states when all groups had last exchanged everything.
     """
 
     def __init__(self, run: RunProgress, steps: Callable[[], int]) -> None:
@@ -59,11 +54,11 @@ class RunSchedulers:
         self._trainer = trainer
 
     def resume(self, counts: Sequence[Sequence[int]]) -> None:
-        """Store the schedulers' counts of the checkpoint from which the fit resumes: see `Pacer.counts_at`."""
+        """Store the checkpoint's counts: see `Pacer.counts_at`."""
         self._resumed = counts
 
     def start(self, count_from_here: bool) -> None:
-        """Advance the schedulers to the run's progress before the first epoch; they may continue from there."""
+        """Advance the schedulers to the run's progress before the first epoch."""
         self.begin_epoch()
         counts, self._resumed = arrive(self._configs, self._resumed, self._counts), ()
         if count_from_here:
@@ -75,10 +70,7 @@ class RunSchedulers:
         self._before = progress.steps_before(progress.epochs) if progress is not None else 0
 
     def keep_pace(self, is_paced: bool) -> None:
-        """Make schedulers follow the progress of all groups from now on; without pacing, store only their counts.
-
-        Those that the user's code steps, as in manual optimization, count the steps of their own group.
-        """
+        """Let schedulers follow the progress of all groups from now on, or only store their counts."""
         trainer = self._trainer
         assert trainer is not None
         if not trainer.lightning_module.automatic_optimization:
@@ -98,7 +90,7 @@ class RunSchedulers:
         self.note_synchronized()
 
     def note_synchronized(self) -> None:
-        """Store the schedulers' states, since everything that groups have trained is exchanged."""
+        """Store the schedulers' states, since everything is exchanged."""
         self.synchronized = {each: standing(each) for each in self._pacer.schedulers} if self._pacer else {}
 
     @property
@@ -107,16 +99,14 @@ class RunSchedulers:
 
     @property
     def count_steps(self) -> bool:
-        """Return whether a scheduler follows the run's progress in steps."""
         return self._pacer is not None and self._pacer.counts_any_steps
 
     @property
     def are_others(self) -> bool:
-        """Return whether callbacks or hooks have replaced the schedulers, as StochasticWeightAveraging does."""
+        """Return whether the schedulers were replaced, as by StochasticWeightAveraging."""
         return self._pacer is not None and not self._pacer.has(self._configs)
 
     def step(self, scheduler: Any, call: Callable[[], Any]) -> None:
-        """Make Lightning's call of the module's ``lr_scheduler_step``."""
         if self._pacer is not None:
             self._pacer.step(scheduler, call)
         else:
@@ -127,7 +117,7 @@ class RunSchedulers:
             self._pacer.keep_up()
 
     def catch_up(self) -> None:
-        """Advance the schedulers to the end of an epoch, and let them continue from there."""
+        """Advance the schedulers to the end of an epoch."""
         if self._pacer is not None:
             self._pacer.catch_up()
         elif self._run.progress is not None:  # Lightning alone has stepped them, as under DDP
@@ -136,19 +126,15 @@ class RunSchedulers:
                     self.bases[config.scheduler] = self._counts.of(config.scheduler), self._steps()
 
     def align(self, all_reduce_max: Callable[[list[int]], list[int]]) -> None:
-        """Give all ranks the same scheduler counts, and stop pacing.
-
-        Ranks of different groups form one group now; otherwise each would have another learning rate.
-        """
+        """Give all ranks, now in one group, the same scheduler counts, and stop pacing."""
         self.release()
         if counts := counts_of(self._configs, self._counts):
             reach_all(self._configs, all_reduce_max(counts), self._counts)
 
     def catch_up_in(self, checkpoint: dict[str, Any], progress: Progress | None) -> list[Counts]:
-        """Advance the schedulers in a checkpoint to its progress, in place; return their counts: see `Pacer.counts_at`.
+        """Advance the schedulers in a checkpoint to its progress; return their counts: see `Pacer.counts_at`.
 
-        The rank that saves may lag behind the weights of the checkpoint, or may have trained samples that these do not
-        contain.
+        The rank that saves may lag behind the checkpoint's weights, or be ahead of them.
         """
         if self._pacer is None or progress is None or self._trainer is None:
             return []
@@ -157,7 +143,6 @@ class RunSchedulers:
         return caught_up(checkpoint, schedulers, self._trainer.optimizers, counts, self.synchronized)
 
     def release(self) -> None:
-        """Stop pacing and restore the schedulers."""
         if self._pacer is not None:
             self._pacer.release()
             self._pacer = None
@@ -178,18 +163,17 @@ class RunSchedulers:
 
 
 class Plateaus:
-    """The schedulers of this kind in one fit."""
+    """The plateau schedulers of one fit."""
 
     def __init__(self) -> None:
         self._validated: set[str] | None = None  # metrics of validations; None until there was one
         self._points = 0
 
     def begin(self, plan: EpochPlan, trained: int) -> None:
-        """Begin an epoch, or join it, after ``trained`` of its samples."""
+        """Begin an epoch after ``trained`` of its samples."""
         self._points = (trained + plan.validate_offset) // plan.validate_every if plan.validate_every else 0
 
     def stepped_by_batches(self, trainer: Trainer, configs: list[Any]) -> list[Any]:
-        """Return the schedulers that monitor no metric of a validation."""
         return [config for config in configs if not self._waits(trainer, config)]
 
     def validated(self, trainer: Trainer, before: dict[str, Any], plan: EpochPlan, batches: int, size: int) -> None:

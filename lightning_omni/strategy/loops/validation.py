@@ -1,10 +1,9 @@
 """Validation for which no group waits: one group evaluates a snapshot of the weights, and the others train on.
 
-At each validation point of the epoch, the first group that reaches it gets that validation. It loads the
-server's current weights, runs Lightning's validation loop over all of the data on its own ranks, restores its weights
-and trains on. The server passes the result to the ranks of all groups. Each of them ends the validation for its
-callbacks and loggers after one of its next batches, in the order of validations. At an epoch's end, where all groups
-synchronize anyway, they validate together.
+The first group that reaches a validation point of the epoch gets that validation. It loads the server's current
+weights, runs Lightning's validation loop over all data, restores its weights and trains on. The server passes the
+result to all ranks, which end the validation for their callbacks and loggers after one of their next batches, in order.
+At an epoch's end, where all groups synchronize anyway, they validate together.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ class Version(NamedTuple):
     """The weights and buffers of one validation, for a checkpoint that is saved for it.
 
     Attributes:
-        number: number of the validation, under which the server has its weights.
-        buffers: buffers of the model, by name, on the group that evaluated.
+        number: the validation, under which the server has the weights.
+        buffers: the model's buffers on the group that evaluated.
     """
 
     number: int
@@ -53,16 +52,11 @@ class Version(NamedTuple):
 class PublishedValidation:
     """The validations of one fit for which no group waits.
 
-    Args:
-        is_wanted: whether the user has requested them.
-        info: logs a message for the user, on rank 0.
-
     Attributes:
         is_on: whether several groups validate this way in this epoch.
-        evaluates: number of the validation that this group runs, or is about to run; 0 if there is none.
+        evaluates: the validation that this group is about to run; 0 for none.
         version: the validation whose end callbacks receive now.
-        on_heard: function called on every rank when its callbacks have received a validation, with the metrics before
-            it.
+        on_heard: called on every rank when its callbacks have received a validation, with the metrics before it.
     """
 
     def __init__(self, is_wanted: bool, info: Callable[[str], None]) -> None:
@@ -91,7 +85,7 @@ class PublishedValidation:
     # --- An epoch ----------------------------------------------------------------------------------------------------
 
     def begin(self, plan: EpochPlan | None, trained: int = 0, is_dynamic: bool = True) -> None:
-        """Begin an epoch: see `go_on`. All ranks call it, with the same number of steps taken."""
+        """Begin an epoch: see `go_on`. All ranks call it, after equally many steps."""
         self._counters, self._steps = step_counters(self._joined[0]), 0
         self._trained, self._passed = trained, 0
         self.go_on(plan, trained, is_dynamic)
@@ -120,11 +114,11 @@ class PublishedValidation:
         self._passed = max(self._passed, self._point(trained)) if self.is_on else 0
 
     def dealt(self, plan: EpochPlan) -> EpochPlan:
-        """Return the plan for leases, in which no group waits for validations."""
+        """Return the plan for leases, without waits for validations."""
         return msgspec.structs.replace(plan, validate_every=0, validate_offset=0) if self.is_on else plan
 
     def _reason(self) -> str:
-        """Return why groups must wait for each other to validate, or an empty string."""
+        """Return why groups must wait for each other to validate, or nothing."""
         trainer, world = self._joined
         if world.method.evaluated == "mean":
             return f"{type(world.method).__name__} evaluates the mean of all groups' weights"
@@ -154,7 +148,7 @@ class PublishedValidation:
     def is_due(self, coming: Batch | None) -> bool:
         """Return whether this group is to validate before its next batch, ``coming``.
 
-        At a validation point, this claims the validation from the server. All members of the group call it.
+        At a validation point, claim the validation from the server. All members of the group call it.
         """
         if coming is None or (point := self._point(coming.start)) <= self._passed:
             return False
@@ -164,7 +158,7 @@ class PublishedValidation:
         return self.evaluates > 0
 
     def run(self, run: Callable[[], Any], progress: Progress | None) -> Any:
-        """Run the validation loop over all of the data, on the ranks of this group."""
+        """Run the validation loop over all data on this group."""
         trainer, world = self._joined
         number = self.evaluates
         self._begun.add(number)
@@ -188,21 +182,17 @@ class PublishedValidation:
     # --- Results -----------------------------------------------------------------------------------------------------
 
     def end_known(self) -> None:
-        """Pass validations whose results this group has been notified of to its callbacks. All its members call it."""
+        """Pass known validations to this group's callbacks. All its members call it."""
         while self._ended < self._joined[1].core.last_answer.validations:
             self._end_next()
 
     def have_parted(self) -> None:
-        """Expect further validations when the groups compute again."""
         self._have_all_ended = False
 
     def end_all(self) -> bool:
         """Wait for groups that evaluate, and pass all results to the callbacks, before the groups synchronize.
 
-        All ranks call it, once before each synchronization point.
-
-        Returns:
-            Whether a point of the epoch was passed without a validation, because its group has died.
+        All ranks call it. Return whether a validation is missing, because its group has died.
         """
         if not self.is_on or self._have_all_ended:
             return False
@@ -216,7 +206,6 @@ class PublishedValidation:
         return bool(is_missed)
 
     def _end_next(self) -> None:
-        """Pass the next validation to the callbacks."""
         trainer, world = self._joined
         self._ended += 1
         result = world.versions.read(self._ended)
@@ -241,7 +230,7 @@ class PublishedValidation:
     # --- Steps -------------------------------------------------------------------------------------------------------
 
     def _after(self, steps: int) -> list[int]:
-        """Return the step counters of a validation, ``steps`` after the epoch's begin. All ranks get the same."""
+        """Return a validation's step counters, ``steps`` after the epoch's begin, equal on all ranks."""
         trainer, _ = self._joined
         automatic, manual, batches = self._counters
         own = step_counters(trainer)
@@ -249,7 +238,7 @@ class PublishedValidation:
         return [automatic + (steps if own[0] > automatic else 0), manual + each * steps, batches + steps - 1]
 
     def not_before(self, counters: list[int]) -> list[int]:
-        """Return the step counters that synchronized groups agreed on, raised above those of any validation."""
+        """Return synchronized groups' step counters, raised above those of any validation."""
         if self.is_on and self._steps and counters[2] < self._counters[2] + self._steps:
             return self._after(self._steps + 1)
         return counters

@@ -63,12 +63,7 @@ def main() -> int:
 
 
 def _serve(settings: ServerSettings, lifeline: Lifeline | None) -> int:
-    """Serve until the run has ended, and return the exit status.
-
-    Args:
-        settings: the server's settings.
-        lifeline: connection to the process that forked this one; None in the process that rank 0 started.
-    """
+    """Serve until the run has ended; ``lifeline`` is None in the process that rank 0 started."""
     raise_limit_of_files()
     torch.set_num_threads(settings.threads)
     before = lifeline.report if lifeline is not None else ""
@@ -110,7 +105,6 @@ def _serve(settings: ServerSettings, lifeline: Lifeline | None) -> int:
 
 
 def _restore(settings: ServerSettings, core: ServerCore) -> StateDirectory | None:
-    """Load the state that an earlier server has saved, if any; return the `StateDirectory` to poll, if any."""
     if not settings.state:
         return None
     if settings.number:
@@ -123,7 +117,7 @@ def _restore(settings: ServerSettings, core: ServerCore) -> StateDirectory | Non
 
 
 def _listen(settings: ServerSettings, core: ServerCore, again: str) -> registry.Served:
-    """Return the driver of the state machine, bound to a new address or to that of an earlier server (``again``)."""
+    """Return the driver, bound to a new address or to that of an earlier server (``again``)."""
     chosen = registry.from_wire(settings.transport)
     if settings.number:
         if settings.state:
@@ -144,15 +138,12 @@ def _end_with_coordinator() -> None:
 
 
 class _Parent:
-    """A watch on rank 0, the process that started this server."""
-
     def __init__(self) -> None:
         self._number, self._is_gone = os.getppid(), threading.Event()
         threading.Thread(target=self._watch, daemon=True).start()
 
     @property
     def is_over(self) -> bool:
-        """Return whether rank 0 has ended or has requested the end of the server."""
         # A killed rank 0 sends nothing, and a forked data loader may hold the other end of the pipe.
         return self._is_gone.is_set() or os.getppid() != self._number
 

@@ -1,10 +1,8 @@
-"""HTTP for a server: metrics, status and probes, read-only, from a snapshot that the server's loop publishes.
+"""HTTP for a server: metrics for Prometheus, status as JSON, and probes, from a snapshot of the server's loop.
 
 Rule 1: the HTTP server never accesses the server's state. Its own threads answer requests from the last snapshot.
 Rule 2: requests are bounded in time and size, and open connections in number. No request changes anything; every
 process that can connect can read, without a key.
-
-The formats in which a run is exposed over HTTP: metrics for Prometheus, and the status as JSON.
 
 Every number was measured or counted by the server, or reported by a rank with its heartbeat. Unknown values are left
 out.
@@ -56,9 +54,8 @@ class TimedOverview:
     """A snapshot of a run: ``at`` on the monotonic clock, ``taken`` in seconds since 1970.
 
     Attributes:
-        overview: the published overview.
-        missing: number of servers that are to hold a partition of the parameters and have not joined yet.
-        is_of_run: whether this server has the run's status; if not, the coordinating server has it.
+        missing: number of servers of partitions that have not joined yet.
+        is_of_run: False if only the coordinating server has the run's status.
     """
 
     overview: m.Overview
@@ -69,18 +66,7 @@ class TimedOverview:
 
 
 class StatusServer:
-    """An HTTP server for a run's status.
-
-    Args:
-        host: address to listen on.
-        port: port; 0 takes a free one.
-
-    Attributes:
-        url: its URL.
-
-    Raises:
-        ConfigurationError: it cannot listen there, or prometheus_client is not installed.
-    """
+    """An HTTP server for a run's status. Port 0 takes a free one."""
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
         check_installed()
@@ -98,14 +84,12 @@ class StatusServer:
         self._thread.start()
 
     def poll(self, core: ServerCore) -> None:
-        """Publish a snapshot if one is due; the server's loop may call this at any rate."""
         now = time.monotonic()
         if now >= self._due:
             self._due = now + EVERY
             self.publish(core.overview(), core.missing_servers, core.is_coordinator)
 
     def publish(self, overview: m.Overview, missing: int = 0, is_of_run: bool = True) -> None:
-        """Answer later requests from this overview; see `TimedOverview`."""
         self._server.snapshot = TimedOverview(overview, time.monotonic(), time.time(), missing, is_of_run)
 
     def close(self) -> None:
@@ -154,7 +138,7 @@ class _StatusHTTPServer(ThreadingHTTPServer):
                         request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore readers that have disconnected."""
+        """Ignore disconnected readers."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -208,7 +192,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 @lru_cache(maxsize=4)
 def _metrics(snapshot: TimedOverview, accept: str) -> tuple[bytes, str]:
-    """Render the metrics once per snapshot and format, for any number of requests."""
     return metrics_text(snapshot.overview, snapshot.taken, accept, snapshot.is_of_run)
 
 
@@ -224,7 +207,6 @@ MISSING = "--http needs prometheus_client; install it with: pip install 'lightni
 
 
 def check_installed() -> None:
-    """Raise `ConfigurationError` unless prometheus_client is installed, which `metrics_text` needs."""
     try:
         import prometheus_client  # noqa: F401
     except ImportError as error:
@@ -232,23 +214,13 @@ def check_installed() -> None:
 
 
 def status_json(overview: m.Overview, age: float, updated: float) -> bytes:
-    """Return an overview as JSON, with two additional fields.
-
-    Args:
-        overview: overview of the run.
-        age: ``snapshot_age``: seconds since the overview was taken.
-        updated: ``time``: when the overview was taken, in seconds since 1970.
-    """
+    """Return an overview as JSON, with its ``age`` in seconds, and its time ``updated`` in seconds since 1970."""
     plain = msgspec.to_builtins(overview)
     return msgspec.json.encode({**plain, "snapshot_age": age, "time": updated}) + b"\n"
 
 
 def format_of(accept: str) -> str:
-    """Return the format in which a reader gets the metrics, as the argument ``accept`` of `metrics_text`.
-
-    Args:
-        accept: formats that the reader accepts, as in HTTP. The header is not trusted and may name any version.
-    """
+    """Return the format of the metrics for a reader; the header ``accept`` is not trusted and may name any version."""
     return OPEN_METRICS if OPEN_METRICS in accept else ""
 
 
@@ -258,7 +230,7 @@ def metrics_text(overview: m.Overview, taken: float, accept: str = "", is_of_run
     Args:
         overview: overview of the run.
         taken: when the overview was taken, in seconds since 1970.
-        accept: formats that the reader accepts, as in HTTP; OpenMetrics is returned if it is among them.
+        accept: formats that the reader accepts; OpenMetrics is returned if it is among them.
         is_of_run: whether to include the run's metrics; otherwise only those of the server.
     """
     from prometheus_client import CollectorRegistry, ProcessCollector
@@ -276,12 +248,7 @@ def metrics_text(overview: m.Overview, taken: float, accept: str = "", is_of_run
 
 
 def families(overview: m.Overview, taken: float) -> Iterator[Metric]:
-    """Yield the metrics of a run.
-
-    Args:
-        overview: overview of the run.
-        taken: when the overview was taken, in seconds since 1970.
-    """
+    """Yield the metrics of a run; ``taken`` is in seconds since 1970."""
     yield from _of_run(overview, taken)
     if overview.plan is not None:
         yield from _of_epoch(overview.plan, overview.trained)

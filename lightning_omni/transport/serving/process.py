@@ -53,16 +53,14 @@ class ServerSettings(msgspec.Struct, frozen=True):
     Attributes:
         host: address to bind; empty if all ranks are on this machine: sockets in a private directory, where possible.
         wire_formats: class paths of user-defined wire formats.
-        transport: transport of the ranks, as plain data.
         transports: class path of a user-defined transport, if any.
-        servers: number of servers, each of which holds a partition of the parameters, including this one.
+        servers: number of servers, including this one.
         number: number of this server; number 0 coordinates the others.
         coordinator: address of server 0, for the others.
         state: directory for the server's state, or its share of it; empty to save none.
         restore: number of the save from which a server with a partition continues; 0 if there is none.
         save_every: seconds between two saves.
         progress_timeout: as in `ServerCore`; None for infinite.
-        joined_heartbeat_timeout: as in `ServerCore`.
         again: address of an earlier server that is gone and whose run this one continues.
     """
 
@@ -98,13 +96,12 @@ class Ready(msgspec.Struct, frozen=True):
 
 
 class ServerProcess:
-    """The process of the embedded parameter server. The constructor returns at once; `address` waits until it listens.
+    """The process of the embedded parameter server. The constructor does not wait for it.
 
     It is not a thread, because the optimizer step and the sockets would take time from the trainer's interpreter.
 
     Args:
-        settings: address, key and timeouts; None if they are not available yet: the process imports its modules and
-            waits for `configure`.
+        settings: None if they are not available yet: the process imports its modules and waits for `configure`.
     """
 
     def __init__(self, settings: ServerSettings | None = None) -> None:
@@ -122,7 +119,7 @@ class ServerProcess:
             self.configure(settings)
 
     def configure(self, settings: ServerSettings) -> None:
-        """Send the settings to a process that was started without them; called once."""
+        """Send the settings to a process that was started without them."""
         assert self._process.stdin is not None
         self.is_told = True
         self._deadline = time.monotonic() + STARTS_WITHIN
@@ -135,14 +132,7 @@ class ServerProcess:
         return self._process.pid
 
     def address(self) -> str:
-        """Return the address of the control socket; wait until it is available.
-
-        It reads ``tcp://host:port`` or ``ipc:///directory/control``.
-
-        Raises:
-            ConfigurationError: the server could not listen at the requested address.
-            ConnectionLost: the server did not listen in time, or died.
-        """
+        """Wait for the address of the control socket: ``tcp://host:port`` or ``ipc:///directory/control``."""
         if not self._address:
             ready = msgspec.json.decode(self._first_line(), type=Ready)
             if ready.error:
@@ -166,14 +156,14 @@ class ServerProcess:
         return self._process.wait()
 
     def leave(self) -> None:
-        """Close the pipes before this process ends; other servers end with the coordinating one instead."""
+        """Close the pipes before this process ends."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
 
     def dismiss(self) -> None:
-        """Request the server's end by a line on its standard input, and return at once; `stop` waits for the end."""
+        """Request the server's end by a line on its standard input; `stop` waits for it."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError, ValueError):  # it has ended, or this is not the first call
             self._process.stdin.write(b"\n")
@@ -181,7 +171,6 @@ class ServerProcess:
         self.leave()
 
     def stop(self, timeout: float = 5.0) -> None:
-        """End the server and wait; kill it after the timeout."""
         self.dismiss()
         try:
             self._process.wait(timeout)
@@ -208,7 +197,7 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def _signals_held_back() -> Iterator[None]:
-    """Block, for processes started meanwhile, the signals that the server ignores, until it ignores them itself."""
+    """Block, for processes started meanwhile, the signals that the server will ignore."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
     try:
         yield
@@ -217,7 +206,6 @@ def _signals_held_back() -> Iterator[None]:
 
 
 def ignore_signals() -> None:
-    """Ignore, in the server's process, the signals that ranks handle."""
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
@@ -232,7 +220,6 @@ def _environment() -> dict[str, str]:
 
 
 def raise_limit_of_files() -> None:
-    """Allow as many open connections as the system permits this user."""
     with contextlib.suppress(ValueError, OSError):
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -242,7 +229,6 @@ def raise_limit_of_files() -> None:
 
 
 def load_plugins(settings: ServerSettings) -> list[type[Transport]]:
-    """Import the user-defined methods, wire formats and transports of the run; return the transports."""
     for path in settings.methods:
         methods.load(path)
     for path in settings.wire_formats:
@@ -251,7 +237,6 @@ def load_plugins(settings: ServerSettings) -> list[type[Transport]]:
 
 
 def core_from(settings: ServerSettings) -> ServerCore:
-    """Return the state machine, in real time."""
     from lightning_omni.server.core import ServerCore
     from lightning_omni.server.event_log import RecordFile
 
@@ -296,25 +281,23 @@ _END = b"end"
 def can_supervise() -> bool:
     """Return whether this process may fork servers.
 
-    It may on Linux, with one thread. On macOS, Python's documentation calls a fork unsafe: system libraries may have
-    threads.
+    It may on Linux, with one thread. On macOS a fork is unsafe: system libraries may have threads.
     """
     return sys.platform == "linux" and threading.active_count() == 1
 
 
 def preload() -> None:
-    """Do in advance the work that every server does first: torch's first optimizer takes a second for imports."""
+    """Do in advance the work of every server: torch's first optimizer takes a second for imports."""
     importlib.import_module("lightning_omni.transport.zeromq.server")
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
 
 
 class Lifeline:
-    """A forked server's connection to its supervisor. When that is gone, the server's process ends at once.
+    """A forked server's connection to its supervisor. When that is gone, the process ends at once.
 
-    It ends without cleaning up, as if killed, so that the next server finds the state, the sockets and the port free.
+    It does not clean up, as if killed, so that the next server finds the state, the sockets and the port free.
 
     Args:
-        wire: socket to the supervisor.
         report: last report of the previous server; empty for the first one.
     """
 
@@ -325,7 +308,6 @@ class Lifeline:
 
     @property
     def is_over(self) -> bool:
-        """Return whether the supervisor has requested an orderly end."""
         return self._over.is_set()
 
     def send(self, text: str) -> None:
@@ -349,11 +331,11 @@ def supervise(is_over: Callable[[], bool], tell: Callable[[str], None], wake_on:
     Args:
         is_over: returns whether the server is to end; called several times a second.
         tell: logs an event.
-        wake_on: descriptors; ``is_over`` is called at once when one of them is readable.
+        wake_on: descriptors that, once readable, cause a call of ``is_over`` at once.
 
     Returns:
-        In the forked process, its `Lifeline`: the caller is to serve. In the supervisor, its exit status, once the
-            server has ended in good order or has been restarted too often.
+        In the forked process, its `Lifeline`. In the supervisor, its exit status, once the server has ended in good
+        order or has been restarted too often.
     """
     report, fallen = "", 0
     gc.freeze()  # the collector writes to the objects it visits, which would end their sharing between processes
@@ -389,11 +371,7 @@ def supervise(is_over: Callable[[], bool], tell: Callable[[str], None], wake_on:
 
 
 def _watch(wire: socket.socket, report: str, is_over: Callable[[], bool], wake_on: Sequence[int]) -> tuple[str, bool]:
-    """Wait until a server is gone, and request its end as soon as the run is over.
-
-    Returns:
-        The server's last report, and whether its end was requested.
-    """
+    """Wait until a server is gone; return its last report, and whether its end was requested as the run was over."""
     was_told = False
     while True:
         watched: list[socket.socket | int] = [wire, *(() if was_told else wake_on)]

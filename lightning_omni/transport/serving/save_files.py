@@ -29,22 +29,14 @@ _MARK = b"lightning-omni state\n"
 
 
 def share_directory(path: str | Path, number: int) -> Path:
-    """Return the directory in which a server saves its share of a state.
-
-    Args:
-        path: state directory of the coordinating server.
-        number: number of the server.
-    """
     return Path(path) / f"{SHARE}{number}"
 
 
 def file_of(folder: Path, kind: str, number: int) -> Path:
-    """Return the path of a numbered file; ``kind`` is its prefix."""
     return folder / f"{kind}{number:08d}"
 
 
 def numbers_in(folder: Path, kind: str) -> list[int]:
-    """Return the numbers of the files with this prefix, in order."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:  # its server has not started yet
@@ -54,7 +46,7 @@ def numbers_in(folder: Path, kind: str) -> list[int]:
 
 
 def write_save(folder: Path, number: int, packed: Packed, buffer: Tensor) -> OSError | None:
-    """Write a save, and make sure that it is on the disk; return the error if that fails."""
+    """Write a save through to the disk; return the error if that fails."""
     new, head = folder / f"{NEW}-{os.getpid()}", msgspec.msgpack.encode(packed)
     try:
         with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", buffering=0) as file:
@@ -71,11 +63,7 @@ def write_save(folder: Path, number: int, packed: Packed, buffer: Tensor) -> OSE
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """Return the contents of a save: see `lightning_omni.server.core.ServerCore.state`.
-
-    Raises:
-        ConfigurationError: the file is not a valid save.
-    """
+    """Return the contents of a save: see `lightning_omni.server.core.ServerCore.state`."""
     try:
         data = Path(path).read_bytes()
         head = len(_MARK) + LENGTH
@@ -94,9 +82,6 @@ def saved_weights(path: str | Path) -> dict[str, Tensor]:
     """Return the weights of the last save in a server's directory, for ``module.load_state_dict(..., strict=False)``.
 
     A server may be using the directory meanwhile.
-
-    Args:
-        path: the directory.
 
     Raises:
         ConfigurationError: the directory does not exist, it has no readable save, or several servers have saved a share
@@ -117,7 +102,7 @@ def saved_weights(path: str | Path) -> dict[str, Tensor]:
 
 
 def _last_of(folder: Path) -> dict[str, Any]:
-    """Return the last save of a single server, which may replace it meanwhile."""
+    """Return the last save, which a server may replace meanwhile."""
     for attempt in range(_ATTEMPTS):
         numbers = numbers_in(folder, SAVED)
         file = file_of(folder, SAVED, numbers[-1]) if numbers else folder / ENDED

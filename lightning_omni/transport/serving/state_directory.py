@@ -1,16 +1,15 @@
 """The server's state on disk, from which another server can continue when this one is gone.
 
-A save is a file of plain data and tensors, in their wire encoding (`lightning_omni.wire.codec`). It is written
-beside the last save and then renamed. Each save has a journal (`lightning_omni.wire.journal`) of the answers sent
-to ranks after it. The operating system has every entry before the answer is sent, so the journal outlives the server's
-process, if not its machine.
+A save is a file of plain data and tensors, in their wire encoding (`lightning_omni.wire.codec`). It is written beside
+the last save and then renamed. Each save has a journal (`lightning_omni.wire.journal`) of the answers sent to ranks
+after it. The operating system has every entry before the answer is sent, so the journal outlives the process.
 
 Rule: the state is copied between two messages, while the server waits; a separate thread writes the copy.
 Rule: a failed save is repeated when the next one is due, and the last save stays until another one is written. If the
 journal lacks an entry, no server continues from an earlier save, because it would contradict answers that ranks have.
 
-Several servers, each of which holds a partition of the parameters, save a consistent state by a command of the
-coordinating server. A save counts once all servers have written theirs. Only the coordinating server has a journal.
+Several servers save a consistent state by a command of the coordinating server, which alone has a journal. A save
+counts once all have written theirs.
 """
 
 from __future__ import annotations
@@ -86,10 +85,10 @@ class StateDirectory:
     """The directory in which a server saves its state, used by one server at a time.
 
     Args:
-        path: the directory; it is created if missing, and only its user may enter it.
+        path: it is created if missing, and only its user may enter it.
         every: seconds between two saves.
         reconnect_timeout: seconds for which ranks look for the server when it is gone.
-        servers: number of servers, each of which holds a partition of the parameters; this one coordinates.
+        servers: number of servers; this one coordinates.
 
     Attributes:
         restored: number of the save that the server continues from; 0 if there is none.
@@ -148,14 +147,7 @@ class StateDirectory:
         self._begun = ""  # name of the run in the last `_BEGUN` file
 
     def restore(self, core: ServerCore) -> str:
-        """Load the saved state of a run, if any, into the server, which then continues the run.
-
-        Returns:
-            A sentence that describes the restored state; empty if no run was saved.
-
-        Raises:
-            ConfigurationError: this server cannot continue the saved run.
-        """
+        """Continue the saved run, if any; return a sentence about it, or nothing."""
         core.reconnect_timeout, core.started_at_ms = self._reconnect_timeout, self._start()
         saves = self._whole()
         self._remove_parts(set(saves[-1:]))
@@ -184,10 +176,10 @@ class StateDirectory:
         )
 
     def _start(self) -> int:
-        """Choose, record and return this server's start time in milliseconds, later than those before.
+        """Choose, record and return this server's start time in milliseconds.
 
-        The lock file's modification time stores it, so that it is later even if the clock was set back; that needs no
-        space on a disk that may be full. If it cannot be stored, only the clock orders the servers.
+        The lock file's modification time stores it, so that it is later than those before even if the clock was set
+        back; that needs no space on a disk that may be full. If it cannot be stored, only the clock orders the servers.
         """
         started = max(time.time_ns(), os.fstat(self._lock).st_mtime_ns + _MILLISECOND) // _MILLISECOND
         with contextlib.suppress(OSError):
@@ -195,7 +187,7 @@ class StateDirectory:
         return started
 
     def poll(self, core: ServerCore) -> None:
-        """Save the state if it is due; called often, and between two messages."""
+        """Save the state if it is due; call this often, between two messages."""
         try:
             self._note_begun(core)
             self._poll(core)
@@ -243,11 +235,7 @@ class StateDirectory:
         self._gap, core.reconnect_timeout = 0, self._reconnect_timeout
 
     def close(self, core: ServerCore | None = None) -> None:
-        """Stop saving, after a last save of a run that has not ended. The other servers have stopped.
-
-        Args:
-            core: state machine of the server that ends; None saves nothing.
-        """
+        """Stop saving, after a last save of a run that has not ended. The other servers have stopped."""
         self.wait()
         if core is not None and core.has_state and not self._others:  # other servers receive no commands any more
             self._save(core)
@@ -338,24 +326,23 @@ class StateDirectory:
             (self._path / f"{_BEGUN}{begun}").touch(mode=0o600)
 
     def _forget_begun(self) -> None:
-        """Remove that record once part of the run is saved, or cannot be: a longer run is not begun again unasked."""
+        """Remove that record once part of the run is saved, or cannot be: a long run is not begun again."""
         with contextlib.suppress(OSError):
             for begun in self._path.glob(f"{_BEGUN}*"):
                 begun.unlink()
 
     def _lost(self) -> str:
-        """Return the name of the run that groups had joined at the previous server; empty if part of it is saved."""
         names = [begun.name.removeprefix(_BEGUN) for begun in self._path.glob(f"{_BEGUN}*")]
         return names[0] if names else ""
 
     def _keep_ended(self, number: int) -> None:
-        """Rename a save that no server continues from to `ENDED`; saves of several servers stay unchanged."""
+        """Rename a save from which no server continues."""
         if not self._others:
             with contextlib.suppress(OSError):
                 file_of(self._path, SAVED, number).rename(self._path / ENDED)
 
     def _entries(self, number: int) -> Iterator[Entry]:
-        """Yield the entries of a journal, whose last one may be incomplete and is then left out."""
+        """Yield the entries of a journal without an incomplete last one."""
         data, decode = file_of(self._path, JOURNAL, number).read_bytes(), msgspec.msgpack.Decoder(AnyEntry).decode
         position = 0
         while position + LENGTH <= len(data):
@@ -378,7 +365,7 @@ class StateDirectory:
         return sorted(set.intersection(*(set(numbers_in(folder, SAVED)) for folder in self._folders)))
 
     def _remove_parts(self, but: set[int]) -> None:
-        """Remove all saves but these numbers, with several servers, some of which may lack a save."""
+        """Remove all saves of several servers but these numbers."""
         for folder in self._folders if self._others else ():
             for number in set(numbers_in(folder, SAVED)) - but:
                 file_of(folder, SAVED, number).unlink(missing_ok=True)
@@ -397,7 +384,6 @@ class StateDirectory:
             self._journal = None
 
     def wait(self) -> None:
-        """Wait until the last save is on the disk."""
         if self._writer is not None:
             self._writer.join()
             self._writer = None
@@ -406,12 +392,7 @@ class StateDirectory:
 class ShareDirectory:
     """The directory in which a server saves its share, at the coordinating server's command.
 
-    Args:
-        path: path from `share_directory`; while the coordinating server holds its own directory, no other server uses
-            this.
-
-    Raises:
-        ConfigurationError: the directory cannot be used.
+    While the coordinating server holds its own directory, no other server uses this.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -424,15 +405,7 @@ class ShareDirectory:
             raise ConfigurationError(f"--state {path}: {error.strerror}; pass a directory of your own") from error
 
     def restore(self, core: ServerCore, number: int) -> None:
-        """Load this server's share of a save; the coordinating server then sends the later events.
-
-        Args:
-            core: the server's state machine.
-            number: number of the save; 0 if there is none.
-
-        Raises:
-            ConfigurationError: the save does not exist.
-        """
+        """Load this server's share of a save (0 for none); the coordinating server then sends the later events."""
         if number:
             core.load(read(file_of(self._path, SAVED, number)), (), 0.0)
         core.on_save = lambda number: self._save(core, number)
@@ -458,14 +431,13 @@ class ShareDirectory:
 
 
 class _FailureLog:
-    """A log that reports once that saving fails, and once that it works again; a full disk fails every save."""
+    """A log that reports once that saving fails, and once that it works again."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._said: set[str] = set()
 
     def write(self, text: str, error: Exception) -> None:
-        """Log a failure once; ``text`` has placeholders for the directory and the error."""
         if text not in self._said:
             self._said.add(text)
             _log.warning(text, self._folder, error)
@@ -477,15 +449,14 @@ class _FailureLog:
 
 
 def _as_begun(core: ServerCore) -> str:
-    """Return the name of the run that groups join on their own, with `AGAIN` once a rank has joined; empty if none."""
+    """Return the name of the run that groups join on their own, with `AGAIN` once a rank has joined."""
     return f"{core.roster.run}{AGAIN}" if core.roster.joining else core.roster.numbers.claimed
 
 
 def _take(lock: int) -> None:
-    """Lock a file; raise `BlockingIOError` if another process does not release it.
+    """Lock a file, or raise `BlockingIOError`.
 
-    The successor of a server that was killed may start before the system has ended that one, which holds the lock
-    until then.
+    A successor may start before the system has ended the killed server, which holds the lock until then.
     """
     deadline = time.monotonic() + _RELEASE
     while True:
@@ -498,7 +469,7 @@ def _take(lock: int) -> None:
 
 
 def _remove_leftovers(path: Path, shares: list[Path]) -> None:
-    """Remove the saves of the other servers that match no save of server 0, also from the list."""
+    """Remove, also from the list, the saves of the other servers that match none of server 0."""
     saved = set(numbers_in(path, SAVED))
     for folder in list(shares):
         numbers = numbers_in(folder, SAVED)

@@ -35,19 +35,12 @@ class PrivateDirectory:
         base: parent directory; None takes the first of the temporary directory, ``$XDG_RUNTIME_DIR`` and ``/tmp`` in
             which sockets can be created. (Systems remove the runtime directory when its user logs out.)
         at: directory of an earlier server that is gone; the new server takes it over.
-
-    Raises:
-        ConfigurationError: sockets can be created in none of them.
-
-    Attributes:
-        path: path of the directory.
     """
 
     def __init__(self, base: Path | None = None, at: Path | None = None) -> None:
         self.path, self._lock = _make(base) if at is None else _take(at)
 
     def address(self, name: str) -> str:
-        """Return the address of a socket in this directory."""
         return f"{_SCHEME}{self.path}/{name}"
 
     def remove(self) -> None:
@@ -58,29 +51,25 @@ class PrivateDirectory:
 
 
 def is_offered() -> bool:
-    """Return whether ZeroMQ on this machine supports sockets in the file system."""
     import zmq
 
     return bool(zmq.has("ipc"))
 
 
 def is_private(address: str) -> bool:
-    """Return whether an address is that of a socket in a private directory."""
     return address.startswith(_SCHEME)
 
 
 def directory_of(address: str) -> Path:
-    """Return the private directory of a socket."""
     return Path(address.removeprefix(_SCHEME)).parent
 
 
 def sibling(address: str, name: str) -> str:
-    """Return the address of another socket in the same directory."""
     return f"{address.rpartition('/')[0]}/{name}"
 
 
 def remove_if_abandoned(address: str) -> None:
-    """Remove the directory of an address if its server is gone; do nothing otherwise, or for TCP."""
+    """Remove the directory of an address if its server is gone."""
     if is_private(address):
         _remove_if_abandoned(directory_of(address))
 
@@ -88,9 +77,7 @@ def remove_if_abandoned(address: str) -> None:
 def check_address(address: str, given: str = "") -> None:
     """Raise `ConfigurationError` unless the address reads ``tcp://host:port`` or ``ipc:///directory/control``.
 
-    Args:
-        address: address of a server.
-        given: argument that held the address, for the message; empty for ``server=``.
+    ``given`` is the argument with the address, for the message; empty for ``server=``.
     """
     if not _is_address(address):
         meant = f', here "{_TCP}{address}"' if _is_address(f"{_TCP}{address}") else ""
@@ -113,10 +100,6 @@ def _is_address(address: str) -> bool:
 def data_address(control: str, port: int) -> str:
     """Return the address of a server's data socket.
 
-    Args:
-        control: address of the server's control socket.
-        port: port of its data socket, if it uses TCP.
-
     Example:
         >>> data_address("tcp://10.0.0.1:5555", 5556), data_address("ipc:///tmp/a/control", 0)
         ('tcp://10.0.0.1:5556', 'ipc:///tmp/a/data')
@@ -127,7 +110,6 @@ def data_address(control: str, port: int) -> str:
 
 
 def memory_path(control: str) -> str:
-    """Return the path of the socket through which leaders pass memory to a server in a private directory."""
     return sibling(control, MEMORY).removeprefix(_SCHEME)
 
 
@@ -144,14 +126,7 @@ def beside(address: str, server: str) -> str:
 
 
 def own_host(server: str) -> str:
-    """Return the address of this machine on the route to a server: loopback if the server runs here.
-
-    Args:
-        server: ``tcp://host:port``.
-
-    Raises:
-        ConnectionLost: this machine cannot resolve the host.
-    """
+    """Return this machine's address on the route to ``tcp://host:port``: loopback if the server runs here."""
     parts = urlsplit(server)
     try:
         kind, _, _, _, target = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_DGRAM)[0]
@@ -165,7 +140,6 @@ def own_host(server: str) -> str:
 
 
 def tcp_endpoint(host: str, port: int = 0) -> str:
-    """Return the endpoint to bind for a host's address or name; port 0 takes a free one."""
     return f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}"
 
 
@@ -225,7 +199,6 @@ def _take(path: Path) -> tuple[Path, int]:
 
 
 def _try_socket(path: Path) -> None:
-    """Raise OSError where the file system cannot hold sockets."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.bind(str(path))
     path.unlink()
@@ -248,7 +221,7 @@ def _remove_if_abandoned(path: Path) -> None:
 
 
 def _open_locked(path: Path) -> int | None:
-    """Open and lock a directory of this user; return None if another process holds the lock."""
+    """Open and lock a directory of this user; return None if it is locked."""
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         if os.fstat(directory).st_uid != os.geteuid():

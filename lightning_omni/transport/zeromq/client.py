@@ -84,25 +84,11 @@ class ControlConnection(Control):
 
     Args:
         address: the server's control socket, ``tcp://host:port`` or ``ipc:///directory/control``.
-        key: the run's shared secret.
-        run: name on which all ranks of the run agree.
-        rank: this rank.
-        world_size: number of ranks.
-        layout: parameters of all optimizers; every rank must have the same.
+        key: as for `lightning_omni.transport.Transport.join`, and so are the others.
         connect_timeout: seconds to wait for the server's first answer.
         on_end: called from the second thread when this rank must stop.
         encryption: ``"curve"`` or ``"off"``, as the server's; sockets in a private directory need none.
         shared_memory: whether to exchange tensors with a server on this machine through shared memory where possible.
-        silence: seconds without a sign of life after which the server may end the connection; 0 for never.
-
-    Attributes:
-        keys: secrets derived from the run's key.
-        session: values that open this rank's data connection.
-
-    Raises:
-        ConfigurationError: the address is invalid.
-        ConnectionLost: the server cannot be reached.
-        Refused: the server rejects this rank; the error holds the reason.
     """
 
     def __init__(
@@ -270,7 +256,6 @@ class ControlConnection(Control):
         )
 
     def _check_open(self) -> None:
-        """Raise `ConnectionLost` once this connection is being closed, so that dialing stops."""
         if self._closing:
             raise ConnectionLost("this connection was closed")
 
@@ -309,7 +294,7 @@ class ControlConnection(Control):
         return True
 
     def _serve(self) -> ConnectionLost | None:
-        """Keep the connection alive until it is closed, or until the server is gone; then return the error."""
+        """Keep the connection alive until it is closed; return the error once the server is gone."""
         poller = zmq.Poller()
         for wire in (self._inside, self._wire, self._monitor):
             poller.register(wire, zmq.POLLIN)
@@ -365,7 +350,7 @@ class ControlConnection(Control):
 
 
 def eviction_sentence(notice: m.Notice) -> str:
-    """Return the sentence that the other ranks log about an evicted group.
+    """Return the sentence about an evicted group for the logs.
 
     Example:
         >>> eviction_sentence(m.Notice(lost=(2, 3), reason="rank 3 failed: ValueError"))
@@ -384,10 +369,7 @@ class Session:
     """The values that open the data connection of an admitted rank.
 
     Attributes:
-        address: the server's data socket.
-        rank: the rank.
         secret: secret of this rank's process and the server; it is never sent.
-        keys: secrets of the run.
         memory: path of the socket that passes memory to the server; empty if none does.
     """
 
@@ -399,16 +381,12 @@ class Session:
 
 
 class DataConnection(Data):
-    """A rank's data connection, which sends and receives tensors. One thread uses it.
+    """A rank's data connection, as `Data`.
 
     Args:
         session: session of the control connection.
         check: called while waiting; raises if waiting is of no use any more.
         timeout: seconds to wait for any one answer.
-
-    Attributes:
-        moved: bytes of payload sent and received.
-        shared: the part of ``moved`` in memory shared with the server.
     """
 
     def __init__(self, session: Session, check: Callable[[], None], timeout: float = 300.0) -> None:

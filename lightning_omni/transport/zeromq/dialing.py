@@ -1,4 +1,4 @@
-"""Repeated attempts to connect and be admitted, until one succeeds or time is up, and the clock of such time-outs."""
+"""Repeated attempts to connect and be admitted, and the clock of their time-outs."""
 
 from __future__ import annotations
 
@@ -28,11 +28,7 @@ class SuspendAwareClock:
     """A monotonic clock that stops with its process.
 
     A job that is stopped and resumed (Ctrl-Z and ``fg``, ``scontrol suspend``, a migrated virtual machine) resumes as a
-    whole: the silence of the others was only this process's own pause. The same holds for a server that one message
-    kept busy for long, with later messages in its queue.
-
-    Args:
-        now: a function that returns seconds and never decreases.
+    whole: the silence of the others was this process's own pause, as it is for a server that one message kept busy.
 
     Example:
         >>> moments = iter([0.0, 0.5, 1.0, 61.0, 61.5])
@@ -79,11 +75,6 @@ class Dialed:
     """One attempt to connect, on its own socket, so that a late answer to an earlier attempt cannot reach this one.
 
     Args:
-        context: ZeroMQ context of the socket.
-        address: address to connect to.
-        keys: secrets of the run.
-        largest_frame: largest frame that is accepted, in bytes.
-        channel: channel of the messages.
         decode: decodes an answer from bytes; by default as a message to a rank.
         silence: seconds without a sign of life after which the server ends the connection; 0 for never. ZeroMQ's own
             thread sends the signs of life, so they continue while Python holds its lock, and cease when the process is
@@ -131,13 +122,8 @@ class Dialed:
         Args:
             message: the message.
             expect: the kind of the answer.
-            deadline: time, on the monotonic clock, after which the answer is too late.
+            deadline: time on the monotonic clock, after which `TimeoutError` is raised.
             check: called while waiting; raises if waiting is of no use any more.
-
-        Raises:
-            TimeoutError: no answer has arrived before the deadline.
-            Refused: the other side refuses the message.
-            MalformedMessage: the answer is of another kind.
         """
         try:
             self.wire.send(m.encode(message), zmq.NOBLOCK)
@@ -179,7 +165,7 @@ def dial(
 
     Args:
         make: starts an attempt.
-        talk: exchanges the messages of an attempt until a deadline; `dial` returns its result.
+        talk: exchanges the messages of an attempt until a deadline.
         keys: secrets of the run.
         where: the address, for messages.
         silence: explanation of a missing answer, for messages.
@@ -213,7 +199,7 @@ def dial(
 
 
 def attach(attempt: Dialed, deadline: float, secret: bytes, number: int, check: Callable[[], None]) -> None:
-    """Authenticate both sides of a data connection, or of one between leaders, by their shared secret."""
+    """Authenticate both sides of a connection by their shared secret."""
     handshake.attach(
         lambda message, expect: attempt.ask(message, expect, deadline, check),
         secret,

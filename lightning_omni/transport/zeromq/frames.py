@@ -6,10 +6,9 @@ arrives.) If the payload is in memory that both processes share, a second frame 
 nothing follows. A larger message is announced by a `LargeMessage` and sent in such pieces, too. On the control channel,
 message and payload are the frames of one ZeroMQ message.
 
-Large answers are sent piece by piece, so that only their receiver waits and the other groups are hardly delayed. A
-joining group reads all weights. Sent at once, these would occupy the server and the link as long as an exchange of
-one more group, and all other exchanges would wait. Sending costs a few times as much as a copy, whose duration is
-measured, and is spread over many times as long.
+Large answers are sent piece by piece: the weights that a joining group reads would, at once, occupy the server and the
+link as long as an exchange, and all other groups would wait. Sending costs a few times as much as a copy, whose
+duration is measured, and is spread over many times as long.
 
 Rule: an answer is consistent. It is copied before the next message, and the weights may change while it is sent.
 """
@@ -58,11 +57,7 @@ PROBE = b""
 
 
 def chunks(payload: Tensor) -> Iterator[memoryview]:
-    """Yield a payload's bytes in pieces that share its memory.
-
-    Args:
-        payload: uint8, one-dimensional, on the CPU.
-    """
+    """Yield the bytes of a payload (uint8, one-dimensional, on the CPU) in pieces that share its memory."""
     view: memoryview = payload.numpy().data
     for start in range(0, len(view), CHUNK):
         yield view[start : start + CHUNK]
@@ -76,7 +71,6 @@ class Assembly:
     """The assembly of one payload from its chunks.
 
     Args:
-        message: message that announced the payload.
         buffer: uint8, exactly as long as the payload.
         places: ranges of shared memory that were sent with the message.
     """
@@ -90,26 +84,16 @@ class Assembly:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether all bytes have arrived."""
         return self._filled == self.buffer.numel()
 
     def fill(self, payload: Tensor) -> None:
-        """Copy a whole payload out of memory that may change meanwhile.
-
-        Raises:
-            MalformedMessage: its size is not the announced one.
-        """
+        """Copy a whole payload out of memory that may change meanwhile."""
         if payload.numel() != self.buffer.numel():
             raise MalformedMessage(f"{payload.numel()} bytes of payload came, {self.buffer.numel()} were announced")
         self.buffer.copy_(payload)
         self._filled = self.buffer.numel()
 
     def add(self, chunk: Any) -> None:
-        """Append a chunk.
-
-        Raises:
-            MalformedMessage: the chunk is empty, or exceeds the announced size.
-        """
         size = len(chunk)
         if size == 0 or self._filled + size > self.buffer.numel():
             raise MalformedMessage(f"{self._filled + size} bytes of payload came, {self.buffer.numel()} were announced")
@@ -120,8 +104,8 @@ class Assembly:
 class Copies:
     """A sender of payload copies, whose memory is used again once a frame has been sent.
 
-    Copies by ZeroMQ itself use fresh memory each time, and touching fresh memory takes longer than copying. Small
-    payloads are the exception: tracking their frames costs more.
+    ZeroMQ's own copies use fresh memory, and touching that takes longer than copying. Small payloads are the exception:
+    tracking their frames costs more.
     """
 
     def __init__(self) -> None:
@@ -129,13 +113,7 @@ class Copies:
         self._sent: list[_Sent] = []
 
     def send(self, socket: zmq.Socket[bytes], peer: bytes, payload: Tensor) -> None:
-        """Send the chunks of a payload to one peer of a ROUTER. The payload may change at once.
-
-        Args:
-            socket: ROUTER socket.
-            peer: identity of the receiver.
-            payload: as for `chunks`.
-        """
+        """Send the chunks of a payload to one peer of a ROUTER. The payload may change at once."""
         if payload.numel() <= LITTLE:
             for chunk in chunks(payload):
                 socket.send_multipart([peer, CHUNK_MARK, chunk], copy=True)
@@ -155,7 +133,6 @@ class Copies:
             self._free.pop()
 
     def _reclaim(self) -> None:
-        """Take back the memory of frames that have been sent."""
         sent, self._sent = self._sent, []
         for block, tracker in sent:
             if tracker.done:
@@ -165,7 +142,7 @@ class Copies:
 
 
 class Untaken:
-    """A limit on the answers to peers that no rank waits for: a peer that does not read them is sent no more.
+    """A limit on answers that no rank waits for: a peer that does not read them is sent no more.
 
     ZeroMQ queues without limit for a peer that does not read, and releases a frame once it has been sent.
     """
@@ -175,7 +152,7 @@ class Untaken:
         self._sizes: Counter[bytes] = Counter()
 
     def add(self, peer: bytes, parts: Sequence[bytes]) -> list[zmq.Frame]:
-        """Return the frames of an answer to send now; none if the peer has left too much of earlier ones unread."""
+        """Return the frames of an answer to send now; none if the peer has left too much unread."""
         sent = self._sent.setdefault(peer, deque())
         while sent and sent[0][1].done:
             self._sizes[peer] -= sent.popleft()[0]
@@ -195,7 +172,7 @@ class Untaken:
 
 
 def message_frames(message: Message, places: MemoryRanges = NO_RANGES) -> Iterator[list[Any]]:
-    """Yield the ZeroMQ messages of a message on the data channel: one, or several for a long message."""
+    """Yield the ZeroMQ messages of a message on the data channel."""
     data = encode(message)
     behind = [encode_record(places)] if places != NO_RANGES else []
     if len(data) <= CHUNK:
@@ -207,7 +184,7 @@ def message_frames(message: Message, places: MemoryRanges = NO_RANGES) -> Iterat
 
 
 def configure(socket: zmq.Socket[bytes], largest_frame: int) -> None:
-    """Set the options common to all sockets: no lingering, and limits on frames, handshakes and silence."""
+    """Set the options common to all sockets."""
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, largest_frame)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIME)
@@ -231,9 +208,6 @@ class _Stream:
     """An answer that is being sent.
 
     Attributes:
-        socket: socket to send on.
-        peer: identity of the receiver.
-        pieces: remaining pieces.
         interval: seconds between two pieces.
         due: when the next piece may be sent.
     """
@@ -249,7 +223,7 @@ class PacedAnswers:
     """The large answers that are being sent.
 
     Args:
-        clock: returns seconds, on the clock of the loop that waits until a piece is `due`.
+        clock: the clock of the loop that waits until a piece is `due`.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -258,7 +232,6 @@ class PacedAnswers:
 
     @property
     def due(self) -> float:
-        """Return when the next piece of any answer may be sent; infinity without any."""
         return min((each.due for each in self._streams), default=float("inf"))
 
     def begin(self, socket: zmq.Socket[bytes], peer: bytes, payload: Tensor) -> None:
@@ -266,8 +239,7 @@ class PacedAnswers:
 
         Args:
             socket: a ROUTER.
-            peer: identity of the receiver, which waits for this payload and is sent nothing else on this socket
-                meanwhile.
+            peer: the receiver, which is sent nothing else on this socket meanwhile.
             payload: uint8, one-dimensional; it may change at once.
         """
         began = self._clock()
@@ -278,11 +250,7 @@ class PacedAnswers:
         self._streams.append(_Stream(socket, peer, chunks(copy), interval, now))
 
     def send(self, attached: Container[bytes]) -> None:
-        """Send the pieces that are due.
-
-        Args:
-            attached: open connections; answers to others are dropped.
-        """
+        """Send the pieces that are due, to ``attached`` connections only."""
         now = self._clock()
         for stream in [each for each in self._streams if each.due <= now]:
             piece = next(stream.pieces, None)

@@ -78,10 +78,6 @@ Closed gates are polled at the faster rate.
 class ConnectionGuard:
     """The listening sockets of one ZeroMQ context; a thread watches those of TCP.
 
-    Args:
-        context: ZeroMQ context of the sockets.
-        keys: secrets of the run.
-
     Attributes:
         ended: number of unadmitted connections that the guard has ended.
         refused: number of connections that failed the handshake; without encryption, of those that the guard has ended.
@@ -108,8 +104,7 @@ class ConnectionGuard:
             most_unread: messages of a connection that may wait to be read.
 
         Raises:
-            ConfigurationError: this machine cannot encrypt. The guard is closed.
-            zmq.ZMQError: the endpoint cannot be bound. The guard is closed.
+            ConfigurationError: this machine cannot encrypt; the guard is closed, as after any other error.
         """
         listening: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         configure(listening, largest_frame)
@@ -132,19 +127,18 @@ class ConnectionGuard:
         return listening
 
     def start(self) -> None:
-        """Start watching, once all sockets are bound."""
         if self._listeners:
             self._thread.start()
 
     @contextlib.contextmanager
     def deciding(self) -> Iterator[None]:
-        """Keep the guard from ending connections while one of them is being admitted."""
+        """Keep the guard from ending connections meanwhile."""
         with self._lock:
             self._read_events()
             yield
 
     def let_in(self, descriptor: int) -> None:
-        """Stop watching the connection with this descriptor, which an admitted rank owns."""
+        """Stop watching the connection with this descriptor, which was admitted."""
         with self._lock:
             self._read_events()
             for listener in self._listeners:
@@ -185,7 +179,7 @@ class ConnectionGuard:
             poller.poll(self._patience())
 
     def _patience(self) -> float | None:
-        """Return the milliseconds until unadmitted connections are due for a poll; None without any."""
+        """Return the milliseconds until the next poll of unadmitted connections; None without any."""
         with self._lock:
             is_shut = any(listener.gate is not None and listener.gate.is_shut for listener in self._listeners)
             if not is_shut and not any(listener.strangers for listener in self._listeners):
@@ -233,15 +227,11 @@ class ConnectionGuard:
 
 
 class _Refused(NamedTuple):
-    """A connection that failed the handshake."""
-
     reason: str
     origin: str = ""
 
 
 class _Stranger(NamedTuple):
-    """A connection that has not been admitted."""
-
     wire: socket.socket
     since: float
     origin: str
@@ -271,7 +261,7 @@ class _Listener:
         self.monitor.connect(endpoint)
 
     def read_events(self) -> list[_Refused]:
-        """Update the connections from the socket's monitor; return the handshakes that failed.
+        """Update the connections from the socket's monitor; return failed handshakes.
 
         ZeroMQ reports why a handshake failed, and in the next event the connection, which ends then.
         """
@@ -297,7 +287,6 @@ class _Listener:
         return failed
 
     def let_in(self, descriptor: int) -> None:
-        """Stop watching an admitted connection, and do not count it against the gate's rate."""
         if descriptor in self.strangers and self.gate is not None:
             self.gate.was_let_in()
         self.forget(descriptor)
@@ -335,10 +324,10 @@ class _Listener:
 
 
 def _abort(wire: socket.socket) -> None:
-    """End a connection that ZeroMQ reads from, at once.
+    """End a connection at once.
 
     After a shutdown, Linux continues to receive and ZeroMQ to read, so a stranger that never stops sending would stay.
-    On Linux, connecting a socket to no address resets the connection and discards the received bytes.
+    Connecting a socket to no address resets the connection and discards the received bytes.
     """
     if sys.platform == "linux":
         nowhere = bytes(16)  # an address of the family AF_UNSPEC, which is 0
@@ -348,7 +337,7 @@ def _abort(wire: socket.socket) -> None:
 
 
 def _traffic(wire: socket.socket) -> tuple[int, int]:
-    """Return the bytes that the other side has acknowledged, and those received from it; zeros except on Linux."""
+    """Return the bytes that the other side has acknowledged, and those received; zeros except on Linux."""
     if sys.platform != "linux":
         return 0, 0
     try:
@@ -382,12 +371,7 @@ _FILTER = b"".join(
 
 
 class Gate:
-    """A gate on a listening TCP socket. On systems without socket filters (all but Linux) it is always open.
-
-    Args:
-        descriptor: descriptor of the listening socket.
-        now: seconds on a monotonic clock.
-    """
+    """A gate on a listening TCP socket; without socket filters (on all systems but Linux) it is always open."""
 
     def __init__(self, descriptor: int, now: float) -> None:
         self._wire = socket.socket(fileno=os.dup(descriptor))
@@ -398,11 +382,9 @@ class Gate:
         self._left -= 1.0
 
     def was_let_in(self) -> None:
-        """Take back the count of a connection that proved to be a rank's."""
         self._left = min(BURST, self._left + 1.0)
 
     def poll(self, now: float) -> None:
-        """Close or open the gate, depending on the connections so far."""
         self._left = min(BURST, self._left + RATE * (now - self._since))
         self._since = now
         if not self.is_shut and self._left < 0.0:
@@ -411,7 +393,6 @@ class Gate:
             self._filter(shut=False)
 
     def close(self) -> None:
-        """Remove the gate; the socket stays open."""
         if self.is_shut:
             self._filter(shut=False)
         self._wire.close()
@@ -432,11 +413,7 @@ class Gate:
 
 
 class RefusalLog:
-    """A rate-limited log of refusals, for use from any thread.
-
-    Args:
-        log: logger to write to.
-    """
+    """A rate-limited log of refusals, for use from any thread."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
@@ -445,12 +422,7 @@ class RefusalLog:
         self._said = self._left_out = 0
 
     def write(self, what: str, about: str) -> None:
-        """Write one line.
-
-        Args:
-            what: trusted text.
-            about: text that may hold bytes from outside.
-        """
+        """Write one line; ``about`` may hold bytes from outside."""
         with self._lock:
             now = time.monotonic()
             if now - self._began >= SECONDS:
@@ -463,7 +435,6 @@ class RefusalLog:
                 self._left_out += 1
 
     def close(self) -> None:
-        """Log how many of the last lines were left out."""
         with self._lock:
             self._tell_left_out()
 

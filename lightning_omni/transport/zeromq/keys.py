@@ -1,9 +1,8 @@
 """The single key of a run: its sources, and the secrets derived from it.
 
-These are the CURVE key pairs and the secret by which leaders authenticate each other. Every listening TCP socket is a
-CURVE server whose key pair is derived from the run's key, as is the one key pair of all ranks. A process without that
-key has neither public key: it cannot encrypt the first message that a CURVE server would answer, and none of its frames
-reaches the code behind the socket.
+Every listening TCP socket is a CURVE server whose key pair is derived from the run's key, as are the one key pair of
+all ranks and the secret by which leaders authenticate each other. A process without that key has neither public key: a
+CURVE server does not answer its first message, and none of its frames reaches the code behind the socket.
 """
 
 from __future__ import annotations
@@ -32,24 +31,15 @@ HANDSHAKE_TIME = 3000
 
 
 def new_key() -> bytes:
-    """Return a new random key."""
     return secrets.token_bytes(KEY_BYTES)
 
 
 def default_path() -> Path:
-    """Return the default path of the user's key file: in ``XDG_CONFIG_HOME``, or in ``~/.config``.
-
-    Machines with a common home directory thus have the same key.
-    """
+    """Return the default path of the user's key file, common to machines with a common home directory."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "lightning-omni" / "key"
 
 
 def key_of_environment() -> bytes | None:
-    """Return the key in ``LIGHTNING_OMNI_KEY``, or None if the variable is not set.
-
-    Raises:
-        ConfigurationError: the variable does not hold a key.
-    """
     text = os.environ.get(ENVIRONMENT)
     remedy = "; set it to what the server's key file holds, or unset it"
     return _parse(text, f"the environment variable {ENVIRONMENT}", remedy) if text else None
@@ -61,9 +51,6 @@ def load_key(path: Path | None = None) -> bytes:
     Args:
         path: a key file; by default the environment variable ``LIGHTNING_OMNI_KEY`` (hexadecimal), then the file that
             ``lightning-omni serve`` creates.
-
-    Raises:
-        ConfigurationError: no key was found, or its value is invalid.
     """
     if path is None and (key := key_of_environment()) is not None:
         return key
@@ -79,11 +66,7 @@ def load_key(path: Path | None = None) -> bytes:
 
 
 def is_open_to_others(path: Path | None = None) -> bool:
-    """Return whether other users may read or write the file that `load_key` reads; False for the environment variable.
-
-    Args:
-        path: as for `load_key`.
-    """
+    """Return whether other users may read or write the file that `load_key` reads."""
     if path is None and os.environ.get(ENVIRONMENT):
         return False
     return bool((path or default_path()).stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO))
@@ -94,9 +77,6 @@ def load_or_create(path: Path | None = None) -> tuple[bytes, Path | None]:
 
     Returns:
         The key, and the file that holds it (None for the environment variable).
-
-    Raises:
-        ConfigurationError: the file does not hold a key, or cannot be read or created.
     """
     if path is None and os.environ.get(ENVIRONMENT):
         return load_key(), None
@@ -113,7 +93,7 @@ def load_or_create(path: Path | None = None) -> tuple[bytes, Path | None]:
 
 
 def _create(file: Path) -> None:
-    """Create a key file atomically; if another server creates one at the same time, both use that one."""
+    """Create a key file atomically; if another server creates one meanwhile, both use that one."""
     file.parent.mkdir(parents=True, exist_ok=True)
     descriptor, new = tempfile.mkstemp(prefix=f"{file.name}-", dir=file.parent)  # mode 0600
     with os.fdopen(descriptor, "w") as handle:
@@ -128,7 +108,6 @@ def _create(file: Path) -> None:
 
 
 def check_encryption(encryption: str) -> None:
-    """Raise `ConfigurationError` unless the encryption is one of `KINDS`."""
     if encryption not in KINDS:
         raise ConfigurationError(
             f'encryption={encryption!r}: pass "curve" (the default), or "off" on a network whose every user you trust'
@@ -138,12 +117,7 @@ def check_encryption(encryption: str) -> None:
 class RunKeys:
     """The secrets of a run, derived from its key (HKDF, RFC 5869).
 
-    Args:
-        key: the run's shared secret.
-        encryption: ``"curve"`` or ``"off"``. Sockets in a private directory need none, and have none.
-
     Attributes:
-        encryption: the argument.
         peers: secret by which leaders authenticate each other.
     """
 
@@ -154,15 +128,10 @@ class RunKeys:
         self._server, self._client = derive(key, b"curve server"), derive(key, b"curve client")
 
     def encrypts(self, address: str) -> bool:
-        """Return whether connections to this address are encrypted."""
         return self.encryption == "curve" and not is_private(address)
 
     def prepare(self, socket: zmq.Socket[bytes], address: str, side: Literal["server", "client"]) -> None:
-        """Set the keys of one side on a socket, before it is bound or connected.
-
-        Raises:
-            ConfigurationError: this machine's ZeroMQ cannot encrypt.
-        """
+        """Set the keys of one side on a socket, before it is bound or connected."""
         if not self.encrypts(address):
             return
         import zmq
@@ -185,7 +154,7 @@ class RunKeys:
             socket.setsockopt(zmq.CURVE_SECRETKEY, client)
 
     def answer_authentication(self, request: list[bytes]) -> list[bytes]:
-        """Answer a ZeroMQ authentication request (ZAP, RFC 27): only the public key of the run's ranks is valid."""
+        """Answer an authentication request (ZAP, RFC 27): only the public key of the run's ranks is valid."""
         import zmq
         from zmq.utils import z85
 

@@ -26,14 +26,13 @@ ANSWER_TIMEOUT = 30.0
 
 
 class EchoTimes(NamedTuple):
-    """The round-trip times of echoes in seconds, and the arrivals of the answers, as `time.perf_counter` reads."""
+    """The round-trip times of echoes in seconds, and the arrivals of the answers by `time.perf_counter`."""
 
     times: Sequence[float]
     arrived: Sequence[float]
 
     @property
     def rate(self) -> float:
-        """Return the answers per second, from the first one on."""
         lasted = self.arrived[-1] - self.arrived[0]
         return (len(self.arrived) - 1) / lasted if lasted > 0 else math.inf
 
@@ -48,8 +47,7 @@ class Observer:
         timeout: seconds to wait for the connection.
 
     Raises:
-        ConfigurationError: the address is invalid.
-        ConnectionLost: the server cannot be reached.
+        ConnectionLost: the server cannot be reached; all requests raise this, too, when it is gone or does not answer.
         Refused: the server or this process does not hold the key, or their versions differ.
     """
 
@@ -81,11 +79,6 @@ class Observer:
             raise
 
     def overview(self) -> m.Overview:
-        """Return the state of the run.
-
-        Raises:
-            ConnectionLost: the server is gone, or does not answer.
-        """
         return self._ask(m.AskOverview(), m.Overview)
 
     def evict(self, group: m.GroupStatus, bars: bool = False) -> None:
@@ -97,34 +90,24 @@ class Observer:
 
         Raises:
             Refused: the group has left, the run would end without it, or groups do not join the run on their own.
-            ConnectionLost: the server is gone, or does not answer.
         """
         self._ask(m.Evict(group=group.group, incarnation=group.incarnation, bars=bars), m.Acknowledged)
 
     def save(self) -> None:
-        """Request that the server save its state now.
-
-        Raises:
-            Refused: the server saves none.
-            ConnectionLost: the server is gone, or does not answer.
-        """
+        """Request that the server save its state now; raise `Refused` if it saves none."""
         self._ask(m.SaveNow(), m.Acknowledged)
 
     def enlist(self, ranks: int) -> m.GroupRegistered:
-        """Reserve rank numbers for a group that is about to join, for as long as this connection lasts.
-
-        Args:
-            ranks: the group's number of ranks.
+        """Reserve rank numbers for a group of ``ranks`` that is about to join, for as long as this connection lasts.
 
         Raises:
             RankLost: the run is over.
             Refused: groups cannot join the run.
-            ConnectionLost: the server is gone, or does not answer.
         """
         return self._ask(m.RegisterGroup(ranks=ranks), m.GroupRegistered)
 
     def why_over(self) -> str:
-        """Return why the run that this process has enlisted in is over; empty if the server reported no end."""
+        """Return why the run that this process has enlisted in is over; empty if that was not reported."""
         while self._dialed.wire.poll(0):
             if (frame := self._dialed.wire.recv_multipart()[0]) == PROBE:
                 continue
@@ -134,11 +117,6 @@ class Observer:
         return ""
 
     def describe(self) -> m.ServerDescription:
-        """Return the server's versions and clock.
-
-        Raises:
-            ConnectionLost: the server is gone, or does not answer.
-        """
         return self._ask(m.AskServer(), m.ServerDescription)
 
     def echo(self, payload: bytes = b"", back: int = 0, under_way: int = 1, seconds: float = 0.0) -> EchoTimes:
@@ -149,9 +127,6 @@ class Observer:
             back: number of bytes to receive, at most `lightning_omni.wire.messages.LARGEST_ECHO`.
             under_way: number of concurrent requests.
             seconds: time during which further requests are sent; with 0 only the first ones are.
-
-        Raises:
-            ConnectionLost: the server is gone, or does not answer.
         """
         frames = [m.encode(m.Echo(nbytes=back)), *([payload] if payload else [])]
         began = time.perf_counter()
@@ -174,7 +149,7 @@ class Observer:
         return self._receive(expect)
 
     def _send(self, frames: Sequence[bytes]) -> float:
-        """Send a message; return the time before sending, because the answer may arrive during it."""
+        """Send a message; return the time before that, because the answer may arrive during it."""
         began = time.perf_counter()
         try:
             self._dialed.wire.send_multipart(frames, zmq.NOBLOCK)

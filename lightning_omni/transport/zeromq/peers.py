@@ -1,7 +1,6 @@
-"""Messages from leader to leader without a server: published weights that others read, and an inbox that they fill.
+"""Messages between leaders without a server: published weights that others read, and an inbox that they fill.
 
-A thread of each leader serves its one socket, so that peers get answers while the leader computes or validates.
-Received weights are summed on arrival.
+A thread of each leader serves its one socket, even while the leader computes. Received weights are summed on arrival.
 """
 
 from __future__ import annotations
@@ -75,21 +74,18 @@ class PeerSocket:
         self._thread.start()
 
     def publish(self, optimizer: int, tensors: Sequence[Tensor]) -> None:
-        """Publish a copy of these weights, which other leaders read from now on."""
         # A peer may still be receiving from the old memory.
         payload = self._format.encode(tensors, self._layouts[optimizer], {}, Memory()).payload
         self._publications[optimizer] += 1
         self._published[optimizer] = payload, self._publications[optimizer]
 
     def read_inbox(self, optimizer: int) -> Inbox:
-        """Return the inbox and empty it."""
         with self._lock:
             inbox, self._inboxes[optimizer] = self._inboxes[optimizer], Total()
         count = inbox.count
         return Inbox(inbox.take() if count else None, count)  # type: ignore[arg-type]  # messages are whole
 
     def grow(self, optimizer: int, layout: Layout) -> None:
-        """Set another layout of an optimizer's weights; drop weights of the old layout."""
         with self._lock:
             self._layouts[optimizer], self._inboxes[optimizer] = layout, Total()
             self._published.pop(optimizer, None)
@@ -178,7 +174,6 @@ class PeerSocket:
                 self._inboxes[message.optimizer].add(weights)
 
     def _decoded(self, payload: Tensor, layout: Layout) -> list[Tensor] | None:
-        """Return the weights of a message; None if they do not fit the layout or are not finite."""
         if not _fits(self._format, payload.numel(), layout):
             return None  # the layout has grown since the message was sent
         weights = layout.views(decode(self._format, payload, layout, Memory()))
@@ -201,17 +196,11 @@ class PeerConnections:
     """The connections of a leader to the other leaders, used by one thread.
 
     Args:
-        rank: the leader.
-        addresses: the other groups' leaders, by group.
-        layouts: layout of each optimizer's parameters.
-        keys: secrets of the run.
-        is_lost: returns whether a group is gone.
         check: called while waiting; raises if waiting is of no use any more.
         timeout: seconds to wait for a peer that is not reported as gone.
-        wire_format: encoding of the weights.
 
     Attributes:
-        dropped: number of messages not sent, because the receiver was too slow or unreachable.
+        dropped: number of messages to receivers that were too slow or unreachable.
         moved: bytes of weights sent to and read from other groups.
     """
 
@@ -235,7 +224,6 @@ class PeerConnections:
         self.dropped = self.moved = 0
 
     def read(self, group: int, optimizer: int) -> list[Tensor] | None:
-        """Return the weights that a group has published, as CPU tensors; None if it has published none or is gone."""
         published, layout = self._ask(group, m.ReadPublished(optimizer=optimizer)), self._layouts[optimizer]
         if published is None or not published.number:
             return None
@@ -252,7 +240,6 @@ class PeerConnections:
         return layout.views(decode(self._format, assembly.buffer, layout, Memory()))
 
     def send(self, group: int, optimizer: int, tensors: Sequence[Tensor]) -> None:
-        """Put weights into a group's inbox, unless it has too many unread messages."""
         if not self._takes(group):
             return
         buffer = self._format.encode(tensors, self._layouts[optimizer], {}, Memory()).payload
@@ -263,7 +250,6 @@ class PeerConnections:
         self.moved += buffer.numel()
 
     def _takes(self, group: int) -> bool:
-        """Return whether a message to a group would be sent now."""
         if group not in self._addresses or self._is_lost(group):
             return False
         wire = self._wire(group)
@@ -284,7 +270,6 @@ class PeerConnections:
         self._layouts[optimizer] = layout
 
     def connect(self, addresses: Mapping[int, Address]) -> None:
-        """Replace the addresses of the other groups' leaders."""
         self._hang_up()
         self._addresses = dict(addresses)
 
@@ -299,7 +284,6 @@ class PeerConnections:
         self._unread.clear()
 
     def _wire(self, group: int) -> zmq.Socket[bytes] | None:
-        """Return the connection to a group's leader, opened on first use; None if it cannot be reached."""
         if self._has_ended(group):
             self._drop(group)
         if group not in self._dialed:
@@ -321,7 +305,7 @@ class PeerConnections:
         return self._dialed[group].wire
 
     def _has_ended(self, group: int) -> bool:
-        """Return whether the connection to a group's leader has ended; ZeroMQ's own reconnection is not admitted."""
+        """Return whether a connection has ended; ZeroMQ's own reconnection is not admitted."""
         return group in self._dialed and bool(self._dialed[group].monitor.poll(0))
 
     def _send(self, group: int, frames: list[Any]) -> bool:
@@ -338,7 +322,7 @@ class PeerConnections:
             raise ConnectionLost(f"group {group} is gone")
 
     def _ask(self, group: int, question: m.ReadPublished) -> m.Published | None:
-        """Return a group's answer; None if the group is gone or has not answered."""
+        """Return a group's answer, if any."""
         if group not in self._addresses or self._is_lost(group):
             return None
         if self._wire(group) is None or not self._send(group, [m.encode(question)]):
@@ -389,16 +373,7 @@ class PeerWires(PeerConnections):
 
     Args:
         server: address of the server's control socket.
-        rank: the leader.
-        layouts: layout of each optimizer's parameters.
-        keys: secrets of the run.
-        is_lost: returns whether a group is gone.
-        check: called while waiting; raises if waiting is of no use any more.
         everywhere: whether leaders on other machines must be able to reach this one.
-        wire_format: encoding of the weights.
-
-    Attributes:
-        address: address on which this leader listens.
     """
 
     def __init__(

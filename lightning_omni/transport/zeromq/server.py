@@ -1,4 +1,4 @@
-"""The server's loop: it drives the state machine over ZeroMQ sockets in real time. Methods do the arithmetic."""
+"""The server's loop: it drives the state machine over ZeroMQ sockets in real time."""
 
 from __future__ import annotations
 
@@ -81,11 +81,6 @@ class CoordinatorLink:
         coordinator: address of the coordinating server.
         address: address of this server's data socket, as ranks can reach it.
         encryption: ``"curve"`` or ``"off"``, as the coordinating server's.
-
-    Raises:
-        ConfigurationError: the address is invalid.
-        ConnectionLost: the coordinating server cannot be reached.
-        Refused: it rejects this server; the error holds the reason.
     """
 
     def __init__(self, core: ServerCore, coordinator: str, address: str, encryption: str) -> None:
@@ -120,7 +115,6 @@ class CoordinatorLink:
 
     @property
     def is_connected(self) -> bool:
-        """Return whether the connection is open and the coordinating server not silent for too long."""
         return not self._ended and self._clock() - self._last_received < self._timeout
 
     def watch(self, poller: zmq.Poller) -> None:
@@ -128,7 +122,6 @@ class CoordinatorLink:
         poller.register(self._dialed.monitor, zmq.POLLIN)
 
     def receive(self) -> Iterator[m.Message]:
-        """Yield the received commands in order."""
         for _ in range(BURST):
             try:
                 frames = self._dialed.wire.recv_multipart(zmq.NOBLOCK)
@@ -151,12 +144,7 @@ class CoordinatorLink:
 def reachable(bound: str, coordinator: str) -> str:
     """Return the address of a socket of this machine as ranks can reach it.
 
-    Args:
-        bound: address to which the socket is bound.
-        coordinator: address of the coordinating server, which ranks can reach.
-
-    Returns:
-        A reachable address; or all interfaces, if the coordinating server runs on this machine: ranks replace the host.
+    If the coordinating server runs on this machine, that is all interfaces: ranks replace the host.
     """
     if is_private(bound) or urlsplit(bound).hostname != EVERYWHERE:
         return bound
@@ -171,7 +159,6 @@ PACKAGES = ("lightning-omni", "torch", "pytorch-lightning", "lightning", "pyzmq"
 
 @cache
 def versions() -> Mapping[str, str]:
-    """Return the versions by name, without packages that are not installed."""
     found = {"python": platform.python_version(), "libzmq": zmq.zmq_version()}
     return {**found, **{package: number for package in PACKAGES if (number := _version(package))}}
 
@@ -184,7 +171,6 @@ def _version(package: str) -> str:
 
 
 def about() -> ProcessInfo:
-    """Return the versions and clock of this process."""
     return ProcessInfo(dict(versions()), time.time())
 
 
@@ -211,15 +197,12 @@ class ZeroMQServer:
     """A parameter server on two sockets: control and data.
 
     Args:
-        core: the state machine.
         host: address to bind, an IP or a name; loopback by default, so that no other machine can connect.
-        port: port of the control socket; 0 takes a free one.
-        data_port: port of the data socket; 0 takes a free one.
+        port: port of the control socket; 0 takes a free one, as for ``data_port``.
         directory: directory to listen in instead of on TCP ports; it is removed when the server closes.
-        encryption: ``"curve"`` or ``"off"`` for TCP. With ``"off"``, only its messages distinguish a stranger from a
-            rank: it can read and alter the network traffic, and the server holds its bytes in memory until the guard
-            ends it (within `guard.ADMISSION_TIME`, or after `guard.STRANGERS_MAY_SEND` bytes where the system counts
-            them).
+        encryption: ``"curve"`` or ``"off"`` for TCP. With ``"off"``, strangers can read and alter the network traffic,
+            and the server holds the bytes of one in memory until the guard ends it (within `guard.ADMISSION_TIME`, or
+            after `guard.STRANGERS_MAY_SEND` bytes where the system counts them).
         shared_memory: whether leaders may share memory with the server; only in a directory.
 
     Raises:
@@ -282,20 +265,11 @@ class ZeroMQServer:
         self._guard.start()
 
     def follow(self, coordinator: str) -> None:
-        """Join a coordinating server, for which this one holds a partition; `run` returns when it is gone.
-
-        Args:
-            coordinator: its address.
-
-        Raises:
-            ConnectionLost: it cannot be reached.
-            Refused: it rejects this server; the error holds the reason.
-        """
+        """Join a coordinating server, for which this one holds a partition; `run` returns when it is gone."""
         own = self._sockets[m.DATA].getsockopt_string(zmq.LAST_ENDPOINT)
         self._coordinator = CoordinatorLink(self.core, coordinator, reachable(own, coordinator), self._encryption)
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Serve until ``until()`` returns true; it is called several times a second."""
         poller = zmq.Poller()
         for socket in self._sockets.values():
             poller.register(socket, zmq.POLLIN)
@@ -335,11 +309,9 @@ class ZeroMQServer:
             self.core.handed_over()
 
     def farewell(self, reason: str) -> None:
-        """Report to the other ranks, unless the run is over, that rank 0, which owns this server, has ended."""
         self._send(self.core.lose(0, reason))
 
     def close(self) -> None:
-        """Close both sockets once the queued messages are sent."""
         if self._coordinator is not None:
             self._coordinator.close()
             self._coordinator = None
@@ -364,13 +336,7 @@ class ZeroMQServer:
             self.core.handed_over()
 
     def take(self, channel: m.Channel, peer: bytes, frames: list[Any]) -> list[Out]:
-        """Process a received message and return the messages to send. No message from a peer makes this raise.
-
-        Args:
-            channel: channel of the message.
-            peer: connection of the message.
-            frames: its frames, as `zmq.Frame`.
-        """
+        """Process a received message and return the messages to send. No message from a peer makes this raise."""
         try:
             return self._on_control(peer, frames) if channel == m.CONTROL else self._on_data(peer, frames)
         except ProtocolError as error:
@@ -440,7 +406,6 @@ class ZeroMQServer:
         return assembly
 
     def _offer(self, peer: bytes, message: m.Message, memory: MemoryRange | None) -> None:
-        """Store the range for the payload of an answer; it replaces that for an earlier answer."""
         self._answer_ranges.pop(key := _key(peer, message), None)
         if memory is not None:
             self.shared.at(peer, memory)  # raises now if the range does not exist
@@ -463,7 +428,7 @@ class ZeroMQServer:
         return buffer
 
     def _probe_connections(self) -> None:
-        """Detect ended connections of ranks, far sooner than their heartbeats would time out."""
+        """Detect ended connections of ranks far sooner than by missing heartbeats."""
         for peer in self.core.peers:
             if not self._reach([peer, PROBE]):
                 self._send(self.core.hang_up(peer))
@@ -520,7 +485,7 @@ class ZeroMQServer:
                 self._copies.send(socket, item.peer, part)  # the weights change while the sockets still send
 
     def _put(self, item: Out) -> MemoryRange | None:
-        """Copy an answer's payload to the range that its receiver offered; return the range, or None if none fits."""
+        """Copy an answer's payload to the range that its receiver offered; return None if it does not fit."""
         memory = self._answer_ranges.pop(_key(item.peer, item.message), None)
         if memory is None or len(item.payload) != 1:
             return None
@@ -547,5 +512,5 @@ class ZeroMQServer:
 
 
 def _key(peer: bytes, message: m.Message) -> tuple[bytes, int]:
-    """Return the key that joins an answer to its request: each optimizer of a connection has one at a time."""
+    """Return the key that joins an answer to its request: each optimizer of a connection has one."""
     return peer, getattr(message, "optimizer", -1)

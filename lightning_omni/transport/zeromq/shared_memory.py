@@ -9,7 +9,7 @@ side waits for the other to release memory, and no message refers to data that a
 Rule 2: a connection may share a few times the size of the server's parameters, and loses all of it when its rank is
 lost.
 
-Memory that processes of one machine share: created and sealed by one, checked and mapped by another. Linux only.
+The memory is created and sealed by one process, checked and mapped by another. Linux only.
 
 A segment is a memfd: it has a descriptor but no name, and it disappears with the last process that holds it, however
 that ends.
@@ -74,7 +74,6 @@ class MemoryRanges(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         payload: range of this message's payload; None if it follows, or the message has none.
-        answer: range for the answer's payload.
     """
 
     payload: MemoryRange | None = None
@@ -88,10 +87,7 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
     """The message that is sent with a descriptor.
 
     Attributes:
-        rank: rank that owns the connection.
-        segment: number of the segment on that connection; each is higher than the one before.
-        nbytes: its size.
-        released: segments that are not used any more.
+        segment: each number is higher than the one before on this connection.
         mac: see `lightning_omni.wire.handshake.share_mac`.
     """
 
@@ -102,7 +98,6 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
     mac: bytes = b""
 
     def proof(self, secret: bytes, side: str) -> bytes:
-        """Return the MAC by which ``side``, ``"rank"`` or ``"server"``, proves that it has the connection's secret."""
         return share_mac(secret, side, (self.rank, self.segment, self.nbytes, self.released))
 
 
@@ -117,11 +112,6 @@ encode_record = msgspec.msgpack.encode
 
 
 def decode_record(data: Any, kind: type[Anything]) -> Anything:
-    """Decode a message about memory.
-
-    Raises:
-        MalformedMessage: the bytes are no such message.
-    """
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -147,7 +137,7 @@ class Sharing:
         self._count = 0
 
     def range_of(self, tensor: Tensor | None) -> MemoryRange | None:
-        """Return the range of a tensor of bytes for the server; None if its memory cannot be shared."""
+        """Return the range of a tensor of bytes for the server; None if it cannot be shared."""
         if not self._path or tensor is None or not tensor.numel() or (found := find_segment(tensor)) is None:
             return None
         segment, start = found
@@ -198,9 +188,6 @@ class SharedMemory:
     def take(self, share: Share, descriptor: int) -> Shared:
         """Map a segment that a process passes to the server, after unmapping those that its rank released.
 
-        Returns:
-            The answer, with the server's proof.
-
         Raises:
             Refused: the proof is wrong, the segment's number is not higher than the last one, the connection would
                 share too many segments or bytes, or the memory is not safe to map.
@@ -221,11 +208,7 @@ class SharedMemory:
         return Shared(mac=share.proof(secret, "server"))
 
     def at(self, peer: Peer, memory: MemoryRange) -> Tensor:
-        """Return the bytes of a range. They may change at any time.
-
-        Raises:
-            MalformedMessage: the range does not exist.
-        """
+        """Return the bytes of a range. They may change at any time."""
         segment = self._segments.get(peer, {}).get(memory.segment)
         if segment is None or not 0 <= memory.start <= memory.start + memory.nbytes <= segment.numel():
             raise MalformedMessage(f"there are no {memory.nbytes} bytes at {memory.start} of segment {memory.segment}")
@@ -233,23 +216,16 @@ class SharedMemory:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that all connections share."""
         return sum(segment.numel() for mapped in self._segments.values() for segment in mapped.values())
 
     def keep(self, peers: set[Peer]) -> None:
-        """Release the memory of all connections but these."""
         for peer in self._segments.keys() - peers:
             del self._segments[peer]
             self._last.pop(peer, None)
 
 
 class SegmentSocket:
-    """A socket that receives descriptors. It never blocks; call `serve` when its ``fileno`` is readable.
-
-    Args:
-        path: path in a directory that only this user may enter.
-        memory: receives the descriptors.
-    """
+    """A socket in a private directory that receives descriptors. Call `serve` when it is readable."""
 
     def __init__(self, path: str, memory: SharedMemory) -> None:
         self._memory = memory
@@ -264,7 +240,6 @@ class SegmentSocket:
             stack.pop_all()
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when `serve` has work to do."""
         return int(self._ready.fileno())
 
     def serve(self) -> None:
@@ -354,9 +329,7 @@ class Segment:
 
     Attributes:
         number: number that no other segment of this process has had.
-        descriptor: descriptor to pass to other processes.
         address: address of its first byte in this process.
-        nbytes: its size.
     """
 
     number: int
@@ -370,16 +343,11 @@ _made: dict[int, Segment] = {}
 
 
 def can_share_memory() -> bool:
-    """Return whether this system offers such memory."""
     return sys.platform == "linux" and hasattr(os, "memfd_create")
 
 
 def shared_zeros(nbytes: int) -> Tensor:
-    """Return zeros, uint8, ``(nbytes,)``, in a segment of their own, which lives as long as the tensor.
-
-    Raises:
-        OSError: no such memory is available.
-    """
+    """Return zeros, uint8, ``(nbytes,)``, in a segment of their own, which lives as long as the tensor."""
     if sys.platform != "linux":
         raise OSError("only Linux has memfd_create")
     descriptor = os.memfd_create("lightning-omni", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -408,16 +376,11 @@ def find_segment(tensor: Tensor) -> tuple[Segment, int] | None:
 
 
 def is_segment_in_use(number: int) -> bool:
-    """Return whether the memory of a segment of this process is still in use."""
     return number in _made
 
 
 def open_segment(descriptor: int, nbytes: int) -> Tensor:
-    """Map another process's segment: uint8, ``(nbytes,)``. The caller keeps the descriptor.
-
-    Raises:
-        Refused: the memory is not safe to access.
-    """
+    """Map another process's segment: uint8, ``(nbytes,)``. The caller keeps the descriptor."""
     if sys.platform != "linux":
         raise Refused("memory", "only Linux has memory that is safe to share")
     try:

@@ -25,8 +25,7 @@ from lightning_omni.strategy.arguments import refuses_unknown
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.strategy.namespaces import need_namespace
 from lightning_omni.tuning.callback.online_tuner import frequent_switches
-from lightning_omni.tuning.callback.target_metric import MONITORED
-from lightning_omni.tuning.callback.tuned_fit import Fit, JoinedFit, TunedFit, may_form_groups
+from lightning_omni.tuning.callback.tuned_fit import MONITORED, Fit, JoinedFit, TunedFit, may_form_groups
 from lightning_omni.tuning.callback.tuned_run import TunedRun, TunerOptions, last_choice, strategy_of
 from lightning_omni.tuning.search import Choice, Search, Space
 from lightning_omni.tuning.trainer import names_for
@@ -255,12 +254,8 @@ class OmniTunerHooks(_CallbackBase):
             self._fit.validation_starts()
 
     @override
-    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._fitting.sanity_checked()
-
-    @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.sanity_checking and trainer.state.fn == "fit":
+        if trainer.state.fn == "fit":
             self._fitting.validated()
 
     # --- End ----------------------------------------------------------------------------------------------------------
@@ -292,8 +287,7 @@ class OmniTunerHooks(_CallbackBase):
 
     def omni_results(self) -> dict[str, Any]:
         """Return the results in rank 0's process as plain values, for the script's process."""
-        folder = str(self.folder) if self.folder is not None else None
-        return {"state": self.state_dict(), "problem": self.problem, "folder": folder}
+        return {"state": self.state_dict(), "problem": self.problem, "folder": str(self.folder or "")}
 
     def take_omni_results(self, results: dict[str, Any]) -> None:
         """Load the results of rank 0's process in the script's process."""
@@ -318,7 +312,7 @@ class OmniTunerHooks(_CallbackBase):
 
 def _import_libraries() -> None:
     """Import libraries, which takes a second or two; their use reports errors of an installation."""
-    with frequent_switches, suppress(ImportError):
+    with frequent_switches(), suppress(ImportError):
         importlib.import_module("scipy.optimize")
         importlib.import_module("skopt")
 

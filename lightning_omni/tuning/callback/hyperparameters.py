@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,97 +28,6 @@ _REHEARSED_STEPS = 1000
 _REHEARSED_FACTOR = 0.5
 _RATE_TOLERANCE = 0.01
 """The largest deviation from the scaled rate, as a fraction of the highest one: a warm-up may begin at a tiny rate."""
-
-
-def check_scaling(
-    optimizer: Optimizer, schedulers: Sequence[Any], held: Sequence[Any], scale: Callable[[Any, Any, float], None]
-) -> None:
-    """Check that the learning rates of schedulers that are not torch's are those that `scale` sets.
-
-    Copies of the schedulers are stepped, so that the run's own do not change.
-
-    Args:
-        optimizer: the optimizer whose rates they set.
-        schedulers: the schedulers of its rates.
-        held: these, and those that they hold.
-        scale: multiplies the rates of an optimizer and of its schedulers.
-
-    Raises:
-        ConfigurationError: the rates are others, or the schedulers cannot be copied and stepped.
-    """
-    foreign = sorted({type(each).__name__ for each in held if not type(each).__module__.startswith("torch.")})
-    if not foreign:
-        return
-    names = " and ".join(foreign)
-    remedy = (
-        "compute the rates from base_lrs, as the schedulers of torch do, or use those (a SequentialLR of LinearLR and"
-        " CosineAnnealingLR, say)"
-    )
-    try:
-        plain, scaled = (_Rehearsal(optimizer, schedulers, held) for _ in range(2))
-        scale(scaled.optimizer, scaled.schedulers, _REHEARSED_FACTOR)
-        plain.step()
-        scaled.step()
-    except Exception as error:  # a class of the user's own may raise anything
-        raise ConfigurationError(
-            f"{names} cannot be stepped on a copy to learn whether its schedule follows another learning rate"
-            f" ({type(error).__name__}: {error}); {remedy}"
-        ) from error
-    if not plain.is_like(scaled):
-        raise ConfigurationError(
-            f"the schedule of {names} does not follow a learning rate that is chosen, because it keeps a rate of its"
-            f" own under another name than base_lrs; {remedy}"
-        )
-
-
-class _Rehearsal:
-    """Copies of schedulers, with an optimizer that has the rates of theirs, but not its parameters."""
-
-    def __init__(self, optimizer: Optimizer, schedulers: Sequence[Any], held: Sequence[Any]) -> None:
-        groups = [{name: each for name, each in group.items() if name != "params"} for group in optimizer.param_groups]
-        self.optimizer = Optimizer(
-            [{**group, "params": [torch.zeros(1)]} for group in copy.deepcopy(groups)],
-            copy.deepcopy(optimizer.defaults),
-        )
-        memo: dict[int, Any] = {id(optimizer): self.optimizer}
-        for each in held:
-            for value in vars(each).values():
-                if isinstance(value, Optimizer):
-                    memo[id(value)] = self.optimizer
-                elif isinstance(value, Module):
-                    memo[id(value)] = value  # it may be large, and a schedule only reads it
-        self.schedulers = copy.deepcopy(list(schedulers), memo)
-        self._rates: list[list[float]] = []
-
-    def step(self) -> None:
-        """Step the schedulers, and note the rates.
-
-        Raises:
-            Exception: whatever their first step raises. A later one may be beyond the end of the schedule.
-        """
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # no optimizer has stepped
-            try:
-                for _ in range(_REHEARSED_STEPS):
-                    self._step_once()
-            except Exception:
-                if not self._rates:
-                    raise
-
-    def _step_once(self) -> None:
-        for each in self.schedulers:
-            each.step(*[1.0] * isinstance(each, ReduceLROnPlateau))
-        self._rates.append([float(group["lr"]) for group in self.optimizer.param_groups])
-
-    def is_like(self, scaled: _Rehearsal) -> bool:
-        """Return whether the rates of another rehearsal are these times the factor."""
-        highest = 0.0
-        for mine, theirs in zip(self._rates, scaled._rates, strict=False):
-            highest = max(highest, *map(abs, mine))
-            for rate, other in zip(mine, theirs, strict=True):
-                if not abs(other - _REHEARSED_FACTOR * rate) <= _RATE_TOLERANCE * _REHEARSED_FACTOR * highest:
-                    return False
-        return True
 
 
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
@@ -174,7 +84,10 @@ class Hyperparameters:
     @property
     def lr(self) -> float:
         """Return the learning rate at the peak of its schedule."""
-        return self._highest()[0]
+        group = self._optimizer.param_groups[0]
+        peaks = [vars(each)["max_lrs"][0] for each in self._schedulers if "max_lrs" in vars(each)]
+        # The groups of a CyclicLR hold only the lowest rates.
+        return max(map(float, (group.get("max_lr", group.get("initial_lr", group["lr"])), *peaks)))
 
     @property
     def momentum(self) -> float:
@@ -225,25 +138,69 @@ class Hyperparameters:
     def check_schedules(self) -> None:
         """Check that the schedules follow `scale`, before a search begins.
 
-        Raises:
-            ConfigurationError: a scheduler of the user's own class keeps a rate that `scale` does not know.
-        """
-        check_scaling(
-            self._optimizer,
-            self._given,
-            self._schedulers,
-            lambda optimizer, schedulers, factor: type(self)(optimizer, schedulers).scale(factor),
-        )
+        Copies of schedulers that are not torch's are stepped, so that the run's own do not change.
 
-    def _highest(self) -> list[float]:
-        """Return the learning rate of each parameter group at the peak of its schedule."""
-        rates = [
-            float(group.get("max_lr", group.get("initial_lr", group["lr"]))) for group in self._optimizer.param_groups
-        ]
-        for scheduler in self._schedulers:
-            peaks = vars(scheduler).get("max_lrs", rates)  # the groups of a CyclicLR hold only the lowest
-            rates = [max(float(peak), rate) for peak, rate in zip(peaks, rates, strict=True)]
-        return rates
+        Raises:
+            ConfigurationError: their rates are others than those that `scale` sets, or they cannot be copied and
+                stepped.
+        """
+        kinds = {type(each) for each in self._schedulers}
+        foreign = sorted(each.__name__ for each in kinds if not each.__module__.startswith("torch."))
+        if not foreign:
+            return
+        names = " and ".join(foreign)
+        remedy = (
+            "compute the rates from base_lrs, as the schedulers of torch do, or use those (a SequentialLR of LinearLR"
+            " and CosineAnnealingLR, say)"
+        )
+        try:
+            plain, scaled = map(self._rehearsed, (1.0, _REHEARSED_FACTOR))
+        except Exception as error:  # a class of the user's own may raise anything
+            raise ConfigurationError(
+                f"{names} cannot be stepped on a copy to learn whether its schedule follows another learning rate"
+                f" ({type(error).__name__}: {error}); {remedy}"
+            ) from error
+        steps = min(len(plain), len(scaled))
+        highest = np.maximum.accumulate(np.abs(plain[:steps]).max(axis=1, keepdims=True))
+        if not (np.abs(scaled[:steps] / _REHEARSED_FACTOR - plain[:steps]) <= _RATE_TOLERANCE * highest).all():
+            raise ConfigurationError(
+                f"the schedule of {names} does not follow a learning rate that is chosen, because it keeps a rate of"
+                f" its own under another name than base_lrs; {remedy}"
+            )
+
+    def _rehearsed(self, factor: float) -> np.ndarray[Any, Any]:
+        """Return the scaled rates of each parameter group after each step of copied schedulers, shape (steps, groups).
+
+        Their optimizer has the rates of the real one, but not its parameters.
+
+        Raises:
+            Exception: whatever their first step raises. A later one may be beyond the end of the schedule.
+        """
+        own = self._optimizer
+        groups = [{name: each for name, each in group.items() if name != "params"} for group in own.param_groups]
+        copied = Optimizer(
+            [{**group, "params": [torch.zeros(1)]} for group in copy.deepcopy(groups)],
+            copy.deepcopy(own.defaults),
+        )
+        memo: dict[int, Any] = {id(own): copied}
+        for value in itertools.chain.from_iterable(vars(each).values() for each in self._schedulers):
+            if isinstance(value, Optimizer):
+                memo[id(value)] = copied
+            elif isinstance(value, Module):
+                memo[id(value)] = value  # it may be large, and a schedule only reads it
+        copies, rates = copy.deepcopy(self._given, memo), list[list[float]]()
+        Hyperparameters(copied, copies).scale(factor)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # no optimizer has stepped
+            try:
+                for _ in range(_REHEARSED_STEPS):
+                    for each in copies:
+                        each.step(*[1.0] * isinstance(each, ReduceLROnPlateau))
+                    rates.append([float(group["lr"]) for group in copied.param_groups])
+            except Exception:
+                if not rates:
+                    raise
+        return np.array(rates)
 
 
 def _times(value: Any, factor: float) -> float:

@@ -5,39 +5,27 @@
 
 from __future__ import annotations
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+import lightning.pytorch as pl
 
 from lightning_omni.tuning.callback import both_namespaces
 from lightning_omni.tuning.callback.hooks import OmniTunerHooks
 from lightning_omni.tuning.device.device_tuner import DeviceProbeHooks, DeviceTunerHooks
 
-
-class Names:
-    """The names that callbacks use of this namespace."""
-
-    rank_zero_info = staticmethod(rank_zero_info)
-    mixed_precision = MixedPrecision
-    mute_logger = DummyLogger
-    strategies = (SingleDeviceStrategy, DDPStrategy)
+Names = both_namespaces.names_of(pl)
 
 
-class DeviceTuner(DeviceTunerHooks, Callback):  # noqa: D101
+class DeviceTuner(DeviceTunerHooks, pl.Callback):
     __doc__ = DeviceTunerHooks.__doc__
 
 
 class DeviceProbe(DeviceProbeHooks, DeviceTuner):
     """A `DeviceTuner` that ends the fit before its first batch."""
 
-    trainer_class = Trainer
+    trainer_class = pl.Trainer
 
 
-class OmniTuner(OmniTunerHooks, Callback):  # noqa: D101
+class OmniTuner(OmniTunerHooks, pl.Callback):
     __doc__ = OmniTunerHooks.__doc__
 
 
-both_namespaces.take_base(Callback)
+both_namespaces.take_base(pl.Callback)

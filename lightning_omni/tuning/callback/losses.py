@@ -11,7 +11,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,12 +71,6 @@ class DivergenceGuard:
     def is_worse(self, total: float, ranks: float) -> bool:
         """Return whether the mean loss of the ranks that have one exceeds the threshold, or is NaN."""
         return ranks > 0 and not total / ranks <= self.threshold
-
-
-def loss_in(outputs: Any, accumulated: int) -> Tensor | None:
-    """Return the undivided loss from the outputs that Lightning passes to ``on_train_batch_end``."""
-    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-    return loss * accumulated if isinstance(loss, Tensor) else None
 
 
 @dataclass

@@ -71,11 +71,14 @@ class Microbenchmarks:
 
     Args:
         strategy: strategy of a run whose ranks are one group.
+
+    Attributes:
+        averaging: by timed format, seconds that the slowest rank computes to average gradients.
     """
 
     def __init__(self, strategy: OmniStrategyHooks) -> None:
         self._strategy, self._world = strategy, strategy.world
-        self._averaging: dict[str, float] = {}
+        self.averaging: dict[str, float] = {}
 
     @property
     def nbytes(self) -> int:
@@ -104,11 +107,9 @@ class Microbenchmarks:
     @cached_property
     def nodes(self) -> Sites:
         """Return the nodes, and the times of messages within the first that has two ranks."""
-        places = dict[int, list[int]]()
         nodes = self._world.server.nodes_of(self._world.members)
-        for place, node in enumerate(nodes):
-            places.setdefault(node, []).append(place)
-        pair = next((each[:2] for each in places.values() if len(each) > 1), None)
+        places = [[place for place, each in enumerate(nodes) if each == node] for node in dict.fromkeys(nodes)]
+        pair = next((each[:2] for each in places if len(each) > 1), None)
         return Sites(nodes) if pair is None else Sites(nodes, *self._timed(*pair))
 
     @cached_property
@@ -136,28 +137,22 @@ class Microbenchmarks:
     @cached_property
     def push(self) -> float:
         """Return the seconds that a push will take a server, which runs where rank 0 does."""
-        is_there = self._world.rank == self._world.members[0]
-        own = sum(map(seconds_of_push, self._strategy.parts.grouping.real_optimizers)) if is_there else 0.0
-        return gather(self._world, [own])[0][0]
-
-    @property
-    def averaging(self) -> dict[str, float]:
-        """Return, by timed format, the seconds that the slowest rank computes to average gradients."""
-        return dict(self._averaging)
+        timed = self._strategy.parts.grouping.real_optimizers if self._world.rank == self._world.members[0] else []
+        return gather(self._world, [float(sum(map(seconds_of_push, timed)))])[0][0]
 
     def time_averaging(self, formats: tuple[str, ...]) -> None:
         """Time the arithmetic of those all-reduce formats that were not timed yet.
 
         Of PowerSGD only the largest rank is timed, because smaller ones take hardly less: all read the whole gradient.
         """
-        wanted = {each: all_reduce_of(each) for each in formats if each not in self._averaging}
+        wanted = {each: all_reduce_of(each) for each in formats if each not in self.averaging}
         if not wanted:
             return
         costliest = {type(each): each for each in sorted(wanted.values(), key=lambda each: getattr(each, "rank", 0))}
         shapes, device = self.shapes, self._world.device
         rows = gather(self._world, [seconds_of_arithmetic(each, shapes, device) for each in costliest.values()])
         slowest = dict(zip(costliest, map(max, zip(*rows, strict=True)), strict=True))
-        self._averaging.update({name: slowest[type(each)] for name, each in wanted.items()})
+        self.averaging.update({name: slowest[type(each)] for name, each in wanted.items()})
 
     def _seconds_of_all_reduce(self, count: int) -> float:
         numbers = torch.zeros(count, device=self._world.device)
@@ -187,26 +182,21 @@ class Microbenchmarks:
         numbers, group = torch.zeros(count, device=self._world.device), self._world.compute_group
         own, found = self._world.members.index(self._world.rank), 0.0
         for first, second in pairs:
-
-            def there_and_back(other: int = second) -> None:
-                dist.send(numbers, group=group, group_dst=other)
-                dist.recv(numbers, group=group, group_src=other)
-
-            def back_and_there(other: int = first) -> None:
-                dist.recv(numbers, group=group, group_src=other)
-                dist.send(numbers, group=group, group_dst=other)
-
             if own in (first, second):
-                found = self._shortest(there_and_back if own == first else back_and_there)
+                other = second if own == first else first
+                there = partial(dist.send, numbers, group=group, group_dst=other)
+                back = partial(dist.recv, numbers, group=group, group_src=other)
+                found = self._shortest(*((there, back) if own == first else (back, there)))
         seconds = gather(self._world, [found])
         return [seconds[first][0] / 2 for first, _ in pairs]
 
-    def _shortest(self, send: Callable[[], object]) -> float:
+    def _shortest(self, *calls: Callable[[], object]) -> float:
         found = []
         for _ in range(c.MESSAGES):
             wait_for(self._world.device)
             began = time.perf_counter()
-            send()
+            for call in calls:
+                call()
             wait_for(self._world.device)
             found.append(time.perf_counter() - began)
         return min(found)

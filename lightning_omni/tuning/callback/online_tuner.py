@@ -6,9 +6,10 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -152,7 +153,7 @@ class FirstBatches:
         # optimizer, the others wait for it at the next one.
         seconds = [math.fsum(row[step].seconds for row in rows) / len(rows) for step in range(count)]
         samples = [sum(row[step].samples for row in rows) for step in range(count)]
-        take_long = is_faster(1 + self._seconds_of_bytes / _quickest(rows), 1.0)
+        take_long = is_faster(1 + self._alone.reduce_per_byte * self._alone.nbytes / _quickest(rows), 1.0)
         if take_long:
             self._alone.time_averaging(self.spec.space.all_reduce)
         losses = [math.fsum(row[step].loss for row in rows) / len(rows) for step in range(count)]
@@ -170,7 +171,7 @@ class FirstBatches:
             reduce_per_byte=alone.reduce_per_byte,
             hands_on=True,
             shapes=alone.shapes,
-            averaging=alone.averaging,
+            averaging=dict(alone.averaging),
             loading=tuple(math.fsum(each.loading for each in row) / count for row in rows),
             nbytes=alone.nbytes,
             servers=server.count,
@@ -181,11 +182,6 @@ class FirstBatches:
             node_per_byte=places.per_byte,
         )
         return Observation(TrainedBatches(self.spec.start, tuple(ends), tuple(losses)), measured, noise_scale(rows))
-
-    @property
-    def _seconds_of_bytes(self) -> float:
-        """Return the seconds that a gradient's bytes take in an all-reduce."""
-        return self._alone.reduce_per_byte * self._alone.nbytes
 
     def close(self) -> None:
         """Stop timing, and restore the strategy's own balance."""
@@ -368,9 +364,9 @@ class OnlineTuner:
         began, run = time.perf_counter(), self._run
         decision = self._decision = _Decision(batches.seen())
         if run.is_rank_zero:
-            # An early decision takes no time.
-            start = run_inline if batches.is_early else run_in_background
-            decision.found = start(self._finding(decision, batches))
+            decision.found = run_in_background(self._finding(decision, batches))
+            if batches.is_early:  # it takes no time
+                wait([decision.found])
         self._exclude_seconds(time.perf_counter() - began)
         self._poll_decision(decision)
 
@@ -400,7 +396,7 @@ class OnlineTuner:
             batches.spec = self._spec = self._space.restrict_to_server(batches.spec)
             if run.is_rank_zero:
                 run.rounds.pop()
-                decision.found = run_inline(self._finding(decision, batches))
+                decision.found = run_in_background(self._finding(decision, batches))
             command = run.broadcast_command(self._command(decision, batches.spec))
         if command is not None and command.error:
             raise ConfigurationError(command.error)
@@ -414,8 +410,10 @@ class OnlineTuner:
             else:
                 self._postponed = command
             splits = command.setting.groups == 1 and command.setting.rebalance
-            if splits and decision.observation is not None:
-                self._time_again(decision.observation, batches)
+            if splits and decision.observation is not None and not self._known:
+                # One group with proportional batches is timed once more, to see whether it is as fast as predicted.
+                self._known = [decision.observation.measured]
+                self._time(batches.spec, batches)
         if is_over:
             run.state.unfinished = self._postponed is not None
         return command is not None
@@ -463,17 +461,10 @@ class OnlineTuner:
                 return None
             if search.known and search.choice().setting in (run.state.setting, spec.start):
                 return Command(run.setting)  # the forecast was right, or nothing is better
-            run.remember(search, run.seconds)
             self._speed_record.search_begins()
             return run.conclude(search)
         except OmniError as error:
             return Command(spec.start, error=str(error))
-
-    def _time_again(self, observation: Observation, before: FirstBatches) -> None:
-        """Time one group with proportional batches, once, to see whether it is as fast as predicted."""
-        if not self._known:
-            self._known = [observation.measured]
-            self._time(before.spec, before)
 
     def adopt(self, command: Command) -> None:
         """Train with the setting of a command from now on. All ranks call it."""
@@ -484,9 +475,7 @@ class OnlineTuner:
             run.world.dismiss_server()
         else:
             self._applied.capture()
-            run.state.reference = run.batch(len(run.world.live_ranks)) / command.setting.groups
-            scale = replace(command, scale=command.setting.lr / start.lr / run.state.scaled)
-            self._applied.apply(run.hyperparameters(), scale)
+            self._applied.apply(command)
         self._applied.watch(command.divergence_threshold, keeps=True)
         run.state.rounds, run.state.learnt_below = run.state.rounds + 1, command.learnt_below
         self._speed_record.changed(in_mid_epoch=run.strategy.parts.epochs.is_open)
@@ -513,7 +502,7 @@ def run_in_background(find: Callable[[], Found]) -> Future[Found]:
     """
 
     def find_in_background() -> Found:
-        with frequent_switches:
+        with frequent_switches():
             return find()
 
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="omni-tuner")
@@ -522,38 +511,22 @@ def run_in_background(find: Callable[[], Found]) -> Future[Found]:
     return found
 
 
-def run_inline(find: Callable[[], Found]) -> Future[Found]:
-    """Run a fast function in the calling thread, and return its finished future."""
-    found: Future[Found] = Future()
+_lock = threading.Lock()
+_intervals: list[float] = []
+"""The intervals that threads have found on entering `frequent_switches`, the first of them Python's own."""
+
+
+@contextmanager
+def frequent_switches() -> Iterator[None]:
+    """Let Python switch threads every `SWITCH_INTERVAL` while a thread computes beside training."""
+    with _lock:
+        _intervals.append(SWITCH_INTERVAL if _intervals else sys.getswitchinterval())
+        sys.setswitchinterval(min(SWITCH_INTERVAL, _intervals[0]))
     try:
-        found.set_result(find())
-    except Exception as error:
-        found.set_exception(error)
-    return found
+        yield
+    finally:
+        with _lock:
+            sys.setswitchinterval(_intervals.pop())
 
 
-class _FrequentSwitches:
-    """A context in which Python switches threads every `SWITCH_INTERVAL`."""
-
-    def __init__(self) -> None:
-        self._lock, self._within, self._before = threading.Lock(), 0, 0.0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._within:
-                self._before = sys.getswitchinterval()
-                sys.setswitchinterval(min(SWITCH_INTERVAL, self._before))
-            self._within += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._within -= 1
-            if not self._within:
-                sys.setswitchinterval(self._before)
-
-
-frequent_switches = _FrequentSwitches()
-"""The context of a thread that computes beside training."""
-
-
-__all__ = ["OnlineTuner", "frequent_switches", "run_in_background", "run_inline"]
+__all__ = ["OnlineTuner", "frequent_switches", "run_in_background"]

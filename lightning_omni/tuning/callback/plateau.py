@@ -62,11 +62,14 @@ class PlateauGuard:
         applied: the setting that it trains with.
         speeds: the record of its speed.
         reports: the reports of a change.
+
+    Attributes:
+        trial: the present trial; None if there is none.
     """
 
     def __init__(self, run: TunedRun, applied: AppliedSetting, speeds: SpeedRecord, reports: TunerReports) -> None:
         self._run, self._applied, self._speed_record, self._reports = run, applied, speeds, reports
-        self._trial: UserSettingTrial | None = None
+        self.trial: UserSettingTrial | None = None
         self._noted: list[Tensor] = []  # losses that belong to no window yet
         self._is_inside = False  # whether their first one was inside an epoch
 
@@ -74,27 +77,20 @@ class PlateauGuard:
 
     def batch_done(self, loss: Tensor | None) -> None:
         """Record a batch, and end a trial that is over."""
-        trainer, trial = self._run.trainer, self._trial
-        losses = [loss.detach().float().mean()] if loss is not None else []
+        trainer, trial = self._run.trainer, self.trial
+        if loss is not None:
+            (self._noted if trial is None else trial.losses).append(loss.detach().float().mean())
         if trial is None:
-            self._noted += losses
             return
-        trial.losses += losses
         trial.taken += will_step(trainer)
         if trial.taken >= trial.end and will_step(trainer) and not trainer.is_last_batch:
             self._end(trial)
 
     def synchronized(self, ends_epoch: bool) -> None:
         """Update the windows after a synchronization of all groups. All ranks call it."""
-        is_over = True
-        if not self.is_trying and self._is_watched:
-            is_over = self._follow(least=int(ends_epoch and not self._is_inside))
-        if is_over:
+        is_followed = self.trial is None and self._is_watched
+        if not is_followed or self._follow(least=int(ends_epoch and not self._is_inside)):
             self._noted, self._is_inside = [], not ends_epoch
-
-    @property
-    def is_trying(self) -> bool:
-        return self._trial is not None
 
     @property
     def is_due(self) -> bool:
@@ -172,7 +168,7 @@ class PlateauGuard:
         """Begin a trial of the user's own setting. All ranks call it."""
         run, curve = self._run, self._run.state.losses
         steps = self._length
-        starts_over = not self.has_learnt and self._applied.can_restart
+        starts_over = not self.has_learnt and self._applied.rollback_point is not None
         learnt = "is no lower than it was before" if starts_over else "hardly falls any more"
         run.info(
             f"OmniTuner: the training loss {learnt} ({curve.now:.4g}) with {run.state.setting}: your own setting is"
@@ -180,14 +176,14 @@ class PlateauGuard:
         )
         before = self._applied.begin_trial(starts_over)
         curve.trial_begins()
-        self._trial = UserSettingTrial(steps, steps, self._speed_record.stash_speeds(), before)
+        self.trial = UserSettingTrial(steps, steps, self._speed_record.stash_speeds(), before)
 
     def ended(self) -> None:
         """Restore the weights from before a trial in which training ends, if it has raised the loss.
 
         All ranks call it.
         """
-        trial, self._trial = self._trial, None
+        trial, self.trial = self.trial, None
         if trial is None:
             return
         outcome = TrialOutcome.of(self._losses(trial), self._run.state.losses)
@@ -197,10 +193,8 @@ class PlateauGuard:
 
     def _losses(self, trial: UserSettingTrial) -> list[float]:
         """Return the mean loss of each batch over ranks. All ranks call it."""
-        if not trial.losses:
-            return []
-        losses: list[float] = self._run.strategy.reduce(torch.stack(trial.losses), reduce_op="mean").tolist()
-        return losses
+        summed = self._run.strategy.reduce(torch.stack(trial.losses), reduce_op="mean") if trial.losses else None
+        return [] if summed is None else list(summed.tolist())
 
     def _end(self, trial: UserSettingTrial) -> None:
         """Keep the user's own setting, extend the trial, or restore the setting before it. All ranks call it."""
@@ -212,7 +206,7 @@ class PlateauGuard:
         if run.broadcast(int(may_go_on and is_falling(losses))):
             trial.end = trial.taken + trial.length
             return
-        self._trial, outcome = None, TrialOutcome(run.broadcast(outcome))
+        self.trial, outcome = None, TrialOutcome(run.broadcast(outcome))
         if outcome is TrialOutcome.BETTER:
             state.is_final, state.before_trial = True, None
             why = "it lowers the training loss further"

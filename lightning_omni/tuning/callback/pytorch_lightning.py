@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-from pytorch_lightning import Trainer
-from pytorch_lightning.callbacks import Callback
-from pytorch_lightning.loggers.logger import DummyLogger
-from pytorch_lightning.plugins import MixedPrecision
-from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
-from pytorch_lightning.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
+import pytorch_lightning as pl
 
 from lightning_omni.tuning.callback import both_namespaces
 from lightning_omni.tuning.callback.hooks import OmniTunerHooks
 from lightning_omni.tuning.device.device_tuner import DeviceProbeHooks, DeviceTunerHooks
 
-
-class Names:
-    """The names that callbacks use of this namespace."""
-
-    rank_zero_info = staticmethod(rank_zero_info)
-    mixed_precision = MixedPrecision
-    mute_logger = DummyLogger
-    strategies = (SingleDeviceStrategy, DDPStrategy)
+Names = both_namespaces.names_of(pl)
 
 
-class DeviceTuner(DeviceTunerHooks, Callback):  # noqa: D101
+class DeviceTuner(DeviceTunerHooks, pl.Callback):
     __doc__ = DeviceTunerHooks.__doc__
 
 
 class DeviceProbe(DeviceProbeHooks, DeviceTuner):
     """A `DeviceTuner` that ends the fit before its first batch."""
 
-    trainer_class = Trainer
+    trainer_class = pl.Trainer
 
 
-class OmniTuner(OmniTunerHooks, Callback):  # noqa: D101
+class OmniTuner(OmniTunerHooks, pl.Callback):
     __doc__ = OmniTunerHooks.__doc__
 
 
-both_namespaces.take_base(Callback)
+both_namespaces.take_base(pl.Callback)

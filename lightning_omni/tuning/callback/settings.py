@@ -166,11 +166,12 @@ class FitSpace:
             space = replace(space, period=())
         options = world.options
         if (options.method, options.compression, options.overlap) == _USUAL:
+            is_averaged_otherwise = has_ddp_comm_hook(run.strategy) or self._has_sparse_gradients
             space = replace(
                 space,
                 method=space.method or self._methods(),
                 compression=space.compression or DEFAULT_WIRES,
-                all_reduce=space.all_reduce or self._all_reduces(),
+                all_reduce=space.all_reduce or (() if is_averaged_otherwise else DEFAULT_ALL_REDUCES),
             )
         return space
 
@@ -180,11 +181,6 @@ class FitSpace:
         if reason and not self._run.problem:
             self._run.info(f"OmniTuner: {groups} groups are not tried: {reason}")
         return not reason
-
-    def _all_reduces(self) -> tuple[str, ...]:
-        """Return the usable all-reduce formats: none with sparse gradients or a user's communication hook."""
-        has_hook = has_ddp_comm_hook(self._run.strategy)
-        return () if has_hook or self._has_sparse_gradients else DEFAULT_ALL_REDUCES
 
     def _methods(self) -> tuple[str, ...]:
         """Return the methods with known costs that groups of this run can use."""
@@ -251,29 +247,30 @@ class AppliedSetting:
 
     Attributes:
         seconds_to_form: seconds that the latest formation of several groups took; `FORMING` before the first one.
+        rollback_point: the state of the run before its choice, with later weights once it has learnt; None if unknown.
     """
 
     def __init__(self, run: TunedRun, space: FitSpace) -> None:
         self._run, self._space = run, space
         self.seconds_to_form = c.FORMING
         self._guard: DivergenceGuard | None = None
-        self._before: RollbackPoint | None = None
+        self.rollback_point: RollbackPoint | None = None
         self._exchanged = 0.0
 
     # --- Applying -----------------------------------------------------------------------------------------------------
 
     def capture(self) -> None:
         """Store the present state of the run as its rollback point."""
-        self._before = self._now()
+        self.rollback_point = self._now()
 
-    def apply(self, hyperparameters: Hyperparameters, command: Command) -> None:
+    def apply(self, command: Command) -> None:
         """Train with the setting of a command from now on. All ranks call it."""
-        state = self._run.state
+        run, state, hyperparameters = self._run, self._run.state, self._run.hyperparameters()
         hyperparameters.set_momentum(command.setting.momentum)
         hyperparameters.make_default()
-        hyperparameters.scale(command.scale)
-        state.scaled *= command.scale
+        hyperparameters.scale(command.setting.lr / run.own.lr / state.scaled)
         state.setting = command.setting
+        state.reference = run.batch(len(run.world.live_ranks)) / command.setting.groups
         state.speeds = sorted(command.speeds.items()) if command.speeds and command.by_speed else []
         self.form(command.setting, command.speeds, command.by_speed)
 
@@ -310,17 +307,9 @@ class AppliedSetting:
 
     def restore_user_setting(self) -> None:
         """Restore the user's own setting, in one group. All ranks call it."""
-        run, own = self._run, self._run.own
-        hyperparameters = run.hyperparameters()
-        run.strategy.parts.grouping.merge()
-        hyperparameters.set_momentum(own.momentum)
-        hyperparameters.make_default()
-        hyperparameters.scale(1 / run.state.scaled)
-        communicate(run.strategy, communication_of(own, run.world.communication))
-        apply_further(run.options.further, run.world, own)
-        run.state.setting, run.state.scaled = own, 1.0
-        run.state.reference = float(run.batch(len(run.world.live_ranks)))
-        self._guard = self._before = None  # they belong to the choice that is undone
+        self._run.strategy.parts.grouping.merge()
+        self.apply(Command(self._run.own))
+        self._guard = self.rollback_point = None  # they belong to the choice that is undone
 
     # --- Watching -----------------------------------------------------------------------------------------------------
 
@@ -334,7 +323,7 @@ class AppliedSetting:
         state = self._run.state
         known = [each for each in (threshold, state.divergence_threshold if keeps else math.nan) if math.isfinite(each)]
         state.divergence_threshold = max(known, default=math.nan)
-        guards = known and self._before is not None and not self.is_user_setting
+        guards = known and self.rollback_point is not None and not self.is_user_setting
         self._guard = DivergenceGuard(state.divergence_threshold) if guards else None
 
     @property
@@ -369,11 +358,11 @@ class AppliedSetting:
 
     def capture_weights(self) -> None:
         """Store the present weights in the rollback point, where the run has not diverged. All ranks call it."""
-        if self._guard is None or self._before is None:
+        if self._guard is None or self.rollback_point is None:
             return
         # If one rank refuses, all do: a rollback would otherwise leave them with different weights.
-        if not any(self._run.world.all_reduce_max([int(self._before.is_spoilt)])):
-            self._before.keep_weights()
+        if not any(self._run.world.all_reduce_max([int(self.rollback_point.is_spoilt)])):
+            self.rollback_point.keep_weights()
 
     def roll_back(self) -> None:
         """Restore the rollback point, in one group with the user's own setting. All ranks call it.
@@ -382,14 +371,14 @@ class AppliedSetting:
         smaller steps.
         """
         run, state, was = self._run, self._run.state, self._run.setting
-        assert self._before is not None
+        assert self.rollback_point is not None
         run.strategy.parts.grouping.merge()
-        self.return_to(self._before)
+        self.return_to(self.rollback_point)
         state.is_final = True
         if was.groups == 1 and (was.all_reduce, was.further) == (run.own.all_reduce, run.own.further):
-            self._train_in_one_group(replace(was, lr=was.lr / c.RATE_FACTOR), 1 / c.RATE_FACTOR)
+            self._train_in_one_group(replace(was, lr=was.lr / c.RATE_FACTOR))
         else:
-            self._train_in_one_group(run.own, 1 / state.scaled)
+            self._train_in_one_group(run.own)
         self.watch(state.divergence_threshold)
         run.info(
             f"OmniTuner: the run has diverged with {was}: it is rolled back to the weights that it had after the last"
@@ -408,16 +397,12 @@ class AppliedSetting:
 
     # --- Trials of the user's own setting -----------------------------------------------------------------------------
 
-    @property
-    def can_restart(self) -> bool:
-        """Return whether a trial can begin from the rollback point."""
-        return self._before is not None
-
     def begin_trial(self, starts_over: bool) -> RollbackPoint:
         """Train with the user's own setting in one group. All ranks call it.
 
         Args:
-            starts_over: whether the trial begins from the rollback point instead of the present weights.
+            starts_over: whether the trial begins from the rollback point, if there is one, instead of the present
+                weights.
 
         Returns:
             The state of the run before the trial.
@@ -426,10 +411,9 @@ class AppliedSetting:
         speeds, state.before_trial = state.speeds, state.setting
         run.strategy.parts.grouping.merge()
         before = self._now()
-        if starts_over:
-            assert self._before is not None
-            self.return_to(self._before)
-        self._train_in_one_group(run.own, 1 / state.scaled)
+        if starts_over and self.rollback_point is not None:
+            self.return_to(self.rollback_point)
+        self._train_in_one_group(run.own)
         state.speeds = speeds  # end_trial forms the groups by them again
         self._guard = None
         return before
@@ -448,9 +432,7 @@ class AppliedSetting:
         before = replace(before, groups=min(before.groups, len(run.world.live_ranks)))
         speeds = dict(state.speeds) or None
         state.before_trial = None
-        state.reference = run.batch(len(run.world.live_ranks)) / before.groups
-        scale = before.lr / run.own.lr / state.scaled
-        self.apply(run.hyperparameters(), Command(before, speeds=speeds, by_speed=bool(speeds), scale=scale))
+        self.apply(Command(before, speeds=speeds, by_speed=bool(speeds)))
         self.watch(math.nan, keeps=True)
 
     # --- Giving groups up ---------------------------------------------------------------------------------------------
@@ -459,14 +441,11 @@ class AppliedSetting:
         """Train with a setting of one group from now on, and choose no other any more. All ranks call it."""
         run, state = self._run, self._run.state
         run.strategy.parts.grouping.merge()
-        self._train_in_one_group(setting, setting.lr / run.own.lr / state.scaled)
+        self._train_in_one_group(setting)
         state.is_final = True
         self.watch(state.divergence_threshold)
 
-    def _train_in_one_group(self, setting: Setting, factor: float) -> None:
-        """Train with a setting in one group, with scaled learning rates; batches are split by speed where that pays."""
-        run = self._run
-        rebalance = bool(run.strategy.parts.epochs.leases) and self._space.may_rebalance
-        run.state.reference = float(run.batch(len(run.world.live_ranks)))
-        alone = replace(setting, groups=1, rebalance=rebalance)
-        self.apply(run.hyperparameters(), Command(alone, scale=factor))
+    def _train_in_one_group(self, setting: Setting) -> None:
+        """Train with a setting in one group; batches are split by speed where that pays."""
+        rebalance = bool(self._run.strategy.parts.epochs.leases) and self._space.may_rebalance
+        self.apply(Command(replace(setting, groups=1, rebalance=rebalance)))

@@ -104,10 +104,6 @@ class Speed:
         """Return an upper bound of the log rate, which noise exceeds with at most this probability."""
         return math.log(self.rate) + _standard_errors(probability) * self.error
 
-    def is_known_within(self, factor: float) -> bool:
-        """Return whether noise hides no more than a factor."""
-        return _standard_errors(c.FALSE_ALARM) * self.error <= math.log(factor)
-
 
 class SpeedHistory:
     """The speeds of a run's epochs, and whether it trains faster or slower than before.
@@ -157,11 +153,9 @@ class RunThroughput:
     Example:
         >>> moments = iter([0.0, 2.0, 4.0, 100.0, 102.0])
         >>> counted = RunThroughput(clock=lambda: next(moments))
-        >>> counted.go()
         >>> for _ in range(3):
         ...     counted.batch_done(8)
-        >>> counted.pause(), counted.go()  # a validation
-        (None, None)
+        >>> counted.interrupt()  # by a validation
         >>> counted.batch_done(8), counted.batch_done(8)
         (None, None)
         >>> counted.take()
@@ -170,25 +164,16 @@ class RunThroughput:
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         self._timer = StepTimer(clock)
-        self._is_on = False
         self.trained = TimedBatches()
 
-    def go(self) -> None:
-        """Start counting."""
-        self._is_on = True
+    def interrupt(self) -> None:
+        """Leave the next batch uncounted, because its time includes more than training."""
         self._timer.interrupt()
-
-    def pause(self) -> None:
-        """Stop counting."""
-        self._is_on = False
 
     def batch_done(self, samples: int) -> None:
         """Count this rank's samples in a batch."""
-        if not self._is_on:
-            return
-        seconds = self._timer.done()
-        timed = TimedBatches() if seconds is None else TimedBatches(samples, seconds, 1, seconds**2)
-        self.trained = self.trained + timed
+        if (seconds := self._timer.done()) is not None:
+            self.trained = self.trained + TimedBatches(samples, seconds, 1, seconds**2)
 
     def take(self) -> TimedBatches:
         """Return and drop the batches since the last call."""
@@ -204,10 +189,6 @@ def samples_in(trainer: Trainer, batch_idx: int) -> int:
     loader: Any = loader_of(trainer)  # its sampler has a length
     size = batch_size_of(loader)
     return max(0, min(size, len(loader.sampler) - batch_idx * size))
-
-
-_OTHER_SPEED = "the ranks train at another speed than before"
-"""The reason to choose again."""
 
 
 class SpeedRecord:
@@ -263,8 +244,8 @@ class SpeedRecord:
         if run.rounds and run.state.setting is not None and rate > 0:
             groups = run.state.setting.groups
             before = self._totals.get(groups, (0.0, 0.0))
-            self._totals[groups] = before[0] + timed, before[1] + timed / rate
-            run.rounds[-1].measured_after[groups] = self._totals[groups][0] / self._totals[groups][1]
+            samples, seconds = self._totals[groups] = before[0] + timed, before[1] + timed / rate
+            run.rounds[-1].measured_after[groups] = samples / seconds
         is_mixed = self._changed_in == run.trainer.current_epoch  # part of it was trained with another setting
         self.speed = _speed(timed, rate, variance)
         self._has_changed = self.speed is not None and not is_mixed and self._speeds.add(self.speed)
@@ -287,8 +268,8 @@ class SpeedRecord:
     def reason(self) -> str:
         """Return why another search may be worth its time, or ""; the same on all ranks."""
         # The forecast ignores how the run went with its choice, and would choose the same again.
-        has_changed = self._has_changed and not self._run.state.is_final
-        return _OTHER_SPEED if self._run.broadcast(int(has_changed)) else ""
+        has_changed = self._run.broadcast(int(self._has_changed and not self._run.state.is_final))
+        return "the ranks train at another speed than before" if has_changed else ""
 
 
 def _speed(timed: float, rate: float, variance: float) -> Speed | None:
@@ -367,10 +348,9 @@ class ForecastCheck:
 
         All ranks call it.
         """
-        if not self._is_due:
-            return ""
-        speed = self._speed_record.speed_so_far()
-        return self._check(speed) if speed is not None and speed.is_known_within(c.GAIN) else ""
+        speed = self._speed_record.speed_so_far() if self._is_due else None
+        is_known = speed is not None and speed.log_most() - math.log(speed.rate) <= math.log(c.GAIN)
+        return self._check(speed) if speed is not None and is_known else ""
 
     @property
     def _is_due(self) -> bool:

@@ -8,8 +8,10 @@ Rule: rank 0 decides, and sends its decision to the others before any action; al
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,26 +19,100 @@ from typing_extensions import override
 
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.methods import AsyncSGD, Method
+from lightning_omni.runtime.balance import gather_values
+from lightning_omni.strategy import NAMESPACES
 from lightning_omni.strategy.hooks import OmniStrategyHooks
-from lightning_omni.strategy.lightning_internals.callbacks import is_fast_dev_run
+from lightning_omni.strategy.lightning_internals.callbacks import callbacks_of, is_fast_dev_run
 from lightning_omni.strategy.lightning_internals.loops import should_stop_now, will_step
+from lightning_omni.strategy.lightning_internals.metrics import loss_in
 from lightning_omni.strategy.lightning_internals.strategies import has_ddp_comm_hook
 from lightning_omni.tuning.callback.hyperparameters import Hyperparameters
-from lightning_omni.tuning.callback.losses import loss_in
 from lightning_omni.tuning.callback.online_tuner import OnlineTuner
 from lightning_omni.tuning.callback.plateau import PlateauGuard
 from lightning_omni.tuning.callback.settings import AppliedSetting, FitSpace
 from lightning_omni.tuning.callback.speed import ForecastCheck, SpeedRecord, samples_in
-from lightning_omni.tuning.callback.target_metric import MONITORED, MonitoredMetric
 from lightning_omni.tuning.callback.tuned_run import TunedRun, TunerOptions, TunerReports
 from lightning_omni.tuning.model.forecast import Scaling, Setting, explicit_for
 from lightning_omni.tuning.search import Space
 from lightning_omni.tuning.search import constants as c
-from lightning_omni.tuning.trainer import end_epoch
+from lightning_omni.tuning.trainer import end_epoch, log
 from lightning_omni.wire.compression import EXACT
 
 if TYPE_CHECKING:
-    from pytorch_lightning import Trainer
+    from pytorch_lightning import LightningModule, Trainer
+
+
+# --- The metric that a run is tuned for -------------------------------------------------------------------------------
+
+# Whether a run logs it is checked as early as possible. A metric that is logged in the sanity check is accepted;
+# otherwise the first validations decide, as for EarlyStopping.
+
+MONITORED = "val_loss"
+"""The default metric."""
+_LATE = "on_train_epoch_end"
+"""The hook whose metrics are missing until the second validation."""
+
+
+class MonitoredMetric:
+    """The metrics that were logged, until it is certain whether the wanted one is among them.
+
+    Args:
+        name: name of the metric.
+        is_needed: whether anything depends on it.
+    """
+
+    def __init__(self, name: str, is_needed: bool) -> None:
+        self.name, self._is_needed = name, is_needed
+        self._known: set[str] = set()
+        self._validations = 0
+        self._is_decided = not is_needed
+
+    def check_validated(self, trainer: Trainer) -> None:
+        """Reject a fit in which the metric is never read.
+
+        Raises:
+            ConfigurationError: there is no validation.
+        """
+        if not self._is_decided and not trainer.enable_validation:
+            raise ConfigurationError(
+                f"target= is compared with monitor={self.name!r} when the run validates, and this one never does; pass"
+                " validation data, or target=None"
+            )
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether the next validation may still decide; the same on all ranks, even if their metrics differ."""
+        return self._is_needed and self._validations < 2
+
+    def validated(self, trainer: Trainer, module: LightningModule, names: Iterable[str]) -> str:
+        """Record the metrics of a validation, and return an error message if the wanted one is missing."""
+        self.record(names)
+        self._validations += 1
+        if self._is_decided or (self._validations == 1 and _may_log_late(trainer, module)):
+            return ""  # metrics of an epoch's end appear in the next validation
+        return self._problem
+
+    def record(self, names: Iterable[str]) -> None:
+        self._known |= set(names)
+        self._is_decided = self._is_decided or self.name in self._known
+
+    @property
+    def _problem(self) -> str:
+        known = sorted(name for name in self._known if name.removesuffix("_step").removesuffix("_epoch") == name)
+        near = difflib.get_close_matches(self.name, known, n=1)
+        meant = f"did you mean {near[0]!r}? " if near else ""
+        there = f"Logged are {', '.join(known)}" if known else "Nothing is logged"
+        return f"monitor={self.name!r}: no metric of that name is logged; {meant}{there}"
+
+
+def _may_log_late(trainer: Trainer, module: LightningModule) -> bool:
+    """Return whether the hook `_LATE` of the module or a user's callback may log something."""
+    known = tuple(f"{name}." for name in (*NAMESPACES, "lightning_omni"))
+    hooks = [getattr(type(each), _LATE, None) for each in (module, *callbacks_of(trainer))]
+    return any(hook is not None and not (getattr(hook, "__module__", None) or "").startswith(known) for hook in hooks)
+
+
+# --- Fits -------------------------------------------------------------------------------------------------------------
 
 
 def may_form_groups(options: TunerOptions, trainer: Trainer) -> bool:
@@ -78,11 +154,8 @@ class Fit:
     def validation_starts(self) -> None:
         """Act before a validation."""
 
-    def sanity_checked(self) -> None:
-        """Act after the validation before the first batch."""
-
     def validated(self) -> None:
-        """Act after a validation."""
+        """Act after a validation, also the one before the first batch."""
 
     def epoch_done(self) -> None:
         """Act at the end of an epoch, which is a synchronization point."""
@@ -110,8 +183,7 @@ class TunedFit(Fit):
         self.speeds = SpeedRecord(run)
         self.reports = TunerReports(run)
         self.plateau = PlateauGuard(run, self.applied, self.speeds, self.reports)
-        parts = run, self.space, self.applied, self.speeds, self.reports
-        self.online = OnlineTuner(*parts)
+        self.online = OnlineTuner(run, self.space, self.applied, self.speeds, self.reports)
         self.check = ForecastCheck(run, self.applied, self.speeds, self.reports)
 
     @staticmethod
@@ -162,13 +234,16 @@ class TunedFit(Fit):
             if run.options.budget:
                 hyperparameters.check_schedules()
         except (ConfigurationError, UnsupportedError) as error:
-            self._disable(str(error), may_split=self._may_split_untuned)
+            may_split = bool(run.options.budget) and self.space.may_rebalance and not is_fast_dev_run(run.trainer)
+            self._disable(str(error), may_split=may_split)
             return
         if run.state.setting is not None and run.state.ranks != run.world.size:
             self._prepare_new_search(hyperparameters)
         if run.may_change_inside:  # the third window may show a flat loss
             run.strategy.parts.epochs.check_every = c.FEWEST_WINDOWS * c.SHORTEST_WINDOW * run.batch(run.world.size)
             run.strategy.parts.epochs.on_check = self._synchronized
+        if run.options.budget and run.world.size > 1:  # all ranks are one group
+            run.hosts = tuple(dict.fromkeys(gather_values(run.world, socket.gethostname(), str)))
         if run.state.setting is not None:
             self._resume()
         else:
@@ -191,12 +266,6 @@ class TunedFit(Fit):
         splits = may_split and self.applied.split_by_speed()
         but = ", but batches are split in proportion to the ranks' speeds where that pays" if splits else ""
         run.info(f"OmniTuner: nothing is tuned{but}: {problem}")
-
-    @property
-    def _may_split_untuned(self) -> bool:
-        """Return whether an untuned run may split batches by speed, which changes nothing else."""
-        run = self.run
-        return bool(run.options.budget) and self.space.may_rebalance and not is_fast_dev_run(run.trainer)
 
     def _prepare_new_search(self, hyperparameters: Hyperparameters) -> None:
         """Prepare a new search for a run resumed with another number of ranks."""
@@ -231,15 +300,14 @@ class TunedFit(Fit):
     @property
     def _lacks_server(self) -> bool:
         """Return whether a resumed run needs several groups, now or after a trial, without having a server."""
-        state = self.run.state
-        settings = [each for each in (state.setting, state.before_trial) if each is not None]
+        settings = (self.run.setting, self.run.state.before_trial or self.run.setting)
         return any(each.groups > 1 for each in settings) and not self.space.join_server()
 
     # --- Training -----------------------------------------------------------------------------------------------------
 
     @override
     def epoch_starts(self) -> None:
-        self.speeds.throughput.go()
+        self.speeds.throughput.interrupt()
         self.online.interrupted()
 
     @override
@@ -256,10 +324,7 @@ class TunedFit(Fit):
         self.online.batch_done(loss)
         self.applied.batch_done(loss)
         self.plateau.batch_done(loss)
-        self._check_one_group()
-
-    def _check_one_group(self) -> None:
-        """Check the speed of one group, whose ranks are all at the same step, inside an epoch."""
+        # The ranks of one group are all at the same step, so its speed is checked inside an epoch.
         run, trainer = self.run, self.run.trainer
         may_change = run.options.retune_every is not None and not self.online.is_timing
         may_change &= run.may_change_inside
@@ -268,18 +333,16 @@ class TunedFit(Fit):
 
     @override
     def validation_starts(self) -> None:
-        self.speeds.throughput.pause()
         self.online.interrupted()
-
-    @override
-    def sanity_checked(self) -> None:
-        self.monitor.sanity_checked(self.run.trainer.callback_metrics)
 
     @override
     def validated(self) -> None:
         run, options = self.run, self.run.options
         metrics = run.trainer.callback_metrics
-        self.speeds.throughput.go()
+        if run.trainer.sanity_checking:
+            self.monitor.record(metrics)
+            return
+        self.speeds.throughput.interrupt()
         if self.monitor.is_open:
             problem, world = self.monitor.validated(run.trainer, run.module, metrics), run.world
             # While groups train, all have the same metrics, but at different times.
@@ -315,7 +378,7 @@ class TunedFit(Fit):
         self.plateau.synchronized(ends_epoch)
         if self.plateau.has_learnt:
             self.applied.capture_weights()
-        if not may_change or self.plateau.is_trying:
+        if not may_change or self.plateau.trial is not None:
             return
         if why := reason():
             self.online.begin_again(why)
@@ -468,11 +531,9 @@ class JoinedFit(Fit):
         hyperparameters.set_momentum(setting.momentum)
         hyperparameters.make_default()
         hyperparameters.scale(setting.lr / run.own.lr / state.scaled)
-        state.scaled, state.setting = setting.lr / run.own.lr, setting
+        state.setting = setting
         run.info(f"OmniTuner: trains with {setting}, as suits the number of groups in the run")
-        metrics = {"omni/groups": float(groups), "omni/momentum": setting.momentum, "omni/lr": setting.lr}
-        for logger in run.trainer.loggers:
-            logger.log_metrics(metrics, step=run.trainer.global_step)
+        log(run.trainer, {"omni/groups": float(groups), "omni/momentum": setting.momentum, "omni/lr": setting.lr})
 
 
 def check_joined(options: TunerOptions) -> None:

@@ -23,7 +23,7 @@ from lightning_omni.tuning.model.forecast import Setting
 from lightning_omni.tuning.report import ReportOrigin, Round, RunTimes, TuningReport
 from lightning_omni.tuning.search import Choice, Dimension, Search, TrainedSegment
 from lightning_omni.tuning.search import constants as c
-from lightning_omni.tuning.trainer import batch_size_of, check_tunable, log
+from lightning_omni.tuning.trainer import batch_size_of, check_tunable, folder_of, log
 from lightning_omni.wire.steps_and_samples import ReferenceBatch
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ class Command(Serializable):
         setting: the setting to train with from now on.
         speeds: samples per second of each rank; None if unknown.
         by_speed: whether groups are formed by them.
-        scale: factor of the learning rates.
         divergence_threshold: the training loss above which the run has diverged with that setting; NaN if unknown.
         learnt_below: the training loss below which it has learnt something with that setting; NaN if unknown.
         why: the reasons of the choice.
@@ -50,21 +49,10 @@ class Command(Serializable):
     setting: Setting
     speeds: Mapping[int, float] | None = None
     by_speed: bool = False
-    scale: float = 1.0
     divergence_threshold: float = math.nan
     learnt_below: float = math.nan
     why: str = ""
     error: str = ""
-
-    @classmethod
-    def to_form(cls, search: Search, setting: Setting) -> Command:
-        """Return the command to train with a setting, in groups of similar speed where these are faster."""
-        profile = search.profile
-        if len(profile.speeds) < setting.groups:
-            return cls(setting)
-        topology = search.prediction(setting).topology
-        by_speed = topology != Topology.of(topology.ranks, setting.groups)
-        return cls(setting, speeds=dict(zip(topology.ranks, profile.speeds, strict=True)), by_speed=by_speed)
 
 
 @dataclass
@@ -75,7 +63,6 @@ class TunerState(Serializable):
         setting: the setting that the run trains with; None before a choice.
         own: the user's own setting.
         reference: samples of the batch that momentum and learning rate belong to.
-        scaled: factor of the user's learning rates.
         ranks: number of ranks.
         speeds: rank and samples per second, if groups were formed by speed.
         unfinished: whether a search is under way.
@@ -100,7 +87,6 @@ class TunerState(Serializable):
     setting: Setting | None = None
     own: Setting | None = None
     reference: float = 0.0
-    scaled: float = 1.0
     ranks: int = 0
     speeds: list[tuple[int, float]] = field(default_factory=list)
     unfinished: bool = False
@@ -118,6 +104,11 @@ class TunerState(Serializable):
     at_target: tuple[float, float] | None = None
     trained: float = 0.0
     reached: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def scaled(self) -> float:
+        """Return the factor of the user's learning rates with the present setting."""
+        return self.setting.lr / self.own.lr if self.setting is not None and self.own is not None else 1.0
 
 
 @dataclass(frozen=True)
@@ -158,6 +149,7 @@ class TunedRun:
         choice: the latest choice, on rank 0.
         problem: why nothing is searched.
         folder: folder of the report, on rank 0; None if there is none.
+        hosts: names of the hosts of all ranks.
         has_ended_epoch: whether an epoch has just ended, which the Trainer does not count yet.
     """
 
@@ -172,6 +164,7 @@ class TunedRun:
         self.choice: Choice | None = None
         self.problem = ""
         self.folder: Path | None = None
+        self.hosts: tuple[str, ...] = ()
         self._began = 0.0
         self.has_ended_epoch = False
 
@@ -233,16 +226,20 @@ class TunedRun:
         """Return whether the run is long enough to be timed in an epoch and changed then."""
         return epoch + (not self.may_change_inside) < self.epochs
 
-    def remember(self, search: Search, seconds: float) -> None:
-        self.rounds.append(Round(search, self.trainer.current_epoch, seconds))
-
     def conclude(self, search: Search) -> Command:
-        """Record the choice of a search, and return the command to train with it."""
-        self.choice = search.choice()
-        self.state.segments = search.segments
+        """Record a search and its choice, and return the command to train with it.
+
+        Groups are of similar speed where these are faster.
+        """
+        self.rounds.append(Round(search, self.trainer.current_epoch, self.seconds))
+        self.choice, self.state.segments = search.choice(), search.segments
         setting = replace(self.choice.setting, groups=min(self.choice.setting.groups, len(self.world.live_ranks)))
-        return replace(
-            Command.to_form(search, setting),
+        speeds = search.profile.speeds
+        topology = search.prediction(setting).topology if len(speeds) >= setting.groups else None
+        return Command(
+            setting,
+            speeds=dict(zip(topology.ranks, speeds, strict=True)) if topology is not None else None,
+            by_speed=topology is not None and topology != Topology.of(topology.ranks, setting.groups),
             divergence_threshold=search.divergence_threshold,
             learnt_below=search.learnt_below,
             why=self.choice.why,
@@ -253,7 +250,6 @@ class TunedRun:
         self.state = replace(
             self.state,
             setting=None,
-            scaled=1.0,
             speeds=[],
             unfinished=False,
             segments=[],
@@ -337,8 +333,7 @@ class TunedRun:
     @property
     def seconds_left(self) -> float:
         """Return the seconds until ``max_time`` ends the run; infinite if it has none."""
-        timers = [each for each in callbacks_of(self.trainer) if hasattr(each, "time_remaining")]
-        left = [each.time_remaining() for each in timers]
+        left = [each.time_remaining() for each in callbacks_of(self.trainer) if hasattr(each, "time_remaining")]
         return min((each for each in left if each is not None), default=math.inf)
 
     # --- Checkpoints --------------------------------------------------------------------------------------------------
@@ -401,8 +396,9 @@ class TunerReports:
         }
         if run.rounds and (noise_scale := run.searches[-1].observation.noise_scale) is not None:
             metrics["omni/noise_scale"] = noise_scale
-        if (folder := log(run.trainer, metrics)) is not None:
-            run.folder = folder  # pictures would delay all ranks inside an epoch; they are drawn when the run ends
+            if (control := run.world.control) is not None:  # observers of the server see it
+                control.metrics = {**control.metrics, "omni/noise_scale": noise_scale}
+        log(run.trainer, metrics)  # pictures would delay all ranks inside an epoch; they are drawn when the run ends
 
     def validated(self, value: float) -> None:
         """Record the monitored metric, and report when it reaches the target."""
@@ -411,14 +407,15 @@ class TunerReports:
         if options.is_reached(value) and run.state.at_target is None:
             run.state.at_target = run.times.total, run.spent
             run.info(f"OmniTuner: {options.monitor}={value:.4g}: {run.times.sentence}")
-            for logger in run.trainer.loggers:
-                logger.log_metrics(run.times.metrics, step=run.trainer.global_step)
+            log(run.trainer, run.times.metrics)
 
     def ended(self) -> None:
         """Write the report, and inform the user if the target was not reached."""
         run, options = self._run, self._run.options
+        run.folder = folder_of(run.trainer)
         if run.rounds and run.is_rank_zero:  # a checkpoint gives all ranks the earlier searches
-            self._report(TuningReport(*self._contents))
+            results = run.times, tuple(run.state.reached), ReportOrigin.now(run.hosts)
+            self._report(TuningReport(tuple(run.rounds), options.target, options.monitor, *results))
         values = [value for _, value in run.state.reached]
         if options.target is None or any(map(options.is_reached, values)):
             return
@@ -426,24 +423,14 @@ class TunerReports:
         best_value = f"the best was {best:.4g}" if best is not None else "it was never logged in a validation"
         run.info(f"OmniTuner: {options.monitor} has not reached {options.target:.4g}: {best_value}")
 
-    @property
-    def _contents(self) -> tuple[Any, ...]:
-        run, options = self._run, self._run.options
-        validated = tuple(run.state.reached)
-        return tuple(run.rounds), options.target, options.monitor, run.times, validated, ReportOrigin.now()
-
     def _report(self, report: TuningReport) -> None:
         """Log the numbers, and write files and pictures; an error in them does not end the run."""
         run = self._run
         try:
-            for logger in run.trainer.loggers:
-                logger.log_metrics(report.metrics, step=run.trainer.global_step)
+            log(run.trainer, report.metrics)
             run.info(f"OmniTuner: {report.statement}")
             if run.folder is None:
-                run.info(
-                    "OmniTuner: no report was written, because nothing was chosen since the run was resumed, or no"
-                    " logger has a folder on this machine"
-                )
+                run.info("OmniTuner: no report was written, because no logger has a folder on this machine")
                 return
             files = report.save(run.folder)
             run.info(f"OmniTuner: the report is {next(each for each in files if each.suffix == '.html')}")

@@ -1,8 +1,4 @@
-"""`DeviceTuner`: Lightning's hooks, translated into `tune_device`, which measures and decides.
-
-The classes serve both of Lightning's namespaces, as the strategy does: each namespace's Callback is mixed in by
-``pytorch_lightning.py`` and ``lightning.py``.
-"""
+"""`DeviceTuner`: Lightning's hooks, for both namespaces as in the strategy, translated into `tune_device`."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ from lightning_omni.tuning.device import DeviceReport, DeviceSetting, tune_devic
 from lightning_omni.tuning.device.setting import contiguous
 from lightning_omni.tuning.device.trial import TOLERANCE, same_rng_state
 from lightning_omni.tuning.device.tune import Bf16
-from lightning_omni.tuning.trainer import arguments_of, log, log_nothing, loss_of, names_for
+from lightning_omni.tuning.trainer import arguments_of, folder_of, log, log_nothing, names_for
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -48,7 +44,7 @@ class DeviceTunerHooks(_CallbackBase):
     Measurements use copies of the model, with the module's own ``training_step`` and batches of its own data: weights,
     data order and RNG state of the run are those of a run without the callback. Settings that change results only by
     rounding are applied: the C library's handling of freed memory, memory format, compiled submodules. Precision is
-    changed only if ``bf16="apply"``. After the fit everything is restored.
+    changed only if ``bf16="apply"``. After the fit everything is restored but the handling of freed memory.
 
     The callback works on a single device, and with DDPStrategy and OmniStrategy, where rank 0 measures and decides for
     all. See docs/how-to/devices.md.
@@ -103,14 +99,13 @@ class DeviceTunerHooks(_CallbackBase):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Reject a model of which each rank has a part."""
         self._stage = stage
         if isinstance(trainer.strategy, OmniStrategyHooks):
             trainer.strategy.parts.grouping.check_whole("DeviceTuner measures copies of the model")
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure and apply a setting; everything is loaded by now, and no server has the weights yet."""
+        """Measure and apply a setting; everything is loaded by now, but no weights are sent."""
         self._forget_other_model(_description(pl_module))
         if self._setting is None:
             self._measure(trainer, pl_module)
@@ -123,12 +118,11 @@ class DeviceTunerHooks(_CallbackBase):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Restore everything, since Lightning calls no teardown after an exception."""
+        """Undo the setting, since Lightning calls no teardown after an exception."""
         self._applied.close()
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the setting and the report, with which a resumed run continues."""
         return {
             "setting": self._setting.to_dict() if self._setting is not None else None,
             "report": self.report.to_dict() if self.report is not None else None,
@@ -136,13 +130,13 @@ class DeviceTunerHooks(_CallbackBase):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a setting and its report for a fit, unless a setting was passed as an argument."""
+        """Load a setting for a fit, unless one was passed."""
         if self._stage == "fit" and not self._is_given and state_dict.get("setting"):
             self._model, self._setting = None, DeviceSetting.from_dict(state_dict["setting"])
             self.report = DeviceReport.from_dict(state_dict["report"]) if state_dict.get("report") else None
 
     def omni_results(self) -> dict[str, Any]:
-        """Return the results in rank 0's process as plain values, for the script's process."""
+        """Return the results in rank 0's process for the script's process."""
         return {"report": self.report.to_dict() if self.report is not None else None, "problem": self.problem}
 
     def take_omni_results(self, results: dict[str, Any]) -> None:
@@ -152,7 +146,7 @@ class DeviceTunerHooks(_CallbackBase):
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Save tensors in the plain layout, which a fused optimizer expects where it loads them."""
+        """Save tensors in the plain layout, which a fused optimizer expects in a load."""
         if self._setting is not None and self._setting.channels_last:
             for name in ("state_dict", "optimizer_states"):
                 if name in checkpoint:
@@ -161,13 +155,11 @@ class DeviceTunerHooks(_CallbackBase):
     # --- Measuring ----------------------------------------------------------------------------------------------------
 
     def _forget_other_model(self, model: object) -> None:
-        """Drop a setting that an earlier fit has found for another model."""
         if not self._is_given and self._model not in (None, model):
             self._setting = self.report = None
         self._model = model
 
     def _measure(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure on rank 0, and broadcast the result to all ranks."""
         self.problem = None  # an earlier fit may have set it
         answer: dict[str, Any] = {}
         if trainer.is_global_zero:
@@ -199,7 +191,7 @@ class DeviceTunerHooks(_CallbackBase):
             )
 
     def _refuse(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Raise an error for a fit that cannot be measured on a copy, or changed."""
+        """Refuse a fit that cannot be measured on a copy, or changed."""
         strategy = trainer.strategy
         if is_fast_dev_run(trainer):
             raise ConfigurationError("fast_dev_run trains too little")
@@ -231,13 +223,14 @@ class DeviceTunerHooks(_CallbackBase):
             "omni/device/gain": report.gain or 1.0,
             "omni/device/seconds": report.seconds,
         }
-        if (folder := log(trainer, metrics)) is not None:
+        log(trainer, metrics)
+        if (folder := folder_of(trainer)) is not None:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "device.json").write_text(json.dumps(report.to_dict(), indent=1))
 
 
 class DeviceProbeHooks(DeviceTunerHooks):
-    """A `DeviceTuner` of the command line, which measures and ends the fit before its first batch."""
+    """A `DeviceTuner` that ends the fit before its first batch, for the command line."""
 
     trainer_class: Callable[..., Any]
 
@@ -245,17 +238,7 @@ class DeviceProbeHooks(DeviceTunerHooks):
     def measure(
         cls, module: LightningModule, data: Mapping[str, Any], batches: Sequence[Any] | None, **options: Any
     ) -> DeviceReport:
-        """Measure a LightningModule in a Trainer of its own, with all hooks up to the first batch.
-
-        Args:
-            module: the LightningModule.
-            data: arguments of ``Trainer.fit``: ``train_dataloaders`` or ``datamodule``.
-            batches: batches to measure with, instead of the data's.
-            **options: options of `tune_device`.
-
-        Raises:
-            ConfigurationError: the module cannot be measured.
-        """
+        """Measure in a Trainer of its own, with all hooks up to the first batch; ``data`` is as for ``Trainer.fit``."""
         probe = cls(batches=batches)
         probe._options = options
         quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
@@ -285,7 +268,7 @@ def _skipped_steps(trainer: Trainer) -> dict[str, str]:
 
 
 def _description(module: LightningModule) -> object:
-    """Return a description that is the same for models that were built alike."""
+    """Return a description that models built alike share."""
     parameters = module.named_parameters()
     return type(module), [(name, None if is_lazy(each) else each.shape) for name, each in parameters]
 
@@ -294,15 +277,27 @@ def _description(module: LightningModule) -> object:
 
 
 def _loss_function(trainer: Trainer, module: LightningModule) -> Callable[[Any, Any], Tensor]:
-    """Return the ``training_step`` as a loss of a copy of the module and a batch, with nothing logged."""
+    """Return the ``training_step`` as a loss of model copy and batch, without logging."""
     arguments = arguments_of(type(module).training_step)
 
     def loss(copied: LightningModule, batch: Any) -> Tensor:
         _mute(copied)
         copied.trainer = trainer  # copies have none
         with trainer.precision_plugin.train_step_context():
-            return loss_of(copied.training_step(batch, *arguments))
+            return _loss_of(copied.training_step(batch, *arguments))
 
+    return loss
+
+
+def _loss_of(found: Any) -> Tensor:
+    """Return the loss in the result of a training_step.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    loss = found.get("loss") if isinstance(found, Mapping) else found
+    if not isinstance(loss, Tensor):
+        raise ConfigurationError('training_step returns no loss: return it, or a dictionary with it as "loss"')
     return loss
 
 
@@ -320,7 +315,7 @@ def _stand_alone(*_: Any, **__: Any) -> None:
 
 @contextmanager
 def _muted(trainer: Trainer, mute_logger: type) -> Iterator[None]:
-    """Mute the loggers, as Lightning's own tuner does."""
+    """Mute the loggers, as Lightning's tuner does."""
     loggers = trainer.loggers
     trainer.loggers = [mute_logger() for _ in loggers]
     try:
@@ -333,7 +328,7 @@ def _muted(trainer: Trainer, mute_logger: type) -> Iterator[None]:
 
 
 def _load_batch(loaders: Any, number: int) -> Any:
-    """Load a batch from the datasets of a tree of loaders, without their samplers or leases."""
+    """Load a batch from the loaders' datasets, without samplers or leases."""
 
     def load(loader: Any) -> Any:
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
@@ -358,7 +353,7 @@ def _load_batch(loaders: Any, number: int) -> Any:
 def _apply(
     setting: DeviceSetting, trainer: Trainer, module: LightningModule, mixed_precision: Callable[..., Any]
 ) -> ExitStack:
-    """Apply a setting to a fit, and return a stack that restores everything."""
+    """Apply a setting, and return a stack that restores everything."""
     strategy, plugin = trainer.strategy, trainer.strategy.precision_plugin
     applied = setting.apply(module, trainer.optimizers[0] if trainer.optimizers else None)
     applied.callback(setattr, strategy, "precision_plugin", plugin)

@@ -88,18 +88,16 @@ class DeviceSetting(Serializable):
 
 
 class Applied(ExitStack):
-    """The changes made by a setting; `undo` reverts them. A second call does nothing."""
+    """The changes made by a setting; `undo` reverts them, once."""
 
     undo = ExitStack.close
 
     def to_process(self, setting: DeviceSetting) -> None:
-        """Apply the setting of the whole process, that of the allocator."""
         if setting.keep_memory:
             self.callback(keep_memory, False)  # registered first, because Ctrl-C may interrupt in between
             keep_memory(True)
 
     def to_model(self, setting: DeviceSetting, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Apply memory format and compiled submodules."""
         if setting.channels_last:
             self._channels_last(model, optimizer)
         for name in setting.compiled:
@@ -129,9 +127,8 @@ class Applied(ExitStack):
 def align_layouts(optimizer: Optimizer, *_: Any) -> None:
     """Give gradients and optimizer state the memory layout of their weights.
 
-    torch's fused CPU kernels pair elements at equal positions in memory, whatever the strides: with a momentum loaded
-    from a checkpoint, or a gradient received over the network, they would silently mix up the elements of a
-    channels_last weight.
+    torch's fused CPU kernels pair elements by position in memory, whatever the strides: with a momentum or a gradient
+    from elsewhere, they would silently mix up the elements of a channels_last weight.
     """
     for parameter in held_by(optimizer):
         if parameter.dim() not in _FORMATS:
@@ -145,7 +142,7 @@ def align_layouts(optimizer: Optimizer, *_: Any) -> None:
 
 
 def contiguous(tree: Any) -> Any:
-    """Return a tree of dicts, lists and tuples with contiguous tensors, so that any program can load them."""
+    """Return a tree with contiguous tensors, which any program can load."""
     return tree_map(lambda each: each.contiguous() if _is_strided(each) else each, tree)
 
 
@@ -185,15 +182,14 @@ def _library() -> Any:
 
 
 def can_keep_memory() -> bool:
-    """Return whether `keep_memory` has any effect here."""
     return _library() is not None
 
 
 def keep_memory(keep: bool) -> None:
-    """Set whether the process keeps freed memory for the next tensors, or returns it to the kernel.
+    """Set whether the process keeps freed memory for the next tensors.
 
-    PyTorch allocates CPU tensors with malloc. By default glibc returns freed blocks of 32 MiB and more to the kernel
-    at once, and the next step requests them again, page by page, each page zeroed. The arithmetic does not change.
+    By default glibc returns freed blocks of 32 MiB and more to the kernel at once, and the next step requests them
+    again, page by zeroed page.
 
     glibc's growing threshold cannot be restored, so ``False`` sets its final value in a process that frees large
     tensors: 32 MiB, and 64 MiB for memory at the heap's end.

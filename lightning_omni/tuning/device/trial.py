@@ -1,4 +1,4 @@
-"""Trainings with one setting, on copies of all that training changes, and the comparison of two."""
+"""Trainings with one setting, on copies, and the comparison of two."""
 
 from __future__ import annotations
 
@@ -32,14 +32,9 @@ class TrainingSetup:
     """The model, loss, optimizer and batches of a training.
 
     Args:
-        model: model of which trials train copies; it never changes.
+        model: trials train copies of it.
         loss: function that returns the mean loss of model and batch.
-        optimizer: optimizer over the model's parameters, or a function that creates one from parameters.
         batches: at least one batch, all of one size; used cyclically.
-        clock: function that returns seconds.
-
-    Raises:
-        ConfigurationError: ``batches`` is empty, or its first batch holds no tensor.
     """
 
     model: nn.Module
@@ -61,7 +56,6 @@ class TrainingSetup:
         return next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
 
     def copies(self) -> tuple[nn.Module, Optimizer]:
-        """Return independent copies of the model and of an optimizer over it."""
         # Both copies share a memo, so the copied optimizer holds the copied parameters.
         memo: dict[int, Any] = {}
         model = copy.deepcopy(self.model, memo)
@@ -81,12 +75,7 @@ class Trial:
     """A copy of a setup that trains with one setting; it is `TimedTraining`.
 
     Args:
-        setup: setup to copy.
-        setting: use of the device.
         nudge: relative size of a random change of all weights before training.
-
-    Raises:
-        ConfigurationError: a submodule to compile does not exist.
     """
 
     def __init__(self, setup: TrainingSetup, setting: DeviceSetting, nudge: float = 0.0) -> None:
@@ -110,7 +99,7 @@ class Trial:
             return self.setup.clock() - began
 
     def losses(self, steps: int, seed: int = 0) -> list[float]:
-        """Return the losses of a training from the setup's weights, on its batches cyclically."""
+        """Return the losses of a training from the setup's weights."""
         with Applied() as applied:
             applied.to_process(self.setting)
             self.reset()
@@ -118,7 +107,7 @@ class Trial:
             return [float(self._step(number).detach()) for number in range(steps)]
 
     def reset(self) -> None:
-        """Restore the weights of the setup, because trained weights might have another speed."""
+        """Restore the setup's weights, as trained ones might have another speed."""
         with torch.no_grad():
             for own, lent in zip(*map(_tensors, (self.model, self.setup.model)), strict=True):
                 own.copy_(lent)
@@ -143,7 +132,7 @@ class Trial:
             return self.optimizer.step(closure)  # type: ignore[arg-type, return-value]  # typed for floats
 
     def check(self) -> None:
-        """Raise a `ConfigurationError` if a step gave the copy no gradients, because its loss uses another model."""
+        """Raise an error if a step gave the copy no gradients, because its loss uses another model."""
         if not any(parameter.grad is not None for parameter in self.model.parameters()):
             raise ConfigurationError(
                 "the loss of a copy of the model does not depend on the copy's weights; does the model keep a function"
@@ -170,7 +159,7 @@ def same_rng_state() -> Iterator[None]:
 
 @contextmanager
 def untouched(setup: TrainingSetup) -> Iterator[None]:
-    """Restore the RNG state and the gradients of the setup's model on exit."""
+    """Restore RNG state and the gradients of the setup's model on exit."""
     gradients = [parameter.grad for parameter in setup.model.parameters()]
     try:
         with same_rng_state():
@@ -181,14 +170,12 @@ def untouched(setup: TrainingSetup) -> Iterator[None]:
 
 
 def seed_all(seed: int) -> None:
-    """Seed torch, Python and numpy."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished its work."""
     if device.type not in ("cpu", "meta") and hasattr(getattr(torch, device.type, None), "synchronize"):
         getattr(torch, device.type).synchronize()
 
@@ -242,7 +229,7 @@ class TimedTraining(Protocol):
     samples: int
 
     def run(self, steps: int) -> float:
-        """Train for ``steps`` steps after an untimed warm-up, and return their seconds."""
+        """Return the seconds of ``steps`` steps after an untimed warm-up."""
         ...
 
 
@@ -265,7 +252,7 @@ class Comparison:
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """Return the ratio of each pair: above 1 if the tried way is faster."""
+        """Return each pair's ratio, above 1 if the tried way is faster."""
         return tuple(after / before for before, after in zip(self.before, self.after, strict=True))
 
     @property
@@ -287,7 +274,7 @@ class Comparison:
 
     @property
     def is_clear(self) -> bool:
-        """Return whether enough pairs were timed, and all of them are clearly faster, or none is faster at all."""
+        """Return whether enough pairs were timed, and all or none are clearly faster."""
         low, high = self.spread
         return len(self.ratios) >= FEWEST and (low >= 1 + CLEAR or high <= 1)
 
@@ -297,14 +284,8 @@ def compare(
 ) -> Comparison:
     """Time two ways alternately, each first in half of the pairs, until the difference is clear.
 
-    The speed of a machine changes by itself, but rarely within a pair.
-
-    Args:
-        before: known way.
-        after: tried way.
-        deadline: time on ``clock`` after which no pair begins.
-        clock: function that returns seconds.
-        enough: time on ``clock`` after which the smallest number of pairs suffices.
+    The speed of a machine changes by itself, but rarely within a pair. No pair begins after ``deadline`` on ``clock``,
+    and after ``enough`` the smallest number of pairs suffices.
     """
     old: list[float] = []
     new: list[float] = []
@@ -332,7 +313,7 @@ def compare(
 
 
 def distance(curve: Sequence[float], other: Sequence[float]) -> float:
-    """Return the mean distance of two loss curves relative to the mean of the first; infinity if a loss is not finite.
+    """Return the mean distance of two loss curves relative to the first's mean; infinity if a loss is not finite.
 
     Example:
         >>> distance([2.0, 1.0, 1.0], [2.0, 1.1, 1.1])
@@ -348,16 +329,10 @@ def distance(curve: Sequence[float], other: Sequence[float]) -> float:
 def agreement(
     own: Sequence[float], other: Sequence[float], nudged: Sequence[float], tolerance: float = TOLERANCE
 ) -> tuple[bool, str]:
-    """Return whether another precision's loss curve agrees with the model's own, and the distances in words.
+    """Return whether another precision's loss curve agrees, and the distances in words.
 
-    The curves agree if ``gap <= tolerance + spread`` and ``spread <= tolerance``: rounding does not count against the
-    other precision, and where it exceeds the tolerance the curves cannot be judged.
-
-    Args:
-        own: losses in the model's own precision.
-        other: losses in the other precision.
-        nudged: losses in its own precision, from weights changed by about their rounding.
-        tolerance: tolerated distance.
+    The curves agree if ``gap <= tolerance + spread`` and ``spread <= tolerance``: rounding, measured by ``nudged``
+    weights in the model's own precision, does not count, unless it exceeds the tolerance.
 
     Example:
         >>> agreement([1.0], [1.021], [1.002], tolerance=0.02)

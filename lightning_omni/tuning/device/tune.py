@@ -1,7 +1,7 @@
 """`tune_device`: a greedy search for the settings that make training faster on a device, and its report.
 
-Each candidate is timed alternately with the best known setting, on copies. Another precision changes the statistics of
-training, and is only proposed unless it is to be applied.
+Each candidate is timed alternately with the best known setting. Another precision changes the statistics of training,
+and is only proposed by default.
 """
 
 from __future__ import annotations
@@ -274,7 +274,6 @@ class _DeviceSearch:
         return self._report()
 
     def _measure_baseline(self) -> Trial:
-        """Return a trial with the defaults, after its first step."""
         try:
             trial = Trial(self._setup, DeviceSetting())
             [first] = trial.losses(1)
@@ -372,11 +371,7 @@ class _DeviceSearch:
         return replace(finding, after=after, gain=found.gain, spread=found.spread), trial
 
     def _compare_losses(self, trial: Trial) -> str:
-        """Return the distance of the loss curves in words.
-
-        Raises:
-            _Rejected: the curves do not agree, or there is no time for them.
-        """
+        """Return the distance of the loss curves, or raise `_Rejected`."""
         seconds = 2 * self._best.run(1) + trial.run(1)
         steps = min(_PROBE_STEPS, int((self._deadline - self._setup.clock()) / max(seconds, 1e-9)))
         if steps < _FEWEST_PROBE_STEPS:
@@ -389,7 +384,7 @@ class _DeviceSearch:
         return words
 
     def _report(self) -> DeviceReport:
-        """Measure the final setting against the defaults in separate pairs, and return the report."""
+        """Measure the final setting against the defaults in separate pairs."""
         setup, setting, gain, spread = self._setup, self._best.setting, None, None
         baseline = tuned = setup.batch_size / self._step_seconds
         if self._best is not self._baseline:
@@ -414,7 +409,7 @@ class _DeviceSearch:
 
 
 def compilable(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the submodules worth compiling: the outermost called ones that have several layers.
+    """Return the submodules worth compiling: the outermost called ones with several layers.
 
     A LightningModule is not called itself, since its ``training_step`` is; neither are lists and dicts of modules.
 
@@ -432,6 +427,5 @@ def compilable(model: nn.Module) -> tuple[str, ...]:
 
 
 def _describe(error: BaseException) -> str:
-    """Return an error's kind and first line."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__

@@ -37,30 +37,12 @@ IDLE = 0.02
 
 # --- Statistical efficiency (`convergence`) ---------------------------------------------------------------------------
 
-FEWEST_POINTS, MOST_POINTS = 8, 256
-"""Smallest number of points of a loss curve, and the number above which neighbours are averaged."""
-ENDS = 0.2
-"""Fraction of a curve at either end that the check for divergence compares."""
-BROKEN = 0.1
-"""Largest fraction of losses that are not finite, none of them at the end."""
-RISEN = 4.0
-"""Standard errors by which the end of a diverged curve exceeds its start."""
-SPIKE_WINDOW, SPIKE = 7, 10.0
-"""Points in the running median of losses, and standard deviations from it beyond which a loss is a spike."""
-MOST_SKIPPED = 0.5
-"""Largest fraction of a curve that is skipped at its start where no law fits all of it; half of that is tried first."""
-CORRELATED, LESS_CORRELATED = 2.0, 1.5
-"""Autocorrelation time, in points, above which skipping is tried, and the factor by which skipping must reduce it."""
-SHORTEST_DECAY, LONGEST_DECAY = 0.00001, 30.0
-"""Range of the fitted time constants, in lengths of the curve."""
-LARGEST_BEND = 5.0
-"""Bend of the slowest decay that is fitted, (1 + 5 t)^(-1/5)."""
-GRID_NODES, GRID_ROUNDS = 25, 8
-"""Nodes of the likelihood's grid in each direction, and the largest number of times that the grid is narrowed."""
-UNLIKELY = 8.0
-"""Log likelihood below that of the best node at which a node is left out of the narrowed grid."""
-CANDIDATES = 2000
-"""Number of decays that represent the likelihood."""
+FEWEST_POINTS = 8
+"""Smallest number of losses that are extrapolated."""
+DECAY_POWER = 0.67
+"""Power of the samples with which the logarithm of a loss falls linearly."""
+EXTRAPOLATION_ERROR = 1.2
+"""Standard deviation of the log error of extrapolated samples, beside that due to the scatter of the losses."""
 
 # --- Forecast (`forecast`) --------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from lightning_omni.checks import counted
 from lightning_omni.methods import method_named
 from lightning_omni.serialization import Serializable
 from lightning_omni.tuning.model import constants as c
-from lightning_omni.tuning.model.convergence import DecayFit, Estimate, LossCurve, check_level, fit_decay
+from lightning_omni.tuning.model.convergence import Estimate, check_level
 
 Array = np.ndarray[Any, Any]
 
@@ -364,17 +364,6 @@ class Forecast:
             "Omnivore (groups where a part saturates)": self.theory.setting(saturating),
         }
         return {name: self.of(setting) for name, setting in systems.items()}
-
-
-def samples_to(target: float, batches: TrainedBatches) -> Estimate | None:
-    """Extrapolate the samples to a training loss from a run's first batches; None if these do not determine them."""
-    if not batches.is_finite or len(batches.samples) < c.FEWEST_POINTS:
-        return None
-    fit = fit_decay(LossCurve(np.array(batches.samples), np.array(batches.losses)), lowest=-math.inf)
-    if not isinstance(fit, DecayFit):
-        return None
-    found = fit.updates_to(target)
-    return found if math.isfinite(found.value) else None
 
 
 def _times(estimate: Estimate, value: float, low: float, high: float) -> Estimate:

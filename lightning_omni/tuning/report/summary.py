@@ -12,8 +12,8 @@ from typing import Any
 
 from lightning_omni.checks import counted
 from lightning_omni.serialization import Serializable
-from lightning_omni.tuning.model.convergence import Estimate
-from lightning_omni.tuning.model.forecast import Forecast, Setting, SettingEstimate, samples_to
+from lightning_omni.tuning.model.convergence import Estimate, samples_to
+from lightning_omni.tuning.model.forecast import Forecast, Setting, SettingEstimate
 from lightning_omni.tuning.model.profile import BOTTLENECKS, Prediction, Profile
 from lightning_omni.tuning.search import Choice, Search
 from lightning_omni.tuning.search.choice import best_by_forecast
@@ -255,7 +255,8 @@ class SearchSummary:
         self, search: Search, target: float | None = None, measured_after: Mapping[int, float] | None = None
     ) -> None:
         self.search, self.measured_after = search, measured_after or {}
-        samples = samples_to(target, search.observation.batches) if target is not None else None
+        batches = search.observation.batches
+        samples = samples_to(target, batches.samples, batches.losses) if target is not None else None
         search.profile  # noqa: B018 - it sets the scatter of step times in the theory
         self.forecast = Forecast(search.theory, search.throughput, samples)
 

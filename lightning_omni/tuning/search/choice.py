@@ -52,12 +52,8 @@ def log_seconds(evidence: Evidence, setting: Setting, forming: bool = True) -> f
     by_samples = math.inf if spec.ends_by_time else spec.horizon / max(evidence.throughput(start), 1e-12)
     left = min(spec.seconds, by_samples)
     seconds = left * math.exp(forecast.log_seconds(setting) - forecast.log_seconds(start))
-    return math.log(max(seconds + spec.switch * (forming and _needs_forming(evidence, setting)), 1e-12))
-
-
-def _needs_forming(evidence: Evidence, setting: Setting) -> bool:
-    """Return whether a setting needs groups to be formed; one group adopts a setting without that."""
-    return setting.groups > 1 and setting != evidence.start
+    needs_forming = forming and setting.groups > 1 and setting != start
+    return math.log(max(seconds + spec.switch * needs_forming, 1e-12))
 
 
 def allowed_seconds(evidence: Evidence) -> float:
@@ -83,12 +79,6 @@ def is_worth_switching(evidence: Evidence, setting: Setting) -> bool:
     return is_affordable and gains_enough(evidence, setting)
 
 
-def is_worth_trying(evidence: Evidence, setting: Setting) -> bool:
-    """Return whether a setting, user-defined dimensions aside, is worth a change or is the run's own."""
-    plain = replace(setting, further=evidence.start.further)
-    return plain == evidence.start or is_worth_switching(evidence, plain)
-
-
 def best_enumerated(evidence: Evidence) -> Setting:
     """Return the best of all settings that can be enumerated and are worth a change; otherwise the run's own."""
     forecast = evidence.forecast()
@@ -96,18 +86,14 @@ def best_enumerated(evidence: Evidence) -> Setting:
     return _best_of(evidence, forecast, promising) if promising else evidence.start
 
 
-def explain(evidence: Evidence, setting: Setting, proposed: str = "") -> Choice:
-    """Return a choice with its reasons; ``proposed`` names the source of a setting that is not from the list."""
-    if setting == evidence.spec.start:
-        reasons = ["nothing is expected to be faster by enough"]
-        if any(
-            gains_enough(evidence, each, forming=False) for each in promising_settings(evidence, evidence.forecast())
-        ):
-            reasons = [_why_too_short(evidence)]
-        why = "; ".join([*reasons, *evidence.corrections, _bottleneck(evidence, setting)])
-    else:
-        why = _reasons(evidence, setting, proposed)
-    return Choice(setting, why, evidence.forecast().of(setting))
+def explain(evidence: Evidence, setting: Setting, proposed: str = "") -> str:
+    """Return the reasons of a choice; ``proposed`` names the source of a setting that is not from the list."""
+    if setting != evidence.spec.start:
+        return _reasons(evidence, setting, proposed)
+    promising = promising_settings(evidence, evidence.forecast())
+    is_too_short = any(gains_enough(evidence, each, forming=False) for each in promising)
+    reason = _why_too_short(evidence) if is_too_short else "nothing is expected to be faster by enough"
+    return "; ".join([reason, *evidence.corrections, _bottleneck(evidence, setting)])
 
 
 def _why_too_short(evidence: Evidence) -> str:
@@ -133,7 +119,7 @@ def best_by_forecast(evidence: Evidence, groups: int | None = None) -> Setting:
 def _best_of(evidence: Evidence, forecast: Forecast, candidates: Sequence[Setting]) -> Setting:
     return cheapest(
         candidates,
-        lambda setting: risk_adjusted(forecast.log_seconds(setting), forecast.theory.error(setting)),
+        lambda setting: _risk_adjusted(forecast, setting),
         lambda setting: (
             setting.groups,
             _complexity(setting),
@@ -145,7 +131,7 @@ def _best_of(evidence: Evidence, forecast: Forecast, candidates: Sequence[Settin
 
 def promising_settings(evidence: Evidence, forecast: Forecast, groups: int | None = None) -> list[Setting]:
     """Return, of hundreds of settings, those that may be the best; the others would lose even with a free exchange."""
-    candidates = [each for each in evidence.candidates() if groups in (None, each.groups)]
+    candidates = [each for each in evidence.candidates if groups in (None, each.groups)]
     bounds = sorted(
         (
             risk_adjusted(
@@ -161,8 +147,12 @@ def promising_settings(evidence: Evidence, forecast: Forecast, groups: int | Non
         if bound > lowest + math.log(c.FASTER):
             break
         found.append(evidence.with_rebalance(each))
-        lowest = min(lowest, risk_adjusted(forecast.log_seconds(found[-1]), forecast.theory.error(found[-1])))
+        lowest = min(lowest, _risk_adjusted(forecast, found[-1]))
     return found
+
+
+def _risk_adjusted(forecast: Forecast, setting: Setting) -> float:
+    return risk_adjusted(forecast.log_seconds(setting), forecast.theory.error(setting))
 
 
 def _complexity(setting: Setting) -> int:
@@ -200,16 +190,12 @@ def verdict(evidence: Evidence, is_early: bool = False, may_stay: bool = True, c
     if is_early and best != start:
         return ""
     if best == evidence.spec.start:
-        return "nothing" if may_stay and _largest_speed_up(evidence, forecast, start, promising) < c.GAIN else ""
+        fastest = min((each for each in promising if each != start), key=forecast.log_seconds, default=start)
+        most = _speed_up(evidence, start, fastest)[1] * math.exp(-forecast.theory(fastest))
+        return "nothing" if may_stay and most < c.GAIN else ""
     least, _ = _speed_up(evidence, evidence.spec.start, best)
     least *= math.exp(-risk_adjusted(forecast.theory(best), forecast.theory.error(best)))
     return "change" if least > _least_gain(best) else ""
-
-
-def _largest_speed_up(evidence: Evidence, forecast: Forecast, start: Setting, promising: Sequence[Setting]) -> float:
-    """Return the upper bound of the speed-up of the fastest other setting."""
-    first = min((each for each in promising if each != start), key=forecast.log_seconds, default=start)
-    return _speed_up(evidence, start, first)[1] * math.exp(-forecast.theory(first))
 
 
 def _speed_up(evidence: Evidence, one: Setting, other: Setting) -> tuple[float, float]:

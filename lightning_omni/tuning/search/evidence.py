@@ -15,7 +15,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from typing_extensions import override
 
 from lightning_omni.methods import method_named, with_period
 from lightning_omni.serialization import Serializable
@@ -94,15 +93,11 @@ class SpeedResiduals:
 
     def _apart(self, one: Setting, other: Setting) -> float:
         """Return the squared distance between two settings in the user-defined dimensions."""
-        mine, theirs, apart = dict(one.further), dict(other.further), 0.0
-        for name in {*mine, *theirs}:
-            if mine.get(name) == theirs.get(name):
-                continue
-            part = 1.0
-            if name in self._spans and name in mine and name in theirs:
-                part = 2 * abs(mine[name] - theirs[name]) / self._spans[name]
-            apart += (c.OTHER_VALUE * part) ** 2
-        return apart
+        mine, theirs = dict(one.further), dict(other.further)
+        differing = [name for name in {*mine, *theirs} if mine.get(name) != theirs.get(name)]
+        spans = {name: width for name, width in self._spans.items() if name in mine and name in theirs}
+        parts = [2 * abs(mine[each] - theirs[each]) / spans[each] if each in spans else 1.0 for each in differing]
+        return math.fsum((c.OTHER_VALUE * part) ** 2 for part in parts)
 
 
 def _place(setting: Setting) -> list[float]:
@@ -130,8 +125,11 @@ class Observation:
     noise_scale: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        shown = {"noise_scale": self.noise_scale}
-        return {"batches": self.batches.to_dict(), "measured": self.measured.to_dict(), **shown}
+        return {
+            "batches": self.batches.to_dict(),
+            "measured": self.measured.to_dict(),
+            "noise_scale": self.noise_scale,
+        }
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Observation:
@@ -179,12 +177,11 @@ class Evidence:
     ) -> None:
         self.spec, self.observation = spec, observation
         self.known = list(known)
-        self._segments, self._compared = list(segments), False
+        self._given = list(segments)
         self.theory = PriorTheory(spec.basis, spec.scaling, prior=Prior.load())
         self._rates: dict[Setting, float] = {}
         self._uneven: dict[Setting, bool] = {}
         self._bounds: dict[tuple[int, str], float] = {}
-        self._ways: list[Setting] | None = None
         self._patterns: dict[tuple[str, int, str, bool], ExchangePattern] = {}
 
     @property
@@ -224,14 +221,11 @@ class Evidence:
             all_reduce=setting.all_reduce or "fp32",
         )
 
-    @property
+    @cached_property
     def segments(self) -> list[TrainedSegment]:
         """Return the trained segments, compared with the current predictions."""
-        if not self._compared:
-            most = self.profile.ranks  # some ranks may have died since
-            possible = [each for each in self._segments if each.setting.groups <= most]
-            self._compared, self._segments = True, list(map(self._as_compared, possible))
-        return self._segments
+        ranks = self.profile.ranks  # some may have died since
+        return [self._as_compared(each) for each in self._given if each.setting.groups <= ranks]
 
     def _as_compared(self, segment: TrainedSegment) -> TrainedSegment:
         if not segment.samples_per_second:
@@ -270,14 +264,14 @@ class Evidence:
     @property
     def corrections(self) -> list[str]:
         """Return at most one sentence for the user: the latest groups that were clearly slower than predicted."""
-        said = []
-        for each in self.segments:
-            predicted = self.modelled_throughput(each.setting)
-            rate = predicted * math.exp(-each.log_ratio)
-            if each.setting.groups > 1 and is_faster(predicted, rate):
-                text = f"{each.setting.groups} groups have trained {rate:.3g} samples per second"
-                said.append(f"{text}, and {predicted:.3g} were predicted")
-        return said[-1:]
+        slow = [each for each in self.segments if each.setting.groups > 1 and is_faster(math.exp(each.log_ratio), 1.0)]
+        if not slow:
+            return []
+        setting, predicted = slow[-1].setting, self.modelled_throughput(slow[-1].setting)
+        text = (
+            f"{setting.groups} groups have trained {predicted * math.exp(-slow[-1].log_ratio):.3g} samples per second"
+        )
+        return [f"{text}, and {predicted:.3g} were predicted"]
 
     def throughput_bound(self, setting: Setting) -> float:
         """Return the samples per second that a setting's groups would reach with a free exchange."""
@@ -286,7 +280,7 @@ class Evidence:
             none = 0 if self.profile.nbytes else None
             free = ExchangePattern(period=sys.maxsize, push=none, pull=none)
             ways = (False, True) if self.spec.space.rebalance else (False,)
-            alike = [each for each in self.candidates() if each.groups == setting.groups] if self.segments else []
+            alike = [each for each in self.candidates if each.groups == setting.groups] if self.segments else []
             self._bounds[key] = max(map(self._correction, alike), default=1.0) * max(
                 self.profile.samples_per_second(setting.groups, rebalance=how, exchanging=free, all_reduce=key[1])
                 for how in ways
@@ -392,19 +386,17 @@ class Evidence:
     def with_rebalance(self, setting: Setting) -> Setting:
         return replace(setting, rebalance=self.gains_from_rebalance(setting))
 
-    def candidates(self) -> list[Setting]:
+    @cached_property
+    def candidates(self) -> tuple[Setting, ...]:
         """Return every way in which groups may exchange, if its cost is known.
 
         All-reduce formats that can make no group clearly faster are left out: four ways out of five where links are
         fast.
         """
-        if self._ways is None:
-            space, start, profile = self.spec.space, self.spec.start, self.profile
-            formats = [each for each in space.all_reduce if each == start.all_reduce or _pays(profile, each)]
-            ways = replace(space, all_reduce=tuple(formats)).ways(start, self.suggested)
-            ranks = profile.ranks
-            self._ways = [each for each in ways if each.groups < ranks or each.all_reduce == start.all_reduce]
-        return list(self._ways)
+        space, start, profile, own = self.spec.space, self.spec.start, self.profile, self.spec.start.all_reduce
+        formats = [each for each in space.all_reduce if each == own or is_faster(profile.largest_gain(each), 1.0)]
+        ways = replace(space, all_reduce=tuple(formats)).ways(start, self.suggested)
+        return tuple(each for each in ways if each.groups < profile.ranks or each.all_reduce == own)
 
     def suggested(self, setting: Setting) -> Setting:
         """Return a setting with the best momentum and learning rate within the bounds."""
@@ -425,19 +417,9 @@ class PlannedEvidence(Evidence):
 
     def __init__(self, spec: SearchSpec, profile: Profile) -> None:
         super().__init__(spec, profile.measured)
-        self._planned = profile
+        self.profile = profile  # known, not fitted
         if profile.measured:
             self.theory = replace(self.theory, scatter=scatter(profile.measured))
-
-    @property
-    @override
-    def profile(self) -> Profile:  # known, not fitted
-        return self._planned
-
-
-def _pays(profile: Profile, all_reduce: str) -> bool:
-    """Return whether an all-reduce format may make any group clearly faster."""
-    return is_faster(profile.largest_gain(all_reduce), 1.0)
 
 
 def scatter(measured: Sequence[Measured]) -> float:

@@ -263,10 +263,9 @@ class Prior:
         """Return the values for each distribution of step times, the steadiest first."""
         key = method, is_adaptive, groups, period
         if key not in self._found:  # settings with other wire formats, and other searches, request the same
-            surfaces: dict[str, list[PriorRow]] = {}
-            for row in self._rows(method, is_adaptive):
-                surfaces.setdefault(row.times, []).append(row)
-            values = [_on_surface(each, groups, period) for each in surfaces.values()]
+            rows = self._rows(method, is_adaptive)
+            surfaces = [[row for row in rows if row.times == each] for each in dict.fromkeys(row.times for row in rows)]
+            values = [_on_surface(each, groups, period) for each in surfaces]
             self._found[key] = sorted(values, key=lambda each: each[SCATTER])
         return self._found[key]
 
@@ -365,19 +364,16 @@ class PriorTheory(Theory):
 
     def _cost(self, setting: Setting) -> tuple[float, float]:
         if setting not in self._costs:  # a search requests hundreds of settings several times
-            self._costs[setting] = self._cost_by_prior(setting)
+            self._costs[setting] = self.prior.log_cost(
+                _known_as(setting.method),
+                setting.groups,
+                setting.period,
+                scatter=self.scatter,
+                momentum=setting.momentum,
+                step=self.scaling.step(setting) / self.step,
+                is_adaptive=self.scaling.is_adaptive,
+                wire=setting.wire not in ("", "fp32"),
+                overlap=setting.overlap,
+                all_reduce=setting.all_reduce if setting.all_reduce != self.start.all_reduce else "",
+            )
         return self._costs[setting]
-
-    def _cost_by_prior(self, setting: Setting) -> tuple[float, float]:
-        return self.prior.log_cost(
-            _known_as(setting.method),
-            setting.groups,
-            setting.period,
-            scatter=self.scatter,
-            momentum=setting.momentum,
-            step=self.scaling.step(setting) / self.step,
-            is_adaptive=self.scaling.is_adaptive,
-            wire=setting.wire not in ("", "fp32"),
-            overlap=setting.overlap,
-            all_reduce=setting.all_reduce if setting.all_reduce != self.start.all_reduce else "",
-        )

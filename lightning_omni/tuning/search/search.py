@@ -21,7 +21,6 @@ from lightning_omni.tuning.search.choice import (
     best_enumerated,
     explain,
     is_worth_switching,
-    is_worth_trying,
     log_seconds,
     promising_settings,
     risk_adjusted_seconds,
@@ -42,6 +41,8 @@ __all__ = ["ASKED", "ConsideredSetting", "Optimization", "Search", "is_same_exch
 ASKED = "scikit-optimize"
 Row = list[Any]
 """A point of scikit-optimize's space."""
+Predictions = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
+"""Means and standard deviations."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ class Optimization:
 
     def considered(self, listed: Setting) -> list[ConsideredSetting]:
         """Return the settings to compare, with their sources."""
+        from skopt.acquisition import gaussian_ei
+
         found = [(self._start, "the run"), (listed, "the list")]
         if self._axes.dimensions:
             asked = self._ask()
@@ -86,7 +89,12 @@ class Optimization:
         settings: dict[Setting, str] = {}
         for setting, by in found:
             settings.setdefault(setting, by)
-        return [self._considered(setting, by) for setting, by in settings.items()]
+        means, deviations = self._predicted([*settings])
+        known, best = _surrogate(lambda rows: (means, deviations)), log_seconds(self._evidence, self._start)
+        expected = gaussian_ei(np.zeros((len(means), 1)), known, y_opt=best, xi=0.0)
+        improvements = np.where(deviations > 0, expected, np.maximum(best - means, 0.0))
+        columns = (column.tolist() for column in (means, deviations, improvements))
+        return [ConsideredSetting(*each) for each in zip(settings, *columns, settings.values(), strict=True)]
 
     def _ask(self) -> Setting:
         """Return the setting of largest expected improvement over the best of the run's and the trained settings."""
@@ -109,26 +117,14 @@ class Optimization:
         optimizer.tell(rows, [log_seconds(evidence, each) for each in told])
         return self._axes.setting(optimizer.ask())
 
-    def predict(self, rows: Sequence[Row]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    def predict(self, rows: Sequence[Row]) -> Predictions:
         """Return log seconds at points of the space, and their standard deviations."""
-        found = [self._of(self._axes.setting(row)) for row in rows]
-        means, deviations = zip(*found, strict=True)
-        return np.array(means), np.array(deviations)
+        return self._predicted([self._axes.setting(row) for row in rows])
 
-    def _considered(self, setting: Setting, by: str) -> ConsideredSetting:
-        from skopt.acquisition import gaussian_ei
-
-        mean, deviation = self._of(setting)
-        best = log_seconds(self._evidence, self._start)
-        improvement = max(best - mean, 0.0)
-        if deviation > 0:
-            known = _surrogate(lambda rows: (np.array([mean]), np.array([deviation])))
-            improvement = float(gaussian_ei(np.zeros((1, 1)), known, y_opt=best, xi=0.0)[0])
-        return ConsideredSetting(setting, mean, deviation, improvement, by)
-
-    def _of(self, setting: Setting) -> tuple[float, float]:
-        evidence = self._evidence
-        return log_seconds(evidence, setting), math.hypot(evidence.theory.error(setting), evidence.residual(setting)[1])
+    def _predicted(self, settings: Sequence[Setting]) -> Predictions:
+        theory, residual = self._evidence.theory, self._evidence.residual
+        deviations = [math.hypot(theory.error(each), residual(each)[1]) for each in settings]
+        return np.array([log_seconds(self._evidence, each) for each in settings]), np.array(deviations)
 
 
 def is_same_exchange(one: Setting, other: Setting) -> bool:
@@ -148,11 +144,9 @@ class _Axes:
         space = evidence.spec.space
         self.further = space.further
         several, widest = max(space.groups) > 1, math.log(c.RATE_FACTOR)
-        self._axes: list[Axis] = [list(range(len(ways))), list(space.momentum) if several else [0.0]]
-        if several and space.momentum[0] < space.momentum[1]:
-            self._axes[1] = space.momentum
-        self._axes.append((-widest, widest) if several else [0.0])
-        self._axes += [checked_axis(each, evidence) for each in self.further]
+        further = [checked_axis(each, evidence) for each in self.further]
+        of_groups: list[Axis] = [space.momentum, (-widest, widest)] if several else [[0.0], [0.0]]
+        self._axes: list[Axis] = [list(range(len(ways))), *of_groups, *further]
 
     @property
     def dimensions(self) -> list[Any]:
@@ -299,26 +293,23 @@ class Search(Evidence):
             asks: whether scikit-optimize proposes a setting, too; otherwise the best of the list is chosen. A choice
                 that was made before is returned unchanged.
         """
-        if self._chosen is None:
-            found = self._choose(asks)
-            self._chosen = found.setting, found.why
-        setting, why = self._chosen
+        setting, why = self._chosen = self._chosen or self._choose(asks)
         return Choice(setting, why, self.forecast().of(setting) if self.observation.batches.is_finite else None)
 
-    def _choose(self, asks: bool) -> Choice:
+    def _choose(self, asks: bool) -> tuple[Setting, str]:
         if not self.observation.batches.is_finite:
             why = "the loss of the first batches is not finite: nothing was changed; lower the learning rate"
-            return Choice(self.spec.start, why)
+            return self.spec.start, why
         listed = best_enumerated(self)
         if not asks:
-            return explain(self, listed)
+            return listed, explain(self, listed)
         self.considered = Optimization(self).considered(listed)
         eligible = [each for each in self.considered if self._is_eligible(each, listed)]
         best = max(eligible, key=lambda each: each.improvement, default=None)
         if best is None or best.setting == listed:
-            return explain(self, listed)
-        is_asked = best.by == ASKED
-        return explain(self, best.setting, f"proposed by {ASKED}" if is_asked else "it was as fast when trained")
+            return listed, explain(self, listed)
+        proposed = f"proposed by {ASKED}" if best.by == ASKED else "it was as fast when trained"
+        return best.setting, explain(self, best.setting, proposed)
 
     def _is_eligible(self, each: ConsideredSetting, listed: Setting) -> bool:
         """Return whether a setting is worth a change and no worse than the best of the list.
@@ -334,4 +325,6 @@ class Search(Evidence):
             return False
         may_try = each.setting.further not in tried and len(tried) < c.MOST_TRIED
         is_new = may_try and each.setting.further != listed.further and each.improvement >= math.log(c.FASTER)
-        return is_worth_switching(self, each.setting) or (is_new and is_worth_trying(self, each.setting))
+        plain = replace(each.setting, further=self.start.further)
+        is_worth_trying = is_new and (plain == self.start or is_worth_switching(self, plain))
+        return is_worth_trying or is_worth_switching(self, each.setting)

@@ -137,8 +137,6 @@ class Space:
         _check_texts("all_reduce", self.all_reduce, 'formats, such as "powersgd:4"', all_reduce_of)
         for each in self.compression:
             compression_named(each)
-        if not all(isinstance(each, bool) for each in self.overlap):
-            raise ConfigurationError(f'space={{"overlap": {list(self.overlap)}}}: pass True, False or both')
 
     @classmethod
     def of(
@@ -220,15 +218,11 @@ def _bounds(name: str, given: Any) -> tuple[float, float]:
     return min(numbers), max(numbers)
 
 
-def _any(name: str, given: Any) -> bool:
-    values = _list(given)
+def _flags(name: str, given: Any) -> tuple[bool, ...]:
+    values = tuple(dict.fromkeys(_list(given)))
     if not values or not all(isinstance(each, bool) for each in values):
         raise ConfigurationError(f'space={{"{name}": {given!r}}}: pass True, False or both')
-    return any(values)
-
-
-def _whole_numbers(name: str, given: Any) -> tuple[int, ...]:
-    return tuple(sorted(set(_numbers(name, given, whole=True))))
+    return values
 
 
 def _choices(name: str, given: Any) -> tuple[Any, ...]:
@@ -239,12 +233,15 @@ def _choices(name: str, given: Any) -> tuple[Any, ...]:
 
 
 _KNOWN: dict[str, Callable[[str, Any], Any]] = {
-    "groups": _whole_numbers,
+    "groups": lambda name, given: tuple(sorted(set(_numbers(name, given, whole=True)))),
     "momentum": _bounds,
     "lr": _bounds,
-    "rebalance": _any,
-    "period": _whole_numbers,
-    **dict.fromkeys(("method", "compression", "overlap", "all_reduce"), _choices),
+    "rebalance": lambda name, given: any(_flags(name, given)),
+    "period": lambda name, given: tuple(sorted(set(_numbers(name, given, whole=True)))),
+    "method": _choices,
+    "compression": _choices,
+    "overlap": _flags,
+    "all_reduce": _choices,
 }
 """Readers of the user's values, by name."""
 

@@ -26,6 +26,7 @@ class EpochPlan(msgspec.Struct, frozen=True, kw_only=True):
         validate_every: positions between two validations inside the epoch; 0 if there are none.
         validate_offset: positions that count towards the first validation already.
         trained: ranges that a resumed run had trained before.
+        later: positions to train in later epochs; None if the number of epochs and steps is not limited.
     """
 
     epoch: int
@@ -36,6 +37,7 @@ class EpochPlan(msgspec.Struct, frozen=True, kw_only=True):
     validate_offset: int = 0
     trained: Spans = ()
     ranks_per_batch: int = 1
+    later: int | None = None
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True):

@@ -21,6 +21,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
         signal: number of a signal that the rank has received; the larger, the more urgent.
         progress: count of the rank's progress: batches, and awaited answers of the server. 0 while it must not be
             judged by that: before its first batch is trained, or while a checkpoint is written.
+        metrics: latest numbers of the rank's training for observers, by name, such as its loss.
     """
 
     sent: float
@@ -29,6 +30,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     exchange_time: float = 0.0
     signal: int = 0
     progress: int = 0
+    metrics: dict[str, float] = {}
 
 
 class AskStatus(Message, frozen=True, kw_only=True):
@@ -187,6 +189,7 @@ class Overview(Message, frozen=True, kw_only=True):
         log: events, the oldest first.
         over: why the run cannot continue, or an empty string.
         saved: seconds since the server's state was last saved; -1 if it was not.
+        metrics: as in `Heartbeat`, on average over the participating ranks that report one.
     """
 
     run: str
@@ -206,6 +209,7 @@ class Overview(Message, frozen=True, kw_only=True):
     log: tuple[LogEntry, ...]
     over: str
     saved: float = -1.0
+    metrics: dict[str, float] = {}
 
 
 class SaveNow(Message, frozen=True, kw_only=True):

@@ -283,6 +283,18 @@ def test_the_table_has_the_parts_of_a_step_and_rates_between_looks() -> None:
     assert "1m10s ago  ranks 4 to 5 lost: \\x1b[2Jkilled" in text  # escaped
 
 
+def test_the_head_has_the_loss_the_noise_scale_and_the_time_left_in_the_run() -> None:
+    rates, plan = Rates(), EpochPlan(epoch=2, total=1000, batch_size=8, budget=1000, later=4000)
+    rates.add(10.0, overview(plan=plan))
+    last = overview(msgspec.structs.replace(group(0), samples=180), group(1), plan=plan, metrics={"loss": 0.53125})
+    rates.add(12.0, last)
+    text = rendered(picture(last, rates))
+    assert "17s left in the epoch, 1m57s in the run" in text
+    assert "training loss 0.5312\n" in text
+    both = msgspec.structs.replace(last, metrics={"loss": 2.0, "omni/noise_scale": 1234.0, "own": 1.0})
+    assert "training loss 2, gradient noise scale in samples: 1234" in rendered(picture(both, rates))
+
+
 @pytest.mark.parametrize("width", [125, 80, 60, 40])
 def test_where_the_table_is_too_wide_whole_columns_are_left_out(width: int) -> None:
     text = rendered(GroupsTable(overview(), Rates()), width)
@@ -416,6 +428,8 @@ def test_a_run_is_watched_and_a_group_of_it_evicted(
         rates.add(time.monotonic(), first)
         time.sleep(1.0)
         rates.add(time.monotonic(), second := observer.overview())
+        assert second.plan is not None
+        assert second.plan.later == (1000 - 1 - second.plan.epoch) * second.plan.budget
         check_table(rendered(picture(second, rates)), second)
         check_metrics(wait_for(lambda: metrics_of_two_groups(url)))
         status = json.loads(get(url, "/status")[1])
@@ -438,6 +452,7 @@ def test_a_run_is_watched_and_a_group_of_it_evicted(
         run.expect("group 1 was evicted by hand", 30)
         progress = after.trained
         wait_for(lambda: observer.overview().trained != progress)  # the other one goes on
+        assert "loss" in wait_for(lambda: observer.overview().metrics)
         run.kill()
         assert wait_for(lambda: not (seen := observer.overview()).run and not seen.live)  # the next run may come
     finally:

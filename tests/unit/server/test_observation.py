@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from datetime import datetime, timedelta
 from io import StringIO
@@ -130,8 +131,9 @@ def test_an_overview_has_what_was_counted_and_heard() -> None:
     for rank in (0, 1, 2):
         link.core.set_host(control_peer(rank), f"10.0.0.{rank // 2}")
     link.now += 5.0
-    link.control(0, m.Heartbeat(sent=1.0, step_time=0.5, compute_time=0.2, exchange_time=0.1))
-    link.control(1, m.Heartbeat(sent=1.0, step_time=0.5, compute_time=0.4, exchange_time=0.1))
+    link.control(0, m.Heartbeat(sent=1.0, step_time=0.5, compute_time=0.2, exchange_time=0.1, metrics={"loss": 2.0}))
+    metrics = {"loss": 4.0, "omni/noise_scale": 64.0}
+    link.control(1, m.Heartbeat(sent=1.0, step_time=0.5, compute_time=0.4, exchange_time=0.1, metrics=metrics))
     shown = overview(link)
     assert (shown.announced, shown.live, shown.missing, shown.recorder) == (3, (0, 1, 2), (), 0)
     assert shown.method is not None
@@ -143,7 +145,16 @@ def test_an_overview_has_what_was_counted_and_heard() -> None:
     assert (first.status.slowest_rank, first.status.slowest_time) == (1, 0.4)
     assert first.samples is None  # no data was leased
     assert first.age == 5.0
+    assert shown.metrics == {"loss": 3.0, "omni/noise_scale": 64.0}
     assert msgpack_copy(shown) == shown
+
+
+def test_metrics_that_have_no_mean_do_not_end_the_server() -> None:
+    link = trained_link((0, 1), (2,))
+    watch(link)
+    for rank, loss in enumerate((math.inf, -math.inf)):
+        link.control(rank, m.Heartbeat(sent=1.0, metrics={"loss": loss}))
+    assert math.isnan(overview(link).metrics["loss"])
 
 
 def test_samples_are_counted_by_group_and_once() -> None:

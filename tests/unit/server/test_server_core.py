@@ -376,7 +376,8 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
     if get_origin(hint) is Literal:
         return st.sampled_from(get_args(hint))
     if get_origin(hint) is dict:
-        return st.dictionaries(st.sampled_from(["lr", "params", "name", "momentum"]) | text, plain, max_size=3)
+        of = plain if get_args(hint)[1] is Any else values(get_args(hint)[1])
+        return st.dictionaries(st.sampled_from(["lr", "params", "name", "momentum"]) | text, of, max_size=3)
     if get_origin(hint) in (Union, UnionType):
         return st.one_of(*map(values, get_args(hint)))
     kinds: dict[Any, st.SearchStrategy[Any]] = {

@@ -125,7 +125,7 @@ def test_a_setting_that_pays_is_chosen_though_a_simpler_one_nearly_as_fast_does_
         forecast, start = found.forecast(), found.spec.start
         gains = {
             each: forecast.log_seconds(start) - risk_adjusted(forecast.log_seconds(each), forecast.theory.error(each))
-            for each in map(found.with_rebalance, found.candidates())
+            for each in map(found.with_rebalance, found.candidates)
         }
         least = {each: c.GAIN if each.groups > 1 else c.FASTER for each in gains}
         pays = any(gain >= math.log(least[each]) for each, gain in gains.items() if each != start)
@@ -188,8 +188,8 @@ def test_what_the_user_has_chosen_is_what_groups_exchange_by() -> None:
 def test_groups_have_a_momentum_that_is_allowed_and_their_steps_are_as_large_with_it(low: float, high: float) -> None:
     free = search(seen(exponential()))
     for best, held in zip(
-        free.candidates(),
-        search(seen(exponential()), replace(EVERYTHING, momentum=(low, high))).candidates(),
+        free.candidates,
+        search(seen(exponential()), replace(EVERYTHING, momentum=(low, high))).candidates,
         strict=True,
     ):
         if held.groups > 1:
@@ -199,7 +199,7 @@ def test_groups_have_a_momentum_that_is_allowed_and_their_steps_are_as_large_wit
 
 def test_groups_have_a_rate_that_is_allowed() -> None:
     found = search(seen(exponential()), replace(EVERYTHING, lr=(0.04, 0.06)))
-    assert all(0.04 <= each.lr <= 0.06 for each in found.candidates())
+    assert all(0.04 <= each.lr <= 0.06 for each in found.candidates)
     assert found.choice().setting.groups > 1
 
 
@@ -220,10 +220,10 @@ def test_methods_that_average_keep_the_users_rate_and_those_that_add_up_divide_i
 
 def test_a_forecast_of_hundreds_of_settings_takes_a_moment() -> None:
     found = search(seen(exponential()))
-    assert len(found.candidates()) > 50
+    assert len(found.candidates) > 50
     asked = len(found._rates)
     found.choice()
-    assert len(found._rates) - asked < len(found.candidates()) / 2, (
+    assert len(found._rates) - asked < len(found.candidates) / 2, (
         "most of them are ruled out by what their groups could do at most"
     )
 
@@ -289,14 +289,14 @@ def test_a_setting_that_was_slower_or_faster_than_predicted_is_so_again_and_othe
     trained = found.choice().setting
     again = slower(found, trained, log_ratio, found.observation)
     assert math.log(found.throughput(trained) / again.throughput(trained)) == pytest.approx(log_ratio, rel=0.01)
-    for each in found.candidates():
+    for each in found.candidates:
         shift = math.log(found.throughput(each) / again.throughput(each))
         if each.groups == 1:
             assert shift == 0, "it is timed itself"
         else:
             assert -1e-9 <= shift / (log_ratio or 1.0) <= 1.0
         assert again.throughput_bound(each) >= again.throughput(each) * (1 - 1e-6)
-    far = next(each for each in found.candidates() if each.groups > 1 and each.period > 16)
+    far = next(each for each in found.candidates if each.groups > 1 and each.period > 16)
     near = replace(trained, momentum=0.5)
     shifts = [math.log(found.throughput(each) / again.throughput(each)) for each in (near, far)]
     assert abs(shifts[0]) >= abs(shifts[1])
@@ -335,7 +335,7 @@ def test_groups_that_do_not_pay_are_given_up_if_groups_did_not_before() -> None:
         is_rank_zero=True,
     )
     run.broadcast_command = run.broadcast_segments = lambda said: said
-    run.strategy = SimpleNamespace(epochs=SimpleNamespace(is_open=False))
+    run.strategy = SimpleNamespace(parts=SimpleNamespace(epochs=SimpleNamespace(is_open=False)))
     speeds: Any = SimpleNamespace(speed=Speed(256, 10.0, error=0.01), changed=lambda in_mid_epoch: None)
     applied: Any = SimpleNamespace(return_to_one_group=gave_up.append)
     reports: Any = SimpleNamespace(chosen=lambda command: None)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.tuning.model.convergence import Estimate
-from lightning_omni.tuning.model.forecast import Forecast, Scaling, Setting, Theory, TrainedBatches, samples_to
+from lightning_omni.tuning.model.forecast import Forecast, Scaling, Setting, Theory, TrainedBatches
 
 Law = Callable[[np.ndarray], np.ndarray]
 FEW = settings(max_examples=30, deadline=None)
@@ -227,20 +227,3 @@ def test_systems_are_what_they_would_have_set() -> None:
     assert all(estimate.seconds.value > 0 for estimate in systems.values())
     faster = systems["proportional batches"].seconds.value / systems["DDP, Horovod (synchronous)"].seconds.value
     assert faster == pytest.approx(1 / 1.2)  # the gradient is the same
-
-
-# --- Samples to a loss -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("name", "target", "truth"), [("exponential", 0.8, 284.6), ("power", 0.4, 540.0)])
-def test_samples_to_a_loss_are_those_of_the_best_curve(name: str, target: float, truth: float) -> None:
-    found = samples_to(target, trained(LAWS[name], noise=0.01))
-    assert found is not None
-    assert found.low <= found.value <= found.high
-    assert found.value == pytest.approx(truth, rel=0.25)
-
-
-def test_of_what_never_comes_there_or_is_too_short_nothing_is_said() -> None:
-    assert samples_to(0.1, LOST) is None
-    assert samples_to(0.1, trained(LAWS["power"], batches=5)) is None
-    assert samples_to(-5.0, trained(LAWS["exponential"], batches=60, noise=0.01)) is None

@@ -378,15 +378,13 @@ def test_a_rate_counts_what_was_trained_in_the_time_that_it_took() -> None:
     counted = RunThroughput(clock=lambda: now)
     for batches in (10, 4):  # of the second epoch only a part is trained
         now += 3.0  # between epochs
-        counted.go()
+        counted.interrupt()
         for batch in range(batches):
             now += 0.005
             counted.batch_done(16)
             if batch == 2:
-                counted.pause()
                 now += 0.1  # a validation
-                counted.go()
-        counted.pause()
+                counted.interrupt()
         trained = counted.take()
         assert trained.timed == 16 * (batches - 2)
         assert trained.timed / trained.seconds == pytest.approx(16 / 0.005)

@@ -64,7 +64,7 @@ def test_a_setting_with_it_travels_and_a_tuner_takes_it() -> None:
 
 TABLES = pytest.mark.parametrize(
     ("module", "page"),
-    [(constants, "evidence/tuning-prior.md"), (model_constants, "contribute/performance.md")],
+    [(constants, "contribute/constants.md"), (model_constants, "contribute/performance.md")],
     ids=["search", "performance"],
 )
 

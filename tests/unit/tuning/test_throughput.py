@@ -17,7 +17,7 @@ def epoch_of(seconds: np.ndarray) -> Speed:
     """An epoch of one rank whose batches take so long."""
     moments = iter([0.0, *itertools.accumulate(seconds)])
     counted = RunThroughput(clock=lambda: float(next(moments)))
-    counted.go()
+    counted.interrupt()
     for _ in range(len(seconds) + 1):  # the first is not timed
         counted.batch_done(BATCH)
     taken = counted.take()
@@ -87,11 +87,10 @@ def test_a_change_by_less_than_matters_is_not_one() -> None:
 def test_a_validation_does_not_make_a_run_slower() -> None:
     moments = iter([0.0, 1.0, 2.0, 50.0, 51.0, 52.0])
     counted = RunThroughput(clock=lambda: next(moments))
-    counted.go()
+    counted.interrupt()
     for _ in range(3):
         counted.batch_done(BATCH)
-    counted.pause()
-    counted.go()
+    counted.interrupt()
     for _ in range(3):
         counted.batch_done(BATCH)
     taken = counted.take()
