@@ -1,9 +1,9 @@
 """SIGTERM and SLURM's requeue signal: a handler sets a flag, and all ranks act on it at the same batch.
 
 Lightning's own handlers call collectives wherever they interrupt the rank: ranks then wait for each other in different
-ones. Here an all-reduce sends the flag in place of the broadcast for which Lightning waits before every batch, and so do
-the heartbeats if there is a server. The all-reduce begins at the end of a batch and runs beside the callbacks; the ranks
-act on its result at the start of the next batch.
+ones. Here an all-reduce sends the flag, in place of the broadcast for which Lightning waits before every batch, and so
+do the heartbeats if there is a server. The all-reduce begins at the end of a batch and runs beside the callbacks; the
+ranks act on its result at the start of the next batch.
 """
 
 from __future__ import annotations
