@@ -62,6 +62,7 @@ from lightning_omni.wire.formats.base import (
     WireFormat,
     state_of_fragment,
     with_fragment,
+    zeros_on,
 )
 from lightning_omni.wire.layout import Layout
 from lightning_omni.wire.partition import Partition
@@ -477,8 +478,8 @@ class GroupCore:
         if pushes == RAW:
             return weights
         layout = Layout.of({str(place): weight for place, weight in enumerate(weights)})
-        payload = pushes.encode(weights, layout, {}, Memory()).payload
-        return layout.views(pushes.decode(payload, layout, Memory()))
+        payload = pushes.encode(weights, layout, {}, Memory()).payload.to(weights[0].device)
+        return layout.views(pushes.decode(payload, layout, Memory(zeros_on(payload.device))))
 
     def _advance(self, optimizer: int, answer: Any) -> Action:
         """Drive the method to the next need that the group cannot meet by itself."""

@@ -40,6 +40,16 @@ class GroupBroadcast:
     def __init__(self, parallel: ParallelState) -> None:
         self._parallel = parallel
 
+    def letter(self, part: Part) -> Tensor:
+        """Return memory for an optimizer's weights and a prefix, which all members get, on the device of the weights.
+
+        On the CPU it is the memory in which the leader receives them.
+        """
+        parallel = self._parallel
+        if parallel.device.type == "cpu":
+            return part.memory(PREFIX, parallel.empty)
+        return part.on_device(PREFIX, parallel.device)
+
     def broadcast(self, memory: Tensor) -> None:
         """Broadcast from the leader to its group."""
         if len(self._parallel.members) == 1:
@@ -52,9 +62,14 @@ class GroupBroadcast:
             self._broadcast(memory, self._parallel.replica_group)
 
     def _broadcast(self, memory: Tensor, group: Any) -> None:
-        shared = memory.to(self._parallel.device) if self._parallel.device.type != "cpu" else memory
+        device = self._parallel.device
+        if memory.device.type == device.type:
+            dist.broadcast(memory, group=group, group_src=0)
+            return
+        is_source = dist.get_rank(group) == 0
+        shared = memory.to(device) if is_source else torch.empty_like(memory, device=device)
         dist.broadcast(shared, group=group, group_src=0)
-        if shared is not memory:
+        if not is_source:
             memory.copy_(shared)
 
     def broadcast_bytes(self, note: bytes) -> bytes:
@@ -152,8 +167,8 @@ def _aligned(nbytes: int) -> int:
 
 
 def decoded(answers: WireFormat, payloads: Sequence[Tensor], split: Partition, part: Part) -> list[Tensor]:
-    """Decode each server's part of an answer, in the layout of its share."""
-    shares = zip(payloads, split.shares, part.backs(len(payloads)), strict=True)
+    """Decode each server's part of an answer, in the layout of its share, on the device of its payload."""
+    shares = zip(payloads, split.shares, part.backs(len(payloads), payloads[0].device), strict=True)
     return [decode(answers, payload, share, memory) for payload, share, memory in shares]
 
 
@@ -245,19 +260,23 @@ class PeerExchange:
         """Return tensors and a count on all members, read by the leader."""
         with self._timed():
             tensors, count = read() if self._parallel.exchanges else (None, 0)
-            if len(self._parallel.members) == 1:
+            letter, layout = self._members.letter(part), part.replica.layout
+            if len(self._parallel.members) == 1 and letter.is_cpu:
                 return tensors, count
-            memory = part.memory(PREFIX, self._parallel.empty)
-            prefix, views = memory[:PREFIX].view(torch.int64), part.replica.layout.views(memory[PREFIX:])
             if self._parallel.exchanges:
-                prefix[0] = count
-                for view, tensor in zip(views, tensors or (), strict=False):
-                    view.copy_(tensor)
-            self._members.broadcast(memory[:PREFIX])
-            count = int(prefix[0])
+                memory = part.memory(PREFIX, self._parallel.empty)
+                memory[:PREFIX].view(torch.int64)[0] = count
+                if tensors:
+                    torch._foreach_copy_(layout.views(memory[PREFIX:]), list(tensors))
+                if memory is not letter:
+                    used = PREFIX + (layout.nbytes if tensors else 0)
+                    letter[:used].copy_(memory[:used])
+            self._members.broadcast(letter[:PREFIX])
+            if not self._parallel.exchanges:
+                count = int(letter[:PREFIX].view(torch.int64)[0])
             if count:
-                self._members.broadcast(memory)
-            return (views if count else None), count
+                self._members.broadcast(letter)
+            return (layout.views(letter[PREFIX:]) if count else None), count
 
     def close(self) -> None:
         if self._peers is not None:

@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -213,7 +214,9 @@ class OmniOptimizer(Optimizer):
 
     def _check_is_of_training(self) -> None:
         """Raise `UnsupportedError` if torch makes this step, with a rate of 0, to create an optimizer's state."""
-        if any(group.get("lr", 0.0) for group in self.param_groups):
+        rates = [group.get("lr", 0.0) for group in self.param_groups]
+        # torch's rate is a number or on the CPU. To read one of a device would be to wait for it in each step.
+        if any((isinstance(rate, Tensor) and not rate.is_cpu) or rate for rate in rates):
             return
         frame: FrameType | None = sys._getframe()
         while frame is not None and frame.f_globals.get("__name__") != _STATE_DICTS:

@@ -167,6 +167,8 @@ class ProcessGroups:
         group = new_named_group(f"omni-{number:x}-{members[0]}", members, self._timeout)
         kept.compute[topology.groups] = _Made(number, ref(group))
         self.use(before)
+        if self._device.type != "cpu":  # NCCL connects the ranks at their first collective, which steps shall not time
+            dist.all_reduce(torch.zeros(1, device=self._device), group=group)
         spare = [groups for groups in kept.compute if groups not in self._stay and groups != topology.groups]
         for groups in spare[: max(0, len(kept.compute) - MOST_KEPT)]:
             kept.destroy(groups)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -20,12 +18,12 @@ from lightning_omni.methods import Exchange, Publish, Pulled, ReadInbox, ReadPee
 from lightning_omni.runtime.group_exchange import PREFIX, CompressedBroadcast, GroupBroadcast, PeerExchange, decoded
 from lightning_omni.runtime.model.replica import Part
 from lightning_omni.runtime.parallel_state import ParallelState
-from lightning_omni.runtime.timing import wait_for
+from lightning_omni.runtime.timing import Clock, clock_of
 from lightning_omni.transport.connections import Control
 from lightning_omni.transport.requests import Requests, check_alike
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, pack, unpack
-from lightning_omni.wire.formats.base import RAW, Memory, WireFormat, check_size
+from lightning_omni.wire.formats.base import RAW, Memory, WireFormat, check_size, zeros_on
 from lightning_omni.wire.layout import Layout
 from lightning_omni.wire.messages import SnapshotId
 from lightning_omni.wire.messages.collectives import UPLOADED_ELSEWHERE
@@ -162,19 +160,35 @@ _NUMBERS = 96
 _Answer = TypeVar("_Answer", bound=m.Message)
 
 
-@dataclass
 class Traffic:
     """The time and the bytes of all exchanges of a run so far.
 
+    Args:
+        clock: clock of the device of the weights.
+
     Attributes:
-        seconds: time spent in them.
         moved: bytes of tensors to and from the server or other groups; only the leader of a group moves any.
         shared: the part of them that leader and server passed in shared memory.
     """
 
-    seconds: float = 0.0
-    moved: int = 0
-    shared: int = 0
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._seconds, self.moved, self.shared = 0.0, 0, 0
+        self._spans: list[tuple[Any, Any]] = []
+
+    @property
+    def seconds(self) -> float:
+        """Return the time spent in exchanges, once the device has ended the last one."""
+        while self._spans:
+            self._seconds += self._clock.wait(*self._spans.pop())
+        return self._seconds
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count the time in this context, on the device: without what the device had to do before."""
+        began = self._clock.mark()
+        yield
+        self._spans.append((began, self._clock.mark()))
 
 
 class ServerExchange:
@@ -190,7 +204,7 @@ class ServerExchange:
 
     def __init__(self, parallel: ParallelState) -> None:
         self._parallel = parallel
-        self.traffic = Traffic()
+        self.traffic = Traffic(clock_of(parallel.device))
         self.synchronizations = 0
         self.members = GroupBroadcast(parallel)
         self.peers = PeerExchange(parallel, self.members, self.synchronize, self.timed)
@@ -255,10 +269,9 @@ class ServerExchange:
 
     def receive(self, index: int) -> Pulled:
         """Return the answer to the last request for an optimizer, on every member of the group."""
-        ask, part = self._under_way.pop(index), self._parallel.parts[index]
-        layout = part.replica.layout.fragment(ask.fragment, self._parallel.method.fragments)
-        memory = part.memory(PREFIX, self._parallel.empty)[: PREFIX + (layout.nbytes if ask.pulls else 0)]
-        return self._share(ask, layout, memory)
+        ask = self._under_way.pop(index)
+        layout = self._parallel.parts[index].replica.layout.fragment(ask.fragment, self._parallel.method.fragments)
+        return self._share(ask, layout)
 
     def _room(self, ask: ServerRequest, part: Part) -> Tensor | None:
         """Return memory for the tensors of an answer, in their encoding, on ranks that exchange with the server."""
@@ -268,7 +281,8 @@ class ServerExchange:
         if (answers := self._answers(ask)) != RAW:
             part.coded = part.coded or Memory(self._parallel.empty)
             return part.coded.room(answers.sizes(layout)[1])
-        if not ask.waits:  # meanwhile the group trains, and its weights are compared with the last answer's
+        if not ask.waits and self._parallel.device.type == "cpu":
+            # Meanwhile the group trains, and its weights are compared with the last answer's.
             part.into, part.spare = part.spare, part.into
         return part.memory(PREFIX, self._parallel.empty)[PREFIX : PREFIX + layout.nbytes]
 
@@ -355,16 +369,11 @@ class ServerExchange:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Count time and bytes in this context as those of exchanges.
-
-        The host waits for the device before it reads the clock, so that the remaining backward pass does not count.
-        This costs nothing, because the copies of an exchange wait for the device in any case.
-        """
-        wait_for(self._parallel.device)
-        began, requests, between = time.perf_counter(), self._requests, self.peers.moved
+        """Count time and bytes in this context as those of exchanges."""
+        requests, between = self._requests, self.peers.moved
         moved, shared = (requests.moved, requests.shared) if requests is not None else (0, 0)
-        yield
-        self.traffic.seconds += time.perf_counter() - began
+        with self.traffic.timed():
+            yield
         if self._requests is not None:
             self.traffic.moved += self._requests.moved - moved
             self.traffic.shared += self._requests.shared - shared
@@ -378,22 +387,32 @@ class ServerExchange:
                 self._parallel.group,
             )
 
-    def _share(self, ask: ServerRequest, layout: Layout, memory: Tensor) -> Pulled:
-        """Return the server's answer on all members of the group; the leader receives and broadcasts it."""
+    def _share(self, ask: ServerRequest, layout: Layout) -> Pulled:
+        """Return the server's answer on all members of the group; the leader receives and broadcasts it.
+
+        Its tensors are on the device of the weights.
+        """
         part, by_member = self._parallel.parts[ask.optimizer], self._parallel.share is not None
         coded, answer = self._coded(ask, layout), None
-        letter = memory if coded is None else part.handed.room(PREFIX + coded.nbytes)
+        memory = letter = self.members.letter(part)[: PREFIX + (layout.nbytes if ask.pulls else 0)]
+        if coded is not None:
+            part.handed = part.handed or Memory(zeros_on(self._parallel.device))
+            letter = part.handed.room(PREFIX + coded.nbytes)
         with self.timed():
             if self._parallel.exchanges:
                 parts = None if coded is None else coded.parts(letter[PREFIX:])
                 answer = self._receive(ask, layout, memory[PREFIX:], parts)
-                _write(answer, letter[:PREFIX])
+                if self._parallel.is_leader and len(self._parallel.members) > 1:
+                    letter[:PREFIX].copy_(_prefix_of(answer))
             self.members.broadcast(letter[:PREFIX] if by_member else letter)
             if by_member and ask.pulls:
-                self.members.broadcast_to_replicas(memory[PREFIX:])
+                self.members.broadcast_to_replicas(letter[PREFIX:])
             if coded is not None:
                 coded.decode(letter[PREFIX:], memory[PREFIX:], part)
-        clock, received, note = _read(letter[:PREFIX])
+        if answer is not None and self._parallel.is_leader:
+            clock, received, note = answer.clock, LastAnswer.of(answer), answer.note
+        else:
+            clock, received, note = _read(letter[:PREFIX].cpu())
         if by_member and answer is not None and answer.clock != clock:
             raise ProtocolError(f"servers have applied {answer.clock} and {clock} updates to the shares of a group")
         if received.staleness >= 0:
@@ -406,7 +425,9 @@ class ServerExchange:
     def _coded(self, ask: ServerRequest, layout: Layout) -> CompressedBroadcast | None:
         """Return the encoded answer to broadcast, if it has fewer bytes than its tensors; otherwise None."""
         answers = self._answers(ask)
-        if answers == RAW or not ask.pulls or len(self._parallel.members) == 1 or self._parallel.share is not None:
+        is_link_slow = self._parallel.device.type != "cpu"  # the link to the device, which every answer crosses
+        is_broadcast = len(self._parallel.members) > 1 and self._parallel.share is None
+        if answers == RAW or not ask.pulls or not (is_link_slow or is_broadcast):
             return None
         assert self._parallel.control is not None
         coded = CompressedBroadcast(answers, self._divided(ask, layout, self._parallel.control.servers))
@@ -420,16 +441,20 @@ class ServerExchange:
         )
 
     def _receive(self, ask: ServerRequest, layout: Layout, into: Tensor, coded: Sequence[Tensor] | None) -> m.Weights:
-        """Receive the servers' answer into ``into``, or encoded into ``coded``, on ranks that exchange with them."""
+        """Receive the servers' answer into ``into``, or encoded into ``coded``, on ranks that exchange with them.
+
+        Both are on the device of the weights.
+        """
         answers = self._answers(ask)
         is_flat = answers == RAW or not ask.pulls
         requests, part = self._servers(), self._parallel.parts[ask.optimizer]
         split = self._divided(ask, layout, requests.count)
+        flat = part.memory(PREFIX, self._parallel.empty)[PREFIX:] if is_flat and ask.pulls else None
         if ask.optimizer in self._arrived:
             received = self._arrived.pop(ask.optimizer)
         else:
             self._travels = None
-            received = requests.receive(m.Weights, split.memories(into) if is_flat and ask.pulls else None)
+            received = requests.receive(m.Weights, None if flat is None else split.memories(flat))
         check_alike(received)
         payloads = [payload for _, payload in received]
         if not is_flat:
@@ -438,10 +463,12 @@ class ServerExchange:
         if coded is not None:
             for memory, payload in zip(coded, payloads, strict=True):
                 memory.copy_(payload)
-        elif ask.pulls:
-            if not is_flat:
-                payloads = decoded(answers, payloads, split, part)
-            split.write(into, payloads)
+        elif not is_flat:
+            split.write(into, decoded(answers, [payload.to(into.device) for payload in payloads], split, part))
+        elif flat is not None:
+            split.write(flat, payloads)
+            if not into.is_cpu:
+                into.copy_(flat[: layout.nbytes])
         return received[0][0]
 
     # --- Connections --------------------------------------------------------------------------------------------------
@@ -454,6 +481,8 @@ class ServerExchange:
             self._requests.close()
             self._requests = None
         self.peers.close()
+        for part in self._parallel.parts:
+            part.release()
 
     @property
     def is_free(self) -> bool:
@@ -481,13 +510,15 @@ class ServerExchange:
         return self.members.largest([number])[0]
 
 
-def _write(answer: m.Weights, prefix: Tensor) -> None:
-    """Write the fields of an answer other than its tensors into their prefix, which `_read` reads."""
+def _prefix_of(answer: m.Weights) -> Tensor:
+    """Return the prefix of an answer's tensors, from which `_read` reads its other fields."""
+    prefix = torch.zeros(PREFIX, dtype=torch.uint8)
     applied, stop, repeated = int(answer.applied), STOPS.index(answer.stop), int(answer.repeated)
     numbers = [answer.clock, answer.staleness, applied, answer.progress, stop, repeated, answer.refused_in_row]
     numbers += [answer.validations, answer.groups]
     prefix[: 8 * len(numbers)].view(torch.int64).copy_(torch.tensor(numbers))
     prefix[_NUMBERS:].view(torch.float64)[0] = answer.note
+    return prefix
 
 
 def _read(prefix: Tensor) -> tuple[int, LastAnswer, float]:

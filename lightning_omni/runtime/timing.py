@@ -18,6 +18,9 @@ class HostClock:
     def seconds(self, since: Any, until: Any) -> float | None:
         return float(until - since)
 
+    def wait(self, since: Any, until: Any) -> float:
+        return float(until - since)
+
 
 class EventClock:
     """The clock of a CUDA stream, whose timestamps are read when the device has reached them."""
@@ -31,6 +34,12 @@ class EventClock:
     def seconds(self, since: Any, until: Any) -> float | None:
         """Return the seconds between two timestamps; None if the device has not reached the later one."""
         return float(since.elapsed_time(until)) / 1e3 if until.query() else None
+
+    def wait(self, since: Any, until: Any) -> float:
+        """Return the seconds between two timestamps; the host waits until the device has reached the later one."""
+        if not until.query():
+            until.synchronize()
+        return float(since.elapsed_time(until)) / 1e3
 
 
 Clock = HostClock | EventClock

@@ -44,6 +44,7 @@ from lightning_omni.runtime.process_groups import outlive
 from lightning_omni.runtime.server_exchange import ServerExchange, Traffic
 from lightning_omni.runtime.state.transfer import Residuals, StateTransfer
 from lightning_omni.runtime.state.validation import ValidationSnapshots
+from lightning_omni.runtime.timing import clock_of
 from lightning_omni.topology import Topology, check_groups
 from lightning_omni.wire import messages as m
 
@@ -203,6 +204,7 @@ class World(ParallelState):
         self._exchanging.check_optimizer(optimizer)
 
     def detach_all(self) -> None:
+        """Forget the wrapped models and their optimizers."""
         self.parts = []
         self.heads.clear()
         self.core.detach_all()
@@ -211,7 +213,7 @@ class World(ParallelState):
         """Begin training, on every rank; with several groups, join the server and send it the recorder's weights."""
         self.connection.open()
         self.is_finished, self.is_begun = False, True
-        self.steps, self.core.last_answer, self.exchange.traffic = 0, LastAnswer(), Traffic()
+        self.steps, self.core.last_answer, self.exchange.traffic = 0, LastAnswer(), Traffic(clock_of(self.device))
         if not self.has_joined:  # otherwise the server gets changes since the group joined, before its first batch
             self.parameter_groups.renew()
         self.executor.check_parts()
@@ -241,6 +243,7 @@ class World(ParallelState):
             self._is_with_recorder = self.exchange.members.broadcast_bytes(str(self.is_recorder).encode()) == b"True"
 
     def wait_for_members(self) -> None:
+        """Wait until all members of this rank's group call this."""
         dist.barrier(group=self.compute_group)
 
     def read_again(self) -> None:
@@ -376,6 +379,7 @@ class World(ParallelState):
             )
 
     def step_done(self) -> None:
+        """End an optimizer's step."""
         if self._leaving is not None:
             self._leaving.step_done()
 

@@ -2,8 +2,8 @@
 
 The parameters that DistributedDataParallel averages, and those frozen, unfrozen or added after the wrapping.
 
-DDP reads once, when it wraps the module, which parameters are trainable. Of parameters that are trained later, each
-rank continues with its own gradient, without a warning.
+DDP reads once, when it wraps the module, which parameters are trainable. It does not average the gradients of those
+that are trained later: each rank continues with its own, without a warning.
 
 A check of users' modules that have a process group of their own, in the module or in a callback.
 
@@ -90,6 +90,7 @@ class Proxies:
                 ignore_missing_step(optimizer)
 
     def unguard(self) -> None:
+        """Restore the optimizers' own ``step``, and remove the hook."""
         for optimizer, own in self._own_steps.items():
             del optimizer.step
             if own is not None:
@@ -149,7 +150,7 @@ class MergedSubmodule:
         return self.name is not None
 
     def parameters(self, module: Module) -> list[Parameter]:
-        """Return the submodule's parameters, after a check that it can be merged."""
+        """Return the submodule's parameters, after a check that it can be merged; none if nothing is merged."""
         if self.name is None:
             return []
         if self._head is None:

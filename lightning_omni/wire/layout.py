@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_omni.errors import MalformedMessage, Refused
-from lightning_omni.methods.model.fragments import Pieces, cut
+from lightning_omni.methods.model.fragments import Piece, Pieces, cut
 
 ALIGNMENT = 64
 """Alignment of each tensor's start in bytes, so that any dtype can be viewed in place."""
@@ -225,6 +225,28 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
             specs = tuple(self.specs[place].part(where) for place, where in self.pieces(number, of))
             self._fragments[number, of] = Layout(specs, self.version)
         return self._fragments[number, of]
+
+    def chunks(self, nbytes: int) -> Sequence[tuple[Pieces, Layout]]:
+        """Return the pieces and the layout of each chunk of the flat buffer, in order.
+
+        Args:
+            nbytes: bytes of a chunk, a multiple of `ALIGNMENT`; the last one may have fewer.
+        """
+        if nbytes not in self._chunks:
+            self._chunks[nbytes] = [self._chunk(begin, begin + nbytes) for begin in range(0, self.nbytes, nbytes)]
+        return self._chunks[nbytes]
+
+    def _chunk(self, begin: int, end: int) -> tuple[Pieces, Layout]:
+        pieces = []
+        for place, ((count, size), offset) in enumerate(zip(self.sizes, self.offsets, strict=True)):
+            start, stop = (min(max((bound - offset) // size, 0), count) for bound in (begin, end))
+            if start < stop:
+                pieces.append(Piece(place, None if stop - start == count else (start, stop)))
+        return pieces, Layout(tuple(self.specs[place].part(where) for place, where in pieces))
+
+    @cached_property
+    def _chunks(self) -> dict[int, Sequence[tuple[Pieces, Layout]]]:
+        return {}
 
     @cached_property
     def _pieces(self) -> dict[int, Sequence[Pieces]]:

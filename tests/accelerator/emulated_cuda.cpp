@@ -87,23 +87,20 @@ void finish_late_locked() {
   late.clear();
 }
 
-std::optional<Clock::time_point> first_wait;  // the end of the first wait since `forget_wait`
-
-void wait_until(Clock::time_point until) {
-  waited++;
+void wait_until(Clock::time_point until, bool is_counted = true) {
+  waited += is_counted;
   std::this_thread::sleep_until(until);
   std::lock_guard<std::mutex> guard(lock);
-  if (!first_wait) first_wait = Clock::now();
   finish_late_locked();
 }
 
-void wait_for(int device) {
+void wait_for(int device, bool is_counted = true) {
   Clock::time_point until;
   {
     std::lock_guard<std::mutex> guard(lock);
     until = busy_until[device];
   }
-  wait_until(until);
+  wait_until(until, is_counted);
 }
 
 // --- Memory ----------------------------------------------------------------------------------------------------------
@@ -488,7 +485,7 @@ struct Collectives final : c10d::Backend {
   static at::Tensor own(const at::Tensor& tensor) {
     TORCH_CHECK(tensor.is_cuda(), "emulated_nccl: Tensors must be CUDA and dense (as for NCCL)");
     TORCH_CHECK(tensor.is_non_overlapping_and_dense(), "emulated_nccl: Tensors must be contiguous");
-    wait_for(tensor.get_device());
+    wait_for(tensor.get_device(), false);  // NCCL's collectives do not hold the host up
     at::Tensor alias = as_cpu(tensor);
     return alias;
   }
@@ -664,16 +661,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("resize_storage", [](at::Storage storage, int64_t nbytes) {
     at::native::resize_bytes_cpu(storage.unsafeGetStorageImpl(), nbytes);
   });
-  m.def("forget_wait", [] {
-    std::lock_guard<std::mutex> guard(lock);
-    first_wait.reset();
-  });
-  m.def("first_wait", []() -> std::optional<double> {
-    std::lock_guard<std::mutex> guard(lock);
-    if (!first_wait) return std::nullopt;
-    return std::chrono::duration<double>(first_wait->time_since_epoch()).count();
-  });
-  m.def("now", [] { return std::chrono::duration<double>(Clock::now().time_since_epoch()).count(); });
   m.def("pin", [](int64_t pointer, int64_t nbytes) {
     std::lock_guard<std::mutex> guard(lock);
     pinned.insert({reinterpret_cast<char*>(pointer), reinterpret_cast<char*>(pointer) + nbytes});

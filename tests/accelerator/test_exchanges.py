@@ -1,26 +1,61 @@
-"""What a step costs the device: copies and waits for each, and times as the device's own clock has them."""
+"""What a step costs the device: copies and waits for each, memory, and times as the device's own clock has them."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from runs import run
+
+from lightning_omni.tuning.model.measurements import Measured
 
 BUSY = 30
 """Milliseconds for which the device is busy with each batch."""
 ATTEMPTS = 3
 """How often times are measured, until they agree: another process may delay this one between two looks at a clock."""
-COSTS: dict[tuple[str, int], tuple[float, int, float, int, float]] = {
-    ("groups of one", 0): (2.0, 121, 1.0, 62, 125),
-    ("groups of one, int8", 0): (1.26, 62, 1.0, 62, 66),
-    ("gossip", 0): (1.0, 61, 1.0, 62, 125),
-    ("groups of two", 0): (3.0, 122, 2.0, 63, 130),
-    ("groups of two", 1): (1.0, 2, 2.0, 63, 9),
+CHUNK = 64 << 20
+"""Bytes of device memory through which an exchange copies."""
+INT8, BF16 = 0.26, 0.5
+"""Bytes of a format as a part of float32's."""
+FSDP = {"model_parallel": "fsdp"}
+
+
+class Cost(NamedTuple):
+    """The most that an exchange costs in a step, beyond what the step costs with one group.
+
+    Attributes:
+        up: bytes that are copied to the host, as a multiple of what the rank exchanges.
+        ups: the number of these copies.
+        down: bytes that are copied from the host, likewise.
+        downs: the number of these copies.
+        waits: how often the host waits for the device.
+    """
+
+    up: float
+    ups: int
+    down: float
+    downs: int
+    waits: int
+
+
+LEADER, MEMBER = Cost(1.01, 2, 1.01, 2, 4), Cost(0.0005, 1, 0.0, 0, 1)
+COSTS: dict[tuple[str, int], Cost] = {
+    ("groups of one", 0): LEADER,
+    ("groups of one, int8", 0): LEADER._replace(up=INT8 + 0.01),
+    ("groups of one, int8 and bf16", 0): LEADER._replace(up=INT8 + 0.01, down=BF16 + 0.01),
+    ("groups of one, overlapped", 0): LEADER,
+    ("groups of one, rates on the device", 0): LEADER._replace(ups=LEADER.ups + 1, waits=LEADER.waits + 1),
+    ("gossip", 0): LEADER,
+    ("groups of two", 0): LEADER,
+    ("groups of two", 1): MEMBER,
+    ("groups of two, int8 and bf16", 0): LEADER._replace(up=INT8 + 0.01, down=BF16 + 0.01),
+    ("groups of two, int8 and bf16", 1): MEMBER,
+    ("sharded groups of two", 0): LEADER,
+    ("sharded groups of two", 1): LEADER._replace(ups=3),
 }
-"""By run and rank, what a step costs at most: copies to the host, as a multiple of the model and as a number, copies
-from the host likewise, and how often the host waits for the device. The model has 60 parameters and 7.5 MB; a batch and
-signals are in the numbers."""
+"""By run and rank. The model has 60 parameters and 7.5 MB, of which a member of a sharded group has its part."""
+PLAIN = {"sharded groups of two": "sharded"}
+"""The run with one group that a run is compared with, if it is not the one of whole models."""
 
 
 def groups(count: int, **options: Any) -> dict[str, Any]:
@@ -30,26 +65,53 @@ def groups(count: int, **options: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def costs() -> dict[str, dict[int, Any]]:
     """Results by run and rank: of two ranks, and of four in groups of two, whose leaders are ranks 0 and 2."""
-    fits = {
+    both_ways = {"compression": {"push": "int8", "pull": "bf16"}}
+    two = {
         "ddp": {"strategy": "ddp"},
         "one group": groups(1),
+        "sharded": groups(1, **FSDP),
         "groups of one": groups(2),
         "groups of one, int8": groups(2, compression="int8"),
+        "groups of one, int8 and bf16": groups(2, **both_ways),
+        "groups of one, overlapped": groups(2, overlap=True),
+        "groups of one, rates on the device": groups(2) | {"model": {"rates": True}},
         "gossip": groups(2, method="gossip"),
+        "merged": groups(2) | {"merges": True, "max_epochs": 2},
     }
-    two = run("device_costs.py", {"devices": 2, "fits": fits}, timeout=200).results
-    four = run("device_costs.py", {"devices": 4, "fits": {"groups of two": groups(2)}}, timeout=200).results
-    return {name: {rank: of[name] for rank, of in every.items()} for every in (two, four) for name in every[0]}
+    four = {
+        "groups of two": groups(2),
+        "groups of two, int8 and bf16": groups(2, **both_ways),
+        "sharded groups of two": groups(2, **FSDP),
+    }
+    results = [
+        run("device_costs.py", {"devices": devices, "fits": fits}, timeout=200).results
+        for devices, fits in ((2, two), (4, four))
+    ]
+    return {name: {rank: of[name] for rank, of in every.items()} for every in results for name in every[0]}
 
 
 @pytest.mark.parametrize(("name", "rank"), COSTS)
-def test_a_step_costs_no_more_copies_and_waits_than_were_recorded(
+def test_an_exchange_costs_one_copy_each_way_and_members_none(
     costs: dict[str, dict[int, Any]], name: str, rank: int
 ) -> None:
-    found = costs[name][rank]
-    counts, models = found["counts"], found["models"]
-    step = models["d2h"], counts["d2h_calls"], models["h2d"], counts["h2d_calls"], counts["waited"]
-    assert all(cost <= most * 1.01 for cost, most in zip(step, COSTS[name, rank], strict=True)), step
+    found, plain = costs[name][rank], costs[PLAIN.get(name, "one group")][0]
+    more = {what: count - plain["counts"][what] for what, count in found["counts"].items()}
+    nbytes = found["nbytes"]
+    cost = Cost(more["d2h"] / nbytes, more["d2h_calls"], more["h2d"] / nbytes, more["h2d_calls"], more["waited"])
+    assert all(each <= most for each, most in zip(cost, COSTS[name, rank], strict=True)), cost
+
+
+@pytest.mark.parametrize("name", ["groups of one", "groups of two", "sharded groups of two"])
+def test_an_exchange_takes_memory_for_one_model_and_two_chunks(costs: dict[str, dict[int, Any]], name: str) -> None:
+    plain = costs[PLAIN.get(name, "one group")][0]["counts"]["peak"]
+    for found in costs[name].values():
+        nbytes = found["nbytes"]
+        assert found["counts"]["peak"] - plain <= 1.02 * nbytes + 2 * min(CHUNK, nbytes)
+
+
+def test_one_group_that_were_several_takes_no_memory_for_exchanges(costs: dict[str, dict[int, Any]]) -> None:
+    plain, merged = (costs[name][0]["counts"]["peak"] for name in ("one group", "merged"))
+    assert merged <= plain + 0.02 * costs["merged"][0]["nbytes"]
 
 
 def test_one_group_copies_waits_and_allocates_as_ddp_does(costs: dict[str, dict[int, Any]]) -> None:
@@ -74,6 +136,21 @@ def test_times_of_steps_and_exchanges_are_those_of_the_devices_clock(method: str
         if not off:
             return
     raise AssertionError("\n".join(off))
+
+
+def test_the_tuner_times_copies_and_the_way_between_hosts() -> None:
+    fit: dict[str, Any] = {
+        "devices": 2,
+        "data": {"samples": 4096},
+        "trainer": {"max_epochs": 1, "num_sanity_val_steps": 0},
+        "tuner": {"retune_every": None},
+        "dump": True,
+    }
+    dumped = run("omni_tuner.py", {"fits": [fit]}, timeout=100).results[0][0]["dump"]
+    measured = [Measured.from_dict(each["measured"]) for each in dumped]
+    assert measured
+    assert all(0 < each.copy_per_byte < 1e-7 and 0 < each.host_per_byte < 1e-6 for each in measured)
+    assert all(0 < each.round_trip < 1 for each in measured)
 
 
 def is_close(times: dict[str, float]) -> bool:

@@ -4,15 +4,19 @@
 
 NEW is HEAD if it is left out. Both are checked out into a temporary directory, which is gone afterwards. Each runs
 its own golden script: outcomes do not depend on names. Then both are timed in turns, and the medians of NEW over OLD
-are printed with their quartiles: seconds of processor time for one simulated update, and for one push and pull at the
-server's state machine, with one large tensor and with many small ones. ``--real`` adds the figures of step_time.py and
-transport.py of each commit. The exit code is 1 if a bit differs, and 2 if one of the commits cannot be run.
+are printed with their quartiles and the 95 % interval of the geometric mean: seconds of processor time for one
+simulated update, and for one push and pull at the server's state machine, with one large tensor and with many small
+ones; and seconds of one step of a rank that exchanges with a server in another process. ``--real`` adds the figures of
+step_time.py and transport.py of each commit. The exit code is 1 if a bit differs, and 2 if one of the commits cannot
+be run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import multiprocessing
 import os
 import re
 import signal
@@ -20,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -33,6 +38,8 @@ GOLDEN = Path("tests", "golden", "record.py")
 PAIRS, REAL_PAIRS = 15, 3
 BEST_OF = 3
 """Runs of which the shortest counts: what else happens on a machine only ever adds."""
+TENSORS = 50
+"""Tensors of the models that ranks exchange, but for the smallest."""
 FRESH = 3
 """Pairs after which both processes are started again: where memory happens to lie makes one faster throughout."""
 
@@ -116,10 +123,60 @@ def pushes(shapes: Mapping[str, tuple[int, ...]], count: int) -> Callable[[], fl
     return once
 
 
+def exchanges(nbytes: int, count: int) -> Callable[[], float]:
+    """Seconds of one step of a group of one rank, from the gradient to the weights, beside a group that rests."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    store = Path(tempfile.mkdtemp(prefix="omni-compare-"), "store")
+    for rank in range(2):
+        context.Process(target=train, args=(rank, str(store), nbytes, count, theirs, os.getpid()), daemon=True).start()
+
+    def once() -> float:
+        ours.send("go")
+        return float(ours.recv())
+
+    return once
+
+
+def train(rank: int, store: str, nbytes: int, count: int, asked: Any, parent: int) -> None:
+    """A rank of that run, which ends with its parent."""
+    import torch
+    import torch.distributed as dist
+
+    from lightning_omni import OmniOptimizer, World, WorldOptions
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.2)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    world = World(2, options=WorldOptions(groups=2))
+    tensors = 1 if nbytes < TENSORS * 4 else TENSORS
+    model = torch.nn.ParameterList([torch.zeros(nbytes // 4 // tensors) for _ in range(tensors)])
+    world.broadcast_initial(model)
+    optimizer = OmniOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), world)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with world.training():
+        while rank == 0:
+            asked.recv()
+            began = time.perf_counter()
+            for _ in range(count):
+                optimizer.step()
+            asked.send((time.perf_counter() - began) / count)
+        threading.Event().wait()
+
+
 MEASURES: dict[str, Callable[[], Callable[[], float]]] = {
     "simulator, an update": simulated_updates,
     "server, a push of 1 MB": lambda: pushes({"weight": (512, 512)}, 100),
     "server, a push of 200 tensors": lambda: pushes({f"weight {place}": (4,) for place in range(200)}, 60),
+    "rank, an exchange of 4 bytes": lambda: exchanges(4, 200),
+    "rank, an exchange of 1 MB": lambda: exchanges(1_000_000, 100),
+    "rank, an exchange of 100 MB": lambda: exchanges(100_000_000, 3),
 }
 
 
@@ -328,6 +385,14 @@ def spread(ratios: list[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
+def interval(ratios: list[float]) -> tuple[float, float]:
+    """The 95 % interval of the geometric mean."""
+    logs = [math.log(ratio) for ratio in ratios]
+    middle = statistics.fmean(logs)
+    off = 1.96 * statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.inf
+    return math.exp(middle - off), math.exp(middle + off)
+
+
 def compare(arguments: argparse.Namespace) -> int:
     """Compares and prints; returns the exit code."""
     from rich.console import Console
@@ -368,10 +433,14 @@ def compare(arguments: argparse.Namespace) -> int:
     for line in changed:
         console.print(f"other bits: {line}", markup=False, highlight=False, soft_wrap=True)
     console.print(f"{count - len(changed)} of {count} golden cases give the same bits", highlight=False)
-    table = Table("time", "new / old", "quartiles", "pairs", title=f"{commits['new'][:9]} over {commits['old'][:9]}")
+    title = f"{commits['new'][:9]} over {commits['old'][:9]}"
+    table = Table("time", "new / old", "quartiles", "95 %", "pairs", title=title)
     for measure, values in ratios.items():
         low, middle, high = spread(values)
-        table.add_row(measure, f"{middle:.3f}", f"{low:.3f} and {high:.3f}", str(len(values)))
+        least, most = interval(values)
+        table.add_row(
+            measure, f"{middle:.3f}", f"{low:.3f} and {high:.3f}", f"{least:.3f} to {most:.3f}", str(len(values))
+        )
     if ratios:
         console.print(table)
     return int(bool(changed))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import statistics
 from collections.abc import Iterator
@@ -13,10 +14,12 @@ from common import OPTIONS, InTime, digest, omni, pl, report, trainer
 from devices import own_device
 from emulated_cuda import device
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 from values import values_in
 
 from lightning_omni.group.core import GroupCore
+from lightning_omni.runtime.model.sharded import is_sharded
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))
 FIRST, LAST = 4, 12
@@ -31,10 +34,12 @@ class Net(pl.LightningModule):
         layers: their number; with 30 of them, the model has 60 parameters and 7.5 MB.
         width: features in and out of each.
         busy: milliseconds.
+        rates: whether each layer has a learning rate of its own, on the device.
     """
 
-    def __init__(self, layers: int = 30, width: int = 250, busy: int = 0) -> None:
+    def __init__(self, layers: int = 30, width: int = 250, busy: int = 0, rates: bool = False) -> None:
         super().__init__()
+        self.rates = rates
         self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
         self.busy = busy
 
@@ -44,14 +49,21 @@ class Net(pl.LightningModule):
         return self.layers(batch[0]).square().mean()
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+        rates = [torch.tensor(0.01, device=self.device) if self.rates else 0.01 for _ in self.layers]
+        return torch.optim.SGD([{"params": a.parameters(), "lr": b} for a, b in zip(self.layers, rates, strict=True)])
 
 
 class Measures(pl.Callback):
-    """Measures what happens between two batches, on the device and on the host."""
+    """Measures what happens between two batches of the last epoch, on the device and on the host.
 
-    def __init__(self) -> None:
+    Args:
+        merges: whether the ranks are one group from the second epoch on.
+    """
+
+    def __init__(self, merges: bool = False) -> None:
+        self.merges = merges
         self.counts: dict[str, float] = {}
+        self.nbytes = 0
         self.steps: list[tuple[float, float, float]] = []
         self.exchanges: list[tuple[float, float]] = []
 
@@ -68,11 +80,10 @@ class Measures(pl.Callback):
         @contextmanager
         def noted() -> Iterator[None]:
             began, before = device.moment(-1), channel.traffic.seconds
-            device.forget_wait()
             with timed():
                 yield
-            ended = device.now()  # a process may be woken up late: the exchange goes on when its first wait is over
-            self.exchanges.append((channel.traffic.seconds - before, ended - max(began, device.first_wait() or began)))
+            ended = device.moment(-1)
+            self.exchanges.append((channel.traffic.seconds - before, ended - began))
 
         channel.timed = noted
 
@@ -87,16 +98,23 @@ class Measures(pl.Callback):
         GroupCore.step_took = noted
         self._end = lambda: setattr(GroupCore, "step_took", step_took)
 
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if self.merges and trainer.current_epoch == 1:
+            trainer.strategy.regroup(1)
+
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if hasattr(self, "_end"):
             self._end()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == FIRST:
+            self.nbytes = sum(local_of(each).nbytes for each in pl_module.parameters())
+            device.reset_peak()
             self._before = device.counts()
         if batch_idx == LAST:
             after = device.counts()
             self.counts = {name: (after[name] - self._before[name]) / (LAST - FIRST) for name in after}
+            self.counts["peak"] = after["peak"]
 
     @property
     def step_times(self) -> dict[str, float]:
@@ -121,23 +139,29 @@ class Measures(pl.Callback):
         return {"measured": statistics.median(measured), "true": statistics.median(true)}
 
 
-def fit(strategy: Any, model: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+def local_of(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def fit(strategy: Any, model: dict[str, Any] | None = None, merges: bool = False, **options: Any) -> dict[str, Any]:
     """Train, and return counts and times of a step of this rank."""
     pl.seed_everything(1, verbose=False)
-    net, measures = Net(**(model or {})), Measures()
+    gc.collect()
+    before = device.counts()["allocated"]  # an earlier fit may have left some
+    net, measures = Net(**(model or {})), Measures(merges)
     width = net.layers[0].in_features
     loader = DataLoader(TensorDataset(torch.randn(4 * (LAST + 2) * OPTIONS["devices"], width)), batch_size=4)
     chosen = strategy if isinstance(strategy, str) else omni.OmniStrategy(**values_in(strategy), data="static")
     callbacks = [measures, *([] if isinstance(strategy, str) else [InTime()])]
     run = trainer(chosen, OPTIONS["devices"], callbacks=callbacks, **options)
     run.fit(net, loader)
-    nbytes = sum(each.nbytes for each in net.parameters())
+    measures.counts["peak"] -= before
     return {
         "counts": measures.counts,
-        "models": {name: measures.counts[name] / nbytes for name in ("h2d", "d2h")},
+        "nbytes": measures.nbytes,
         "step": measures.step_times,
         "exchange": measures.exchange_times,
-        "weights": digest(net),
+        "weights": digest(net) if not is_sharded(net) else None,
         "device": str(own_device()),
     }
 

@@ -13,6 +13,9 @@ from common import report
 from devices import BACKEND
 from torch import nn
 
+from lightning_omni.wire.formats.base import CHUNK, RAW, Memory
+from lightning_omni.wire.layout import Layout
+
 BUSY_MS = 300
 device = emulated_cuda.device
 CLAIMS: list[Callable[[], bool]] = []
@@ -160,6 +163,19 @@ def arithmetic_is_the_cpus_bit_for_bit() -> bool:
         return [each.cpu() for each in net.state_dict().values()]
 
     return all(map(torch.equal, train("cpu"), train("cuda")))
+
+
+@claim
+def tensors_of_several_chunks_reach_the_host_as_they_are() -> bool:
+    shapes = [(CHUNK // 8,), (3, 5, 7), (CHUNK // 4 + 1,), (0,), ()]
+    tensors = [torch.randn(shape, device="cuda") for shape in shapes]
+    tensors.append(torch.randn(2, 3, 4, 4, device="cuda").to(memory_format=torch.channels_last))
+    layout = Layout.of({str(place): each for place, each in enumerate(tensors)})
+    before = device.counts()["d2h_calls"]
+    payload = RAW.encode(tensors, layout, {}, Memory()).payload
+    calls = device.counts()["d2h_calls"] - before
+    expected = RAW.encode([each.cpu() for each in tensors], layout, {}, Memory()).payload
+    return calls == 2 and torch.equal(payload, expected)
 
 
 @claim

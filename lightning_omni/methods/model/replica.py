@@ -126,8 +126,7 @@ class Replica:
         """Overwrite the weights and store their clock; an answer without tensors changes nothing."""
         if not pulled.tensors:
             return
-        for weight, value in zip(self.weights(), pulled.tensors, strict=True):
-            weight.copy_(value, non_blocking=True)
+        torch._foreach_copy_(self.weights(), list(pulled.tensors))
         self.clock = pulled.clock
         self.drift.read()
 
@@ -319,6 +318,7 @@ class Replica:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore a `state`."""
         self.load(Pulled(state["weights"], int(state["clock"])))
         self.memory = dict(state["memory"])
         load_optimizer_state(self.optimizer, state["optimizer"])
@@ -350,10 +350,11 @@ def all_finite(tensors: Sequence[Tensor] | None) -> bool:
 
     All members of a group that have the model in shares must get the same result.
     """
-    # The sum is fast, but in float16 it may overflow although all elements are finite.
-    return tensors is not None and all(
-        bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all()) for tensor in tensors
-    )
+    if not tensors:
+        return tensors is not None
+    # The sum is fast, but in float16 it may overflow although all elements are finite. One number is read of a device.
+    are_finite = torch.stack([torch.isfinite(tensor.sum()) for tensor in tensors]).all()
+    return bool(are_finite) or all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
 
 
 def minus(first: Sequence[Tensor], second: Sequence[Tensor]) -> list[Tensor]:

@@ -1,13 +1,13 @@
 """The master weights of one optimizer, and the user's torch optimizer that moves them.
 
 A torch optimizer reaches the server as a *description*: class path, defaults, parameter groups, plain attributes. It is
-never pickled, so a message cannot execute its sender's code.
+never pickled, so a message cannot execute code of its sender's choice.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import cache
 from numbers import Real
 from typing import Any
@@ -273,15 +273,33 @@ def hyperparameters_of(
         0.1
     """
     kind = type(optimizer)
+    groups = [group for group in optimizer.param_groups if of is None or holds(group, of)]
+    known = _read_from_devices(value for group in groups for value in group.values())
     return [
         {
-            key: value if type(value) in _PLAIN else _checked(kind, "a parameter group's", key, value)
+            key: value
+            if type(value) in _PLAIN
+            else _checked(kind, "a parameter group's", key, known.get(id(value), value))
             for key, value in group.items()
-            if key not in _NOT_SETTINGS and (are_needed or _is_plain(value))
+            if key not in _NOT_SETTINGS and (are_needed or id(value) in known or _is_plain(value))
         }
-        for group in optimizer.param_groups
-        if of is None or holds(group, of)
+        for group in groups
     ]
+
+
+def _read_from_devices(values: Iterable[Any]) -> dict[int, Any]:
+    """Return the numbers of one-element tensors on a device by identity; those of a dtype are read in one copy."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for value in values:
+        if isinstance(value, Tensor) and value.numel() == 1 and not value.is_cpu:
+            alike.setdefault((value.device, value.dtype), []).append(value)
+    return {
+        id(tensor): number
+        for tensors in alike.values()
+        for tensor, number in zip(
+            tensors, torch.cat([tensor.detach().reshape(1) for tensor in tensors]).tolist(), strict=True
+        )
+    }
 
 
 def set_hyperparameter(group: dict[str, Any], name: str, value: Any) -> None:
@@ -434,7 +452,7 @@ def rebuild(
 
 
 def resolver(allowed: Sequence[str]) -> Resolve:
-    """Return a resolver of ``torch.optim`` and of class paths in ``allowed``."""
+    """Return a resolver that admits only ``torch.optim`` and the class paths in ``allowed``."""
     return admitting(Optimizer, ("torch.optim", "torch.optim."), "optimizer", "--allow-optimizer", allowed)
 
 

@@ -24,7 +24,7 @@ from torch.nn import Module
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_omni.errors import UnsupportedError
-from lightning_omni.runtime.model.replica import fingerprint
+from lightning_omni.runtime.model.replica import fingerprints
 from lightning_omni.runtime.model.tensor_sync import write
 from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.topology import RECORDER
@@ -178,7 +178,7 @@ def _take_largest(untrained: Sequence[BufferSync]) -> None:
 
 def _take_first(parallel: ParallelState, untrained: Sequence[BufferSync]) -> None:
     """Copy the recorder's tensors to all ranks where they differ. Equal ones (a mask, for example) need not be sent."""
-    are_one = _are_one(parallel, [fingerprint(each.tensor, max(1, each.tensor.numel())) for each in untrained])
+    are_one = _are_one(parallel, fingerprints(each.tensor for each in untrained))
     differ = [each for each, is_one in zip(untrained, are_one, strict=True) if not is_one]
     if differ:
         flat = torch.cat([each.tensor.contiguous().flatten().view(torch.uint8).cpu() for each in differ])

@@ -21,7 +21,7 @@ from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods.model.server_optimizer import plain_attributes_of
 from lightning_omni.runtime.model.buffer_sync import BufferSync, buffers_of, parameters_of
 from lightning_omni.runtime.model.meshes import shown
-from lightning_omni.runtime.model.replica import Part, fingerprint
+from lightning_omni.runtime.model.replica import Part, fingerprints
 from lightning_omni.runtime.model.tensor_sync import contiguous
 from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.runtime.server_exchange import ServerExchange
@@ -234,10 +234,8 @@ class ExternalWrites:
     def _are_written(self, others: Sequence[BufferSync], known: Set[int]) -> list[bool]:
         """Return which of ``others`` were written since the last synchronization, without identities in ``known``."""
         seen = self._others_seen if len(self._others_seen) == len(others) else [0] * len(others)
-        return [
-            id(each.tensor) not in known and fingerprint(each.tensor, _SAMPLED) != then
-            for each, then in zip(others, seen, strict=True)
-        ]
+        marks = iter(_marks(each for each in others if id(each.tensor) not in known))
+        return [id(each.tensor) not in known and next(marks) != then for each, then in zip(others, seen, strict=True)]
 
     def _share(self, named: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in named:
@@ -249,7 +247,7 @@ class ExternalWrites:
 
 
 def _marks(untrained: Iterable[BufferSync]) -> list[int]:
-    return [fingerprint(each.tensor, _SAMPLED) for each in untrained]
+    return fingerprints((each.tensor for each in untrained), _SAMPLED)
 
 
 def _check_whole(written: Iterable[BufferSync]) -> None:

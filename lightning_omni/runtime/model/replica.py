@@ -23,12 +23,14 @@ from lightning_omni.methods import Pulled, Replica
 from lightning_omni.methods.model.replica import Drift, copies
 from lightning_omni.methods.model.server_optimizer import describe, detach_state
 from lightning_omni.runtime.model.sharded import complete, gradient_of, here, like, load_state, parts_of, rows
-from lightning_omni.wire.formats.base import Memory
+from lightning_omni.wire.formats.base import Memory, zeros_on
 from lightning_omni.wire.layout import Layout
 from lightning_omni.wire.partition import Partition, over_parameters
 
 _LARGE = 1 << 16
 """Elements of a weight above which a comparison of all takes too long for a step."""
+_AT_ONCE = 1 << 24
+"""Elements that a device compares at once, because their comparison takes memory."""
 _FEW = 1 << 12
 """Elements of a frozen weight that a step compares to detect a write."""
 
@@ -150,9 +152,10 @@ class ModelReplica(Replica):
         if not pulled.tensors:
             return
         own = self.own_frozen()
-        for name, weight, value in zip(self.parameters, self.weights(), pulled.tensors, strict=True):
-            if name not in own:
-                weight.copy_(value, non_blocking=True)
+        values = zip(self.parameters, self.weights(), pulled.tensors, strict=True)
+        if pairs := [(weight, value) for name, weight, value in values if name not in own]:
+            weights, tensors = map(list, zip(*pairs, strict=True))
+            torch._foreach_copy_(weights, tensors)
         complete(self.ordered)
         self.clock = pulled.clock
         self.drift.read()
@@ -196,21 +199,23 @@ class ModelReplica(Replica):
     def know(self) -> None:
         """Record that the server has the present weights."""
         self.drift.read()
-        self._know()
-
-    def _know(self) -> None:
         self._writes.remember(self.ordered, copies(self.weights()))
 
     def descend(self, gradient: Sequence[Tensor | None]) -> None:
         """Make a local step between two fetches, which counts as a write of the method."""
         super().descend(gradient)
         complete(self.ordered)
-        self._know()
+        self._writes.follow(self.ordered, self.weights())
 
     def move(self, by: Sequence[Tensor], factor: float = 1.0) -> None:
         super().move(by, factor)
         complete(self.ordered)
         self._writes.stepped(self.ordered)
+
+    def forget(self) -> None:
+        """Forget the loaded weights and the last gradients, when no exchange follows."""
+        self._writes.forget()
+        self._given = []
 
     def written(self, in_passing: bool = False) -> list[str]:
         """Return the names of trained weights that other code has written since the load; see `Writes.of_trained`."""
@@ -294,7 +299,8 @@ class ModelReplica(Replica):
     def resume(self, state: Mapping[str, Any]) -> None:
         self.memory = self.on_device(state["memory"])
         if "weights" in state and len(state["weights"]) == len(self.ordered):
-            self._stashed, self._stashed_drift = Pulled(copies(state["weights"]), int(state["clock"])), None
+            stashed = copies(self.on_device(list(state["weights"])))
+            self._stashed, self._stashed_drift = Pulled(stashed, int(state["clock"])), None
             load_state(self.optimizer, state["optimizer"])
 
 
@@ -305,8 +311,10 @@ class Part:
     optimizer: Optimizer
     replica: ModelReplica
     into: Tensor | None = None
+    flat: Tensor | None = None
+    """Memory for the tensors of an answer on the device of the weights, if that is not the CPU."""
     coded: Memory | None = None
-    handed: Memory = field(default_factory=Memory)
+    handed: Memory | None = None
     """Memory for an encoded answer and its prefix, which a leader broadcasts to its group."""
     spare: Tensor | None = None
     """Memory that replaces ``into`` while an exchange is in flight."""
@@ -335,11 +343,25 @@ class Part:
             self.into = empty(nbytes)
         return self.into
 
+    def on_device(self, before: int, device: torch.device) -> Tensor:
+        """Return memory as `memory` does, on a device."""
+        nbytes = before + self.replica.layout.nbytes
+        if self.flat is None or self.flat.numel() != nbytes:
+            self.flat = zeros_on(device)(nbytes)
+        return self.flat
+
+    def release(self) -> None:
+        """Free the device's memory of exchanges, when no exchange follows."""
+        if self.flat is not None:
+            self.flat = self.handed = None
+            self._backs.clear()
+            self.replica.forget()
+
     def outs(self, servers: int, empty: Callable[[int], Tensor]) -> list[Memory]:
         return _as_many(self._outs, servers, lambda: Memory(empty))
 
-    def backs(self, servers: int) -> list[Memory]:
-        return _as_many(self._backs, servers, Memory)
+    def backs(self, servers: int, device: torch.device) -> list[Memory]:
+        return _as_many(self._backs, servers, lambda: Memory(zeros_on(device)))
 
     @property
     def arrangement(self) -> list[list[int]]:
@@ -379,10 +401,19 @@ class Writes:
         self._loaded = list(loaded)
         self.mark(parameters)
 
+    def follow(self, parameters: Sequence[Parameter], weights: Sequence[Tensor]) -> None:
+        """Record that the group's method has moved the loaded weights, in the memory in which they were loaded."""
+        if len(self._loaded) < len(weights):
+            self.remember(parameters, copies(weights))
+        else:
+            torch._foreach_copy_(self._loaded, list(weights))
+            self.mark(parameters)
+
     def mark(self, parameters: Sequence[Parameter]) -> None:
         """Record that only the group's method has written the parameters since they were loaded."""
         self._versions = [here(parameter)._version for parameter in parameters]
-        self._marks = [0 if parameter.requires_grad else fingerprint(parameter, _FEW) for parameter in parameters]
+        marks = iter(fingerprints([parameter for parameter in parameters if not parameter.requires_grad], _FEW))
+        self._marks = [0 if parameter.requires_grad else next(marks) for parameter in parameters]
 
     def stepped(self, parameters: Sequence[Parameter]) -> None:
         """Record that only the group's method has written the trained parameters since they were loaded."""
@@ -401,26 +432,36 @@ class Writes:
                 another eighth at each call. (torch does not count writes through ``.data``.)
         """
         self._checks += in_passing
-        return [
-            name
+        pairs = {
+            name: self._compared(index, parameter, in_passing)
             for index, (name, parameter) in enumerate(parameters.items())
-            if parameter.requires_grad and self._is_written(index, parameter, in_passing)
-        ]
+            if parameter.requires_grad and index < len(self._loaded)
+        }
+        if _are_equal(pairs.values()):
+            return []
+        return [name for name, (mine, known) in pairs.items() if not _is_same(mine, known)]
 
     def of_frozen(self, parameters: Mapping[str, Parameter]) -> set[str]:
-        for index, (name, parameter) in enumerate(parameters.items()):
-            if parameter.requires_grad:
-                self._frozen.discard(name)
-            elif index < len(self._loaded) and self._is_frozen_written(index, parameter):
-                self._frozen.add(name)
+        self._frozen -= {name for name, parameter in parameters.items() if parameter.requires_grad}
+        frozen = [
+            (index, name, parameter)
+            for index, (name, parameter) in enumerate(parameters.items())
+            if not parameter.requires_grad and index < len(self._loaded)
+        ]
+        marks = fingerprints([parameter for _, _, parameter in frozen], _FEW)
+        self._frozen |= {
+            name
+            for (index, name, parameter), mark in zip(frozen, marks, strict=True)
+            if self._is_frozen_written(index, parameter, mark)
+        }
         return self._frozen
 
-    def _is_frozen_written(self, index: int, parameter: Parameter) -> bool:
+    def _is_frozen_written(self, index: int, parameter: Parameter, mark: int) -> bool:
         mine, known = here(parameter), self._loaded[index]
         is_counted = mine._version != self._versions[index]
         if not self._marks[index]:  # it was trained when it was loaded
             return is_counted
-        if fingerprint(parameter, _FEW) != self._marks[index]:
+        if mark != self._marks[index]:
             return True
         if not is_counted:
             return False
@@ -430,23 +471,41 @@ class Writes:
         self._versions[index] = mine._version
         return False
 
-    def _is_written(self, index: int, parameter: Parameter, in_passing: bool) -> bool:
-        if index >= len(self._loaded):
-            return False
+    def _compared(self, index: int, parameter: Parameter, in_passing: bool) -> tuple[Tensor, Tensor]:
+        """Return the elements of a trained weight to compare, and the loaded ones."""
         mine, known = here(parameter), self._loaded[index].flatten()
         is_unwritten, mine = mine._version == self._versions[index], mine.flatten()
         if in_passing and is_unwritten and len(known) > _LARGE:
             eighth = self._checks % 8
             part = slice(eighth * len(known) // 8, (eighth + 1) * len(known) // 8)
             mine, known = mine[part], known[part]
-        return not _is_same(mine, known)
+        return mine, known
 
 
-def fingerprint(tensor: Tensor, most: int) -> int:
-    """Return a checksum of about ``most`` elements spread over a tensor, by which a write is detected."""
-    flat = here(tensor).flatten()
-    some = flat[:: max(1, flat.numel() // most)].cpu().contiguous()
-    return zlib.crc32(some.view(torch.uint8).numpy().tobytes()) if flat.numel() else 0
+def fingerprints(tensors: Iterable[Tensor], most: int | None = None) -> list[int]:
+    """Return a checksum of each tensor, by which a write is detected; all tensors come from a device in one copy.
+
+    Args:
+        tensors: of any dtypes and sizes.
+        most: about how many elements of each are read, spread over it; all of them if it is None.
+    """
+    flats = [here(tensor).flatten() for tensor in tensors]
+    every = [max(1, flat.numel() // most) if most is not None else 1 for flat in flats]
+    samples = [flat[::step].contiguous().view(torch.uint8) for flat, step in zip(flats, every, strict=True)]
+    devices = {sample.device for sample in samples}
+    if len(devices) == 1 and torch.device("cpu") not in devices:
+        samples = list(torch.cat(samples).cpu().split([sample.numel() for sample in samples]))
+    return [zlib.crc32(sample.cpu().numpy().tobytes()) for sample in samples]
+
+
+def _are_equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
+    """Return whether all pairs are equal; False if in doubt. One number is read of a device."""
+    pairs = list(pairs)
+    devices = {tensor.device for pair in pairs for tensor in pair}
+    if len(devices) != 1 or torch.device("cpu") in devices:
+        return all(torch.equal(mine.to(known.device), known) for mine, known in pairs)
+    parts = [each for pair in pairs for each in zip(*(tensor.split(_AT_ONCE) for tensor in pair), strict=True)]
+    return not torch.stack([torch.ne(mine, known).any() for mine, known in parts]).any()
 
 
 def _is_same(weight: Tensor, known: Tensor) -> bool:

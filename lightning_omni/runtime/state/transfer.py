@@ -22,7 +22,7 @@ from lightning_omni.methods.model.modules import describe_module
 from lightning_omni.methods.model.replica import optimizer_state_of
 from lightning_omni.methods.model.server_optimizer import held_by, hyperparameters_of, set_hyperparameter
 from lightning_omni.runtime.model.parameter_groups import ParameterGroups
-from lightning_omni.runtime.model.replica import Part, fingerprint
+from lightning_omni.runtime.model.replica import Part, fingerprints
 from lightning_omni.runtime.model.sharded import here, in_order, load_state, parts_of, whole
 from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.runtime.server_exchange import ServerExchange, ServerSnapshot
@@ -118,7 +118,11 @@ class StateTransfer:
             return ()
         if self._parallel.steps_at_worker:
             self._share(self._parallel.parts)
-        return self._take_back_everywhere() if self._parallel.is_synchronous else ()
+        if not self._parallel.is_synchronous:
+            return ()
+        for part in self._parallel.parts:
+            part.release()
+        return self._take_back_everywhere()
 
     def agree(self) -> None:
         """Load the optimizer state of a group's first replica into members with another one, as a loop begins.
@@ -444,7 +448,7 @@ class Residuals:
 def _mark(state: Mapping[Any, Any]) -> int:
     """Return a checksum by which ranks compare their optimizer states."""
     tensors = [each for each in tree_leaves(state) if isinstance(each, Tensor)]
-    return zlib.crc32(str([fingerprint(each, _SAMPLED) for each in tensors]).encode())
+    return zlib.crc32(str(fingerprints(tensors, _SAMPLED)).encode())
 
 
 def _describe_head(part: Part) -> dict[str, Any] | None:

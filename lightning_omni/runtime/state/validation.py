@@ -9,15 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import torch
-
 from lightning_omni.methods import Pulled
 from lightning_omni.runtime.model.external_writes import ExternalWrites
-from lightning_omni.runtime.model.replica import fingerprint
+from lightning_omni.runtime.model.replica import fingerprints
 from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.runtime.server_exchange import ServerExchange, ServerSnapshot
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack, unpack
+from lightning_omni.wire.formats.base import RAW, Memory, zeros_on
 from lightning_omni.wire.messages import SnapshotId
 
 _SAMPLED = 1 << 12
@@ -86,16 +85,16 @@ class ValidationSnapshots:
         self._evaluated.clear()
 
     def _marks(self) -> list[int]:
-        return [fingerprint(each, _SAMPLED) for part in self._parallel.parts for each in part.replica.ordered]
+        return fingerprints((each for part in self._parallel.parts for each in part.replica.ordered), _SAMPLED)
 
     def _load(self, index: int, snapshot: ServerSnapshot | None) -> None:
         replica = self._parallel.parts[index].replica
-        memory = torch.zeros(replica.layout.nbytes, dtype=torch.uint8)
+        memory = zeros_on(self._parallel.device)(replica.layout.nbytes)
         tensors, clock = replica.layout.views(memory), replica.clock
         if snapshot is not None:
             weights = snapshot.parts[index]["weights"]
-            for name, tensor in zip(replica.parameters, tensors, strict=True):
-                tensor.copy_(weights[name])
+            taken = [weights[name] for name in replica.parameters]
+            memory.copy_(RAW.encode(taken, replica.layout, {}, Memory()).payload)
         self._exchange.members.broadcast(memory)
         replica.stash()
         replica.load(Pulled(tensors, clock))

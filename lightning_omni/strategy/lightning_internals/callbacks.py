@@ -139,6 +139,7 @@ def add_listener(trainer: Trainer, listener: Any) -> None:
 
 
 def remove_listener(trainer: Trainer) -> None:
+    """Undo `add_listener`."""
     calls = call_module(trainer)
     relay = calls._call_callback_hooks
     if isinstance(relay, _CallbackRelay):

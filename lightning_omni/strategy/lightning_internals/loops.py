@@ -48,6 +48,7 @@ def intercept_scheduler_steps(trainer: Trainer, step: Callable[[Any, Callable[[]
 
 @contextmanager
 def with_schedulers(trainer: Trainer, configs: list[Any]) -> Iterator[None]:
+    """Return a context in which the loop has these schedulers and no others."""
     strategy = trainer.strategy
     before, strategy.lr_scheduler_configs = strategy.lr_scheduler_configs, configs
     try:
@@ -57,7 +58,7 @@ def with_schedulers(trainer: Trainer, configs: list[Any]) -> Iterator[None]:
 
 
 def step_plateaus(trainer: Trainer, configs: list[Any]) -> None:
-    """Step schedulers that monitor a metric, whatever this rank's batch number."""
+    """Step schedulers that monitor a metric and are due, whatever this rank's batch number."""
     with with_schedulers(trainer, [replace(config, frequency=1) for config in configs]):
         trainer.fit_loop.epoch_loop._update_learning_rates("step", update_plateau_schedulers=True)
 
@@ -124,7 +125,7 @@ def should_stop_now(trainer: Trainer) -> bool:
 
 
 def set_batch_agreement(trainer: Trainer, agree: Callable[[], None] | None) -> None:
-    """Replace the broadcast of SIGTERM before every training batch; None restores it."""
+    """Replace the broadcast of SIGTERM before every training batch by another collective; None restores it."""
     loop: Any = trainer.fit_loop.epoch_loop
     if agree is None:
         vars(loop).pop("_broadcast_sigterm_tensor", None)
@@ -368,7 +369,7 @@ def _restore_class(loop: Any) -> None:
 
 
 def progress_counters(trainer: Trainer) -> list[int]:
-    """Return this rank's counts of batches and steps, equal in a group."""
+    """Return this rank's counts of batches and steps, on which the ranks of a group must agree."""
     batch = trainer.fit_loop.epoch_loop.batch_progress
     return [batch.current.ready, batch.total.ready, *step_counters(trainer)]
 
@@ -407,6 +408,7 @@ def manual_steps(trainer: Trainer) -> int:
 
 
 def set_progress_counters(trainer: Trainer, counters: list[int]) -> None:
+    """Set the counts that `progress_counters` returns."""
     current, total, *steps = counters
     batch: Any = trainer.fit_loop.epoch_loop.batch_progress
     for progress, ready in ((batch.current, current), (batch.total, total)):
@@ -428,6 +430,7 @@ def step_counters(trainer: Trainer) -> list[int]:
 
 
 def set_step_counters(trainer: Trainer, counters: list[int]) -> None:
+    """Set the counts that `step_counters` returns."""
     loop = trainer.fit_loop.epoch_loop
     automatic, manual, loop._batches_that_stepped = counters
     for steps, wanted in (

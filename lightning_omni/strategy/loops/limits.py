@@ -93,6 +93,7 @@ class FitLimits:
         return plan.budget < progress.budget(plan.total, plan.epoch)
 
     def validates_at_end(self, plan: EpochPlan, progress: Progress) -> bool:
+        """Return whether val_check_interval requires a validation at the end of the epoch."""
         is_cut_short = self.cut_short(plan, progress)
         if self._trainer.val_check_batch == float("inf"):
             return not is_cut_short

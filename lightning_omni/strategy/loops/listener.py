@@ -160,6 +160,7 @@ class Listener:
             self._run_states.training_begins()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Begin a batch before any callback does."""
         if self._nested.is_running:
             return
         parts, traffic = self._parts, self._parts.world.exchange.traffic
@@ -177,6 +178,7 @@ class Listener:
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        """End a batch before any callback does, and log the live metrics."""
         if self._nested.is_running:
             return
         parts, world = self._parts, self._parts.world
@@ -210,6 +212,7 @@ class Listener:
             self._grouping.follow_recorder()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Synchronize the groups, and log the metrics of the epoch."""
         if self._nested.is_running:
             return
         self._parts.signals.ask_again()

@@ -171,6 +171,7 @@ class ServerProcess:
         self.leave()
 
     def stop(self, timeout: float = 5.0) -> None:
+        """End the server and wait; kill it after the timeout."""
         self.dismiss()
         try:
             self._process.wait(timeout)
@@ -229,6 +230,7 @@ def raise_limit_of_files() -> None:
 
 
 def load_plugins(settings: ServerSettings) -> list[type[Transport]]:
+    """Import the user-defined methods, wire formats and transports of the run; return the transports."""
     for path in settings.methods:
         methods.load(path)
     for path in settings.wire_formats:

@@ -122,6 +122,7 @@ class CoordinatorLink:
         poller.register(self._dialed.monitor, zmq.POLLIN)
 
     def receive(self) -> Iterator[m.Message]:
+        """Yield the received commands in order."""
         for _ in range(BURST):
             try:
                 frames = self._dialed.wire.recv_multipart(zmq.NOBLOCK)
@@ -270,6 +271,7 @@ class ZeroMQServer:
         self._coordinator = CoordinatorLink(self.core, coordinator, reachable(own, coordinator), self._encryption)
 
     def run(self, until: Callable[[], bool]) -> None:
+        """Serve until ``until()`` returns true; it is called several times a second."""
         poller = zmq.Poller()
         for socket in self._sockets.values():
             poller.register(socket, zmq.POLLIN)
@@ -312,6 +314,7 @@ class ZeroMQServer:
         self._send(self.core.lose(0, reason))
 
     def close(self) -> None:
+        """Close both sockets once the queued messages are sent."""
         if self._coordinator is not None:
             self._coordinator.close()
             self._coordinator = None

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from lightning_omni.runtime._private import store_of
 from lightning_omni.runtime.balance import gather
 from lightning_omni.runtime.model.reduction import seconds_of_arithmetic, seconds_of_push
 from lightning_omni.runtime.timing import wait_for
@@ -94,8 +95,11 @@ class Microbenchmarks:
     def round_trip(self) -> float:
         """Return the seconds of a nearly empty message to another rank and back: the shortest of a few.
 
-        An all-gather of one number sends as many messages, one after the other, as there are other ranks.
+        An all-gather of one number sends as many messages, one after the other, as there are other ranks. An exchange
+        of devices does not take their links, but sockets.
         """
+        if self._has_device:
+            return 2 * self._seconds_between_hosts(1)
         own = self._shortest(lambda: gather(self._world, [0.0]))
         return 2 * gather(self._world, [own])[0][0] / max(1, len(self._world.members) - 1)
 
@@ -103,6 +107,22 @@ class Microbenchmarks:
     def reduce_per_byte(self) -> float:
         """Return the seconds that each byte adds to an all-reduce, as measured on rank 0."""
         return seconds_per_byte(self._seconds_of_all_reduce, self.nbytes)
+
+    @property
+    def _has_device(self) -> bool:
+        return self._world.device.type != "cpu"
+
+    @cached_property
+    def copy_per_byte(self) -> float:
+        """Return the seconds of each byte between the device and its host, on rank 0: the mean of both ways."""
+        if not self._has_device:
+            return 0.0
+        return gather(self._world, [seconds_per_byte(self._seconds_of_copy, self.nbytes)])[0][0]
+
+    @cached_property
+    def host_per_byte(self) -> float:
+        """Return the seconds of each byte between the hosts of the last and the first member, if they have devices."""
+        return seconds_per_byte(self._seconds_between_hosts, self.nbytes) if self._has_device else 0.0
 
     @cached_property
     def nodes(self) -> Sites:
@@ -158,6 +178,24 @@ class Microbenchmarks:
         numbers = torch.zeros(count, device=self._world.device)
         found = self._shortest(partial(dist.all_reduce, numbers, group=self._world.compute_group))
         return gather(self._world, [found])[0][0]
+
+    def _seconds_of_copy(self, count: int) -> float:
+        numbers, memory = torch.zeros(count, device=self._world.device), torch.zeros(count)
+        return (self._shortest(lambda: memory.copy_(numbers)) + self._shortest(lambda: numbers.copy_(memory))) / 2
+
+    def _seconds_between_hosts(self, count: int) -> float:
+        """Return the seconds of ``count`` elements from the last member to torch's store, on the first one's host."""
+        found = 0.0
+        if self._world.rank == self._world.members[-1]:
+            store, key, numbers = store_of(self._world.process_groups.original), "omni-message", bytes(4 * count)
+
+            def there_and_back() -> None:
+                store.set(key, numbers)
+                store.get(key)
+
+            found = self._shortest(there_and_back) / 2
+            store.set(key, b"")
+        return gather(self._world, [found])[-1][0]
 
     def _timed(self, first: int, second: int) -> tuple[float, float]:
         """Return the seconds of a short message between two members and its answer, and of each byte one way."""

@@ -180,6 +180,8 @@ class FirstBatches:
             server_node=server.node,
             node_round_trip=places.round_trip,
             node_per_byte=places.per_byte,
+            copy_per_byte=alone.copy_per_byte,
+            host_per_byte=alone.host_per_byte,
         )
         return Observation(TrainedBatches(self.spec.start, tuple(ends), tuple(losses)), measured, noise_scale(rows))
 

@@ -464,10 +464,11 @@ def _round_trip(measured: Sequence[Measured]) -> float:
 
 
 def _forecast(model: CostModel, measured: Sequence[Measured], random: np.random.Generator) -> CostModel:
-    """Return the model with exchanges that are forecast over the links of the all-reduce.
+    """Return the model with exchanges that are forecast over the links of the all-reduce, or of the hosts if timed.
 
     A push and its answer cross the server's link once each, and their group's link at the same time. An all-reduce
-    timed by itself gives the time on the links; within a step, the backward pass may hide a part of it.
+    timed by itself gives the time on the links; within a step, the backward pass may hide a part of it. A group of
+    devices also copies both between a device and its host.
     """
     ranks, timed = len(model.devices), _most_of_bytes(measured)
     ring = model.ring if np.isinf(timed) else timed / (2 * (ranks - 1) / ranks) + 0 * model.ring
@@ -477,11 +478,11 @@ def _forecast(model: CostModel, measured: Sequence[Measured], random: np.random.
     quantiles = [NormalDist().inv_cdf((place + 0.5) / draws) for place in range(draws)]
     factors = np.exp(c.FORECAST_ERROR * random.permuted([quantiles] * 2, axis=1))
     bytes_off, delay_off = np.concatenate([np.ones((2, 1)), factors], axis=1)
-    per_byte = ring / model.nbytes * bytes_off
+    per_byte = (max(each.host_per_byte for each in measured) or ring / model.nbytes) * bytes_off
     return replace(
         model,
         delay=(_round_trip(measured) or 2 * model.hop) * delay_off,
-        own_per_byte=per_byte,
+        own_per_byte=per_byte + max(each.copy_per_byte for each in measured) * bytes_off,
         serve=sum(known) / max(len(known), 1) * delay_off,
         link_per_byte=per_byte,
         hand_ring=ring * bytes_off,

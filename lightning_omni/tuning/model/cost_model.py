@@ -37,6 +37,7 @@ class Placement:
         server: node of all servers; None if they are on none of these nodes, on each of them, or unknown.
         per_byte: seconds of each byte between two ranks on one node; None if unknown.
         round_trip: seconds until a nearly empty message is answered there.
+        copy_per_byte: seconds of each byte between a rank's device and its host.
 
     Example:
         >>> placement = Placement({0: 0, 1: 0, 2: 1, 3: 1}, server=0)
@@ -48,6 +49,7 @@ class Placement:
     server: int | None = None
     per_byte: float | None = None
     round_trip: float = 0.0
+    copy_per_byte: float = 0.0
 
     @classmethod
     def measured(cls, measured: Sequence[Measured]) -> Placement:
@@ -60,7 +62,7 @@ class Placement:
         per_byte = min((each.node_per_byte for each in timed), default=None)
         round_trip = min((each.node_round_trip for each in timed), default=0.0)
         server = None if known[-1].per_node else known[-1].server_node
-        return cls(of, server, per_byte, round_trip)
+        return cls(of, server, per_byte, round_trip, max(each.copy_per_byte for each in known))
 
     def are_together(self, members: Sequence[int]) -> bool:
         return bool(self.of) and len({self.of[rank] for rank in members}) == 1

@@ -47,6 +47,10 @@ class Measured(Serializable):
         server_node: node of a single server, existing or not; None if it is on none of these, or unknown.
         node_round_trip: ``round_trip`` between two ranks on one node, or at one site; 0 if unknown.
         node_per_byte: seconds of each byte of such a message, one way; 0 if unknown.
+        copy_per_byte: seconds of each byte between a rank's device and its host, the mean of both ways; 0 if weights
+            are on the CPU. Exchanges cross that link, and all-reduces do not.
+        host_per_byte: seconds of each byte, one way, between the host of the last rank and that of the first, by
+            sockets; 0 if exchanges use the links of all-reduces.
         shapes: shapes of the parameters whose gradients a group averages; empty if unknown.
         averaging: by all-reduce format, seconds that a rank computes to average gradients in it, where known.
         loading: for each rank, the mean seconds of ``own`` in which it waited for its data loader; empty if unknown.
@@ -80,6 +84,8 @@ class Measured(Serializable):
     server_node: int | None = None
     node_round_trip: float = 0.0
     node_per_byte: float = 0.0
+    copy_per_byte: float = 0.0
+    host_per_byte: float = 0.0
     shapes: tuple[tuple[int, ...], ...] = ()
     averaging: Mapping[str, float] = field(default_factory=dict)
     loading: tuple[float, ...] = ()
@@ -220,7 +226,8 @@ def _check_numbers(measured: Measured) -> None:
             raise ConfigurationError(f"{name}: pass numbers above 0; leave out steps that were not measured")
     if not all(0 <= number < math.inf for row in measured.exchanges for number in row):
         raise ConfigurationError("exchanges: pass seconds, 0 or more")
-    seconds = "serve", "round_trip", "reduce_per_byte", "node_round_trip", "node_per_byte"
+    per_byte = "reduce_per_byte", "node_per_byte", "copy_per_byte", "host_per_byte"
+    seconds = "serve", "round_trip", "node_round_trip", *per_byte
     least = dict.fromkeys((*seconds, "nbytes"), 0) | {"period": 1, "servers": 1}
     for name, low in least.items():
         check_number(name, getattr(measured, name), f"a number, {low} or more", low, below=math.inf)

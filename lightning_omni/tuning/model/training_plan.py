@@ -138,7 +138,7 @@ class TrainingPlan:
         if here.any():
             per_byte = np.where(here, 0.0, per_byte)
             delay = np.where(here, model.placement.round_trip, delay)
-            own = np.where(here, model.placement.per_byte or 0.0, own)
+            own = np.where(here, max(model.placement.per_byte or 0.0, model.placement.copy_per_byte), own)
         # Servers on one node share its link.
         links = model.servers if model.placement.server is None else 1
         serve, per_byte, both = model.serve / model.servers, per_byte / links, push + pull

@@ -6,8 +6,9 @@ elements and the residual add up to the pushed elements in any format.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import zip_longest
+from collections.abc import Iterator, Sequence
+from functools import reduce
+from itertools import accumulate, zip_longest
 from typing import ClassVar
 
 import torch
@@ -19,13 +20,24 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.wire.formats.base import RESIDUAL, Encoded, Memory, State, WireFormat, register
 from lightning_omni.wire.layout import Layout
 
+AT_ONCE = 1 << 22
+"""Elements that are encoded at once: with what `Lossy.compress` needs beside, some chunks of `Raw`."""
+
 
 class Lossy(WireFormat, frozen=True, kw_only=True):
     """A format that encodes the same elements in fewer bytes.
 
     A subclass encodes one run of real elements, in float32, or in float64 if one of the tensors has that dtype. A
     complex element counts as two real ones.
+
+    Attributes:
+        unit: number of elements at whose multiples a run may be cut into parts, so that the tensors of `compress` for
+            the parts are together those for the whole; 0 if it may not. A part at a time takes less memory.
     """
+
+    @property
+    def unit(self) -> int:
+        return 0
 
     def nbytes(self, count: int) -> int:
         raise NotImplementedError(f"{type(self).__name__} does not say how large its payloads are")
@@ -45,22 +57,40 @@ class Lossy(WireFormat, frozen=True, kw_only=True):
     def encode(self, tensors: Sequence[Tensor | None], layout: Layout, state: State, memory: Memory) -> Encoded:
         present = tuple(tensor is not None for tensor in tensors)
         owed = [before for _, before in zip_longest(tensors, state.get(RESIDUAL, ()))]
-        there = [
-            _numbers(tensor) if before is None else _numbers(tensor) + _numbers(before)
-            for tensor, before in zip(tensors, owed, strict=True)
-            if tensor is not None
-        ]
+        there = [(tensor, before) for tensor, before in zip(tensors, owed, strict=True) if tensor is not None]
         if not there:
             return Encoded(torch.empty(self.nbytes(0), dtype=torch.uint8), present, state)
-        flat = torch.cat(there)
-        parts = [part.contiguous().view(torch.uint8) for part in self.compress(flat)]
-        room = memory.room(sum(part.numel() for part in parts))
-        payload = torch.cat(parts, out=room) if flat.is_cpu else torch.cat(parts)
-        left = iter((flat - self.expand(payload, flat.numel()).to(flat)).split([each.numel() for each in there]))
+        reals = [(_reals(tensor), None if before is None else _reals(before)) for tensor, before in there]
+        dtypes = [each.dtype for pair in reals for each in pair if each is not None]
+        wide = reduce(torch.promote_types, dtypes, torch.float32)
+        parts: list[list[Tensor]] = []
+        left: list[list[Tensor]] = [[] for _ in reals]
+        for pieces in self._cut([mine.numel() for mine, _ in reals]):
+            flat = torch.cat([_sum(*reals[index], slice(start, stop), wide) for index, start, stop in pieces])
+            parts.append([part.contiguous().view(torch.uint8) for part in self.compress(flat)])
+            rest = flat - self.expand(torch.cat(parts[-1]), flat.numel()).to(flat)
+            for (index, *_), piece in zip(pieces, rest.split([stop - start for _, start, stop in pieces]), strict=True):
+                left[index].append(piece)
+        in_order = [part for alike in zip(*parts, strict=True) for part in alike]
+        room = memory.room(sum(part.numel() for part in in_order))
+        payload = torch.cat(in_order, out=room) if in_order[0].is_cpu else room.copy_(torch.cat(in_order))
         for place, tensor in enumerate(tensors):
             if tensor is not None:
-                owed[place] = _like(next(left), tensor)
-        return Encoded(payload if flat.is_cpu else room.copy_(payload), present, {RESIDUAL: owed})
+                first, *more = left.pop(0)  # so that a large tensor's pieces are not kept beside it
+                owed[place] = _like(torch.cat([first, *more]) if more else first, tensor)
+        return Encoded(payload, present, {RESIDUAL: owed})
+
+    def _cut(self, counts: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
+        """Yield the pieces of some tensors that are encoded at once: index, start and stop of each."""
+        ends = list(accumulate(counts))
+        most = max(AT_ONCE // self.unit, 1) * self.unit if self.unit else max(ends[-1], 1)
+        for begin in range(0, max(ends[-1], 1), most):
+            pieces = []
+            for index, (end, count) in enumerate(zip(ends, counts, strict=True)):
+                start, stop = (min(max(bound - end + count, 0), count) for bound in (begin, begin + most))
+                if start < stop or not (count or begin):
+                    pieces.append((index, start, stop))
+            yield pieces
 
     def decode(self, payload: Tensor, layout: Layout, memory: Memory) -> Tensor:
         if payload.storage_offset():  # the bytes are read as wider elements, which must be aligned
@@ -71,10 +101,16 @@ class Lossy(WireFormat, frozen=True, kw_only=True):
         return buffer
 
 
-def _numbers(tensor: Tensor) -> Tensor:
+def _reals(tensor: Tensor) -> Tensor:
+    """Return the real elements of a tensor, flat."""
     real = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
-    wide = torch.promote_types(real.dtype, torch.float32)
-    return real.to(wide).flatten()
+    return real.flatten()
+
+
+def _sum(mine: Tensor, before: Tensor | None, where: slice, wide: torch.dtype) -> Tensor:
+    """Return a range of a tensor with the residual added, if there is one, in a wide dtype."""
+    own = mine[where].to(torch.promote_types(mine.dtype, torch.float32))
+    return (own if before is None else own + before[where]).to(wide)
 
 
 def _like(numbers: Tensor, tensor: Tensor) -> Tensor:
@@ -110,6 +146,10 @@ class Int8(Lossy, frozen=True, kw_only=True, tag="int8"):
     """
 
     block: int = 128
+
+    @property
+    def unit(self) -> int:
+        return self.block
 
     def __post_init__(self) -> None:
         check_whole("block", self.block, "8 or more numbers to a scale", 8)
@@ -148,6 +188,10 @@ class Rounded(Lossy, frozen=True, kw_only=True):
     """A format that rounds to another dtype. A number beyond its range travels as the largest, with a residual."""
 
     dtype: ClassVar[torch.dtype]
+
+    @property
+    def unit(self) -> int:
+        return 1
 
     def nbytes(self, count: int) -> int:
         return count * self.dtype.itemsize

@@ -67,6 +67,19 @@ def test_where_each_node_has_a_server_or_the_server_is_elsewhere_all_groups_cros
     assert rate(replace(spread, **HOSTS), 4, "async_sgd") == rate(spread, 4, "async_sgd")
 
 
+@pytest.mark.parametrize("hosts", [{}, HOSTS | {"node_per_byte": 1e-12}], ids=["one node", "the server's node"])
+def test_exchanges_of_devices_are_forecast_by_copies_and_not_by_links_of_their_all_reduces(hosts: Any) -> None:
+    copies = STEP / (2 * NBYTES)  # both ways together take a step's time
+    measured = one_group(copy_per_byte=copies, host_per_byte=1e-15, **hosts)
+    assert rate(measured, 4, "async_sgd") == pytest.approx(4 * BATCH / (2 * STEP), rel=0.01)
+
+
+def test_exchanges_of_devices_share_the_sockets_of_their_hosts() -> None:
+    measured = one_group(copy_per_byte=1e-15, host_per_byte=1 / LINK)
+    assert rate(measured, 4, "async_sgd") == pytest.approx(rate(one_group(), 4, "async_sgd"), rel=0.01)
+    assert rate(replace(measured, host_per_byte=2 / LINK), 4, "async_sgd") < 0.7 * rate(measured, 4, "async_sgd")
+
+
 # --- Beside a queue that is played ------------------------------------------------------------------------------------
 
 

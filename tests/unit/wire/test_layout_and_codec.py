@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_omni.errors import MalformedMessage
+from lightning_omni.methods.model.fragments import read
 from lightning_omni.wire.codec import Packed, check_specs, pack, unpack
 from lightning_omni.wire.layout import ALIGNMENT, DTYPES, Layout, TensorSpec, spec_of
 
@@ -129,6 +130,21 @@ def test_the_ranges_of_a_tensor_hold_its_numbers_once_in_their_order(spec: Tenso
         view.copy_(whole.reshape(-1)[start:stop])
         assert piece.shape == spec.shape  # who gathers them knows the whole
         assert_same(view, whole.reshape(-1)[start:stop])
+
+
+@varied
+@given(st.lists(specs, max_size=6), st.integers(1, 8))
+def test_chunks_hold_the_bytes_of_the_whole_buffer_in_their_order(of: list[TensorSpec], units: int) -> None:
+    layout = Layout(tuple(of))
+    whole = torch.randint(256, (layout.nbytes,), dtype=torch.uint8)
+    chunks = layout.chunks(units * ALIGNMENT)
+    assert len(chunks) == -(-layout.nbytes // (units * ALIGNMENT))
+    for there, (pieces, part) in zip(whole.split(units * ALIGNMENT), chunks, strict=False):
+        for own, piece in zip(part.views(there), read(layout.views(whole), pieces), strict=True):
+            assert own.data_ptr() == piece.data_ptr()
+            assert (own.numel(), own.dtype) == (piece.numel(), piece.dtype)
+        assert part.nbytes <= there.numel()
+    assert sum(part.numel for _, part in chunks) == layout.numel
 
 
 @varied

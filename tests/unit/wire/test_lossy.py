@@ -33,7 +33,7 @@ from lightning_omni.simulator import Computation, Limits, replay
 from lightning_omni.simulator.workbench import Samples
 from lightning_omni.trace import Trace
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.formats import BF16, FP16, Int8, PerDirection, TopK, wire_named
+from lightning_omni.wire.formats import BF16, FP16, Int8, PerDirection, TopK, lossy, wire_named
 from lightning_omni.wire.formats.base import RAW, Memory, WireFormat, check_size, decode, from_wire, to_wire
 from lightning_omni.wire.layout import Layout
 
@@ -138,6 +138,28 @@ def test_the_error_of_a_thousand_pushes_is_bounded_with_feedback_and_grows_witho
     early_without, late_without = accumulated_errors(wire, with_feedback=False)
     assert late_without > 8 * early_without
     assert late_without > 20 * late
+
+
+@every_format
+@pytest.mark.parametrize("dtypes", [("float32",), ("bfloat16", "float64", "complex64")], ids="-".join)
+def test_encoding_a_part_at_a_time_changes_no_bit(
+    name: str, dtypes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = [getattr(torch, dtype) for dtype in dtypes]
+    pushes = [[drawn((*shape, 3), seed, kind) for kind in kinds for shape in SHAPES] for seed in (1, 2)]
+    layout = Layout.of({str(place): each for place, each in enumerate(pushes[0])})
+
+    def encoded() -> list[Tensor]:
+        state: Any = {}
+        found: list[Tensor] = []
+        for tensors in pushes:
+            payload, _, state = wire_named(name).encode(tensors, layout, state, Memory())
+            found += [payload, *state["residual"]]
+        return found
+
+    whole = encoded()
+    monkeypatch.setattr(lossy, "AT_ONCE", 100)
+    assert all(map(torch.equal, encoded(), whole))
 
 
 @every_format
