@@ -19,6 +19,7 @@ from lightning_omni.server.service import Out, Payload, Peer, Sender, Service, a
 from lightning_omni.server.training import Training
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.journal import GatheredEntry
+from lightning_omni.wire.messages.collectives import UPLOADED_ELSEWHERE
 
 MOST_OPEN = 16
 """The most collectives at which a rank may wait when it opens another one."""
@@ -107,9 +108,6 @@ class Collectives:
                 ready.append((number, [(rank, present[rank].payload) for rank in sorted(present) if rank in live]))
         return ready
 
-
-UPLOADED_ELSEWHERE = "uploaded"
-"""Code of a refusal: this server has not received the rank's bytes; an earlier server may have."""
 
 Forward = Callable[[Sender, bytes, Payload], list[Out]]
 """A function that handles a control message which did not arrive on the control channel."""

@@ -18,13 +18,13 @@ from lightning_omni.server.epochs.epoch import Epochs
 from lightning_omni.server.parameters.store import ParameterStore
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats.base import RAW, to_wire
+from lightning_omni.wire.messages.data import Spans
 
 _log = logging.getLogger(__name__)
 
 Kind = Literal[
     "seed", "form", "restructure", "push", "expire", "train", "fetch", "rest", "resume", "retire", "leave", "join"
 ]
-Spans = tuple[tuple[int, int], ...]
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

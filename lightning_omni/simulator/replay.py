@@ -19,7 +19,7 @@ from lightning_omni.methods import Method
 from lightning_omni.methods.contract import Exchange, Fetch, Gradient, NextGradient, Receive, Reply, Tensors
 from lightning_omni.methods.model.replica import Hyperparameters, Pulled, Replica, copies
 from lightning_omni.methods.model.server_optimizer import describe, detach_state, holds, hyperparameters_of
-from lightning_omni.server.event_log import Event, Spans
+from lightning_omni.server.event_log import Event
 from lightning_omni.server.parameters.served_parameters import ServedParameters
 from lightning_omni.simulator.monitor import Row, arrays
 from lightning_omni.simulator.server import partitioned_format, resolve_also
@@ -31,6 +31,7 @@ from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats.base import RAW, Encoded, Memory, WireFormat, decode, from_wire, name_of
 from lightning_omni.wire.layout import Layout
 from lightning_omni.wire.messages import Batch
+from lightning_omni.wire.messages.data import Spans
 from lightning_omni.wire.partition import Partition, is_elementwise
 
 BatchAt = Callable[[int, range], Any]

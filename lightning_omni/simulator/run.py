@@ -397,7 +397,7 @@ def simulate(
         overlap: exchanges travel while groups compute their next gradient, as with ``OmniStrategy(overlap=True)``; for
             async_sgd.
         computation: how devices compute gradients; None for the defaults.
-        record: receives every event at the server, as from `lightning_omni.server.ServerCore`.
+        record: receives every event at the server, as from `lightning_omni.server.core.ServerCore`.
         progress: True shows a progress bar; or a function, called with the fraction done and a text. With either,
             Ctrl-C returns the trace so far (``ended == "interrupted"``) instead of raising KeyboardInterrupt; so does a
             function that raises `lightning_omni.simulator.StopSimulation` (``ended == "stopped"``).

@@ -216,11 +216,13 @@ class Trainable:
         self._warn = warn
         self._has_warned = False
         self._flags: list[tuple[str, Parameter, bool]] = []
+        self._frozen: list[tuple[str, Parameter]] = []
         self._held = -1
         self._known: set[Parameter] = set()
 
     def remember(self, module: Module) -> None:
         self._flags = [(name, each, each.requires_grad) for name, each in module.named_parameters()]
+        self._frozen = [(name, each) for name, each, flag in self._flags if not flag]
         self._known = {parameter for _, parameter, _ in self._flags}
         self._held = -1
 
@@ -235,7 +237,7 @@ class Trainable:
         """Warn once, with one group (plain DDP), that gradients of late parameters are not averaged."""
         if self._has_warned:
             return
-        late = next((name for name, each, flag in self._flags if not flag and each.requires_grad), "")
+        late = next((name for name, each in self._frozen if each.requires_grad), "")
         if not late and self._holds_others(optimizers):
             late = "that was added to the optimizer"
         if not late:
@@ -251,8 +253,8 @@ class Trainable:
 
     def check_in_step(self) -> None:
         """Reject gradients of parameters that were unfrozen in this batch: they have no group mean."""
-        for name, each, flag in self._flags:
-            if not flag and each.requires_grad and each.grad is not None:
+        for name, each in self._frozen:
+            if each.requires_grad and each.grad is not None:
                 raise UnsupportedError(
                     f"the parameter {name} was unfrozen inside a training step, where its gradient was not averaged"
                     " over the group: unfreeze it before the batch begins (in on_train_epoch_start or"

@@ -26,6 +26,7 @@ from lightning_omni.wire.journal import (
     TrainedEntry,
 )
 from lightning_omni.wire.messages import AskNext, Batch, EpochPlan, LeaveEpoch
+from lightning_omni.wire.messages.data import STOPS
 
 # --- Validations while groups train -----------------------------------------------------------------------------------
 
@@ -160,10 +161,6 @@ class ValidationBook:
     def forget(self, live: Collection[int]) -> None:
         known = min((self._read.get(rank, 0) for rank in live), default=0)
         self._results = {number: result for number, result in self._results.items() if number > known}
-
-
-STOPS = ("", "validate", "end", "skip")
-"""Ways in which a group that leaves an epoch may end it for all: see `lightning_omni.wire.messages.LeaveEpoch`."""
 
 
 class Epochs:

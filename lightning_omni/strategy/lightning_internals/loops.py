@@ -158,6 +158,10 @@ class LoopControl(Protocol):
     def is_cut_short(self) -> bool:
         """Return whether max_steps end the epoch early, so that schedules by epoch do not count it."""
 
+    @property
+    def paces_schedules(self) -> bool:
+        """Return whether `stepped_by_batches` and `step_schedule` change the loop's steps of schedulers."""
+
     def run(self, run: Callable[[], None]) -> None:
         """Run the fit loop."""
 
@@ -189,7 +193,7 @@ class LoopControl(Protocol):
         """Make ``step``, the loop's call of ``lr_scheduler_step``."""
 
     def own_batches(self, batches: float) -> float:
-        """Return the ``num_training_batches`` that user code reads; ``batches`` is Lightning's value."""
+        """Return the ``num_training_batches`` that user code reads in such an epoch; ``batches`` is Lightning's."""
 
 
 class _ControlledTrainer(_Trainer):
@@ -199,7 +203,9 @@ class _ControlledTrainer(_Trainer):
     @override
     def num_training_batches(self) -> float:
         batches = super().num_training_batches
-        return batches if vars(self).get("_estimates") else self._control.own_batches(batches)
+        if not self._control.is_open_ended or "_estimates" in vars(self):
+            return batches
+        return self._control.own_batches(batches)
 
     @property
     @override
@@ -260,7 +266,9 @@ class _ControlledEpochLoop(_TrainingEpochLoop):
     @property
     @override
     def _is_training_done(self) -> bool:
-        with _with_max_steps(self, self._control.step_limit):
+        if (limit := self._control.step_limit) is None:
+            return super()._is_training_done
+        with _with_max_steps(self, limit):
             return super()._is_training_done
 
     @override
@@ -272,6 +280,9 @@ class _ControlledEpochLoop(_TrainingEpochLoop):
     @override
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
         if interval == "epoch" and self._control.is_cut_short:
+            return
+        if not self._control.paces_schedules:
+            super().update_lr_schedulers(interval, update_plateau_schedulers)
             return
         configs = self.trainer.lr_scheduler_configs
         due = self._control.stepped_by_batches(configs) if interval == "step" else configs

@@ -16,7 +16,6 @@ from lightning_omni.runtime import World
 from lightning_omni.runtime.executor import Executor
 from lightning_omni.runtime.leased_loader import RankLeases
 from lightning_omni.runtime.state.checkpoint import RunCheckpoint
-from lightning_omni.server.event_log import Spans
 from lightning_omni.strategy.lightning_internals.callbacks import (
     copy_checkpoint_records,
     is_inside_hook,
@@ -53,6 +52,7 @@ from lightning_omni.strategy.loops.run_schedulers import Plateaus, RunSchedulers
 from lightning_omni.strategy.loops.validation import PublishedValidation
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.messages import Batch, EpochPlan
+from lightning_omni.wire.messages.data import Spans
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lightning_omni.runtime.leased_loader import RankLeases
-from lightning_omni.server.event_log import Spans
 from lightning_omni.strategy.lightning_internals.loops import (
     accumulation_windows,
     batches_started,
@@ -15,6 +14,7 @@ from lightning_omni.strategy.lightning_internals.loops import (
     validates_this_epoch,
 )
 from lightning_omni.wire.messages import EpochPlan
+from lightning_omni.wire.messages.data import Spans
 from lightning_omni.wire.steps_and_samples import Progress, ReferenceBatch
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from lightning_omni.runtime import World
 from lightning_omni.runtime.state.checkpoint import RunCheckpoint
-from lightning_omni.server.event_log import Spans
 from lightning_omni.strategy.lightning_internals.callbacks import reloads
 from lightning_omni.strategy.lightning_internals.loops import (
     accumulation_windows,
@@ -27,6 +26,7 @@ from lightning_omni.strategy.lightning_internals.loops import (
 from lightning_omni.strategy.loops.epoch import LeasedData
 from lightning_omni.strategy.loops.limits import FitLimits, StepsByHand, size_of
 from lightning_omni.wire.messages import EpochPlan, SnapshotId
+from lightning_omni.wire.messages.data import Spans
 from lightning_omni.wire.steps_and_samples import Progress
 
 if TYPE_CHECKING:

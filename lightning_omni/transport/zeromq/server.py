@@ -19,8 +19,9 @@ import zmq
 from torch import Tensor
 
 from lightning_omni.errors import ConfigurationError, MalformedMessage, ProtocolError, Refused
-from lightning_omni.server import Out, ServerCore
+from lightning_omni.server.core import ServerCore
 from lightning_omni.server.replication import COORDINATOR
+from lightning_omni.server.service import Out
 from lightning_omni.transport.registry import refusal
 from lightning_omni.transport.zeromq.addresses import (
     CONTROL,

@@ -24,6 +24,10 @@ class Contribute(Message, frozen=True, kw_only=True):
     where: str | msgspec.UnsetType = msgspec.UNSET
 
 
+UPLOADED_ELSEWHERE = "uploaded"
+"""Code of a refusal: this server has not received the rank's bytes; an earlier server may have."""
+
+
 class Gathered(Message, frozen=True, kw_only=True):
     """The answer to `Contribute`, once all live ranks have contributed.
 

@@ -10,6 +10,10 @@ from lightning_omni.wire.messages.base import Message
 # --- Leases -----------------------------------------------------------------------------------------------------------
 
 
+Spans = tuple[tuple[int, int], ...]
+"""Ranges of positions, in order."""
+
+
 class EpochPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The plan of an epoch's data, which every rank has before the first batch.
 
@@ -30,7 +34,7 @@ class EpochPlan(msgspec.Struct, frozen=True, kw_only=True):
     budget: int
     validate_every: int = 0
     validate_offset: int = 0
-    trained: tuple[tuple[int, int], ...] = ()
+    trained: Spans = ()
     ranks_per_batch: int = 1
     later: int | None = None
 
@@ -90,6 +94,10 @@ class Next(Message, frozen=True, kw_only=True):
     """
 
     next: str
+
+
+STOPS = ("", "validate", "end", "skip")
+"""Ways in which a group that leaves an epoch may end it for all: see `LeaveEpoch`."""
 
 
 class LeaveEpoch(Message, frozen=True, kw_only=True):
