@@ -107,6 +107,16 @@ def test_an_exception_in_one_group_is_told_to_the_others_who_go_on_and_to_who_as
     assert finished.results[0][0]["report"]["ranks_lost"] == [2, 3]
 
 
+def test_a_stream_that_is_shorter_on_one_member_of_a_group_ends_that_group_with_the_reason_and_others_go_on() -> None:
+    """Under DDP the others wait for each other until torch's timeout, or are told that a connection was closed."""
+    fit = {"loader": "shorter on rank 3", "trainer": {"max_epochs": 1}}
+    with Running("groups.py", {"fits": [fit]}) as running:
+        finished = finish(running)
+    assert finished.code == 1, finished.output[-4000:]
+    assert "rank 3 has left its loop after 5 steps, and rank 2 waits for it in a further step" in finished.output
+    assert finished.results[0][0]["report"]["ranks_lost"] == [2, 3]
+
+
 ENDS = ("", "raise SystemExit(3)", "raise ValueError")
 RANKS_THAT_END = {"it fails later": (1, False), "it fails first": (1, True), "it ends well": (0, False)}
 """With which status the script of another rank ends, and whether it is over when that of rank 0 comes to its end."""

@@ -591,6 +591,7 @@ def left_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]
         "unlike": {"caught": [], "calls": True},
         "alike after one that ended unlike": {"caught": []},
         "late": {"steps": {"0": 4, "1": 4, "2": 4}},
+        "met": {"met": {"0": 3.0, "1": 2.0, "2": 1.0}},
         "early": {"steps": {"0": 40, "1": 6, "2": 5}},
     }
     return run_loops(tmp_path_factory.mktemp("left"), loops, ranks=3)
@@ -612,6 +613,12 @@ def test_a_loop_after_one_that_failed_trains_although_the_script_still_holds_the
         assert "called enter_world(module)" in each["unlike"]
         assert "called the end of training" in each["unlike"]
         assert each["alike after one that ended unlike"] == ""
+
+
+def test_ranks_that_were_in_other_groups_before_train_as_one_and_leave_their_loop_together(
+    left_loops: list[dict[str, Any]],
+) -> None:
+    assert [each["met"] for each in left_loops] == ["trained in the group [0, 1]"] * 2 + ["trained in the group [2]"]
 
 
 def test_a_group_whose_members_make_different_numbers_of_steps_ends_with_the_reason_and_others_go_on(

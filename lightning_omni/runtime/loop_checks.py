@@ -1,4 +1,4 @@
-"""Checks of a loop without Lightning: its ranks leave it together, and only wrapped optimizers step in it."""
+"""Checks of a loop: the ranks of a group leave it together, and without Lightning only wrapped optimizers step in it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from typing import Any
 from weakref import WeakSet, ref
 
 import torch
-from torch.distributed import DistStoreError
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -35,7 +34,7 @@ from lightning_omni.runtime.parallel_state import ParallelState
 
 # If a member of a compute group has left its loop, after Ctrl-C or without further batches, another would wait in its
 # next step until torch's collectives time out, and so would the first, where all ranks synchronize. `ExitCheck` ends
-# their group instead.
+# their group instead. With Lightning, a loop is an epoch, or what is trained of it before a validation.
 #
 # Rule 1: a step costs nothing. Members communicate by the store of torch's process groups, and only once one of them
 # has left its loop.
@@ -67,18 +66,32 @@ class ExitCheck:
     def __init__(self, parallel: ParallelState) -> None:
         self._parallel = parallel
         self.steps = 0
-        self._loop, self._times = next(_loops), 0
-        self._collectives = 0
         self._is_interrupted = False
+        self._collectives = 0
+        self.renew()
+
+    def renew(self) -> None:
+        """Count from here, where other groups were formed: their members have made different numbers of steps so far.
+
+        All ranks call it.
+        """
+        self._loop, self._times = next(_loops), 0
+        self._earlier = self.steps
+        self.step_done()
 
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Watch in this context for Ctrl-C, and for members that leave the loop while this rank waits for them."""
+        with self.watch_others(), self._noting():
+            yield
+
+    @contextmanager
+    def watch_others(self) -> Iterator[None]:
+        """Watch in this context for members that leave the loop while this rank waits for them."""
         is_over = threading.Event()
         threading.Thread(target=self._watch_others, args=(is_over,), name="omni-leaving", daemon=True).start()
         try:
-            with self._noting():
-                yield
+            yield
         finally:
             is_over.set()
 
@@ -118,11 +131,12 @@ class ExitCheck:
         is_interrupted, self._is_interrupted = self._is_interrupted, False
         since = self._count() - self._collectives
         self._times += 1
+        steps = self.steps - self._earlier
         store, keys = self._store, [self._key(member) for member in parallel.members]
         limit = time.monotonic() + (WITHIN if is_interrupted else parallel.options.timeout.total_seconds())
         try:
-            store.set(self._key(parallel.rank), str(self.steps))
-            store.set(self._key("first"), f"{parallel.rank} {self.steps} {since}")
+            store.set(self._key(parallel.rank), str(steps))
+            store.set(self._key("first"), f"{parallel.rank} {steps} {since}")
             while not _are_there(store, keys):
                 if control is None or control.cause is not None:
                     return  # this rank's next call raises the cause
@@ -138,14 +152,15 @@ class ExitCheck:
             raise
         except RuntimeError:  # the store's process is gone, and the server knows of it
             return
-        for member, steps in theirs.items():
-            if steps != self.steps:
-                self._end(is_interrupted, f"rank {member} of its compute group has left it after {steps}")
+        for member, others in theirs.items():
+            if others != steps:
+                self._end(is_interrupted, f"rank {member} of its compute group has left it after {others}")
 
     def _end(self, is_interrupted: bool, but: str) -> None:
-        left, remedy = f"has left its loop after {self.steps} steps", _LEAVE_TOGETHER
+        steps = self.steps - self._earlier
+        left, remedy = f"has left its loop after {steps} steps", _LEAVE_TOGETHER
         if is_interrupted:
-            left = f"was interrupted (Ctrl-C) after {self.steps} steps and has left its loop"
+            left = f"was interrupted (Ctrl-C) after {steps} steps and has left its loop"
             remedy = "catch KeyboardInterrupt outside `with world.training():`, or end the loop alike on all ranks"
         raise RankLost(f"rank {self._parallel.rank} {left}, and {but}: {remedy}")
 
@@ -161,7 +176,7 @@ class ExitCheck:
                 if not self._store.check([first]):
                     continue
                 _, steps, since = map(int, self._store.get(first).split())
-                mine = (self.steps, self._count() - self._collectives)
+                mine = (self.steps - self._earlier, self._count() - self._collectives)
                 if times == self._times and mine > (steps, since) and mine == before:
                     self._store.set(self._key("waits", times + 1), str(self._parallel.rank))
                 before = mine
@@ -190,10 +205,11 @@ class ExitCheck:
 
 def _are_there(store: Any, keys: list[str]) -> bool:
     """Return whether a store has these keys, within the time of a poll."""
-    try:
-        store.wait(keys, timedelta(seconds=POLL_S))
-    except DistStoreError:
-        return False
+    until = time.monotonic() + POLL_S
+    while not store.check(keys):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)  # torch logs a warning, with a traceback, for each `store.wait` that ends in vain
     return True
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -119,6 +119,7 @@ class World(ParallelState):
         self.on_stop: Callable[[], None] | None = None
         self.first_steps: ReductionCheck | None = None
         self._leaving: ExitCheck | None = None
+        self._watching = ExitStack()
 
     @property
     def executor(self) -> Executor:
@@ -342,13 +343,27 @@ class World(ParallelState):
         try:
             with first_steps, leaving.watch(), self._raw_steps.watch(lambda: leaving.steps):
                 yield leaving
-            self._check_left()
+            self.check_left()
         finally:
             self.first_steps = self._leaving = None
             self._is_in_loop = False
             self.external_writes.watch(None)
 
-    def _check_left(self) -> None:
+    def watch_members(self) -> None:
+        """Watch until the run ends for members of this group that leave an epoch in which others train on.
+
+        A group that has joined on its own is not watched.
+        """
+        if self.registration is None:
+            self._leaving = ExitCheck(self)
+            self._watching.enter_context(self._leaving.watch_others())
+
+    def check_left(self) -> None:
+        """Wait for the members of this group where all groups synchronize, if they are watched.
+
+        Raises:
+            RankLost: they have made different numbers of steps; see `ExitCheck.check`.
+        """
         if self._leaving is not None:
             self._leaving.check()
 
@@ -430,6 +445,8 @@ class World(ParallelState):
         groups.leave()
 
     def _close_connections(self, has_failed: bool = False) -> None:
+        self._watching.close()
+        self._leaving = None
         self.connection.close()
         self.executor.place_heads()
         self.server.stop(has_failed)
@@ -463,7 +480,7 @@ class World(ParallelState):
                 for example); with None each group keeps its own tensors.
         """
         if self._is_in_loop and self.is_computing:
-            self._check_left()
+            self.check_left()
             self.external_writes.watch(module)
         self._synchronize(f"enter_world({'' if module is None else 'module'})", module)
 
@@ -568,6 +585,8 @@ class World(ParallelState):
             self.enter_compute()
         if self.first_steps is not None:
             self.first_steps.renew(self.members, self.compute_group)
+        if self._leaving is not None:
+            self._leaving.renew()
         return spans
 
     def _form(

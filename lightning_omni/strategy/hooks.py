@@ -385,6 +385,7 @@ class OmniStrategyHooks(_Base):
         world.states.resume(parts.checkpoints.contents.resumed)
         parts.grouping.follow_external_writes()
         world.begin()
+        world.watch_members()
         if world.registration is not None:
             control = world.executor.control
             parts.rejoining.took_part(world.registration.run, is_saved=control is None or control.reconnect_timeout > 0)

@@ -6,6 +6,7 @@ Each "fit" in the options is one fit, in order, in the same processes.
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import threading
@@ -288,6 +289,13 @@ class Endless(Stream):
     __len__ = None  # type: ignore[assignment]
 
 
+class Uneven(Endless):
+    """Of which rank 3 gets less than rank 2, with which it is in a group."""
+
+    def __iter__(self) -> Any:
+        return itertools.islice(super().__iter__(), 40 if RANK == 3 else None)
+
+
 class Batches:
     """Held-out data that is no DataLoader: each rank evaluates all of it."""
 
@@ -306,6 +314,8 @@ def make_loader(kind: str, options: dict[str, Any]) -> DataLoader[Any]:
         return DataLoader(Stream(), batch_size=8)
     if kind == "of unknown length":
         return DataLoader(Endless(), batch_size=8)
+    if kind == "shorter on rank 3":
+        return DataLoader(Uneven(), batch_size=8)
     if kind == "sampler":
         data = dataset(128)
         return DataLoader(data, batch_size=8, sampler=WeightedRandomSampler(torch.ones(128), 128))

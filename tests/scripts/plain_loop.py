@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -301,6 +302,33 @@ def part(steps: dict[str, int]) -> list[Any] | str:
         assert time.monotonic() - began < 30.0, "where torch would wait for half an hour"
         return str(error)
     return [sorted(world.ever_lost), done]
+
+
+def meet(met: dict[str, float]) -> str:
+    """Why a loop ends in which ranks that have made unequal numbers of steps form a group, and train on together.
+
+    Args:
+        met: speeds of the ranks; the group of ranks 1 and 2 is given up for one of ranks 0 and 1.
+    """
+    world = World(ranks_per_node=[1, 2], options=WorldOptions(timeout=timedelta(seconds=20)))
+    net = torch.nn.Linear(4, 1)
+    model = world.wrap(net)
+    optimizer = OmniOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), world)
+    began = time.monotonic()
+    try:
+        with world.training():
+            for steps in (3 + 2 * (world.rank == 0), 4):
+                for _ in range(steps):
+                    optimizer.zero_grad()
+                    model(torch.randn(8, 4)).square().mean().backward()
+                    optimizer.step()
+                if steps != 4:
+                    world.regroup(2, net, {int(rank): speed for rank, speed in met.items()})
+                    model = world.wrap(net)
+        assert time.monotonic() - began < 20.0, "members have waited for each other at their loop's end in vain"
+    except RuntimeError as error:
+        return str(error)
+    return f"trained in the group {sorted(world.members)}"
 
 
 def fall_short(short: str) -> dict[str, Any]:
@@ -670,6 +698,7 @@ def main() -> None:
         "caught": leave,
         "stepped": forget,
         "steps": part,
+        "met": meet,
         "mistake in": lambda **options: mistake(options["mistake in"]),
         "beside": lambda **options: accompany(options["beside"]),
         "laid": lay,

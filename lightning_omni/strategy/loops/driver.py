@@ -433,6 +433,7 @@ class EpochDriver:
         if not self.world.is_computing:
             return
         self.published.end_all()
+        self.world.check_left()
         self.world.enter_world(module)
         trainer, mine = self.trainer, self.trainer.global_step
         counts = step_counters(trainer)
