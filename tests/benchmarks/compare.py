@@ -127,7 +127,7 @@ def exchanges(nbytes: int, count: int) -> Callable[[], float]:
     """Seconds of one step of a group of one rank, from the gradient to the weights, beside a group that rests."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    store = Path(tempfile.mkdtemp(prefix="omni-compare-"), "store")
+    store = Path(f"store-{os.getpid()}-{nbytes}").resolve()  # in the commit's folder, which is removed
     for rank in range(2):
         context.Process(target=train, args=(rank, str(store), nbytes, count, theirs, os.getpid()), daemon=True).start()
 
