@@ -86,6 +86,11 @@ class Registry(Generic[Kind]):
             raise MalformedMessage(f"{self.what} {plain['name']}: {error}") from error
 
     def register(self, kind: type[Kind]) -> type[Kind]:
+        """Register a kind under its tag.
+
+        Raises:
+            ConfigurationError: the name is taken.
+        """
         name = str(kind.__struct_config__.tag)
         if self.known.get(name, kind) is not kind:
             raise ConfigurationError(

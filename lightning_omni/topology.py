@@ -152,7 +152,7 @@ class Topology:
         """Return the numbers of the groups that have members."""
         return tuple(group for group, members in enumerate(self.groups) if members)
 
-    @property
+    @cached_property
     def is_synchronous(self) -> bool:
         """Return whether only one group is alive, so that no gradient can be stale."""
         return len(self.alive) == 1

@@ -261,6 +261,7 @@ def reaches(metric: str, reading: float, value: float) -> bool:
 
 
 def figure_of(trace: Trace, title: str = "") -> Any:
+    """Return the figure of a trace, for matplotlib."""
     figure = new_figure(11, 7.4)
     (over_time, over_updates), (histogram, timeline) = figure.subplots(2, 2)
     _draw_course(over_time, trace, "time", trace.time_axis)
@@ -342,6 +343,7 @@ def plot_comparison(
 
 
 def comparison_of(traces: Mapping[str, Trace], title: str = "", target: tuple[str, float] | None = None) -> Any:
+    """Return the figure of several runs, for matplotlib; see `plot_comparison`."""
     metrics = _metrics_of(traces.values())
     shown = metrics if "loss" in metrics else ["training loss", *metrics]
     figure = new_figure(11, 1.4 + 3.2 * len(shown))

@@ -29,12 +29,12 @@ from lightning_omni.runtime import WorldOptions as WorldOptions
 from lightning_omni.runtime.leased_loader import lease as lease
 from lightning_omni.runtime.model.meshes import ModelParallel as ModelParallel
 from lightning_omni.runtime.model.replica import ModelReplica as ModelReplica
-from lightning_omni.server import Out as Out
-from lightning_omni.server import ServerCore as ServerCore
+from lightning_omni.server.core import ServerCore as ServerCore
 from lightning_omni.server.event_log import Event as Event
 from lightning_omni.server.event_log import Kind as Kind
 from lightning_omni.server.event_log import read_record as read_record
 from lightning_omni.server.replication import COORDINATOR as COORDINATOR
+from lightning_omni.server.service import Out as Out
 from lightning_omni.server.service import Payload as Payload
 from lightning_omni.server.service import as_tensor as as_tensor
 from lightning_omni.server.service import nbytes_of as nbytes_of

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import doctest
+import functools
 import importlib
+import inspect
 import re
 from pathlib import Path
 
@@ -40,6 +42,34 @@ def test_the_examples_of_a_page_run(page: str) -> None:
 def test_every_method_has_an_example() -> None:
     for kind in importlib.import_module("lightning_omni.methods").METHODS.values():
         assert ">>>" in (kind.__doc__ or "")
+
+
+@pytest.mark.parametrize(
+    "module", ["lightning_omni", "lightning_omni.methods", "lightning_omni.simulator", "lightning_omni.runtime"]
+)
+def test_exported_names_and_their_public_methods_have_docstrings(module: str) -> None:
+    importlib.import_module("pytorch_lightning")  # the base of the strategy and of the tuners
+    home = importlib.import_module(module)
+    exported = {name: getattr(home, name) for name in home.__all__}
+    described = {name: each for name, each in exported.items() if inspect.isclass(each) or inspect.isroutine(each)}
+    assert described
+    missing = [name for name, each in described.items() if not each.__doc__]
+    for name, kind in described.items():
+        missing += [f"{name}.{member}" for member in _own_methods(kind) if not inspect.getdoc(getattr(kind, member))]
+    assert not missing
+
+
+def _own_methods(kind: object) -> list[str]:
+    """Return the public methods and properties of a class but for those that override Lightning's or torch's."""
+    bases = kind.__mro__ if isinstance(kind, type) else ()
+    foreign = {name for base in bases if base.__module__.partition(".")[0] != "lightning_omni" for name in vars(base)}
+    kinds = (property, functools.cached_property, classmethod, staticmethod)
+    return [
+        name
+        for name in dir(kind)
+        if bases and not name.startswith("_") and name not in foreign
+        if isinstance(member := inspect.getattr_static(kind, name), kinds) or inspect.isfunction(member)
+    ]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "contribute/changelog.md"])

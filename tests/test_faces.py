@@ -244,6 +244,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "not wrapped": {"groups": 1, "wraps": ""},
     "not wrapped, a closure": {"groups": 1, "wraps": "closure"},
     "DDP of all ranks": {"groups": 2, "wraps": "ddp"},
+    "another World": {"groups": 2, "wraps": "another World"},
 }
 
 
@@ -567,15 +568,17 @@ def test_staleness_that_no_logger_asks_for_takes_no_more_memory_with_each_step(
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_module_that_is_not_wrapped_over_its_group_is_refused_in_the_first_step(
+def test_a_module_or_optimizer_that_is_not_of_the_group_is_refused_in_the_first_step(
     plain_loops: list[dict[str, Any]], name: str
 ) -> None:
     for rank, each in enumerate(plain_loops):
         if name == "DDP of all ranks":
             assert f"whose process group has ranks of other compute groups ({1 - rank})" in each[name]
+        elif name == "another World":
+            assert "`with world.training():` of the World that the optimizer was made with" in each[name]
         else:
             assert "the members of this compute group have different gradients" in each[name]
-        assert "model = world.wrap(model)" in each[name]
+        assert ("model = world.wrap(model)" in each[name]) == (name != "another World")
 
 
 @pytest.fixture(scope="module")

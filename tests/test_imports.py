@@ -201,6 +201,17 @@ def test_importing_the_package_and_its_other_rooms_does_not_bring_lightning_alon
     assert ran.stdout.strip() == "[]", ran.stderr
 
 
+NEEDED_BY_SERVERS = {"zmq", f"{PACKAGE}.server.core"}
+NEEDED_LATER = {"torch.distributed.checkpoint", "skopt", "jinja2"}
+
+
+def test_a_strategy_imports_no_server_no_sockets_and_nothing_that_only_some_fits_need() -> None:
+    program = f"import sys, {PACKAGE}.strategy.both_namespaces\nprint(*sorted(sys.modules))"
+    ran = interpret(program)
+    assert f"{PACKAGE}.strategy.hooks" in ran.stdout, ran.stderr
+    assert not (NEEDED_BY_SERVERS | NEEDED_LATER) & set(ran.stdout.split())
+
+
 TEXTS = [
     path
     for pattern in ("*.md", "*.py", "*.toml", "*.yaml", "*.html", "Makefile")

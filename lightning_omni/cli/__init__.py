@@ -1,4 +1,4 @@
-"""The ``lightning-omni`` command: ``commands`` has all options, and modules the work."""
+"""The ``lightning-omni`` command: ``commands`` has the options of all, and a module of its name the work of each."""
 
 from lightning_omni.cli.entry_point import main
 

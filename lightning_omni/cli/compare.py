@@ -49,7 +49,7 @@ class DescribedMachines:
         site_bandwidth: bytes per second between sites; None if there is one site.
         scatter: coefficient of variation of a rank's step times.
         serve_per_byte: seconds of a server's update for each byte of the weights.
-        backward: part of a step in which DDP hides its all-reduce but for the last bucket.
+        backward: part of a step that is the backward pass, in which DDP hides its all-reduce but for the last bucket.
 
     Raises:
         ConfigurationError: a number is out of range.
@@ -217,6 +217,7 @@ class _Predictions:
         momentum: float,
         is_adaptive: bool,
     ) -> _Predictions:
+        """Return the predictions for a description's profile, and for those with other assumptions."""
         ranks = len(machines.speeds)
         start, batch = Setting(1, momentum, 1.0, all_reduce="fp32"), ranks * machines.batch_size
         groups = tuple(sorted({*group_counts(ranks), machines.sites})) if ways.methods else (1,)
@@ -255,6 +256,7 @@ class MachineComparison:
 
     @classmethod
     def of(cls, machines: DescribedMachines, momentum: float, is_adaptive: bool) -> MachineComparison:
+        """Compare on the machines that a user describes."""
         profiles = [each.profile() for each in (machines, *(replace(machines, **other) for other in _ASSUMPTIONS))]
         # An all-reduce sends as many bytes over each link as exchanges with a server at each node.
         nodes = machines.sites if machines.sites > 1 else len(machines.speeds)
@@ -342,6 +344,7 @@ def _gain(time: Estimate) -> str:
 
 
 def described(setting: Setting) -> str:
+    """Return a setting in a few words, without momentum and learning rate."""
     words = [counted(setting.groups, "group")]
     if setting.groups > 1:
         name, _, rest = setting.method.partition(":")

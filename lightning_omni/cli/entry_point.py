@@ -176,7 +176,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _own(error: BaseException | None) -> OmniError | None:
-    """Return this package's error behind one of the parser."""
+    """Return this package's error behind another one, because the parser wraps errors of a cluster's parts."""
     while error is not None and not isinstance(error, OmniError):
         error = error.__cause__
     return error

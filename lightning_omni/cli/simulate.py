@@ -183,6 +183,7 @@ def _runs(entrants: Sequence[Entrant], task: Task, finds_rates: bool) -> tuple[l
 
 
 def _run_method(entrant: Entrant, task: Task, finds_rates: bool, progress: OnProgress) -> Run:
+    """Run a method with the rate that suits it, or with the best of the user's rates."""
     own = task.own_rate
     if finds_rates and own is not None:
         began = time.perf_counter()

@@ -51,6 +51,11 @@ class Task:
 
     @classmethod
     def of(cls, settings: SimulationSettings) -> Task:
+        """Convert settings.
+
+        Raises:
+            ConfigurationError: a setting is wrong; the message names it.
+        """
         check_above_zero({name: getattr(settings, name) for name in _POSITIVE})
         if settings.seed < 0:
             raise ConfigurationError(f"--seed {settings.seed}: pass a whole number from 0 up")
@@ -78,13 +83,13 @@ class Task:
 
     @property
     def own_rate(self) -> float | None:
-        """Return the learning rate of the workload's own optimizer, unless 0."""
+        """Return the learning rate of the workload's own optimizer; None if it has none, or 0."""
         optimizer = self.workload.optimizer(copy.deepcopy(self.workload.model).parameters())
         rate = optimizer.param_groups[0].get("lr")
         return float(rate) if rate else None
 
     def optimizer(self, rate: float | None) -> Callable[[Any], Optimizer]:
-        """Return a function that creates the workload's optimizer, with ``rate`` (None: its own) in all groups."""
+        """Return a function that creates the workload's optimizer, with the user's momentum and any ``rate``."""
         given = {name: value for name, value in (("lr", rate), ("momentum", self.momentum)) if value is not None}
 
         def make(parameters: Any) -> Optimizer:
@@ -172,6 +177,7 @@ def periods_of(settings: SimulationSettings, cluster: Cluster, workload: Workloa
 
 
 def rates_of(settings: SimulationSettings) -> tuple[float, ...]:
+    """Return the user's learning rates, each once, and check them and the momentum."""
     if settings.lr == []:
         raise ConfigurationError("--lr []: pass at least one learning rate")
     rates = settings.lr if isinstance(settings.lr, list) else [] if settings.lr is None else [settings.lr]
@@ -182,6 +188,7 @@ def rates_of(settings: SimulationSettings) -> tuple[float, ...]:
 
 
 def target_of(text: str | None, workload: Workload) -> tuple[str, float] | None:
+    """Return name and value of the metric that ends a run."""
     if text is None:
         return None
     name, _, value = text.partition("=")

@@ -61,6 +61,7 @@ class Rates:
         self._seen: deque[tuple[float, Overview]] = deque()
 
     def add(self, now: float, overview: Overview) -> None:
+        """Record the counters of an overview at ``now``, in seconds on a monotonic clock."""
         if self._seen and _counted_in(self._seen[-1][1]) != _counted_in(overview):
             self._seen.clear()  # the counters have restarted
         self._seen.append((now, overview))
@@ -115,6 +116,7 @@ class GroupsTable:
         yield next(fitting, self._table(len(_LEFT_OUT)))
 
     def _table(self, left_out: int) -> Table:
+        """Return the table without the first ``left_out`` of the optional columns."""
         heads = [head for head in _HEADS if head not in _LEFT_OUT[:left_out]]
         table = Table(*(Column(head, justify="left" if head in _TEXTS else "right", no_wrap=True) for head in heads))
         for cells, style in self._rows:
@@ -327,7 +329,7 @@ def keys_of(typed: str) -> list[str]:
 
 @contextmanager
 def keyboard() -> Iterator[Callable[[float], list[str]]]:
-    """Read a terminal's keys one by one; yield a function that waits some seconds and returns the pressed ones."""
+    """Yield a function that waits some seconds and returns the pressed keys; none if standard input is no terminal."""
     if not sys.stdin.isatty() or os.name != "posix":
         yield _no_keys
         return
@@ -358,7 +360,7 @@ def _no_keys(seconds: float) -> list[str]:
 
 
 class _Connected:
-    """The actions over the present connection, None while there is none."""
+    """The actions on a run over the present connection; None while the server cannot be reached."""
 
     def __init__(self, observer: Observer | None) -> None:
         self.observer = observer

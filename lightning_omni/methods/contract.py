@@ -87,7 +87,7 @@ class Total:
         return self._sum
 
     def means(self) -> list[Tensor | None]:
-        """Return each tensor's mean over the pushes that had it, of weight 1; in place, like `scaled`."""
+        """Return each tensor's mean over the pushes that had it, all of weight 1; in place, like `scaled`."""
         for tensor, count in zip(self._sum, self._counts, strict=True):
             if tensor is not None and count > 1:
                 tensor.mul_(1 / count)
@@ -347,6 +347,7 @@ class ServerSide(ABC):
         """Handle a group's first read of the parameters from index ``start`` on."""
 
     def staleness_of(self, push: Push) -> int:
+        """Return the updates since the weights that a push was computed from."""
         return self.master.clock - push.read_at
 
     def state(self) -> dict[str, Any]:

@@ -109,7 +109,7 @@ class _Syncer(ServerSide):
         return self.now >= current.closes or self.working <= current.in_time | self._waiting.keys()
 
     def _slack(self, number: int) -> float:
-        """Return the seconds until the first waiting group needs a fragment, from its push interval."""
+        """Return the seconds until the first group that waits for a fragment needs it, from its push interval."""
         waiting = [self._pushed[group] for group, (fragment, _) in self._waiting.items() if fragment == number]
         return max(0.0, min((last + between for last, between in waiting), default=0.0) - self.now)
 
@@ -300,7 +300,7 @@ class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco")
         memory["read_at"][pulled.fragment or 0] = replica.clock = pulled.clock
 
     def _begin_again(self, replica: Replica) -> GroupSide:
-        """Restart from the master weights: own state has diverged, or is that of an earlier server."""
+        """Restart from the master weights: own state has diverged, or is newer than that of a restarted server."""
         replica.restart((yield Fetch()))
         replica.memory.clear()
 

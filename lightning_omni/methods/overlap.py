@@ -177,6 +177,7 @@ class Streaming(Method, frozen=True, kw_only=True):
         """Store the values that the group needs from before its step."""
 
     def given(self, replica: Replica, fragment: int | None) -> Tensors:
+        """Return the tensors that an exchange of a fragment, or of all parameters, sends."""
         return replica.offered(replica.part(fragment, self.fragments), fragment, self.fragments)
 
     def keep(self, replica: Replica, pulled: Pulled) -> None:

@@ -250,7 +250,8 @@ class Exchanging(Executor):
         if self._parallel.control is None:
             raise ConfigurationError(
                 "OmniOptimizer.step(): several groups exchange in each step, and are connected only inside `with"
-                " world.training():`; put the training loop into it"
+                " world.training():` of the World that the optimizer was made with; put the training loop into it, and"
+                " make other OmniOptimizers for another World"
             )
 
         if arguments and not self._parallel.steps_at_worker:

@@ -170,10 +170,12 @@ class ParallelState:
 
     @property
     def group(self) -> int:
+        """Return the number of this rank's group."""
         return self.topology.group_of(self.rank)
 
     @property
     def members(self) -> tuple[int, ...]:
+        """Return the ranks of this rank's group; the first one leads."""
         return self.topology.members(self.group)
 
     @property
@@ -183,6 +185,7 @@ class ParallelState:
 
     @property
     def is_leader(self) -> bool:
+        """Return whether this rank leads its group."""
         return self.members[0] == self.rank
 
     @property
@@ -218,6 +221,7 @@ class ParallelState:
 
     @property
     def is_sharded(self) -> bool:
+        """Return whether the members of a group shard the model."""
         return self.options.is_sharded
 
     @property
@@ -321,6 +325,7 @@ class ParallelState:
 
     @property
     def lost(self) -> tuple[int, ...]:
+        """Return the ranks that have been lost."""
         return self.control.lost if self.control else ()
 
     @property
@@ -357,6 +362,7 @@ class ParallelState:
 
     @property
     def server_address(self) -> str:
+        """Return the server's address, or an empty string without one."""
         return self.control.address if self.control else ""
 
     @property
@@ -433,6 +439,7 @@ class ParallelState:
         return unpack(packed, torch.tensor([*values], dtype=torch.uint8), copy=True)
 
     def barrier(self) -> None:
+        """Wait until all live ranks call this."""
         self.process_groups.barrier()
 
 

@@ -8,16 +8,17 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from lightning_omni.errors import ConnectionLost, OmniError, RankLost, Refused
 from lightning_omni.runtime.options import WorldOptions
-from lightning_omni.server.membership.roster import origin
 from lightning_omni.transport.zeromq import ZeroMQ
 from lightning_omni.transport.zeromq.keys import load_key
-from lightning_omni.transport.zeromq.observer import Observer
 from lightning_omni.wire.messages import GroupRegistered
+
+if TYPE_CHECKING:
+    from lightning_omni.transport.zeromq.observer import Observer
 
 _log = logging.getLogger(__name__)
 
@@ -100,6 +101,8 @@ class GroupRegistration:
         return answer.run, answer.first, answer.announced, answer.silence
 
     def _connect(self, options: WorldOptions) -> None:
+        from lightning_omni.transport.zeromq.observer import Observer  # other ranks need no sockets before they train
+
         transport = options.server.resolved_transport()
         assert options.server.address is not None
         assert isinstance(transport, ZeroMQ)  # `WorldOptions` refuses others
@@ -168,6 +171,8 @@ def ask_for_all(broadcast_text: Callable[[str], str], asks: bool, ask: Callable[
 
 def _check_same(run: str, options: WorldOptions) -> None:
     """Raise `Refused` if a group that rejoins would begin or join another run than it was evicted from."""
+    from lightning_omni.server.membership.roster import origin
+
     name, _ = comes_back_to()
     if name and origin(run) != origin(name):
         raise Refused(

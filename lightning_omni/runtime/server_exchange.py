@@ -19,8 +19,6 @@ from lightning_omni.runtime.group_exchange import PREFIX, CompressedBroadcast, G
 from lightning_omni.runtime.model.replica import Part
 from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.runtime.timing import Clock, clock_of
-from lightning_omni.server.collectives import UPLOADED_ELSEWHERE
-from lightning_omni.server.epochs.epoch import STOPS
 from lightning_omni.transport.connections import Control
 from lightning_omni.transport.requests import Requests, check_alike
 from lightning_omni.wire import messages as m
@@ -28,6 +26,8 @@ from lightning_omni.wire.codec import Packed, pack, unpack
 from lightning_omni.wire.formats.base import RAW, Memory, WireFormat, check_size, zeros_on
 from lightning_omni.wire.layout import Layout
 from lightning_omni.wire.messages import SnapshotId
+from lightning_omni.wire.messages.collectives import UPLOADED_ELSEWHERE
+from lightning_omni.wire.messages.data import STOPS
 from lightning_omni.wire.partition import Partition
 
 # --- State of the run that the servers hold ---------------------------------------------------------------------------

@@ -204,6 +204,7 @@ class World(ParallelState):
         self._exchanging.check_optimizer(optimizer)
 
     def detach_all(self) -> None:
+        """Forget the wrapped models and their optimizers."""
         self.parts = []
         self.heads.clear()
         self.core.detach_all()
@@ -242,6 +243,7 @@ class World(ParallelState):
             self._is_with_recorder = self.exchange.members.broadcast_bytes(str(self.is_recorder).encode()) == b"True"
 
     def wait_for_members(self) -> None:
+        """Wait until all members of this rank's group call this."""
         dist.barrier(group=self.compute_group)
 
     def read_again(self) -> None:
@@ -377,6 +379,7 @@ class World(ParallelState):
             )
 
     def step_done(self) -> None:
+        """End an optimizer's step."""
         if self._leaving is not None:
             self._leaving.step_done()
 

@@ -18,15 +18,13 @@ from lightning_omni.wire.messages import servers as sm
 
 
 class Admission:
-    """The service that admits ranks.
+    """The service that admits ranks and their data connections.
 
     Args:
-        run: the run.
-        key: the run's shared secret.
         random: returns a number of random bytes (nonces).
         data_port: returns the port of the data socket, which every admitted rank is sent.
-        standing: returns the seconds for which ranks are to look for the server again when it is gone, its updates so
-            far, and its start time.
+        standing: returns for how many seconds ranks look for a server that is gone, the updates so far, and the start
+            time in ms.
     """
 
     def __init__(
@@ -51,17 +49,11 @@ class Admission:
         return {peer for peer, rank in self._attached.items() if not any(rank in ranks for ranks in out)}
 
     def find(self, channel: m.Channel, peer: Peer) -> Member | None:
-        """Return the admitted rank behind a connection; None if there is none."""
         if channel == m.DATA:
             return self._roster.members[self._attached[peer]] if peer in self._attached else None
         return self._roster.by_peer(peer)
 
     def member_of(self, channel: m.Channel, peer: Peer) -> Member:
-        """Return the admitted rank behind a connection.
-
-        Raises:
-            Refused: the connection has not been admitted.
-        """
         member = self.find(channel, peer)
         if member is not None:
             return member
@@ -70,23 +62,21 @@ class Admission:
         raise Refused("stranger", "say Hello first: this connection has not been admitted")
 
     def leader_peer(self, group: int) -> Peer:
-        """Return the data connection of a group's leader, or of its member that exchanges with this server."""
+        """Return the data connection of the member of a group that exchanges with this server."""
         return self._data_peers[self._roster.formed.exchanges_with(group, self._replication.number)]
 
     def data_connection(self, rank: int) -> tuple[Peer, bytes] | None:
-        """Return a live rank's data connection, and the secret that has opened it; None if there is none."""
+        """Return a live rank's data connection, and the secret that has opened it."""
         if rank not in self._data_peers or rank in self._roster.gone:
             return None
         return self._data_peers[rank], self._roster.members[rank].session
 
     def hello(self, sender: Sender, message: m.Hello, payload: Payload) -> list[Out]:
-        """Answer a rank's hello with a challenge."""
         challenge = self._random(NONCE_BYTES)
         self._roster.record_hello(sender.peer, message, challenge)
         return [Out(sender.peer, m.CONTROL, m.Challenge(nonce=challenge))]
 
     def admit(self, sender: Sender, message: m.Proof, payload: Payload) -> list[Out]:
-        """Admit a rank that proves that it holds the key."""
         hello, challenge = self._roster.admit(sender.peer, message, self._now())
         reconnect_timeout, clock, started_at_ms = self._standing()
         welcome = m.Welcome(
@@ -102,7 +92,6 @@ class Admission:
         return [Out(sender.peer, m.CONTROL, welcome)]
 
     def challenge(self, sender: Sender, message: m.Attach, payload: Payload) -> list[Out]:
-        """Answer a rank's request for a data connection with a challenge."""
         challenge = self._random(NONCE_BYTES)
         self._attaching[sender.peer] = (message, challenge)
         while len(self._attaching) > MOST_CHALLENGED:
@@ -110,7 +99,7 @@ class Admission:
         return [Out(sender.peer, m.DATA, m.AttachChallenge(nonce=challenge))]
 
     def attach(self, sender: Sender, message: m.AttachProof, payload: Payload) -> list[Out]:
-        """Admit a data connection with a proof that the rank's own process is behind it."""
+        """Admit a data connection of the rank's own process."""
         attach, challenge = self._attaching.pop(sender.peer, (None, b""))
         member = self._roster.members.get(attach.rank) if attach is not None else None
         secret = member.session if member is not None else b""

@@ -19,6 +19,7 @@ from lightning_omni.server.service import Out, Payload, Peer, Sender, Service, a
 from lightning_omni.server.training import Training
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.journal import GatheredEntry
+from lightning_omni.wire.messages.collectives import UPLOADED_ELSEWHERE
 
 MOST_OPEN = 16
 """The most collectives at which a rank may wait when it opens another one."""
@@ -35,8 +36,6 @@ _ELSEWHERE = (
 
 
 class _Contribution(NamedTuple):
-    """A rank's contribution to a collective."""
-
     what: str
     where: str
     payload: bytes | Tensor
@@ -64,13 +63,8 @@ class Collectives:
     ) -> None:
         """Add a rank's contribution to a collective.
 
-        Args:
-            number: number of the collective.
-            rank: the contributing rank.
-            what: the collective and its signature; the same on all ranks.
-            payload: bytes for the other ranks.
-            where: the rank's position in the program, for the message on a mismatch.
-            is_stopping: whether a group has requested the run's stop, so that a mismatch is no sign of uneven data.
+        ``what`` is the collective with its signature, ``where`` the rank's position in the program, for a message.
+        If a group has requested a stop, a mismatch is no sign of uneven data.
 
         Raises:
             ProtocolError: the rank waits at too many others.
@@ -92,22 +86,20 @@ class Collectives:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether no collective is open."""
         return not self._open
 
     @property
     def contributed(self) -> set[int]:
-        """Return the ranks that have contributed to an open collective and wait for the others."""
+        """Return the ranks that wait for others at a collective."""
         return {rank for present in self._open.values() for rank in present}
 
     def forget(self, ranks: Collection[int]) -> None:
-        """Drop the contributions of dead ranks."""
         for present in self._open.values():
             for rank in ranks:
                 present.pop(rank, None)
 
     def complete(self, live: Collection[int]) -> list[tuple[int, list[tuple[int, bytes | Tensor]]]]:
-        """Remove and return the complete collectives: their numbers, and the ranks' payloads in rank order."""
+        """Remove the complete collectives, and return their numbers and the ranks' payloads in rank order."""
         ready = []
         for number in sorted(self._open):
             present = self._open[number]
@@ -117,9 +109,6 @@ class Collectives:
         return ready
 
 
-UPLOADED_ELSEWHERE = "uploaded"
-"""Code of a refusal: this server has not received the rank's bytes; an earlier server may have."""
-
 Forward = Callable[[Sender, bytes, Payload], list[Out]]
 """A function that handles a control message which did not arrive on the control channel."""
 
@@ -128,12 +117,11 @@ class CollectiveService(Service):
     """The service that gathers contributions of all live ranks.
 
     Args:
-        run: the run.
-        training: service that is notified of groups that wait meanwhile.
+        training: notified of groups that wait meanwhile.
         forward: handles control messages that arrived on the data channel.
 
     Attributes:
-        completed: number of completed synchronization points.
+        completed: number of completed collectives.
     """
 
     def __init__(self, run: RunContext, training: Training, forward: Forward) -> None:
@@ -147,7 +135,6 @@ class CollectiveService(Service):
 
     @property
     def contributed(self) -> set[int]:
-        """Return the ranks that wait for others at a synchronization point."""
         return self._collectives.contributed
 
     def evict(self, group: int, lost: bool) -> list[Out]:
@@ -170,7 +157,7 @@ class CollectiveService(Service):
         return out
 
     def _answer(self, peer: Peer) -> Out:
-        """Return the last completed collective as an answer; large payloads must be collected separately."""
+        """Return the last completed collective as an answer; large payloads are collected separately."""
         gathered = self._gathered
         sizes = tuple(map(len, gathered.payloads))
         must_download = max(sizes, default=0) > m.LARGEST_INLINE
@@ -187,7 +174,6 @@ class CollectiveService(Service):
         self.completed, self._gathered = gathered.number + 1, gathered
 
     def contribute(self, sender: Sender, message: m.Contribute, payload: Payload) -> list[Out]:
-        """Record a rank's contribution to a synchronization point."""
         if message.number == self._gathered.number and sender.rank in self._gathered.ranks:  # the answer was lost
             return [self._answer(sender.peer)]
         if message.uploaded:
@@ -197,29 +183,26 @@ class CollectiveService(Service):
         return self._training.idle(sender.rank)
 
     def check_upload(self, sender: Sender, message: m.Upload) -> int:
-        """Check the size of bytes for one synchronization point, and return it."""
         return _checked_size(message.nbytes, m.LARGEST_UPLOAD)
 
     def upload(self, sender: Sender, message: m.Upload, payload: Payload) -> list[Out]:
-        """Store bytes that the rank's next message on the control channel refers to."""
+        """Store bytes to which the rank's next control message refers."""
         self._uploads[sender.rank] = payload
         return [Out(sender.peer, m.DATA, m.Uploaded())]
 
     def read_upload(self, sender: Sender, message: m.ReadUpload, payload: Payload) -> list[Out]:
-        """Handle a rank's stored bytes as a control message."""
         uploaded = self._take_upload(sender.rank)
         data = uploaded.numpy().tobytes() if isinstance(uploaded, Tensor) else uploaded
         return self._forward(sender, data, payload)
 
     def download(self, sender: Sender, message: m.Download, payload: Payload) -> list[Out]:
-        """Answer with the payloads of the last synchronization point."""
         if message.number != self._gathered.number:
             raise ProtocolError(f"there is nothing to collect of collective {message.number}")
         parts = tuple(as_tensor(payload) for payload in self._gathered.payloads)
         return [Out(sender.peer, m.DATA, m.Downloaded(nbytes=sum(map(nbytes_of, parts))), parts)]
 
     def check_long(self, sender: Sender, message: m.LargeMessage) -> int:
-        """Check the size of a message that is too large for one frame, and return it. The transport assembles it."""
+        """Check the size of a message that the transport assembles from several frames, and return it."""
         return _checked_size(message.nbytes, m.LONGEST)
 
     def _take_upload(self, rank: int) -> Payload:

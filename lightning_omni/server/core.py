@@ -1,7 +1,6 @@
-"""The server's state machine: messages and times are its input, messages its output. No sockets, clocks or threads.
+"""The server's state machine: messages and times are its input, messages its output.
 
-This module assembles the services. The table in `router` specifies the messages, their senders and their services;
-`membership` handles the forming and the end of groups; the services do everything else.
+`router` specifies the messages, their senders and their services; `membership` forms and ends groups.
 
 Rule 1: a peer that has not been admitted may only send the table's messages of strangers; others are refused and
 counted.
@@ -50,35 +49,30 @@ class ServerCore:
     Args:
         key: the run's shared secret.
         random: returns a number of random bytes (nonces).
-        heartbeat_timeout: seconds, ``heartbeat`` of `TimeLimits`.
+        heartbeat_timeout: ``heartbeat`` of `TimeLimits`, in seconds, as are the next three.
         joined_heartbeat_timeout: its ``joined_heartbeat``.
-        progress_timeout: its ``progress``; infinite for never.
+        progress_timeout: its ``progress``.
         join_timeout: its ``join``.
         resolve: returns the class of an optimizer's class path.
         resolve_module: returns the class of a merged head's module.
         clock: returns seconds, to measure the server's arithmetic; None if this takes no time, as in virtual time.
         record: function that takes every event of the weights, in order.
         rows: messages in addition to the table, for ``services``.
-        services: your own services. Each is a class that is constructed once for every run, with this core.
-        servers: number of servers, each of which holds a partition of the parameters, this one included.
-        number: number of this server; number 0 coordinates the others.
+        services: your own services: classes that are constructed once for every run, with this core.
+        servers: number of servers that hold a partition of the parameters each.
+        number: number of this server; 0 coordinates the others.
 
     Attributes:
-        journal: journal of decisions since the state was saved; the code that saves the `state` sets its destination.
-        reconnect_timeout: seconds for which ranks look for this server again when it is gone, because another one will
-            continue; the code that saves its state sets it. 0 if no server will.
+        journal: decisions since the state was saved; the code that saves the `state` sets its destination.
+        reconnect_timeout: seconds for which ranks look for this server again when it is gone; 0 if no other continues.
+            The code that saves its state sets it.
         resumed: whether it has continued the run of an earlier server.
-        on_save: called on a server that holds a partition, with the number of the save, when the coordinating server
-            requests that all save their state.
+        on_save: called with the number of the save, on a server that holds a partition, when all must save.
         on_run_over: called when the coordinating server reports the end of the run, before this server forgets the run.
-        key: the run's shared secret.
-        limits: time limits for waiting for ranks.
         data_port: port reported to every admitted rank; the driver sets it.
         about: returns a description of the server's process for observers; the driver sets it.
         started_at_ms: see `lightning_omni.wire.messages.Welcome`; the driver sets it.
         strangers: messages refused because they were malformed or their sender had not been admitted.
-        roster: the ranks of the run.
-        events: the event log of the weights.
     """
 
     def __init__(
@@ -141,7 +135,6 @@ class ServerCore:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the run, so that the next one may begin."""
         self._now, self.roster, self.resumed = 0.0, Roster(self.key), False
         self._store, self._epochs, replication = ParameterStore(), Epochs(self.journal), self.replication
         self.events = EventRecorder(self._record, self._store, self._epochs, self._last_now, replication.count)
@@ -186,11 +179,6 @@ class ServerCore:
     # --- Called by the driver ----------------------------------------------------------------------------------------
 
     def decode(self, channel: m.Channel, data: bytes | memoryview) -> m.Message:
-        """Decode a message of a channel.
-
-        Raises:
-            MalformedMessage: the bytes are no message of this channel.
-        """
         return self._router.decode(channel, data)
 
     def check_payload(self, peer: Peer, message: m.Message) -> int:
@@ -206,14 +194,11 @@ class ServerCore:
             raise
 
     def keeps_payload(self, message: m.Message) -> bool:
-        """Return whether a data message's payload is kept; if not, its memory may be reused after the answer."""
+        """Return whether a payload is kept; if not, its memory may be reused after the answer."""
         return self._router.keeps_payload(message)
 
     def receive(self, channel: m.Channel, peer: Peer, message: m.Message, payload: Payload, now: float) -> list[Out]:
-        """Handle a message and its payload, and return the messages to send.
-
-        ``now`` is in seconds on any monotonic clock.
-        """
+        """Handle a message at ``now``, in seconds on any monotonic clock, and return the messages to send."""
         self._pass_time(self._now if self.replication.number else now)
         self._status_service.begin(message)
         try:
@@ -227,7 +212,7 @@ class ServerCore:
             return self._sent([Out(peer, channel, m.RefusedMessage(code="protocol", reason=str(error)))])
 
     def follow(self, message: m.Message) -> list[Out]:
-        """Handle a message of the coordinating server, on a server that holds a partition."""
+        """Handle a message of the coordinating server."""
         replication = self.replication
         assert isinstance(replication, Follower)
         if not isinstance(message, sm.ServerCommand):
@@ -241,7 +226,7 @@ class ServerCore:
         return self._sent(out)
 
     def follower_hello(self, address: str, nonce: bytes) -> sm.FollowerHello:
-        """Return this server's first message to the coordinating server, with its data socket's address for ranks."""
+        """Return this server's hello to the coordinating server; ranks connect to ``address``."""
         replication = self.replication
         return sm.FollowerHello(
             version=m.VERSION, number=replication.number, servers=replication.count, address=address, nonce=nonce
@@ -286,16 +271,15 @@ class ServerCore:
         return out + self.replication.drain()
 
     def handed_over(self) -> None:
-        """Stop measuring the last message, whose answers have been passed to the socket."""
+        """End the measurement of the last message, whose answers have been passed to the socket."""
         self._status_service.end()
 
     def refuse(self, channel: m.Channel, peer: Peer, reason: str) -> list[Out]:
-        """Count bytes that are no message, and answer with the reason."""
         self.strangers += 1
         return [Out(peer, channel, m.RefusedMessage(code="malformed", reason=reason))]
 
     def tick(self, now: float) -> list[Out]:
-        """Pass the time: methods continue at requested times, and ranks that were silent for too long are lost."""
+        """Pass the time: methods continue, and ranks that were silent for too long are lost."""
         if self.replication.number:  # the coordinating server handles time limits
             return self._sent(self.replication.tick(now))
         self._pass_time(now)
@@ -307,11 +291,11 @@ class ServerCore:
 
     @property
     def due(self) -> float:
-        """Return the time at which a method needs a `tick`, on the clock of ``now``; infinite for never."""
+        """Return the time at which a method needs a `tick`."""
         return math.inf if self.replication.number else self._training.due
 
     def lose(self, rank: int, reason: str) -> list[Out]:
-        """Evict the group of a dead rank; no rank waits for it any more."""
+        """Evict the group of a dead rank."""
         return self._sent(self._membership.lose(rank, reason))
 
     def hang_up(self, peer: Peer) -> list[Out]:
@@ -321,7 +305,7 @@ class ServerCore:
         return self._sent(self._membership.hang_up(peer) + self.replication.hang_up(peer))
 
     def fail(self, reason: str) -> list[Out]:
-        """End the run, because this server cannot continue; every rank is notified."""
+        """End the run, because this server cannot continue."""
         if isinstance(self.replication, Follower):
             self.replication.fail(reason)
             return self._sent([])
@@ -341,35 +325,30 @@ class ServerCore:
 
     @property
     def missing(self) -> int:
-        """Return the number of pushes that an earlier server has answered after its last save."""
+        """Return how many pushes an earlier server has answered after its last save."""
         return self._training.missing
 
     def state(self) -> dict[str, Any]:
         """Return the state from which another server can continue the run, as plain values and live tensors.
 
-        It may be called between two messages, if `has_state`. Later decisions that ranks receive are written to the
-        `journal`.
+        It may be called between two messages, if `has_state`; later decisions go to the `journal`.
         """
         return self._restore.state()
 
     def save_partitions(self, number: int) -> None:
-        """Request that the other servers, which hold a partition each, save their states of this moment.
-
-        ``number`` is the number of this save, different each time.
-        """
+        """Request that the other servers save this moment's state, under a number that no other save has."""
         self.replication.send_to_all(sm.SaveState(number=number))
 
     def server_ended(self, number: int, how: str) -> None:
-        """Record the end of another server's process; see `Coordinator.ended`."""
         assert isinstance(self.replication, Coordinator)
         self.replication.ended(number, how)
 
     def load(self, state: Mapping[str, Any], journal: Iterable[Entry], now: float) -> None:
-        """Continue a run with the weights of a state, and with all decisions that ranks have received since.
+        """Continue a run with the weights of a `state`, and with all decisions that ranks have received since.
 
         Args:
-            state: the `state` of a server that is gone.
-            journal: the journal that this server has written since.
+            state: the state of a server that is gone.
+            journal: the journal since then.
             now: seconds on the clock of this server.
 
         Raises:
@@ -390,20 +369,18 @@ class ServerCore:
 
     @property
     def is_over(self) -> bool:
-        """Return whether a run took place and all its ranks are gone."""
         return self.roster.is_over
 
     @property
     def generation(self) -> int:
-        """Return the recorder's count of formings of groups."""
         return self._membership.generation
 
     @property
     def peers(self) -> list[Peer]:
         """Return the control connections of ranks that have not left, of other servers, and of observers.
 
-        They include groups that have requested rank numbers, even if further observers have displaced them, because the
-        end of these connections must be noticed.
+        They include groups that have requested rank numbers, even if displaced by further observers, because the end
+        of these connections must be noticed.
         """
         if self.replication.number:
             return []
@@ -412,35 +389,30 @@ class ServerCore:
 
     @property
     def attached(self) -> set[Peer]:
-        """Return the data connections of ranks that have not left."""
         return self._admission.attached
 
     def is_admitted(self, channel: m.Channel, peer: Peer) -> bool:
-        """Return whether a connection is that of an admitted rank, server or observer."""
         if channel == m.CONTROL and (peer in self.replication.peers or self._observers.has(peer)):
             return True
         return self._admission.find(channel, peer) is not None
 
     def is_watching(self, peer: Peer) -> bool:
-        """Return whether a control connection is that of an admitted observer."""
         return self._observers.has(peer)
 
     def data_connection(self, rank: int) -> tuple[Peer, bytes] | None:
-        """Return a rank's data connection, and the secret that has opened it; None if it has none, or is gone."""
+        """Return a rank's data connection, and the secret that has opened it."""
         return self._admission.data_connection(rank)
 
     @property
     def optimizers(self) -> list[ServedParameters]:
-        """Return the optimizers that the server steps, in the order of their numbers."""
         return self._store.all
 
     @property
     def clock(self) -> int:
-        """Return the updates so far, over all optimizers. Those of a merged head belong to updates of the body."""
+        """Return the updates so far, over all optimizers; those of a merged head belong to the body's."""
         return self._store.clock
 
     def status(self, sent: float) -> m.Status:
-        """Return the status of the run; ``sent`` is as in `lightning_omni.wire.messages.Status`."""
         return self._status_service.status(sent)
 
     def overview(self) -> m.Overview:
@@ -448,16 +420,14 @@ class ServerCore:
 
     @property
     def now(self) -> float:
-        """Return the time of the last message or `tick`, on the clock of these."""
+        """Return the time of the last message or `tick`."""
         return self._now
 
     @property
     def run_events(self) -> Sequence[RunEvent]:
-        """Return the log of the run, up to this moment."""
         return self._observation.run_events
 
     def set_host(self, peer: Peer, host: str) -> None:
-        """Store the address from which a rank's control connection comes."""
         if (member := self.roster.by_peer(peer)) is not None:
             member.host = host
 
@@ -470,17 +440,17 @@ class ServerCore:
 
     @property
     def missing_servers(self) -> int:
-        """Return the number of other servers that have not joined yet; ranks wait for them before they join."""
+        """Return how many other servers have not joined yet; ranks wait for them."""
         return self.replication.missing if isinstance(self.replication, Coordinator) else 0
 
     @property
     def is_coordinator(self) -> bool:
-        """Return whether it coordinates, and so has the status of the whole run."""
+        """Return whether this server coordinates, and so has the status of the whole run."""
         return self.replication.number == 0
 
     @property
     def lost_server(self) -> str:
-        """Return which server that holds a partition is lost, so that no run can be served; or an empty string."""
+        """Return which other server is lost, so that no run can be served; or an empty string."""
         return self.replication.lost_server if isinstance(self.replication, Coordinator) else ""
 
     def _description(self) -> m.ServerDescription:
@@ -502,5 +472,5 @@ class ServerCore:
 
 
 def _peer_of(rank: int) -> Peer:
-    """Return a stand-in for a rank's control connection, at a server without control connections to ranks."""
+    """Return a stand-in for a rank's control connection, at a server that has none."""
     return b"\0%d" % rank

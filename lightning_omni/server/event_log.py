@@ -18,50 +18,44 @@ from lightning_omni.server.epochs.epoch import Epochs
 from lightning_omni.server.parameters.store import ParameterStore
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats.base import RAW, to_wire
+from lightning_omni.wire.messages.data import Spans
 
 _log = logging.getLogger(__name__)
 
 Kind = Literal[
     "seed", "form", "restructure", "push", "expire", "train", "fetch", "rest", "resume", "retire", "leave", "join"
 ]
-Spans = tuple[tuple[int, int], ...]
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An event of one optimizer at the server. An access to a merged head is recorded as a push to it.
+    """An event of one optimizer at the server, at ``time`` in seconds. An access to a merged head counts as a push.
 
     Attributes:
         kind: ``"seed"``: the server received weights, for existing groups; ``"form"``: other groups were formed on the
             same weights; ``"restructure"``: a group's optimizer changed to other parameter groups, or more parameters;
             ``"push"``; ``"expire"``: the method continued at a time that it had requested; ``"train"``: a group
-            reported, when it drew or waited or left, that it has begun to train batches that no push has
-            reported; ``"fetch"``: a group read the master weights outside an exchange; ``"rest"``, ``"resume"``,
-            ``"retire"`` (evicted): see `lightning_omni.methods.ServerSide`; ``"leave"``: a group left at the end of its
-            run; ``"join"``: a group joined.
-        time: seconds on the server's clock.
-        group: number of the group.
-        optimizer: number of the optimizer.
+            reported that it has begun to train batches that no push has reported; ``"fetch"``: a group read the master
+            weights outside an exchange; ``"rest"``, ``"resume"``, ``"retire"`` (evicted): see
+            `lightning_omni.methods.ServerSide`; ``"leave"``: a group left at the end of its run; ``"join"``: a group
+            joined.
         read_at: for a push, the clock of the weights that it was computed from.
         clock: updates in the master weights after the event.
         refused: whether the push was refused, for instance because it was not finite.
         epoch: for a push or training, the epoch; -1 if its data is not leased.
-        spans: for a push or training, the positions trained since the last event that reported any, one range per
-            batch.
-        hyperparameters: for a push, its hyperparameters.
-        note: for a push, its note; for an access to a merged head, the value for gradient clipping.
+        spans: for a push or training, the positions trained since the last such event, one range per batch.
+        note: for a push, its note; at a merged head, the value for gradient clipping.
         groups: for a seed or form, the ranks of each group; for a join, the ranks of the new group.
         method: for a seed or form, the method as plain data.
         wire_format: for a seed or form, the wire format as plain data; empty for raw tensors.
         overlap: for a seed or form, whether exchanges overlap the groups' computation.
-        servers: for a seed or form, the number of servers, each of which holds a partition of the parameters; the first
-            one records.
-        parameters: for a restructuring, the names of the parameters that are new to the group.
+        servers: for a seed or form, the number of servers with a partition each; the first one records.
+        parameters: for a restructuring, the names of the group's new parameters.
         param_groups: for a restructuring, the settings of each parameter group, with the indices of its parameters as
             ``params``; empty if the optimizer steps at the workers.
         present: for a push, one flag for each parameter (or entry of the first server's share): whether it has a
-            tensor. Left out if it equals that of the group's last push, or if all have one in its first.
-        elsewhere: with several servers, the same for each of the others; empty for a server at which all entries have a
-            tensor. Recorded with ``present``, if either differs from the group's last push.
+            tensor. Left out if equal to that of the group's last push or, in its first, if all have one.
+        elsewhere: with several servers, the same for each of the others; empty where all entries have a tensor.
+            Recorded with ``present``, if either differs from the group's last push.
     """
 
     kind: Kind
@@ -90,13 +84,10 @@ Recorder = Callable[[Event], None]
 
 
 class RecordFile:
-    """A record on disk, with one event per line of JSON.
+    """A record on disk, with one event per line of JSON; an existing file is overwritten.
 
-    If a write fails, for instance because the disk is full, the recording ends with a warning after its last whole
-    line, and the run continues.
-
-    Args:
-        path: the file; overwritten if it exists.
+    If a write fails, for instance because the disk is full, the record ends with a warning after its last whole
+    line.
 
     Raises:
         ConfigurationError: the file cannot be opened.
@@ -157,14 +148,13 @@ def read_record(path: str | Path) -> Iterator[Event]:
 
 
 class Presence(NamedTuple):
-    """The tensors that a push has, at this server and at others; see `lightning_omni.server.event_log.Event`."""
+    """The tensors that a push has, at this server and at others; see `Event`."""
 
     present: tuple[bool, ...]
     elsewhere: tuple[tuple[bool, ...], ...]
 
     @property
     def is_whole(self) -> bool:
-        """Return whether all parameters have a tensor."""
         return all(self.present) and not any(self.elsewhere)
 
 
@@ -174,12 +164,9 @@ class EventRecorder:
     Args:
         record: function that takes each event; None to record nothing.
         store: the parameters that the events concern.
-        epochs: the epochs, from which newly trained batches are read.
+        epochs: source of the newly trained batches.
         now: returns the time of the current message.
-        servers: number of servers, each of which holds a partition of the parameters.
-
-    Attributes:
-        record: as above.
+        servers: number of servers that hold a partition of the parameters each.
     """
 
     def __init__(
@@ -193,7 +180,6 @@ class EventRecorder:
         self._present: dict[tuple[int, int], Presence] = {}
 
     def form(self, groups: tuple[tuple[int, ...], ...], message: m.FormGroups) -> None:
-        """Record that groups were formed on the same weights."""
         for number, _ in self._store.pushed:
             self.note("form", -1, number, groups=groups, **self._agreed(message))
         self._present.clear()
@@ -203,7 +189,6 @@ class EventRecorder:
         self.note("seed", -1, number, groups=groups, **self._agreed(message))
 
     def note(self, kind: Kind, group: int, optimizer: int, **more: Any) -> None:
-        """Record an event; see `lightning_omni.server.event_log.Event`."""
         if self.record is not None:
             clock = self._store.all[optimizer].master.clock
             self.record(Event(kind=kind, time=self._now(), group=group, optimizer=optimizer, clock=clock, **more))
@@ -225,10 +210,7 @@ class EventRecorder:
     def push(
         self, group: int, message: m.PushMessage, refused: bool, elsewhere: tuple[tuple[bool, ...], ...] = ()
     ) -> None:
-        """Record a push that was merged or refused, before the epoch counts its batches as trained.
-
-        ``elsewhere`` is its presence at other servers; see `lightning_omni.server.service.Sender`.
-        """
+        """Record a push before the epoch counts its batches as trained; ``elsewhere`` is as in `Sender`."""
         if self.record is None:
             return
         self.note(
@@ -245,13 +227,12 @@ class EventRecorder:
         )
 
     def _news_of_presence(self, where: tuple[int, int], now: Presence) -> dict[str, Any]:
-        """Return the presence of a group's push if it differs from its last push (or is not whole, in its first)."""
+        """Return the presence of a push if it differs from the group's last (or is not whole, in its first)."""
         before, self._present[where] = self._present.get(where), now
         same = now == before if before is not None else now.is_whole
         return {} if same else now._asdict()
 
     def _agreed(self, message: m.FormGroups) -> dict[str, Any]:
-        """Return how the groups exchange, as fields of an event."""
         wire_format = {} if message.wire_format == to_wire(RAW) else message.wire_format
         return {
             "method": message.method,

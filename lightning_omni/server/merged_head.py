@@ -19,7 +19,6 @@ class MergedHeadService(Service):
     """The service that grants exclusive access to the merged heads.
 
     Args:
-        run: the run.
         clock: returns seconds, for the duration of the server's arithmetic.
     """
 
@@ -28,7 +27,6 @@ class MergedHeadService(Service):
         self._clock = clock
 
     def evict(self, group: int, lost: bool) -> list[Out]:
-        """End a group's access and remove it from the queues."""
         out: list[Out] = []
         for number, head in self._store.heads:
             head.forget(group)
@@ -36,17 +34,15 @@ class MergedHeadService(Service):
         return out
 
     def check_forward(self, sender: Sender, message: m.HeadForward) -> int:
-        """Check the size of a batch, and return it."""
         if message.exclusive:
             self._roster.formed.check_leads(sender.rank, sender.group)
         return self._check_packed(message)
 
     def check_backward(self, sender: Sender, message: m.HeadBackward) -> int:
-        """Check the size of gradients, and return it."""
         return self._check_packed(message)
 
     def forward(self, sender: Sender, message: m.HeadForward, payload: Payload) -> list[Out]:
-        """Run a group's batch through the head, once it has exclusive access if it requests that."""
+        """Run a group's batch through the head, once it has the access that it requests."""
         head = self._store.head(message.optimizer)
         # The connection owns the memory, and sends nothing else before the answer.
         request = HeadRequest(sender.group, sender.peer, message, unpack(message.packed, as_tensor(payload)))
@@ -88,12 +84,11 @@ class MergedHeadService(Service):
         return [Out(sender.peer, m.DATA, answer, (buffer,)), *self._serve(number)]
 
     def release(self, sender: Sender, message: m.HeadRelease, payload: Payload) -> list[Out]:
-        """End an access without gradients."""
         self._store.head(message.optimizer).forget(sender.group)
         return [Out(sender.peer, m.DATA, m.HeadReleased()), *self._serve(message.optimizer)]
 
     def _serve(self, number: int) -> list[Out]:
-        """Grant access to the next group in the queue; refuse groups whose batch the head cannot process."""
+        """Grant access to the next group; refuse groups whose batch the head cannot process."""
         head, out = self._store.head(number), []
         while (request := head.grant_access(self._clock())) is not None:
             out.append(self._output(head, request))

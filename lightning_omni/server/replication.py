@@ -1,9 +1,9 @@
 """Several servers that hold a partition of the parameters each and act as one; or one server, on its own.
 
-Every server runs the whole state machine of training on its partition. One of them, number 0, coordinates: ranks join
-it, and it decides the order of events. It sends the others each event (a rank was admitted, groups were formed, a group
-is dead or waits) and the next request, and each server handles these in the same order. So clocks, staleness and the
-decisions of a method are the same at all servers, and every moment between two requests is a consistent cut.
+Every server runs the whole state machine of training on its partition. Server 0 coordinates: ranks join it, and it
+decides the order of events. It sends the others each event (a rank was admitted, groups were formed, a group is dead
+or waits) and the next request, and all handle these in the same order. So clocks, staleness and the decisions of a
+method are the same at all servers, and every moment between two requests is a consistent cut.
 
 Rule 1: a request of a rank has one part for each server. Either all servers handle it, once all parts have arrived, or
 none does: a push that is not finite in one part, that a server refuses, or whose leader dies before all parts arrive.
@@ -12,8 +12,8 @@ Rule 3: if other ranks may act at the other servers upon an answer of the coordi
 have executed the commands.
 Rule 4: where each member of a group has its own partition, the parts arrive from different ranks, and count as those of
 their leader.
-Rule 5: the loss of a server is the loss of its partition of the parameters, and ends the run. If all servers save their
-states, the others end, too, and new servers continue from the last save, which is of one moment.
+Rule 5: the loss of a server is the loss of its partition, and ends the run. If all servers save their states, the
+others end, too, and new servers continue from the last save, which is of one moment.
 """
 
 from __future__ import annotations
@@ -59,29 +59,19 @@ Key = tuple[int, int]
 
 
 class Replication(Service, ABC):
-    """The relation of a server to others that hold a partition each.
-
-    Attributes:
-        count: number of servers that hold a partition each.
-        number: number of this server; 0 coordinates.
-    """
+    """The relation of server ``number`` of ``count`` servers to the others, which hold a partition each."""
 
     count: int = 1
     number: int = 0
 
     def begin(self, end: Callable[[str], list[Out]], live: Callable[[], Container[int]]) -> None:
-        """Prepare for a run.
-
-        Args:
-            end: ends the run for a reason.
-            live: returns the participating ranks.
-        """
+        """Prepare for a run: ``end`` ends it for a reason, ``live`` returns its participating ranks."""
 
     def send_to_all(self, message: sm.ServerCommand) -> None:
         """Send a command to the other servers, which execute it after all earlier ones."""
 
     def when_done(self, out: list[Out]) -> list[Out]:
-        """Return the answers that may be sent now; hold the others until all servers have executed their commands."""
+        """Return the answers that may be sent now; hold others until all servers have executed their commands."""
         return out
 
     def drain(self) -> list[Out]:
@@ -94,7 +84,6 @@ class Replication(Service, ABC):
 
     @property
     def peers(self) -> list[Peer]:
-        """Return the connections of other servers."""
         return []
 
     def hang_up(self, peer: Peer) -> list[Out]:
@@ -109,14 +98,7 @@ class Replication(Service, ABC):
 
     @abstractmethod
     def hold(self, sender: Sender, message: Request, finite: bool, handle: Handle) -> list[Out]:
-        """Hold or handle this server's part of a request.
-
-        Args:
-            sender: sender of the request.
-            message: the part, without its payload.
-            finite: whether this part is finite.
-            handle: handles it.
-        """
+        """Hold this server's part of a request, without its payload, or ``handle`` it at once."""
 
     def refuse(self, rank: int, request: int, refusal: m.RefusedMessage) -> None:
         """Record that this server has refused its part of a request, so that all servers refuse theirs."""
@@ -124,7 +106,6 @@ class Replication(Service, ABC):
     # --- Messages ----------------------------------------------------------------------------------------------------
 
     def ask_addresses(self, sender: Sender, message: m.AskServerAddresses, payload: Payload) -> list[Out]:
-        """Answer a rank with the addresses of the other servers."""
         return self.send_addresses(sender.peer)
 
     def send_addresses(self, peer: Peer) -> list[Out]:
@@ -140,12 +121,7 @@ class NoReplication(Replication):
 
 
 class _PartitionedReplication(Replication):
-    """The base of servers that hold a partition each.
-
-    Args:
-        number: number of this server.
-        count: number of servers.
-    """
+    """The base of servers that hold a partition each."""
 
     def __init__(self, number: int, count: int) -> None:
         self.number, self.count = number, count
@@ -184,7 +160,7 @@ class _PartitionedReplication(Replication):
 
     @abstractmethod
     def _part_arrived(self, key: Key, finite: bool, present: tuple[bool, ...]) -> list[Out]:
-        """Handle the arrival of this server's part; see `lightning_omni.wire.messages.servers.PartReady`."""
+        """Handle the arrival of this server's part; see `PartReady`."""
 
     def _apply_decision(
         self,
@@ -193,7 +169,7 @@ class _PartitionedReplication(Replication):
         refusal: m.RefusedMessage | None,
         elsewhere: tuple[tuple[bool, ...], ...] = (),
     ) -> list[Out]:
-        """Handle this server's part of a request for which all parts have arrived, or refuse it."""
+        """Handle this server's part of a request for which all have arrived, or refuse it."""
         held = self._held.pop(key, None)
         if held is None:
             if refusal is not None:
@@ -215,9 +191,7 @@ class _FollowerLink:
     """The coordinator's connection to another server.
 
     Attributes:
-        peer: the connection.
         address: address of the server's data socket.
-        last_seen: time of its last message.
         done: number of commands that it has executed.
     """
 
@@ -249,11 +223,6 @@ class _Candidates:
         self._challenged: dict[Peer, tuple[sm.FollowerHello, bytes]] = {}
 
     def challenge(self, peer: Peer, hello: sm.FollowerHello) -> list[Out]:
-        """Challenge a server that has sent its hello.
-
-        Raises:
-            Refused: the server uses another protocol version.
-        """
         if problem := version_problem(hello):
             raise Refused("version", problem)
         nonce = self._random(NONCE_BYTES)
@@ -263,11 +232,6 @@ class _Candidates:
         return [Out(peer, m.CONTROL, m.Challenge(nonce=nonce))]
 
     def proved(self, peer: Peer, proof: sm.FollowerProof) -> tuple[sm.FollowerHello, bytes]:
-        """Return a server's hello and nonce, after checking its proof.
-
-        Raises:
-            Refused: the proof is wrong.
-        """
         hello, nonce = self._challenged.pop(peer, (None, b""))
         if hello is None or not is_equal(proof.mac, follower_mac(self._key, "follower", hello, nonce)):
             raise Refused("key", "the key does not match the server's; both sides must be given the same key")
@@ -280,7 +244,7 @@ class Coordinator(_PartitionedReplication):
     Args:
         key: the run's shared secret.
         random: returns a number of random bytes (nonces).
-        count: number of servers that hold a partition each, including this one.
+        count: number of servers, including this one.
         heartbeat_timeout: seconds of silence after which a server counts as gone.
         join_timeout: seconds for the other servers to join once a rank has requested their addresses.
         now: returns the time of the current message.
@@ -325,7 +289,6 @@ class Coordinator(_PartitionedReplication):
 
     @property
     def missing(self) -> int:
-        """Return how many of the other servers have not joined."""
         return self.count - 1 - len(self._links)
 
     @property
@@ -365,11 +328,9 @@ class Coordinator(_PartitionedReplication):
     # --- Connections of servers --------------------------------------------------------------------------------------
 
     def hello(self, sender: Sender, message: sm.FollowerHello, payload: Payload) -> list[Out]:
-        """Challenge a server that has sent its hello."""
         return self._candidates.challenge(sender.peer, message)
 
     def admit(self, sender: Sender, message: sm.FollowerProof, payload: Payload) -> list[Out]:
-        """Admit a server that proves that it holds the key."""
         hello, challenge = self._candidates.proved(sender.peer, message)
         if hello.servers != self.count or not 0 < hello.number < self.count:
             raise Refused(
@@ -444,7 +405,6 @@ class Coordinator(_PartitionedReplication):
         return self._end(f"{reason} with it; the run cannot go on") + self._answers_due()
 
     def fail(self, sender: Sender, message: sm.FollowerFailed, payload: Payload) -> list[Out]:
-        """Handle a server's report that it cannot continue."""
         return self._lose(self._number_of(sender), f"failed: {message.reason}")
 
     def commands_done(self, sender: Sender, message: sm.CommandsDone, payload: Payload) -> list[Out]:
@@ -502,12 +462,7 @@ class Coordinator(_PartitionedReplication):
 
 
 class Follower(_PartitionedReplication):
-    """A server that holds a partition and executes the coordinator's commands.
-
-    Args:
-        number: number of this server, from 1.
-        count: number of servers.
-    """
+    """A server that holds a partition and executes the coordinator's commands."""
 
     IN_PARTS: ClassVar[tuple[type[m.Message], ...]] = (
         m.Attach,
@@ -530,11 +485,9 @@ class Follower(_PartitionedReplication):
             )
 
     def done(self) -> None:
-        """Count the last command as executed."""
         self._commands_done += 1
 
     def report(self) -> None:
-        """Report the number of executed commands."""
         self._send(sm.CommandsDone(count=self._commands_done))
 
     def tick(self, now: float) -> list[Out]:
@@ -548,7 +501,6 @@ class Follower(_PartitionedReplication):
         self._send(sm.PartReady(rank=rank, request=request, refusal=refusal))
 
     def fail(self, reason: str) -> None:
-        """Report that this server cannot continue."""
         self._send(sm.FollowerFailed(reason=reason))
 
     def _part_arrived(self, key: Key, finite: bool, present: tuple[bool, ...]) -> list[Out]:

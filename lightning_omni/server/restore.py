@@ -46,16 +46,7 @@ STATE, STATE_VERSION = "lightning_omni.server_state", 3
 
 
 class Restore:
-    """The saving and loading of a run's state.
-
-    Args:
-        run: the run.
-        membership: the groups and losses of the run.
-        services: all services of the run; those that have a state are saved.
-        training: service that merges pushes.
-        synchronization: service that gathers the contributions of all ranks.
-        evaluations: service that assigns validations to groups.
-    """
+    """The saving and loading of a run's state, which is that of all ``services`` that have one."""
 
     def __init__(
         self,
@@ -88,12 +79,9 @@ class Restore:
         }
 
     def load(self, state: Mapping[str, Any], journal: Iterable[Entry], now: float) -> None:
-        """Continue from a state, in a run that has not begun.
+        """Continue from the `state` of a server that is gone and the journal since then, in a run that has not begun.
 
-        Args:
-            state: the `state` of a server that is gone.
-            journal: the journal that this server has written since.
-            now: seconds on the clock of this server.
+        ``now`` is in seconds on the clock of this server.
 
         Raises:
             ConfigurationError: the run cannot continue from them.
@@ -111,7 +99,6 @@ class Restore:
         self._journal.write, self._journal.is_due = writes, True
 
     def redo(self, entry: Entry) -> None:
-        """Replay an entry of the journal, so that a decision of an earlier server stays valid."""
         epochs = self._epochs
         match entry:
             case OpenedEntry():

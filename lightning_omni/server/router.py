@@ -65,9 +65,8 @@ class Row:
         service: type of the service that handles it.
         handle: method that answers it, called with the service, a `Sender`, the message and the payload; None if the
             transport converts it to another message.
-        payload: method that returns the size of the payload that may follow, called with the service, a `Sender` and
-            the message; None without payload. On the control channel a payload is in one frame with the message, and
-            the transport limits it.
+        payload: method that returns the size of the payload that may follow, called like ``handle`` but without it. On
+            the control channel a payload is in one frame with the message, and the transport limits it.
         keeps: whether the payload is kept; otherwise its memory belongs to the connection, which reuses it after the
             answer.
         resolves: whether pending answers may be possible afterwards.
@@ -76,8 +75,7 @@ class Row:
         does: for a message of the recorder, its effect, as text for an error.
         in_parts: whether each of several servers that hold a partition gets a part of it.
         is_finite: method that returns whether such a part is finite, called like ``handle``; None if it need not be.
-        check: method that raises an error if all servers must refuse such a part, called with the service, a `Sender`
-            and the message; None for no check.
+        check: method that raises an error if all servers must refuse such a part, called like ``payload``.
         on_all_servers: whether the other servers must handle it, too, before it is answered.
     """
 
@@ -197,7 +195,6 @@ FOLLOWER_TABLE = (
 
 
 def types_on(channel: m.Channel, rows: Iterable[Row] = TABLE) -> tuple[type[m.Message], ...]:
-    """Return the types of the messages on a channel, in the order of the table."""
     return tuple(row.message for row in rows if row.channel == channel)
 
 
@@ -205,9 +202,7 @@ class Router:
     """The router of messages to services, as the table specifies.
 
     Args:
-        rows: the table.
         services: one service of each type in the table.
-        roster: the ranks of the run.
         servers: the other servers that hold a partition each; None for one server.
 
     Raises:
@@ -236,11 +231,6 @@ class Router:
         }
 
     def decode(self, channel: m.Channel, data: bytes | memoryview) -> m.Message:
-        """Decode a message.
-
-        Raises:
-            MalformedMessage: the bytes are no message of this channel.
-        """
         try:
             message: m.Message = m.decode_with(self._decoders[channel], data, channel)
         except MalformedMessage:
@@ -261,11 +251,6 @@ class Router:
         )
 
     def route(self, channel: m.Channel, peer: Peer, message: m.Message, payload: Payload, now: float) -> list[Out]:
-        """Handle a message.
-
-        Raises:
-            ProtocolError: the message is not allowed.
-        """
         row = self._row(channel, message)
         if row.role is Role.STRANGER or row.role is Role.FOLLOWER:
             return self._handle(row, Sender(peer), message, payload)
@@ -312,11 +297,7 @@ class Router:
         return self._handle(self._row(CONTROL, message, is_relayed=True), sender, message, b"")
 
     def forward(self, sender: Sender, data: bytes, payload: Payload) -> list[Out]:
-        """Handle a control message that arrived on the data channel, as if it had arrived on its own.
-
-        Raises:
-            ProtocolError: the message is invalid or not allowed.
-        """
+        """Handle a control message that arrived on the data channel, as if it had arrived on its own."""
         message = self.decode(CONTROL, data)
         row = self._row(CONTROL, message)
         if row.role in (Role.STRANGER, Role.OBSERVER) or row.message is m.ReadUpload:
@@ -324,11 +305,7 @@ class Router:
         return self._handle(row, sender, message, payload)
 
     def check_payload(self, peer: Peer, message: m.Message) -> int:
-        """Return the size of the payload that may follow a data message.
-
-        Raises:
-            ProtocolError: this peer may not send the message, or not this many bytes.
-        """
+        """Return the size of the payload that may follow a data message, if this peer may send it."""
         row = self._row(DATA, message)
         if row.payload is None:
             return 0
@@ -387,7 +364,6 @@ class Router:
 
 
 def _refusal(rank: int, notice: m.Notice) -> Refused:
-    """Convert a notice to a refusal for the data channel."""
     if notice.over:
         return Refused("over", notice.reason)
     return Refused("barred" if notice.barred else "lost", f"rank {rank} was evicted: {notice.reason}")

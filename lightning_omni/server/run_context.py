@@ -18,13 +18,9 @@ class RunContext(NamedTuple):
     """The shared state of one run.
 
     Attributes:
-        roster: its ranks and groups.
         store: master weights, and the methods' server sides.
-        epochs: the current epoch.
-        events: the event log of the weights.
-        journal: the journal of decisions that ranks receive; it also marks when the state should be saved.
+        journal: the decisions that ranks receive; it also marks when the state should be saved.
         replication: the relation to the other servers, to which changes that concern all of them are sent.
-        limits: time limits for waiting for ranks.
         now: returns the time of the current message.
     """
 

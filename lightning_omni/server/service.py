@@ -1,7 +1,7 @@
 """The base of the server's services, with the sender of a message and the answers.
 
-A service is a part of the server with its own state. It answers the messages that the table in `router` assigns to it,
-and is notified when groups are formed, join or end. It reaches other services only through its constructor's arguments.
+A service is a part of the server with its own state. It answers the messages that the table in `router` assigns to
+it, is notified of changes of groups, and reaches other services only through its constructor's arguments.
 """
 
 from __future__ import annotations
@@ -42,10 +42,9 @@ class Sender(NamedTuple):
         peer: connection of the message.
         rank: the admitted rank, or -1.
         group: number of this rank's group, or -1.
-        finite: whether all parts of the request are finite, of which this server has one; None for a request in one
-            part.
-        elsewhere: for a push in parts, for each other server: which entries of its share have a tensor; empty for a
-            server where all have one.
+        finite: whether all parts of the request are finite, of which this server has one; None without parts.
+        elsewhere: for a push in parts, for each other server: which entries of its share have a tensor; empty where all
+            have one.
     """
 
     peer: Peer
@@ -65,10 +64,9 @@ class Service:
         """Add a group; the others are unchanged."""
 
     def evict(self, group: int, lost: bool) -> list[Out]:
-        """Remove a group, which no rank waits for any more; unless ``lost``, it has left in order.
+        """Remove a group, which no rank waits for any more, and return the answers that waited for it.
 
-        Returns:
-            The answers that were waiting for that group.
+        Unless ``lost``, it has left in order.
         """
         return []
 
@@ -85,17 +83,14 @@ class Service:
 
 
 def nbytes_of(payload: Payload) -> int:
-    """Return the size of a payload in bytes."""
     return payload.numel() if isinstance(payload, Tensor) else len(payload)
 
 
 def bytes_of(payload: Payload) -> bytes:
-    """Return a payload as bytes."""
     return payload.numpy().tobytes() if isinstance(payload, Tensor) else payload
 
 
 def as_tensor(payload: Payload) -> Tensor:
-    """Return a payload as a tensor of bytes."""
     if isinstance(payload, Tensor):
         return payload
     return torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)

@@ -34,14 +34,7 @@ class SnapshotContents(NamedTuple):
 
 
 class Snapshots(Service):
-    """The service that receives the run's weights and optimizer states, and sends snapshots of them.
-
-    Args:
-        run: the run.
-        training: service that counts the pushes.
-        resolve: returns the class of an optimizer's class path.
-        resolve_module: returns the class of a merged head's module.
-    """
+    """The service that receives the run's weights and optimizer states, and sends snapshots of them."""
 
     def __init__(self, run: RunContext, training: Training, resolve: Resolve, resolve_module: ResolveModule) -> None:
         self._roster, self._store, self._epochs = run.roster, run.store, run.epochs
@@ -77,7 +70,6 @@ class Snapshots(Service):
         self._training.apply_settings(formed)
 
     def check_packed(self, sender: Sender, message: m.UploadWeights | m.GroupState) -> int:
-        """Check the size of a tree, and return it."""
         check_specs(message.packed.specs, message.nbytes)
         return message.nbytes
 

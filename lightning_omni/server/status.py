@@ -39,8 +39,7 @@ class StatusService(Service):
         handled: returns the number of handled pushes, including those of earlier groups.
 
     Attributes:
-        pushes: number of pushes handled so far.
-        total_serve_time: their total duration in seconds.
+        total_serve_time: duration of all pushes in seconds.
     """
 
     def __init__(
@@ -66,7 +65,6 @@ class StatusService(Service):
         self._unfinished = 0.0
 
     def begin(self, message: m.Message) -> None:
-        """Start to measure a message."""
         self._is_part = isinstance(message, m.PushMessage)
         self._began = self._clock() if self._is_part or isinstance(message, _ENDS) else None
         self._handled_before = self._handled()
@@ -96,7 +94,7 @@ class StatusService(Service):
             self._rate.popleft()
 
     def heartbeat(self, sender: Sender, message: m.Heartbeat, payload: Payload) -> list[Out]:
-        """Record a rank's heartbeat with its step times, and answer with the status."""
+        """Record a rank's step times, and answer with the status."""
         self._roster.members[sender.rank].update(message)
         return [Out(sender.peer, m.CONTROL, self.status(message.sent))]
 
@@ -104,11 +102,6 @@ class StatusService(Service):
         return [Out(sender.peer, m.CONTROL, self.status(0.0))]
 
     def status(self, sent: float) -> m.Status:
-        """Return the status of the run.
-
-        Args:
-            sent: see `lightning_omni.wire.messages.Status`.
-        """
         staleness: Counter[int] = sum((served.counts.staleness for _, served in self._store.pushed), Counter())
         rate = 0.0
         if len(self._rate) > 1 and self._rate[-1][0] > self._rate[0][0]:
@@ -179,12 +172,7 @@ class RunEvent(NamedTuple):
 
 
 class Observers:
-    """The admitted observers, independent of any run.
-
-    Args:
-        key: the run's shared secret.
-        random: returns a number of random bytes (nonces).
-    """
+    """The admitted observers, independent of any run."""
 
     def __init__(self, key: bytes, random: Callable[[int], bytes]) -> None:
         self._key, self._random = key, random
@@ -194,18 +182,12 @@ class Observers:
 
     @property
     def peers(self) -> list[Peer]:
-        """Return the connections of the admitted observers."""
         return list(self._admitted)
 
     def has(self, peer: Peer) -> bool:
         return peer in self._admitted
 
     def challenge(self, peer: Peer, message: m.Observe) -> bytes:
-        """Return a challenge for a process that requests to observe.
-
-        Raises:
-            Refused: the process uses another protocol version.
-        """
         if problem := version_problem(message):
             raise Refused("version", problem)
         self._challenged.pop(peer, None)
@@ -215,12 +197,9 @@ class Observers:
         return challenge
 
     def admit(self, peer: Peer, proof: m.ObserverProof) -> bytes:
-        """Admit an observer that proves that it holds the key; return the server's own proof.
+        """Admit an observer that holds the key, and return the server's proof.
 
         Beyond `MOST_OBSERVERS`, the observer that was admitted first loses its admission.
-
-        Raises:
-            Refused: the proof is wrong.
         """
         hello, challenge = self._challenged.pop(peer, (None, b""))
         if hello is None or not is_equal(proof.mac, observer_mac(self._key, "observer", hello, challenge)):
@@ -231,7 +210,7 @@ class Observers:
         return observer_mac(self._key, "server", hello, challenge)
 
     def noise(self, nbytes: int) -> bytes:
-        """Return bytes that no link can compress, at most `lightning_omni.wire.messages.LARGEST_ECHO`."""
+        """Return bytes that no link can compress."""
         self._noise = self._noise or self._random(m.LARGEST_ECHO)
         return self._noise[:nbytes]
 
@@ -240,15 +219,7 @@ class Observers:
 
 
 class RunObservation(Service):
-    """The service that answers observers and keeps a log of the run.
-
-    Args:
-        run: the run.
-        monitoring: service that returns the status of the run.
-        observers: the admitted observers.
-        over: returns why the run cannot continue, or an empty string.
-        description: returns the server's description.
-    """
+    """The service that answers observers and keeps a log of the run."""
 
     def __init__(
         self,
@@ -272,16 +243,13 @@ class RunObservation(Service):
     # --- Messages ----------------------------------------------------------------------------------------------------
 
     def check(self, peer: Peer) -> None:
-        """Raise `Refused` unless the connection is that of an admitted observer."""
         if not self._observers.has(peer):
             raise Refused("stranger", "say Hello first: this connection has not been admitted")
 
     def hello(self, sender: Sender, message: m.Observe, payload: Payload) -> list[Out]:
-        """Challenge a process that requests to observe."""
         return [Out(sender.peer, m.CONTROL, m.Challenge(nonce=self._observers.challenge(sender.peer, message)))]
 
     def admit(self, sender: Sender, message: m.ObserverProof, payload: Payload) -> list[Out]:
-        """Admit an observer that proves that it holds the key."""
         return [Out(sender.peer, m.CONTROL, m.ObserverWelcome(mac=self._observers.admit(sender.peer, message)))]
 
     def ask(self, sender: Sender, message: m.AskOverview, payload: Payload) -> list[Out]:
@@ -345,7 +313,6 @@ class RunObservation(Service):
 
     @property
     def run_events(self) -> Sequence[RunEvent]:
-        """Return the log of the run so far."""
         self.tick(self._now())
         return self._run_events
 

@@ -34,7 +34,7 @@ LARGEST_NOTED = 256 << 20
 
 
 class PushOutcome(NamedTuple):
-    """The outcome of a push, as in its answer: see `lightning_omni.wire.messages.Weights`."""
+    """The outcome of a push, as in its answer, `Weights`."""
 
     staleness: int = -1
     applied: bool = True
@@ -46,10 +46,6 @@ class PushOutcome(NamedTuple):
 
 class Training(Service):
     """The service that merges and answers pushes.
-
-    Args:
-        run: the run.
-        admission: service that returns the connection of each group's leader.
 
     Attributes:
         handled: for each group, the number of pushes handled since groups were formed, including refused ones.
@@ -83,7 +79,6 @@ class Training(Service):
         self._idle.clear()
 
     def apply_settings(self, formed: m.FormGroups) -> None:
-        """Use the wire formats on which the groups agreed when they were formed."""
         self._wire_format = from_wire(formed.wire_format).pushes
         self._store.answer_as(formed)
 
@@ -100,16 +95,14 @@ class Training(Service):
 
     @property
     def all_answered(self) -> bool:
-        """Return whether no live group waits for the answer to a push."""
         return not any(group in self._roster.groups for group in self._pending)
 
     @property
     def due(self) -> float:
-        """Return the time at which to call `expire`: the earliest one that a method waits for."""
+        """Return the earliest time that a method waits for."""
         return min((served.method_side.due for _, served in self._store.pushed), default=math.inf)
 
     def set_time(self, now: float) -> None:
-        """Set the methods' current time."""
         for _, served in self._store.pushed:
             served.method_side.now = now
 
@@ -138,7 +131,7 @@ class Training(Service):
     def _waited_for(self, number: int) -> set[int]:
         """Return the groups whose own weights a mean needs: all except those that an earlier server has sent the mean.
 
-        These groups have continued with the next optimizer's mean, or wait for the others at a synchronization point.
+        These groups have continued with the next optimizer's mean, or wait for all others.
         """
         later = {group for served in self._store.all[number + 1 :] for group in served.averaging}
         return set(self._roster.groups) - ((self._idle | later) - set(self._store.all[number].averaging))
@@ -152,13 +145,11 @@ class Training(Service):
 
     @property
     def missing(self) -> int:
-        """Return the number of pushes that an earlier server has answered after its last save."""
         return self._deliveries.missing
 
     # --- Messages ----------------------------------------------------------------------------------------------------
 
     def check_push(self, sender: Sender, message: m.PushMessage) -> int:
-        """Check the size of a push, and return it."""
         layout = self._store.optimizer(message.optimizer).layout_of_push(sender.group, message)
         check_size(self._wire_format, message.nbytes, layout)
         return message.nbytes
@@ -200,7 +191,6 @@ class Training(Service):
         return out
 
     def is_push_finite(self, sender: Sender, message: m.PushMessage, payload: Payload) -> bool:
-        """Return whether this server's part of a push is finite."""
         served = self._store.optimizer(message.optimizer)
         layout = served.layout_of_push(sender.group, message)
         return is_finite(layout, self._decode(as_tensor(payload), layout))
@@ -208,7 +198,7 @@ class Training(Service):
     def _answer_again(
         self, sender: Sender, message: m.PushMessage, served: ServedParameters, last: Delivery
     ) -> list[Out]:
-        """Answer a repeated push, for instance after a lost answer; an answer that is still pending is sent once."""
+        """Answer a repeated push; an answer that is still pending is sent once."""
         if not last.is_answered:
             return []
         group, refused = sender.group, served.counts.refused_in_row[sender.group]
@@ -222,7 +212,7 @@ class Training(Service):
         return decode(self._wire_format, payload, layout, self._memory)
 
     def fetch(self, sender: Sender, message: m.FetchMessage, payload: Payload) -> list[Out]:
-        """Answer a rank that reads the master weights of one optimizer outside an exchange."""
+        """Answer a rank that reads the master weights outside an exchange."""
         served, group = self._store.optimizer(message.optimizer), sender.group
         if group >= 0:
             spans = self._events.new_spans(group, message)
@@ -234,12 +224,11 @@ class Training(Service):
         return [msgspec.structs.replace(out, may_take_long=self._has_just_joined(group))]
 
     def _has_just_joined(self, group: int) -> bool:
-        """Return whether a group reads the initial weights of a run that it has joined, and delays no other group."""
+        """Return whether a group reads the weights of a run that it has joined, and delays no other group."""
         is_first = self._roster.joining and group >= 0 and not self.handled[group]
         return is_first and not any(served.method_side.method.holds_others_up for _, served in self._store.pushed)
 
     def check_average(self, sender: Sender, message: m.AverageMessage) -> int:
-        """Check the size of a group's own weights, and return it."""
         expected = self._store.optimizer(message.optimizer).layout_of_average(sender.group, message.absent).nbytes
         if message.nbytes != expected:
             raise MalformedMessage(f"the weights have {message.nbytes} bytes, {expected} were expected")
@@ -253,12 +242,10 @@ class Training(Service):
         return []
 
     def is_average_finite(self, sender: Sender, message: m.AverageMessage, payload: Payload) -> bool:
-        """Return whether this server's part of a group's own weights is finite."""
         served = self._store.optimizer(message.optimizer)
         return is_finite(served.layout_of_average(sender.group, message.absent), as_tensor(payload))
 
     def check_restructure(self, sender: Sender, message: m.Restructure) -> int:
-        """Check the size of parameters that are new to a group, and return it."""
         if self._replication.count > 1:
             raise Refused(
                 "structure",
@@ -296,7 +283,6 @@ class Training(Service):
         return [Out(sender.peer, m.DATA, answer, (rest,))]
 
     def redo(self, entry: RestructuredEntry) -> None:
-        """Replay a group's change of its optimizer."""
         self._store.optimizer(entry.optimizer).restructure(entry.group, unpack(entry.packed, as_tensor(entry.payload)))
 
     # --- Idle groups -------------------------------------------------------------------------------------------------
@@ -325,8 +311,7 @@ class Training(Service):
     def _idle_at_others(self, group: int, number: int) -> list[Out]:
         """Mark a group that waits with one optimizer's push as idle at the other optimizers.
 
-        Groups may step their optimizers in different orders; two groups could otherwise wait for each other forever, at
-        two optimizers.
+        Otherwise two groups that step their optimizers in different orders could wait for each other forever.
         """
         if len(self._store.pushed) == 1:
             return []
@@ -350,13 +335,7 @@ class Training(Service):
         return [self._answer(number, reply, only=len(replies) == 1) for reply in replies]
 
     def _answer(self, number: int, reply: Reply, only: bool) -> Out:
-        """Return the answer to a group's pending push.
-
-        Args:
-            number: number of the optimizer.
-            reply: the method's reply.
-            only: whether this answer is sent before another one is made.
-        """
+        """Return the answer to a group's pending push; ``only`` if it is sent before another one is made."""
         served, peer = self._store.optimizer(number), self._admission.leader_peer(reply.group)
         push = self._pending.pop(reply.group, None)
         self._deliveries.answer(reply.group, number, reply.staleness)

@@ -110,6 +110,7 @@ class Device:
             )
 
     def seconds(self, samples: int) -> float:
+        """Return the expected time of a batch, in seconds."""
         return self.overhead + samples * self.seconds_per_sample
 
 
@@ -137,6 +138,7 @@ class Link:
         _check_time("latency", self.latency)
 
     def seconds(self, nbytes: float) -> float:
+        """Return the time of a message, in seconds."""
         return self.latency + nbytes / self.bandwidth
 
     def ring_seconds(self, nbytes: int, members: int) -> float:
@@ -391,7 +393,6 @@ class Cluster:
 
     @cached_property
     def _slowdowns(self) -> dict[int, list[Slowdown]]:
-        """Return the slowdowns of each rank; cached, because every batch needs them, and a thousand ranks have many."""
         found: dict[int, list[Slowdown]] = {}
         for event in self.events:
             if isinstance(event, Slowdown):
@@ -400,9 +401,11 @@ class Cluster:
 
     @property
     def server_count(self) -> int:
+        """Return the number of parameter servers."""
         return (self.nodes or len(self.devices)) if self.servers == "per-node" else self.servers
 
     def node_of(self, rank: int) -> int:
+        """Return the node of a rank's device."""
         return rank * (self.nodes or len(self.devices)) // len(self.devices)
 
     @property

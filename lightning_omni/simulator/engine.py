@@ -31,10 +31,6 @@ class Priority(IntEnum):
 class Process:
     """A generator in virtual time, started by `Engine.resume`.
 
-    Args:
-        timeline: the generator.
-        priority: priority of its scheduled events.
-
     Attributes:
         is_over: whether it has returned or was stopped.
         returned: its return value.
@@ -57,7 +53,7 @@ class Engine:
 
     Attributes:
         now: virtual time, in seconds.
-        events: the scheduled events: a heap of (time, priority, serial number, process, value).
+        events: a heap of (time, priority, serial number, process, value).
 
     Example:
         >>> engine = Engine()
@@ -107,7 +103,6 @@ class Engine:
             value = awaited.returned
 
     def resume_at(self, time: float, process: Process, value: Any) -> None:
-        """Schedule the resumption of a waiting process at ``time``, with this value."""
         heapq.heappush(self.events, (time, process.priority, self._serial_number, process, value))
         self._serial_number += 1
 

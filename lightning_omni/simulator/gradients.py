@@ -45,14 +45,13 @@ class DeviceClock:
         self._factors: list[float] = []
 
     def seconds(self, samples: int, now: float) -> float:
-        """Return the time of the next batch if it begins now, in seconds."""
         if not self._factors:
             self._factors = self._device.jitter.factors(self._random, _DRAWN_AT_ONCE).tolist()
         time = self._device.seconds(samples) * self._factors.pop()
         return time * self._cluster.slowness(self._rank, now) if self._cluster.events else time
 
     def speed(self, samples: int, now: float) -> float:
-        """Return the expected samples per second of a batch of this size that begins now."""
+        """Return the expected samples per second of a batch that begins now."""
         return samples / (self._device.seconds(samples) * self._cluster.slowness(self._rank, now))
 
 
@@ -60,9 +59,6 @@ class Members:
     """The devices of one group.
 
     Args:
-        cluster: the devices and links.
-        ranks: ranks of the group.
-        seed: seed of the jitter.
         is_balanced: whether they get parts of a batch in proportion to their speeds.
         all_reduce: the format in which they average their gradients.
     """
@@ -91,7 +87,7 @@ class Members:
         ]
 
     def reduce_seconds(self, layout: Layout) -> float:
-        """Return the time in which they average gradients of a layout."""
+        """Return the time in which they average gradients."""
         if self._is_exact:
             return self._link.ring_seconds(layout.nbytes, len(self._ranks))
         nbytes = self._all_reduce.nbytes([spec.shape for spec in layout.specs])
@@ -124,8 +120,6 @@ class Assignment(NamedTuple):
     """A batch whose gradient a group is to compute.
 
     Attributes:
-        group: number of the group.
-        leader: its leader's rank.
         weights: weights at which it is computed.
         parts: positions of each member's samples, or of all samples together.
         place: number of the epoch, and number of its batches that the group has trained with this one.
@@ -144,15 +138,10 @@ class SimulatedHead:
     """A stand-in for the merged submodule's ``forward`` in the simulation's model, which calls the server.
 
     Args:
-        name: the submodule's name.
-        model: the simulation's model.
-        optimizer: the user's, over all of its parameters.
+        optimizer: the user's, over all of the model's parameters.
 
     Attributes:
         parameters: the head's own, by name, in the optimizer's order.
-
-    Raises:
-        ConfigurationError: the submodule cannot be merged.
     """
 
     def __init__(self, name: str, model: nn.Module, optimizer: Optimizer) -> None:
@@ -165,7 +154,6 @@ class SimulatedHead:
         self._output: Any = None
 
     def part(self, seed: int) -> dict[str, Any]:
-        """Describe the head for the server: its name, its module, and the seed; without weights and optimizer."""
         return {"name": self.name, "module": describe_module(self._module), "seed": seed}
 
     def sizes(self, model: nn.Module, loss: Loss, batch: Any) -> tuple[int, int]:
@@ -229,12 +217,7 @@ def _nbytes(tree: Any) -> int:
 
 
 class Gradients:
-    """A source of gradients for groups without a merged head: no part of a batch is computed at the server.
-
-    Args:
-        engine: event loop with virtual time.
-        bench: computes the gradients.
-    """
+    """A source of gradients for groups without a merged head."""
 
     def __init__(self, engine: Engine, bench: Workbench) -> None:
         self._engine, self._bench = engine, bench
@@ -254,12 +237,7 @@ class Gradients:
 class MergedHeadGradients(Gradients):
     """A source of gradients whose batches pass through a merged head at the server between forward and backward pass.
 
-    Args:
-        engine: event loop with virtual time.
-        bench: computes the gradients.
-        head: the merged head.
-        costs: durations of the travel to the head.
-        sizes: bytes of the head's inputs and outputs for one sample.
+    ``sizes`` are the bytes of the head's inputs and outputs for one sample.
     """
 
     def __init__(

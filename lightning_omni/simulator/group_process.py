@@ -1,9 +1,8 @@
 """One simulated compute group: a process that drives its state machine through virtual time.
 
-Rule: only its leader communicates with the server and with other groups. The leader broadcasts its messages to the
-other members, and the group continues when all have them. A message without weights takes the latency of the members'
-links. Where broadcasts take no time, or with one member, each time is bitwise the same as if all members received the
-messages.
+Rule: only its leader communicates with the server and with other groups. It broadcasts its messages to the other
+members, and the group continues when all have them. A message without weights takes the latency of the members' links.
+Where broadcasts take no time, or with one member, each time is bitwise the same as if all members received them.
 """
 
 from __future__ import annotations
@@ -53,12 +52,7 @@ class SimulationContext:
     """The objects that all groups of a run share.
 
     Attributes:
-        engine: virtual time.
-        server: the parameter server.
         network: the links to the server and between groups.
-        gradients: the source of gradients.
-        monitor: records the run.
-        batches: the settings of batches and gradients.
         groups: the living groups by number.
         barrier: their barrier between two epochs.
     """
@@ -74,12 +68,7 @@ class SimulationContext:
 
 
 class EpochBarrier:
-    """A barrier that releases groups when all living ones have arrived, in the order of arrival.
-
-    Args:
-        engine: virtual time.
-        groups: the living groups.
-    """
+    """A barrier that releases the living groups when all have arrived, in the order of arrival."""
 
     def __init__(self, engine: Engine, groups: dict[int, SimulatedGroup]) -> None:
         self._engine, self._groups = engine, groups
@@ -107,8 +96,8 @@ class EpochBarrier:
 class UnpushedWork(msgspec.Struct):
     """The training of a group since its last push: gradients, samples, sum of losses, and seconds of its devices.
 
-    Where the server may restart from a save, the seconds are those of `batches` that are not dealt out again. Both are
-    empty once they are counted.
+    Where the server may restart from a save, the seconds are those of `batches` that are not dealt out again. Both
+    are empty once they are counted.
     """
 
     steps: int = 0
@@ -131,15 +120,10 @@ class SimulatedGroup:
 
     Args:
         core: its state machine, without weights as yet.
-        replica: its weights.
         ranks: ranks of its members; the first leads.
-        members: its devices.
-        context: the shared objects of the run.
         epoch: the current epoch, if the group joins a running run; else None.
 
     Attributes:
-        number: number of the group.
-        leader: its first rank.
         leased: its progress as reported to the server.
         asked: its unanswered request for the next step after an epoch's batches; else None.
         process: its process, which ends with the last epoch.
@@ -175,7 +159,7 @@ class SimulatedGroup:
     # --- Its process -------------------------------------------------------------------------------------------------
 
     def live(self, joins: bool) -> Timeline:
-        """Run the group's process, epoch after epoch. A group that joins reads the weights first."""
+        """Run the group, epoch after epoch. A group that joins reads the weights first."""
         if joins:
             self.replica.load((yield from self._fetch(self.core.fetch(0))))
         yield from self._train_epoch()
@@ -189,7 +173,6 @@ class SimulatedGroup:
             yield from self._train_epoch()
 
     def open_epoch(self, epoch: int) -> None:
-        """Open an epoch, one pass over the data, and count batches from 0."""
         self._data.restart(epoch)
         size = self._context.monitor.epoch_size
         plan = EpochPlan(epoch=epoch, total=size, batch_size=self._context.batches.size, budget=size)
@@ -235,7 +218,7 @@ class SimulatedGroup:
 
     @property
     def _finished(self) -> int:
-        """Return the number of the epoch's batches whose training has ended, without those of a push in flight."""
+        """Return the number of the epoch's trained batches, without those of a push in flight."""
         if self._under_way is None:
             return self._data.trained
         epoch, trained = self._before
@@ -244,7 +227,6 @@ class SimulatedGroup:
     # --- Its gradients -----------------------------------------------------------------------------------------------
 
     def _compute(self, batch: Batch) -> Timeline:
-        """Wait until the group has its gradient, and return the `Result`."""
         context = self._context
         now = context.engine.now
         work = self.members.work(batch, now)
@@ -263,7 +245,6 @@ class SimulatedGroup:
         return (yield from context.gradients.compute(assignment))
 
     def _step(self, result: Result, size: int) -> Action:
-        """Pass a gradient to the state machine, and return its next action."""
         monitor = self._context.monitor
         seconds = monitor.computed(self.number, size)
         self._unpushed.seconds += seconds
@@ -279,7 +260,6 @@ class SimulatedGroup:
         return self.core.gradient(0, Gradient(self.members.averaged(result.gradient), hyperparameters))
 
     def _record(self, done: UnpushedWork, read: int, write: int, staleness: int, epoch: int) -> None:
-        """Append a row to the trace for the training since the last one."""
         loss = done.losses / max(1, done.steps)
         row = (self._context.engine.now, self.number, read, write, staleness, loss, done.samples, epoch, done.steps)
         self._context.monitor.rows.append(row)
@@ -333,7 +313,6 @@ class SimulatedGroup:
         self._context.engine.resume(process)
 
     def _receive(self) -> Timeline:
-        """Wait for the answer to the push in flight, and return the method's answer."""
         assert self._under_way is not None
         assert self._exchange is not None
         ask, self._under_way = self._under_way, None
@@ -378,7 +357,6 @@ class SimulatedGroup:
                 return answer
 
     def _try_to_push(self, ask: ServerRequest, done: UnpushedWork) -> Timeline:
-        """Push once, and return the server's answer."""
         server, network, monitor, need = self._context.server, self._context.network, self._context.monitor, ask.need
         assert isinstance(need, Exchange)
         nbytes, outgoing = server.prepare(self.core, ask)
@@ -421,14 +399,13 @@ class SimulatedGroup:
         return (yield None)
 
     def _receive_answer(self, ask: ServerRequest, answer: tuple[m.Weights, list[Tensor]]) -> Timeline:
-        """Broadcast the server's answer to all members, and return the method's answer."""
         message, tensors = answer
         if len(self.ranks) > 1 and (seconds := self._passed_on(self._bytes_of_answer(ask))):
             yield self._context.engine.now + seconds
         return self.core.receive(LastAnswer.of(message), tensors, message.clock, message.note, ask.fragment)
 
     def _bytes_of_answer(self, ask: ServerRequest) -> int:
-        """Return the bytes of an answer's broadcast: encoded, if that is smaller and of a size known beforehand."""
+        """Return the bytes of an answer's broadcast: encoded, if that is smaller and of a known size."""
         if not ask.pulls:
             return 0
         layout = self._context.server.served.layout.fragment(ask.fragment, self.core.method.fragments)
@@ -456,7 +433,7 @@ class SimulatedGroup:
         return self.core.wire_format.pushes.sizes(self._context.server.served.layout)[1]
 
     def _peer_updates(self, is_there: bool) -> float:
-        """Return the seconds in which members learn whether a peer's weights are available, and then receive them."""
+        """Return the seconds in which members learn whether a peer has weights, and receive these."""
         seconds = self._passed_on(0)
         return seconds + self._passed_on(self._context.server.served.layout.nbytes) if is_there else seconds
 

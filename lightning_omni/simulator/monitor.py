@@ -24,12 +24,7 @@ Work = list[tuple[int, int, float]]
 
 
 class LeasedSamples:
-    """A group's progress as reported to the server, now and as of its last save.
-
-    Attributes:
-        known: epoch, and number of its batches that are reported as trained.
-        saved: the same as of the last save.
-    """
+    """A group's progress as reported to the server, now and when last saved: epoch, and number of trained batches."""
 
     def __init__(self) -> None:
         self.known = self.saved = -1, 0
@@ -51,21 +46,15 @@ class Monitor:
     """The counters of a run, which evaluate it and end it.
 
     Args:
-        engine: virtual time.
-        limits: the run's limits; kept, as is `epoch_size`.
-        schedule: the times of evaluations.
         metrics: computes the present metrics; None if there are none.
         clock: returns the clock of the master weights; None where groups exchange only with one another: then each step
             counts as an update.
         epoch_size: samples in an epoch.
 
     Attributes:
-        rows: rows of the trace.
         evaluations: time, update, samples and metrics of each.
         work: rows of `Trace.WORK`, without steps that the end of the run cut short.
         step_times: rows of `Trace.STEPS`, likewise.
-        steps: number of computed gradients.
-        samples: number of trained samples.
         useful_seconds: time in which ranks computed gradients that were pushed, summed over ranks, without those that a
             restart of the server lost.
         ended: reason for the end of the run; empty before.
@@ -108,10 +97,9 @@ class Monitor:
         self._begun[group] = self._engine.now, work
 
     def computed(self, group: int, samples: int) -> float:
-        """Record that a group has computed a gradient. The time until its next batch counts as exchange.
+        """Record that a group has computed a gradient, and return its ranks' seconds for it, summed.
 
-        Returns:
-            The seconds that its ranks have taken for it, summed.
+        The time until its next batch counts as exchange.
         """
         self._computed[group] = self._engine.now
         self.samples += samples
@@ -123,7 +111,6 @@ class Monitor:
         return self._since_save is not None
 
     def pushed(self, seconds: float, batches: TrainedBatches) -> None:
-        """Count a push that took this many device seconds."""
         self.useful_seconds += seconds
         if self._since_save is not None:
             self._since_save += batches
@@ -135,8 +122,7 @@ class Monitor:
     def go_back(self, are_lost: bool) -> None:
         """Record a restart from the last save, and subtract batches that are repeated or lost from the useful time.
 
-        Args:
-            are_lost: whether all updates since that save are lost, including those that are not repeated.
+        ``are_lost`` is true if all updates since that save are lost, including those that are not repeated.
         """
         for leased, epoch, number, seconds in self._since_save or ():
             if are_lost or leased.is_reissued(epoch, number):
@@ -147,14 +133,12 @@ class Monitor:
                 self._next_evaluation -= self._period
 
     def end(self, group: int) -> None:
-        """Record the end of a group's step, if it has begun one."""
         if group in self._begun:
             now, (began, work) = self._engine.now, self._begun.pop(group)
             self.work.extend(work)
             self.step_times.append((group, now, now - began, now - self._computed[group]))
 
     def check(self) -> None:
-        """Evaluate or end the run if it is due after an update."""
         updates = self.updates
         if updates >= self._next_evaluation:
             self.evaluate()
@@ -178,7 +162,6 @@ class Monitor:
             self.evaluate()
 
     def evaluate(self) -> None:
-        """Evaluate the run, and end it if it has reached its target."""
         assert self._metrics is not None
         metrics, self._is_back = self._metrics(), False
         self.evaluations.append((self._engine.now, self.updates, self.samples, metrics))
@@ -192,7 +175,6 @@ class Monitor:
 
 
 def arrays(columns: Mapping[str, type[Any]], rows: Sequence[tuple[Any, ...]]) -> Columns:
-    """Return one array for each column of this name and type."""
     values = zip(*rows, strict=True) if rows else ((),) * len(columns)
     return {name: np.array(column, dtype) for (name, dtype), column in zip(columns.items(), values, strict=True)}
 

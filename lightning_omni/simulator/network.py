@@ -41,7 +41,6 @@ class SharedLink:
     """One direction of a link.
 
     Args:
-        engine: virtual time.
         bandwidth: bytes per second, finite.
 
     Example:
@@ -66,15 +65,7 @@ class SharedLink:
         self._shared_at, self._serial_number = 0.0, 0
 
     def carry(self, nbytes: float, limit: float) -> Process:
-        """Start to carry a message.
-
-        Args:
-            nbytes: bytes of the message, above 0.
-            limit: its most bytes per second.
-
-        Returns:
-            A process that ends when the whole message has crossed, and returns that time.
-        """
+        """Start to carry a message at ``limit`` bytes per second at most; the process returns its end."""
         message = self._engine.start(until_resumed())
         self._continue()
         lane = self._lanes.setdefault(limit, _Lane())
@@ -89,7 +80,7 @@ class SharedLink:
         self._shared_at = self._engine.now
 
     def _share(self) -> None:
-        """Divide the bandwidth evenly after the messages have changed; faster lanes get the surplus of slower ones."""
+        """Divide the bandwidth evenly; faster lanes get the surplus of slower ones."""
         left, count = self._bandwidth, sum(len(lane.messages) for lane in self._lanes.values())
         for limit, lane in sorted(self._lanes.items()):
             lane.rate = min(limit, left / count)
@@ -126,7 +117,7 @@ class Queue:
         self._free_at = 0.0
 
     def serve(self, arrival: float, seconds: float) -> float:
-        """Serve a request that arrives at ``arrival`` and takes ``seconds``; return the time of its end."""
+        """Serve a request, and return the time of its end."""
         self._free_at = max(arrival, self._free_at) + seconds
         return self._free_at
 
@@ -142,13 +133,11 @@ class _Server:
 class Exchanges:
     """Exchanges with the servers, in virtual time.
 
-    A push ends when the last of its parts is served, and an answer when the last of its parts has arrived. If
-    each of several servers holds a partition of the parameters, the others report the arrival of their parts to the
-    coordinator (server 0), which informs them when all parts have arrived: one small message each way.
+    A push ends when the last of its parts is served, and an answer when the last of its parts has arrived. If there
+    are several servers, the others report the arrival of their parts to server 0, which informs them when all parts
+    have arrived: one small message each way.
 
     Args:
-        engine: virtual time.
-        cluster: the links, the servers and their nodes.
         shares: the fraction of the weights that each server holds; they add up to 1.
 
     Attributes:
@@ -176,13 +165,12 @@ class Exchanges:
     # --- Shares of the weights ---------------------------------------------------------------------------------------
 
     def ask(self, group: int) -> float:
-        """Return the time at which every server can act on a small message that a group sends now to all of them."""
+        """Return the time at which every server can act on a small message that a group sends now to all."""
         now, away = self._engine.now, self._away_from(group)
         there = now + self._link.latency + self._card.latency
         return max(self._agreed([there if place in away else now for place in range(len(self._shares))]))
 
     def push(self, group: int, nbytes: int) -> Timeline:
-        """Wait until all servers have received and served their parts of a push."""
         servers, received = self._servers, [self._engine.now] * len(self._servers)
         away = self._away_from(group)
         arrivals = yield from self._come([(servers[place].inwards, nbytes * self._shares[place]) for place in away])
@@ -197,12 +185,10 @@ class Exchanges:
         )
 
     def answer(self, group: int, nbytes: int) -> Timeline:
-        """Wait until an answer that the servers send now has reached a group."""
         away = self._away_from(group)
         yield from self._leave([(self._servers[place].outwards, nbytes * self._shares[place]) for place in away])
 
     def passed_on(self, nbytes: int, members: int) -> float:
-        """Return the seconds in which the leader of a group broadcasts an answer to its members."""
         return self._cluster.group_link.broadcast_seconds(nbytes, members)
 
     def begin_again(self) -> None:
@@ -213,13 +199,13 @@ class Exchanges:
         return [place for place in range(len(self._shares)) if not self._is_at_home(group, place)]
 
     def _come(self, parts: _Parts) -> Timeline:
-        """Wait until all parts of a message have crossed a link, and then cards; return the arrival of each."""
+        """Wait until all parts have crossed a link, and then cards; return the arrival of each."""
         delay = self._link.seconds(self._unshared(parts)), self._card.latency
         yield self._engine.now + delay[0] + delay[1] if parts else self._engine.now
         return (yield from self._cross(parts))
 
     def _leave(self, parts: _Parts) -> Timeline:
-        """Wait until all parts of a message have crossed cards, and then a link."""
+        """Wait until all parts have crossed cards, and then a link."""
         yield from self._cross(parts)
         delay = self._link.seconds(self._unshared(parts)) + self._card.latency
         yield self._engine.now + delay if parts else self._engine.now
@@ -255,11 +241,7 @@ class Exchanges:
     def to_head(self, group: int, nbytes: int, answers: tuple[int, int], size: int) -> Timeline:
         """Wait until a batch has travelled to a merged head, and its exclusive access there is over.
 
-        Args:
-            group: number of the group.
-            nbytes: bytes of the batch.
-            answers: bytes of its outputs, and of their gradients.
-            size: samples in the batch.
+        ``answers`` are the bytes of its outputs, and of their gradients.
         """
         first, is_at_home = self._servers[0], self._is_at_home(group, 0)
         yield from self._come([] if is_at_home else [(first.inwards, nbytes)])
@@ -269,5 +251,4 @@ class Exchanges:
         yield first.head.serve(self._engine.now, size * self._cluster.head_seconds_per_sample + travel)
 
     def from_head(self, group: int, nbytes: int) -> Timeline:
-        """Wait until the gradients of a batch have travelled back."""
         yield from self._leave([] if self._is_at_home(group, 0) else [(self._servers[0].outwards, nbytes)])

@@ -19,7 +19,7 @@ from lightning_omni.methods import Method
 from lightning_omni.methods.contract import Exchange, Fetch, Gradient, NextGradient, Receive, Reply, Tensors
 from lightning_omni.methods.model.replica import Hyperparameters, Pulled, Replica, copies
 from lightning_omni.methods.model.server_optimizer import describe, detach_state, holds, hyperparameters_of
-from lightning_omni.server.event_log import Event, Spans
+from lightning_omni.server.event_log import Event
 from lightning_omni.server.parameters.served_parameters import ServedParameters
 from lightning_omni.simulator.monitor import Row, arrays
 from lightning_omni.simulator.server import partitioned_format, resolve_also
@@ -31,6 +31,7 @@ from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats.base import RAW, Encoded, Memory, WireFormat, decode, from_wire, name_of
 from lightning_omni.wire.layout import Layout
 from lightning_omni.wire.messages import Batch
+from lightning_omni.wire.messages.data import Spans
 from lightning_omni.wire.partition import Partition, is_elementwise
 
 BatchAt = Callable[[int, range], Any]
@@ -159,7 +160,6 @@ def _message(event: Event, tensors: Tensors, pull: bool = True, fragment: int | 
 
 
 def _tree(event: Event, weights: dict[str, Tensor]) -> dict[str, Any]:
-    """Return the parameter groups of an event, as sent to a server."""
     return {"groups": event.param_groups, "weights": weights, "state": {}}
 
 
@@ -242,7 +242,6 @@ class _Replay:
         self._check_clock(event, self._served)
 
     def _take_of_group(self, group: _Group, event: Event) -> None:
-        """Train the group's batches up to an event, and then apply the event."""
         if (event.present or event.elsewhere) and self._method.steps_at == "server":
             self._mask(group, event)
         self._step_time = event.note
@@ -348,7 +347,6 @@ class _Replay:
     # --- Changes of parameters ---------------------------------------------------------------------------------------
 
     def _restructure(self, group: _Group, event: Event) -> None:
-        """Change the parameter groups of a group's optimizer, and add new parameters."""
         served = self._served
         for name in event.parameters:
             self._add(name)
@@ -400,12 +398,10 @@ class _Replay:
                 self._bench = self._new_bench()
 
     def _train(self, group: _Group, epoch: int, spans: Spans, hyperparameters: Hyperparameters) -> None:
-        """Compute the gradients of these batches, and continue the group with each."""
         for start, stop in spans:
             self._step(group, epoch, (start, stop), hyperparameters)
 
     def _step(self, group: _Group, epoch: int, span: tuple[int, int], hyperparameters: Hyperparameters) -> None:
-        """Continue the group with one gradient."""
         if not isinstance(need := group.core.waits_for(0), NextGradient):
             raise ProtocolError(f"the record has {group.ranks} train {span}, but they want {need}")
         members = len(group.ranks)
@@ -423,7 +419,7 @@ class _Replay:
         self._continue(group, group.core.gradient(0, Gradient(own, used)))
 
     def _answer(self, group: _Group, pulled: Pulled) -> None:
-        """Continue the group up to its next need that the record answers; an exchange in flight is answered later."""
+        """Continue the group up to its next need that the record answers, but not an exchange in flight."""
         if group.sent is not None:
             group.sent, group.answer = None, pulled
             if isinstance(group.core.waits_for(0), Receive):
@@ -449,7 +445,7 @@ class _Replay:
                     raise ConfigurationError(f"{type(self._method).__name__} goes from group to group, past any record")
 
     def _finish_exchange(self, group: _Group) -> None:
-        """Receive the exchange in flight, as groups do before they wait for others or get other parameters."""
+        """Receive the exchange in flight, as groups do before they wait or get other parameters."""
         if group.answer is not None:
             pulled, group.answer = group.answer, None
             group.core.apply_answer(0, pulled)

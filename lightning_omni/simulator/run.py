@@ -51,17 +51,9 @@ from lightning_omni.wire.partition import Partition, is_elementwise
 class Simulation:
     """A run in virtual time.
 
-    Args:
-        workload: model, data, loss, metrics and optimizer.
-        cluster: the devices and links.
-        formation: the groups, and how they exchange.
-        batches: the settings of batches and gradients.
-        limits: the limits of the run.
-        evaluation: the times of evaluations.
-        record: receives every event at the server.
+    ``record`` receives every event at the server.
 
     Attributes:
-        server: the parameter server.
         groups: the living groups by number. A group that returns has a new number.
     """
 
@@ -135,7 +127,6 @@ class Simulation:
         return MergedHeadGradients(self._engine, bench, head, self._costs, sizes)
 
     def _form(self) -> None:
-        """Form the groups at the server, and send it weights and optimizers."""
         method = self._formation.method
         at_server = self._optimizer if method.steps_at == "server" else None
         parts = [part_of(self._parameters, at_server, servers=self._servers)]
@@ -212,7 +203,6 @@ class Simulation:
         self._engine.start(self._end())
 
     def _end(self) -> Timeline:
-        """Run a process that ends the run when all groups have ended."""
         while running := [group for group in self.groups.values() if not group.process.is_over]:
             yield running[0].process
         self._monitor.ended = self._monitor.ended or "max_epochs"
@@ -232,7 +222,6 @@ class Simulation:
                     progress(done, f"{monitor.updates} updates, {engine.now:.4g} s")
 
     def _failure(self, failure: Failure) -> Timeline:
-        """Run a process in which a rank dies with its group, and the group perhaps returns."""
         yield failure.time
         topology = self._formation.topology
         home = topology.group_of(failure.rank)
@@ -274,7 +263,6 @@ class Simulation:
         self._engine.resume(self._homes[home].process)
 
     def _restart(self, restart: ServerRestart) -> Timeline:
-        """Run a process in which the server dies, and another continues from the last save."""
         yield restart.time
         self.server.die(restart.until)
         self._costs.begin_again()
@@ -289,9 +277,9 @@ class Simulation:
         self._engine.start(self._ask_again())
 
     def _ask_again(self) -> Timeline:
-        """Run a process in which groups repeat their unanswered requests for the next step.
+        """Run a process in which groups repeat their unanswered requests for the next step, one after the other.
 
-        They do so one after the other, because one group's request may cause the answer to the next one's.
+        One group's request may cause the answer to the next one's.
         """
         for group, question in [(group, group.asked) for group in self.groups.values()]:
             yield self._engine.now  # earlier answers arrive first
@@ -306,7 +294,6 @@ class Simulation:
     # --- Results -----------------------------------------------------------------------------------------------------
 
     def _weights(self) -> dict[str, Tensor]:
-        """Return the weights that the method would evaluate."""
         weights = self.server.served.master.weights()
         if self._formation.method.evaluated == "mean" and self.groups:
             total = Total()
@@ -410,7 +397,7 @@ def simulate(
         overlap: exchanges travel while groups compute their next gradient, as with ``OmniStrategy(overlap=True)``; for
             async_sgd.
         computation: how devices compute gradients; None for the defaults.
-        record: receives every event at the server, as from `lightning_omni.server.ServerCore`.
+        record: receives every event at the server, as from `lightning_omni.server.core.ServerCore`.
         progress: True shows a progress bar; or a function, called with the fraction done and a text. With either,
             Ctrl-C returns the trace so far (``ended == "interrupted"``) instead of raising KeyboardInterrupt; so does a
             function that raises `lightning_omni.simulator.StopSimulation` (``ended == "stopped"``).

@@ -1,7 +1,7 @@
 """The real server, as simulated groups use it, with all ranks joined, and the network to and from it.
 
-It refuses no message of theirs. Several servers that hold a partition of the parameters each do the same as one, in the
-same order, so the simulation has one; `lightning_omni.simulator.network` computes the time that several take.
+It refuses no message of theirs. Several servers do the same as one, in the same order, so the simulation has one;
+`lightning_omni.simulator.network` computes the time that several take.
 """
 
 from __future__ import annotations
@@ -57,9 +57,6 @@ from lightning_omni.wire.partition import Partition
 class InMemoryConnections:
     """The connections of all ranks to a server in this process.
 
-    Args:
-        core: state machine of the server.
-
     Attributes:
         now: seconds on a monotonic clock, set by the driver.
     """
@@ -80,11 +77,9 @@ class InMemoryConnections:
         return self.core.receive(m.DATA, b"d%d" % rank, message, payload, self.now)
 
     def hang_up(self, rank: int) -> list[Out]:
-        """End a rank's control connection."""
         return self.core.hang_up(b"c%d" % rank)
 
     def rank_of(self, peer: Peer) -> int:
-        """Return the rank that owns a connection."""
         return int(peer[1:])
 
 
@@ -92,9 +87,9 @@ class SavedState:
     """The last save of a server, and the journal of its answers to ranks since.
 
     The state is saved when a real server saves it (`lightning_omni.transport.serving.state_directory`): after groups
-    were formed or have joined, and then periodically, between two messages. If groups wait for answers when a save is
-    due, it is made once none waits, at most one period later. The state does not change between two messages, so it
-    suffices to make due saves before the next message.
+    were formed or have joined, and then periodically. If groups wait for answers when a save is due, it is made once
+    none waits, at most one period later. The state does not change between two messages, so it suffices to make due
+    saves before the next message.
 
     Args:
         every: seconds between two saves, above 0.
@@ -145,20 +140,10 @@ _NONCE = bytes(NONCE_BYTES)
 
 
 class SimulatedServer:
-    """A `ServerCore` that all ranks have joined.
-
-    Args:
-        engine: virtual time.
-        layout: layout of the trained parameters.
-        topology: the ranks of each group.
-        seed: seed of nonces and tickets.
-        optimizer: the user's optimizer.
-        record: receives all events that concern the weights.
+    """A `ServerCore` that all ranks have joined; ``seed`` is that of nonces and tickets.
 
     Attributes:
-        core: the server.
         snapshots: weights that it has sent, by clock.
-        incarnation: incarnation of the groups that were formed.
         away_until: time at which a server that has died is available again, in seconds; None while it is available.
         served: the master weights; unset before the groups were formed.
     """
@@ -202,15 +187,7 @@ class SimulatedServer:
         self.served = self.core.optimizers[0]
 
     def join(self, members: int, name: str) -> tuple[m.Joined, tuple[int, ...], list[Out]]:
-        """Add a group.
-
-        Args:
-            members: number of its ranks.
-            name: name of the group.
-
-        Returns:
-            The answer to the group, its ranks, and the server's messages.
-        """
+        """Add a group; return the answer to it, its ranks, and the server's messages."""
         first = max(self._topology.ranks) + 1
         ranks = tuple(range(first, first + members))
         for rank in ranks:
@@ -239,21 +216,14 @@ class SimulatedServer:
         return cast(m.PushMessage, outgoing.message).nbytes, outgoing
 
     def ask(self, leader: int, core: GroupCore, ask: ServerRequest, outgoing: Outgoing | None = None) -> list[Out]:
-        """Deliver a push or a fetch.
-
-        Args:
-            leader: the rank that sent it.
-            core: the group's state machine.
-            ask: the request.
-            outgoing: from `prepare`.
-        """
+        """Deliver a push or a fetch; ``outgoing`` is from `prepare`."""
         outgoing = outgoing or core.send(ask, self.served.layout, self._memory)
         return self._data(leader, outgoing.message, _NOTHING if outgoing.payload is None else outgoing.payload)
 
     def ask_head(
         self, leader: int, message: m.HeadForward | m.HeadBackward, payload: Tensor, expect: type[_Answer]
     ) -> tuple[_Answer, Tensor]:
-        """Send a batch or its gradients to the merged head, which is the group's alone. Returns the answer."""
+        """Send a batch or its gradients to the merged head, which is the group's alone, and return the answer."""
         (out,) = self._data(leader, message, payload)
         assert isinstance(out.message, expect)
         (answer,) = out.payload
@@ -261,12 +231,10 @@ class SimulatedServer:
         return out.message, answer.clone()
 
     def tick(self) -> list[Out]:
-        """Advance the server's time. Returns its messages."""
         self._poll()
         return self.core.tick(self._engine.now)
 
     def lose(self, rank: int, reason: str) -> list[Out]:
-        """Report a dead rank to the server. Returns its messages."""
         self._poll()
         return self.core.lose(rank, reason)
 
@@ -343,10 +311,8 @@ class SimulatedNetwork:
     """The network that delivers the server's messages, in virtual time.
 
     Args:
-        engine: virtual time.
         between: the link from group to group.
-        server: the server.
-        costs: durations of exchanges with the server; kept.
+        costs: durations of exchanges with the server.
 
     Attributes:
         processes: the process that receives the server's messages, by the number of the group.
@@ -406,11 +372,8 @@ def part_of(
 ) -> dict[str, Any]:
     """Return weights and optimizer in the server's format, without an optimizer that steps at the workers.
 
-    Args:
-        parameters: parameters by name, in the optimizer's order.
-        optimizer: an optimizer over these, and perhaps others; None for none.
-        head: description of a merged head.
-        servers: number of servers that the simulated one represents.
+    ``parameters`` are in the optimizer's order, which may have others, too; ``servers`` is the number that the
+    simulated one represents.
     """
     names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
     return {
@@ -423,7 +386,7 @@ def part_of(
 
 
 def resolve_also(optimizer: Optimizer) -> Resolve:
-    """Return a resolver that also admits the user's own optimizer class, the only one that is sent here."""
+    """Return a resolver that also admits the user's own optimizer class."""
     return resolver([class_path(type(optimizer))])
 
 
@@ -444,11 +407,6 @@ def partitioned_format(wire_format: WireFormat, method: Method, split: Partition
     """Return the wire format with the rounding of several servers, for the one server of the simulator and the replay.
 
     Raw tensors are the same in parts, and messages between groups have no parts.
-
-    Args:
-        wire_format: the run's wire format.
-        method: the run's method.
-        split: the division of the weights over servers.
     """
     if len(split.shares) == 1 or method.talks_to_peers:
         return wire_format

@@ -22,12 +22,7 @@ Progress = Callable[[float, str], None]
 class Formation:
     """The groups of a run, and how they exchange.
 
-    Args:
-        method: the method.
-        topology: the ranks of each group.
-        merged: name of the submodule that stays at the server.
-        compression: the formats in which tensors are sent.
-        overlap: whether exchanges travel while groups compute.
+    ``merged`` names the submodule that stays at the server; with ``overlap``, exchanges travel while groups compute.
     """
 
     method: Method
@@ -79,13 +74,7 @@ class Computation:
 class Batches:
     """The settings of a run's batches and gradients; see `simulate`.
 
-    Args:
-        size: samples in one device's batch.
-        seed: seed of all random numbers.
-        computation: how gradients are computed.
-
-    Raises:
-        ConfigurationError: the size is not above 0, or the seed is no whole number.
+    ``size`` is the number of samples in one device's batch, ``seed`` that of all random numbers.
     """
 
     size: int

@@ -69,11 +69,8 @@ class OwnReplica(Replica):
 class SharingReplica(Replica):
     """A replica that refers to shared weights, and copies them before it first moves them.
 
-    Args:
-        parameters: used only to find the learning rate of each weight.
-        optimizer: holds the hyperparameters.
-        group: number of the group.
-        start: the weights.
+    ``parameters`` are used only to find the learning rate of each weight, of which ``optimizer`` holds the
+    hyperparameters.
     """
 
     def __init__(self, parameters: Sequence[Parameter], optimizer: Optimizer, group: int, start: SharedWeights) -> None:
@@ -104,11 +101,7 @@ class SharingReplica(Replica):
 
 
 def named_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, Parameter]:
-    """Return the parameters of an optimizer by name, in its order.
-
-    Raises:
-        ConfigurationError: it holds a parameter that the model does not have.
-    """
+    """Return the parameters of an optimizer by name, in its order; all must be the model's."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     ordered = held_by(optimizer)
     if any(id(parameter) not in names for parameter in ordered):
@@ -121,12 +114,8 @@ def own_replica(
 ) -> OwnReplica:
     """Return a replica with parameters of its own for a group.
 
-    Args:
-        make: makes the user's optimizer from all parameters in the model's order.
-        model: has the other parameters.
-        parameters: the trained parameters by name, in the optimizer's order.
-        weights: their values.
-        group: number of the group.
+    ``make`` makes the user's optimizer from all parameters in the model's order, of which ``parameters`` are
+    trained.
     """
     own = {
         name: Parameter(weight.clone(), requires_grad=parameter.requires_grad)
@@ -147,11 +136,9 @@ FEWEST_TOGETHER = 8
 
 
 class Samples:
-    """A map-style dataset that is read in batches, in the order of a seeded permutation for each epoch.
+    """A map-style dataset that is read in batches, in a permutation for each epoch: that of torch's DistributedSampler.
 
-    Args:
-        data: the dataset; the tensors of a `TensorDataset` are indexed directly.
-        seed: seed of the permutations, which are those of torch's DistributedSampler.
+    The tensors of a `TensorDataset` are indexed directly.
     """
 
     def __init__(self, data: Any, seed: int) -> None:
@@ -204,16 +191,13 @@ class _Computation(msgspec.Struct):
 class Workbench:
     """The computations in flight, which it makes late and, where that is faster, together.
 
-    A computation starts when a group begins it and is made when its result is fetched, together with others in flight.
-    All groups share the model's buffers (BatchNorm's running statistics); every forward pass changes them, in the order
-    in which results are fetched.
+    A computation is made when its result is fetched, together with others in flight. All groups share the model's
+    buffers (BatchNorm's running statistics); every forward pass changes them, in the order in which results are
+    fetched.
 
     Args:
         model: works with any weights that are put into it; it is changed.
-        parameters: the trained parameters by name.
-        loss: see `simulate`.
-        samples: the data.
-        batched: see `simulate`.
+        parameters: the trained ones, by name.
         group_batch: samples in a group's usual batch.
     """
 
@@ -248,13 +232,9 @@ class Workbench:
         self._several_at_one = vmap(grad_and_value(self._value), in_dims=(None, 0), randomness="different")
 
     def begin(self, group: int, due: float, weights: list[Tensor], parts: list[Tensor]) -> None:
-        """Begin a computation.
+        """Begin a computation; the group needs its result at ``due``, in seconds, and keeps ``weights`` until then.
 
-        Args:
-            group: number of the group.
-            due: time at which it needs the result, in seconds.
-            weights: the weights, not changed until then.
-            parts: indices of each member's samples; gradients of several members are averaged as DDP does.
+        ``parts`` are the indices of each member's samples; gradients of several members are averaged as DDP does.
         """
         self._jobs[group] = _Computation(group, due, weights, parts)
 
@@ -262,7 +242,6 @@ class Workbench:
         self._jobs.pop(group, None)
 
     def result(self, group: int) -> Result:
-        """Return the result of the group's computation."""
         job = self._jobs[group]
         if job.result is None:
             together = self._neighbours(job) if self._is_probed and self._width >= self._fewest else [job]

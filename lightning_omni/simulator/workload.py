@@ -70,6 +70,7 @@ class Workload:
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes of the model's parameters."""
         return sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
 
 
@@ -92,7 +93,6 @@ def synthetic() -> Workload:
 
 
 def classification_loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the mean cross entropy of a batch of inputs and labels."""
     return cross_entropy(model(batch[0]), batch[1])
 
 

@@ -309,6 +309,7 @@ class UserGroupsStash:
         self._parts.world.topology = Topology.even(self._parts.world.size, 1)
 
     def form(self) -> None:
+        """Form the groups that the user chose, because the tuner chooses none."""
         if self._users is None:
             return
         groups = len(self._users.topology.alive)
@@ -466,6 +467,7 @@ class SeveralGroups(OneGroup):
 
 
 def _held_by(world: World) -> str:
+    """Return in words how the members of a group hold the model."""
     if world.wrapper.sharded is None:
         return "DistributedDataParallel"
     shards = f" with {world.shards} shards" if world.has_replicas else ""

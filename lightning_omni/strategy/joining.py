@@ -177,7 +177,8 @@ class RunStates:
     def _configured(self) -> dict[str, str]:
         """Return in words the settings that must be equal in all groups.
 
-        The hyperparameters of optimizers and schedulers are not among them: a joining group gets those of the run.
+        Otherwise groups would wait for each other in different collectives, for example. The hyperparameters of
+        optimizers and schedulers are not among them: a joining group gets those of the run.
         """
         parts, trainer = self._parts, self._parts.trainer
         schedulers = [_in_words(config) for config in trainer.lr_scheduler_configs]

@@ -257,6 +257,7 @@ class Launching:
             sizes_in(evenly(ranks, groups, sharding), sharding, nodes)
 
     def launcher(self) -> OmniLauncherHooks | OmniProcessesHooks:
+        """Return the launcher for the strategy's start method."""
         parts, strategy = self._parts, self._parts.strategy
         if (method := start_method(strategy)) != "popen":
             processes: OmniProcessesHooks = parts.namespace.processes(strategy, method)
@@ -421,6 +422,7 @@ def end_children() -> None:
 
 
 def describe_exit(code: int) -> str:
+    """Return an exit code in words."""
     if code < 0:
         try:
             return f"signal {signal.Signals(-code).name}"

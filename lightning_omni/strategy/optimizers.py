@@ -2,8 +2,8 @@
 
 The parameters that DistributedDataParallel averages, and those frozen, unfrozen or added after the wrapping.
 
-DDP reads once, when it wraps the module, which parameters are trainable. Of parameters that are trained later, each
-rank continues with its own gradient, without a warning.
+DDP reads once, when it wraps the module, which parameters are trainable. It does not average the gradients of those
+that are trained later: each rank continues with its own, without a warning.
 
 A check of users' modules that have a process group of their own, in the module or in a callback.
 
@@ -90,6 +90,7 @@ class Proxies:
                 ignore_missing_step(optimizer)
 
     def unguard(self) -> None:
+        """Restore the optimizers' own ``step``, and remove the hook."""
         for optimizer, own in self._own_steps.items():
             del optimizer.step
             if own is not None:
@@ -149,7 +150,7 @@ class MergedSubmodule:
         return self.name is not None
 
     def parameters(self, module: Module) -> list[Parameter]:
-        """Return the submodule's parameters, after a check that it can be merged."""
+        """Return the submodule's parameters, after a check that it can be merged; none if nothing is merged."""
         if self.name is None:
             return []
         if self._head is None:
@@ -215,11 +216,13 @@ class Trainable:
         self._warn = warn
         self._has_warned = False
         self._flags: list[tuple[str, Parameter, bool]] = []
+        self._frozen: list[tuple[str, Parameter]] = []
         self._held = -1
         self._known: set[Parameter] = set()
 
     def remember(self, module: Module) -> None:
         self._flags = [(name, each, each.requires_grad) for name, each in module.named_parameters()]
+        self._frozen = [(name, each) for name, each, flag in self._flags if not flag]
         self._known = {parameter for _, parameter, _ in self._flags}
         self._held = -1
 
@@ -234,7 +237,7 @@ class Trainable:
         """Warn once, with one group (plain DDP), that gradients of late parameters are not averaged."""
         if self._has_warned:
             return
-        late = next((name for name, each, flag in self._flags if not flag and each.requires_grad), "")
+        late = next((name for name, each in self._frozen if each.requires_grad), "")
         if not late and self._holds_others(optimizers):
             late = "that was added to the optimizer"
         if not late:
@@ -250,8 +253,8 @@ class Trainable:
 
     def check_in_step(self) -> None:
         """Reject gradients of parameters that were unfrozen in this batch: they have no group mean."""
-        for name, each, flag in self._flags:
-            if not flag and each.requires_grad and each.grad is not None:
+        for name, each in self._frozen:
+            if each.requires_grad and each.grad is not None:
                 raise UnsupportedError(
                     f"the parameter {name} was unfrozen inside a training step, where its gradient was not averaged"
                     " over the group: unfreeze it before the batch begins (in on_train_epoch_start or"

@@ -13,7 +13,7 @@ Rule 4: the server trusts no sender. It calls `ServerCore.check_payload` before 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -25,11 +25,13 @@ from lightning_omni.errors import (
     Refused,
 )
 from lightning_omni.registry import Registry, to_wire
-from lightning_omni.server.core import ServerCore
 from lightning_omni.server.service import Out, Peer
 from lightning_omni.transport.connections import Control
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.layout import Layout
+
+if TYPE_CHECKING:  # ranks do not import the server
+    from lightning_omni.server.core import ServerCore
 
 # --- Server ----------------------------------------------------------------------------------------------------------
 

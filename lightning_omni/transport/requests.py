@@ -121,6 +121,7 @@ class _Again:
         self._is_out = False
 
     def send(self, parts: Sequence[_Part]) -> None:
+        """Send all parts of this rank."""
         if self._server_epoch is None:
             self._reconnect()
         self._parts, self._is_out = parts, all(each.server_epoch == self._server_epoch for each in self._connections)
@@ -131,6 +132,7 @@ class _Again:
             self._is_out = False
 
     def receive(self, expect: type[Answer], memories: Sequence[Tensor | None]) -> list[tuple[Answer, Tensor] | Refused]:
+        """Wait for all answers or refusals."""
         while True:
             received = self._receive(expect, memories)
             if self._largest(int(received is None)) == 0:

@@ -42,15 +42,9 @@ Request = Callable[[Message, type[Any]], Any]
 
 
 def hello_of(run: str, rank: int, world_size: int, layout: Layout, nonce: bytes, returns: bool = False) -> Hello:
-    """Return the first message of a rank.
+    """Return the first message of a rank; all ranks must have the same ``layout``, of the parameters of all optimizers.
 
-    Args:
-        run: name on which all ranks of the run agree.
-        rank: the rank.
-        world_size: number of ranks.
-        layout: parameters of all optimizers; every rank must have the same.
-        nonce: random bytes.
-        returns: whether an earlier server, which is gone, had admitted the rank.
+    ``returns`` is true if an earlier server, which is gone, had admitted the rank.
     """
     return Hello(
         version=VERSION,
@@ -66,13 +60,7 @@ def hello_of(run: str, rank: int, world_size: int, layout: Layout, nonce: bytes,
 
 
 def join(request: Request, key: bytes, hello: Hello, where: str = "") -> tuple[Welcome, bytes]:
-    """Perform a rank's side of the handshake on its control connection.
-
-    Args:
-        request: sends to the server.
-        key: the run's shared secret.
-        hello: message of `hello_of`.
-        where: the server's address, for messages.
+    """Perform a rank's side of the handshake; ``where`` is the server's address, for messages.
 
     Returns:
         The server's welcome, and the secret that opens this rank's data connection.
@@ -90,12 +78,6 @@ def join(request: Request, key: bytes, hello: Hello, where: str = "") -> tuple[W
 def attach(request: Request, secret: bytes, number: int, nonce: bytes) -> None:
     """Authenticate both sides of a data connection, or of one between leaders, by their shared secret.
 
-    Args:
-        request: sends to the other side.
-        secret: secret of `join`, or of leaders.
-        number: the rank.
-        nonce: random bytes.
-
     Raises:
         Refused: the other side does not hold the secret.
     """
@@ -107,13 +89,7 @@ def attach(request: Request, secret: bytes, number: int, nonce: bytes) -> None:
 
 
 def observe(request: Request, key: bytes, nonce: bytes, where: str = "") -> None:
-    """Perform an observer's side of the handshake.
-
-    Args:
-        request: sends to the server.
-        key: the run's shared secret.
-        nonce: random bytes.
-        where: the server's address, for messages.
+    """Perform an observer's side of the handshake; ``where`` is as in `join`.
 
     Raises:
         Refused: the server does not hold the key.
@@ -126,51 +102,36 @@ def observe(request: Request, key: bytes, nonce: bytes, where: str = "") -> None
 
 
 def rank_mac(key: bytes, hello: Hello, challenge: bytes) -> bytes:
-    """Return a rank's MAC in answer to a challenge."""
     return _mac(key, b"rank", hello, challenge)
 
 
 def server_mac(key: bytes, hello: Hello, challenge: bytes) -> bytes:
-    """Return the server's MAC, which proves that it holds the key, too."""
     return _mac(key, b"server", hello, challenge)
 
 
 def session_key(key: bytes, hello: Hello, challenge: bytes) -> bytes:
-    """Return the secret that a rank's process and the server share; it opens that process's data connection."""
+    """Return the secret that a rank's process shares with the server; it opens its data connection."""
     return derive(key, b"session", msgspec.msgpack.encode((hello, challenge)))
 
 
 def attach_mac(secret: bytes, side: Literal["rank", "server"], attach: Attach, challenge: bytes) -> bytes:
-    """Return the MAC that proves that one side holds the secret of a connection."""
     return hmac.digest(secret, msgspec.msgpack.encode(("attach", side, attach, challenge)), hashlib.sha256)
 
 
 def share_mac(secret: bytes, side: str, share: tuple[Any, ...]) -> bytes:
-    """Return the MAC that proves that one side holds the secret of the connection that shares memory."""
     return hmac.digest(secret, msgspec.msgpack.encode(("share", side, share)), hashlib.sha256)
 
 
 def observer_mac(key: bytes, side: Literal["observer", "server"], hello: Observe, challenge: bytes) -> bytes:
-    """Return the MAC that proves that an observer, or the server to it, holds the key."""
     return hmac.digest(key, msgspec.msgpack.encode(("observe", side, hello, challenge)), hashlib.sha256)
 
 
 def follower_mac(key: bytes, side: Literal["follower", "coordinator"], hello: FollowerHello, challenge: bytes) -> bytes:
-    """Return the MAC that proves that a server with a partition, or the coordinating server, holds the key."""
     return hmac.digest(key, msgspec.msgpack.encode(("between servers", side, hello, challenge)), hashlib.sha256)
 
 
 def join_as_follower(request: Request, key: bytes, hello: FollowerHello, where: str = "") -> FollowerWelcome:
     """Perform the handshake of a server that holds a partition with the coordinating server.
-
-    Args:
-        request: sends to the coordinating server.
-        key: the run's shared secret.
-        hello: this server's description of itself.
-        where: address of the coordinating server, for messages.
-
-    Returns:
-        The coordinating server's welcome.
 
     Raises:
         Refused: the coordinating server does not hold the key, or coordinates no others.
@@ -194,13 +155,9 @@ def join_as_follower(request: Request, key: bytes, hello: FollowerHello, where: 
 
 
 def derive(key: bytes, purpose: bytes, salt: bytes = b"", length: int = 32) -> bytes:
-    """Derive a secret for one purpose, by HKDF with SHA-256 (RFC 5869).
+    """Derive a secret of at most 8160 bytes for one purpose, by HKDF with SHA-256 (RFC 5869).
 
-    Args:
-        key: the secret to derive from.
-        purpose: purpose of the new secret; other purposes give unrelated secrets.
-        salt: value that makes each derivation different.
-        length: length in bytes, at most 8160.
+    Secrets for other purposes, or with another ``salt``, are unrelated.
     """
     extracted = hmac.digest(salt or bytes(hashlib.sha256().digest_size), key, hashlib.sha256)
     block, derived = b"", b""

@@ -1,8 +1,8 @@
 """The journal of decisions since the server's state was saved, as far as ranks have received them.
 
-When a server dies, its weights return to the last save, but decisions sent to ranks must stay valid: the samples that a
-group has drawn, its next step, the collectives completed at a synchronization point, the lost ranks. They are recorded
-before they are sent. A server that continues from the save replays the journal.
+When a server dies, its weights return to the last save, but decisions sent to ranks must stay valid: the samples
+that a group has drawn, its next step, the completed collectives, the lost ranks. They are recorded before they are
+sent, and a server that continues from the save replays them.
 
 Rule: an entry is written before the answer that follows from it leaves the server.
 """
@@ -23,22 +23,16 @@ class Entry(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class OpenedEntry(Entry, frozen=True):
-    """The opening of an epoch."""
-
     plan: EpochPlan
 
 
 class TrainedEntry(Entry, frozen=True):
-    """A group's number of trained batches."""
-
     group: int
     epoch: int
     batches: int
 
 
 class DrawnEntry(Entry, frozen=True):
-    """A group's draw of its batches from a number on."""
-
     group: int
     number: int
 
@@ -58,15 +52,11 @@ class ResolvedEntry(Entry, frozen=True):
 
 
 class LeftEpochEntry(Entry, frozen=True):
-    """A group's early departure from the epoch."""
-
     group: int
     message: LeaveEpoch
 
 
 class GatheredEntry(Entry, frozen=True):
-    """A collective to which all live ranks have contributed."""
-
     number: int
     ranks: tuple[int, ...]
     payloads: tuple[bytes, ...]
@@ -81,8 +71,6 @@ class ClaimedEntry(Entry, frozen=True):
 
 
 class EvaluatedEntry(Entry, frozen=True):
-    """A group's result of a validation."""
-
     group: int
     number: int
     packed: Packed
@@ -90,8 +78,6 @@ class EvaluatedEntry(Entry, frozen=True):
 
 
 class ReadEntry(Entry, frozen=True):
-    """A rank's reading of a validation's result."""
-
     rank: int
     number: int
 
@@ -103,8 +89,6 @@ class SavedEntry(Entry, frozen=True):
 
 
 class LostEntry(Entry, frozen=True):
-    """The death of a rank."""
-
     rank: int
     reason: str
     barred: bool = False
@@ -124,8 +108,6 @@ class NumberedEntry(Entry, frozen=True):
 
 
 class JoinedEntry(Entry, frozen=True):
-    """The joining of a group."""
-
     rank: int
     message: Join
 
@@ -189,6 +171,5 @@ class Journal:
         self.saves = 0
 
     def note(self, entry: Entry) -> None:
-        """Write an entry, if the journal is open."""
         if self.write is not None:
             self.write(entry)

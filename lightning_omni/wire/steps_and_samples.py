@@ -1,6 +1,6 @@
 """Progress of a run in samples, from which steps are derived.
 
-Groups differ in speed, and each counts its own steps. All groups share one count: the samples that they have trained
+Groups differ in speed, and each counts its own steps, but all share one count: the samples that they have trained
 together. One step of DDP trains a reference batch, so this number of samples is one step of the run, whichever group
 trained them.
 """
@@ -45,12 +45,10 @@ class Progress:
     """The progress of a run.
 
     Attributes:
-        reference: the reference batch.
         batches: batches of each rank in an epoch of DDP.
         epochs: number of finished epochs.
         samples: trained samples of the current epoch, of all groups.
-        past: steps of DDP in the finished epochs, which may have had other batches; None if they were like the current
-            one.
+        past: steps of DDP in the finished epochs; None if these had batches like the current one's.
         past_batches: batches of each rank of DDP in the finished epochs; None as for ``past``.
 
     Example:
@@ -87,7 +85,7 @@ class Progress:
         return past + (epoch - self.epochs) * self.steps_an_epoch
 
     def batches_before(self, epoch: int) -> int:
-        """Return the batches of each rank of DDP before an epoch; later epochs are assumed to be like the current one.
+        """Return the batches of each rank of DDP before an epoch, assumed as for `steps_before`.
 
         Steps do not determine this number: they may have accumulated more or fewer batches.
         """
@@ -118,16 +116,9 @@ class Progress:
         return epochs * (self.batches // every + is_last_due) + rest * window // every
 
     def steps_left(self, steps: int, epoch: int) -> int:
-        """Return the steps of a run, out of ``steps`` in total, that are left when an epoch begins."""
         return max(0, steps - self.steps_before(epoch))
 
     def budget(self, total: int, epoch: int, steps: int = -1) -> int:
-        """Return the number of samples to train in an epoch.
-
-        Args:
-            total: available samples.
-            epoch: number of the epoch.
-            steps: total steps of DDP in the run; -1 for no limit.
-        """
+        """Return the samples to train in an epoch, of ``total``; DDP makes ``steps`` in the run, -1 for no limit."""
         whole = min(total, self.samples_an_epoch)
         return whole if steps == -1 else min(whole, self.steps_left(steps, epoch) * self.reference.samples)

@@ -25,8 +25,9 @@ from lightning_omni.errors import ProtocolError, Refused
 from lightning_omni.methods import Method, method_named
 from lightning_omni.methods.model.modules import describe_module
 from lightning_omni.methods.model.server_optimizer import describe, hyperparameters_of
-from lightning_omni.server import Out, ServerCore
+from lightning_omni.server.core import ServerCore
 from lightning_omni.server.event_log import Event
+from lightning_omni.server.service import Out
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, pack, unpack
 from lightning_omni.wire.handshake import attach_mac, rank_mac, session_key

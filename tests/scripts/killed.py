@@ -10,9 +10,9 @@ import secrets
 import sys
 from pathlib import Path
 
-from lightning_omni.server import ServerCore
-from lightning_omni.transport.zeromq import ZeroMQServer
+from lightning_omni.server.core import ServerCore
 from lightning_omni.transport.zeromq.addresses import PrivateDirectory
+from lightning_omni.transport.zeromq.server import ZeroMQServer
 
 
 def say(line: str) -> None:

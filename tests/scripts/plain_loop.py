@@ -136,7 +136,8 @@ def fail(groups: int, wraps: str) -> str:
     model: Any = torch.nn.Linear(4, 1)
     if wraps == "ddp":
         model = torch.nn.parallel.DistributedDataParallel(model)
-    optimizer = OmniOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), world)
+    its_world = World(groups) if wraps == "another World" else world
+    optimizer = OmniOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), its_world)
     torch.manual_seed(world.rank)
 
     def closure() -> torch.Tensor:

@@ -148,6 +148,7 @@ def read(tensors: Sequence[Tensor], pieces: Pieces) -> list[Tensor]:
 
 
 def write(tensors: Sequence[Tensor], pieces: Pieces, values: Sequence[Tensor]) -> None:
+    """Overwrite a fragment of tensors with one value for each piece."""
     for (place, where), value in zip(pieces, values, strict=True):
         whole = tensors[place]
         if where is None or whole.is_contiguous():

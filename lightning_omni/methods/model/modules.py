@@ -1,8 +1,8 @@
 """A torch module as plain data, from which another process can rebuild it without pickle.
 
 A module reaches the server as a *description*: class path, plain attributes, buffers, and the descriptions of its
-children. It contains no code: classes are imported by name, from ``torch.nn`` and from modules that the server was
-started to allow.
+children. It contains no code: classes are imported by name, and only from ``torch.nn`` and from modules that the server
+was started to allow.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def describe_module(module: nn.Module) -> dict[str, Any]:
     """Describe a module, so that `rebuild_module` can copy it in another process.
 
     Raises:
-        UnsupportedError: a class cannot be imported by name, or an attribute is not plain.
+        UnsupportedError: it cannot be described; the message names the part and a remedy.
 
     Example:
         >>> description = describe_module(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))
@@ -192,7 +192,7 @@ def rebuild_module(
 
 
 def module_resolver(allowed: Sequence[str]) -> ResolveModule:
-    """Return a resolver of ``torch.nn`` and of class paths in ``allowed``."""
+    """Return a resolver that admits only ``torch.nn`` and the class paths in ``allowed``."""
     return admitting(nn.Module, ("torch.nn", "torch.nn.modules."), "module class", "--allow-module", allowed)
 
 

@@ -318,6 +318,7 @@ class Replica:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore a `state`."""
         self.load(Pulled(state["weights"], int(state["clock"])))
         self.memory = dict(state["memory"])
         load_optimizer_state(self.optimizer, state["optimizer"])

@@ -1,7 +1,7 @@
 """The master weights of one optimizer, and the user's torch optimizer that moves them.
 
 A torch optimizer reaches the server as a *description*: class path, defaults, parameter groups, plain attributes. It is
-never pickled, so a message cannot execute its sender's code.
+never pickled, so a message cannot execute code of its sender's choice.
 """
 
 from __future__ import annotations
@@ -452,7 +452,7 @@ def rebuild(
 
 
 def resolver(allowed: Sequence[str]) -> Resolve:
-    """Return a resolver of ``torch.optim`` and of class paths in ``allowed``."""
+    """Return a resolver that admits only ``torch.optim`` and the class paths in ``allowed``."""
     return admitting(Optimizer, ("torch.optim", "torch.optim."), "optimizer", "--allow-optimizer", allowed)
 
 

@@ -259,7 +259,7 @@ class ReductionCheck:
                 "OmniOptimizer.step(): the members of this compute group have different gradients, and a group trains"
                 " with their mean: use model = world.wrap(model) for what you call, again after world.regroup() and"
                 " whenever parameters are unfrozen or added; or average gradients over world.compute_group before each"
-                " step"
+                " step; and give the GradScaler of each member the same state"
             )
 
 

@@ -14,10 +14,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from typing_extensions import override
@@ -37,6 +33,7 @@ from lightning_omni.wire.steps_and_samples import Progress
 
 # Rule 1: each rank writes its own parts, and reads the parts that it is to have. No rank holds a whole sharded tensor.
 # Rule 2: a folder replaces an earlier one once it is complete.
+# Rule 3: torch.distributed.checkpoint is imported where it is used, since its import takes a tenth of a second.
 
 METADATA = "meta.pt"
 """The file in the folder with all data except weights and optimizer state."""
@@ -74,13 +71,16 @@ def save(path: Path, tensors: Mapping[str, Any], plain: Mapping[str, Any], group
     Raises:
         OSError: the checkpoint could not be written, on all ranks; an earlier one is unchanged.
     """
+    from torch.distributed.checkpoint import state_dict_saver
+    from torch.distributed.checkpoint.api import CheckpointException
+
     partial = beside(path, "partial")
     is_first = dist.get_rank(group) == 0
     if is_first:
         shutil.rmtree(partial, ignore_errors=True)
     dist.barrier(group)
     try:
-        state_dict_saver.save(dict(tensors), storage_writer=_Writer(partial, path, plain), process_group=group)
+        state_dict_saver.save(dict(tensors), storage_writer=_writer(partial, path, plain), process_group=group)
     except CheckpointException as error:
         reasons = ", ".join(sorted({str(reason) for reason, _ in error.failures.values()})) + _free(partial)
         if is_first:
@@ -88,21 +88,21 @@ def save(path: Path, tensors: Mapping[str, Any], plain: Mapping[str, Any], group
         raise OSError(f"{path}: this checkpoint was not saved; one of before is as it was: {reasons}") from error
 
 
-class _Writer(FileSystemWriter):
-    """A writer to a folder beside the checkpoint, which replaces the checkpoint when it is complete.
+def _writer(partial: Path, path: Path, plain: Mapping[str, Any]) -> Any:
+    """Return a writer to a folder beside the checkpoint, which replaces the checkpoint when it is complete.
 
     The first rank's own operations are in `finish`: torch reports their failure to all ranks, so none waits for it.
     """
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-    def __init__(self, partial: Path, path: Path, plain: Mapping[str, Any]) -> None:
-        super().__init__(partial)
-        self._partial, self._path, self._plain = partial, path, plain
+    class Writer(FileSystemWriter):
+        @override
+        def finish(self, *args: Any, **kwargs: Any) -> None:
+            super().finish(*args, **kwargs)
+            torch.save(dict(plain), partial / METADATA)
+            _replace(partial, path)
 
-    @override
-    def finish(self, *args: Any, **kwargs: Any) -> None:
-        super().finish(*args, **kwargs)
-        torch.save(dict(self._plain), self._partial / METADATA)
-        _replace(self._partial, self._path)
+    return Writer(partial)
 
 
 def _free(partial: Path) -> str:
@@ -172,6 +172,8 @@ class CheckpointFolder:
     """A checkpoint folder to read from. Ranks of a process group that read the same data do so together."""
 
     def __init__(self, path: Path) -> None:
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+
         self.path = path
         self._known: Mapping[str, Any] = FileSystemReader(path).read_metadata().state_dict_metadata
 
@@ -248,6 +250,8 @@ class CheckpointFolder:
 
     def _room(self, name: str, parameter: Tensor | None = None) -> Any:
         """Allocate memory for an entry: sharded as its parameter if that has the same shape, otherwise whole."""
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
         known = self._known[name]
         if not isinstance(known, TensorStorageMetadata):
             return None
@@ -257,6 +261,9 @@ class CheckpointFolder:
 
     def _read(self, rooms: dict[str, Any], group: Any = None) -> dict[str, Any]:
         if rooms:
+            from torch.distributed.checkpoint import state_dict_loader
+            from torch.distributed.checkpoint.filesystem import FileSystemReader
+
             state_dict_loader.load(rooms, storage_reader=FileSystemReader(self.path), process_group=group)
         return rooms
 

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
+from types import FrameType
 from typing import Any
 
 from torch.optim import Optimizer
+from typing_extensions import Self, override
+
+_LIBRARIES = {"lightning", "lightning_fabric", "lightning_omni", "pytorch_lightning"}
+"""Packages that go through all states, to move or save them, and know of the server or need nothing of it."""
+_PASSING_ON = {"copy", "torch"}
+"""Packages that read the state for their callers, as in ``optimizer.state_dict()`` and ``deepcopy(optimizer)``."""
 
 
 class ServedState(defaultdict[Any, Any]):
     """The empty ``state`` of an optimizer that steps at the parameter server.
 
-    In an ordinary dict ``clear()`` and the like would leave no trace, and code that reads the state would take it for
-    that of a first step.
+    In an ordinary dict ``clear()``, ``update({p: {}})`` and the like would leave no trace, and code that reads the
+    state, or goes through it, would take it for that of a first step.
 
     Args:
-        on_read: called at the first read of a parameter's state.
+        on_read: called at user code's first read of the state.
     """
 
     def __init__(self, on_read: Callable[[], None]) -> None:
@@ -45,25 +53,95 @@ class ServedState(defaultdict[Any, Any]):
             state.pop(parameter, None)
         state.update({parameter: values for parameter, values in self.items() if values})
 
+    # --- Writes -------------------------------------------------------------------------------------------------------
+
+    @override
     def clear(self) -> None:
         self._is_cleared = True
         super().clear()
 
+    @override
     def __setitem__(self, parameter: Any, values: Any) -> None:
         self._removed.add(parameter)
         super().__setitem__(parameter, values)
 
+    @override
+    def __delitem__(self, parameter: Any) -> None:
+        self.pop(parameter, None)
+
+    @override
     def pop(self, parameter: Any, *default: Any) -> Any:
         self._removed.add(parameter)
         return super().pop(parameter, *default)
 
-    def __missing__(self, parameter: Any) -> Any:
-        if self._on_read is not None:
+    @override
+    def update(self, *others: Any, **more: Any) -> None:
+        for parameter, values in dict(*others, **more).items():
+            self[parameter] = values
+
+    @override
+    def __ior__(self, other: Any) -> Self:
+        self.update(other)
+        return self
+
+    # --- Reads --------------------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        if self._on_read is not None and not _is_called_by_library():
             self._on_read()
             self._on_read = None
+
+    @override
+    def __missing__(self, parameter: Any) -> Any:
+        self._read()
         values: dict[str, Any] = {}
         super().__setitem__(parameter, values)
         return values
 
+    @override
+    def __contains__(self, parameter: Any) -> bool:
+        self._read()
+        return super().__contains__(parameter)
+
+    @override
+    def __len__(self) -> int:
+        self._read()
+        return super().__len__()
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        self._read()
+        return super().__iter__()
+
+    @override
+    def get(self, parameter: Any, default: Any = None) -> Any:
+        self._read()
+        return super().get(parameter, default)
+
+    @override
+    def keys(self) -> Any:
+        self._read()
+        return super().keys()
+
+    @override
+    def values(self) -> Any:
+        self._read()
+        return super().values()
+
+    @override
+    def items(self) -> Any:
+        self._read()
+        return super().items()
+
+    @override
     def __reduce__(self) -> Any:
+        self._read()
         return defaultdict, (dict,), None, None, iter(self.items())
+
+
+def _is_called_by_library() -> bool:
+    """Return whether Lightning or this package reads the state, and not the user's code."""
+    frame: FrameType | None = sys._getframe(3)  # the caller of the method that calls `_read`
+    while frame is not None and (package := frame.f_globals.get("__name__", "").partition(".")[0]) in _PASSING_ON:
+        frame = frame.f_back
+    return frame is not None and package in _LIBRARIES

@@ -26,6 +26,7 @@ from lightning_omni.wire.journal import (
     TrainedEntry,
 )
 from lightning_omni.wire.messages import AskNext, Batch, EpochPlan, LeaveEpoch
+from lightning_omni.wire.messages.data import STOPS
 
 # --- Validations while groups train -----------------------------------------------------------------------------------
 
@@ -69,17 +70,13 @@ class ValidationBook:
         self._lost: set[int] = set()  # validations under way whose weights are lost
 
     def form(self) -> None:
-        """Start with new groups; validations of the earlier ones are void."""
+        """Start with new groups, which makes validations of the earlier ones void."""
         for group in self.evaluating:
             self.evict(group)
         self._answers.clear()
 
     def claim(self, group: int, epoch: int, passed: int) -> int:
-        """Assign a validation to a group that has passed ``passed`` validation points of this epoch.
-
-        Returns:
-            The number of the validation that the group must evaluate; 0 if there is none.
-        """
+        """Return the validation that a group must evaluate after ``passed`` points of the epoch; 0 for none."""
         answer = self._answers.get(group)
         if answer is None or answer[:2] != (epoch, passed):
             answer = self._answers[group] = (epoch, passed, self._give(group, epoch, passed))
@@ -98,40 +95,29 @@ class ValidationBook:
 
     @property
     def last(self) -> int:
-        """Return the number of the last validation assigned to a group; 0 if there is none."""
         return self._last
 
     @property
     def evaluating(self) -> set[int]:
-        """Return the groups that evaluate."""
         return set(self._under_way.values())
 
     def check_evaluates(self, group: int, number: int) -> None:
-        """Raise `ProtocolError` unless a group evaluates that validation."""
         if self._under_way.get(number) != group:
             raise ProtocolError(f"validation {number} was not given to group {group}, or is over")
 
     def publish(self, group: int, number: int, result: Any) -> None:
-        """Store the result of a validation.
-
-        Raises:
-            ProtocolError: the group was not assigned this validation.
-        """
         self.check_evaluates(group, number)
         self._end(number, None if number in self._lost else result)
 
     def evict(self, group: int) -> None:
-        """Remove a group; validations that it evaluates are void."""
+        """Remove a group, which makes validations that it evaluates void."""
         self._answers.pop(group, None)
         for number in [number for number, by in self._under_way.items() if by == group]:
             self.is_missed = True
             self._end(number, None)
 
     def go_back(self) -> None:
-        """Continue after a restart of the server, which has lost the weights of validations.
-
-        Results that no rank has read become void, because their weights cannot be saved any more.
-        """
+        """Continue after a restart, which has lost the evaluated weights: results that no rank has read are void."""
         read = max(self._read.values(), default=0)
         for number in range(max(read, self.saved) + 1, self._last + 1):
             self.is_missed = True
@@ -141,7 +127,6 @@ class ValidationBook:
                 self._results[number] = None
 
     def state(self) -> dict[str, Any]:
-        """Return the state as plain values, with the results unchanged."""
         numbers = {name: vars(self)[name] for name in _NUMBERS}
         return {
             **numbers,
@@ -164,36 +149,22 @@ class ValidationBook:
         self.complete = min(self._under_way, default=self._last + 1) - 1
 
     def read(self, rank: int, number: int) -> Any:
-        """Return the result of a validation, or None if it is void. A rank reads results in order.
-
-        Raises:
-            ProtocolError: the result is not complete, or every rank has read it.
-        """
+        """Return the result of a validation, or None if it is void. A rank reads results in order."""
         if not 0 < number <= self.complete or number not in self._results:
             raise ProtocolError(f"there is no result of validation {number}: {self.complete} are complete")
         self._read[rank] = max(number, self._read.get(rank, 0))
         return self._results[number]
 
     def save(self, number: int) -> None:
-        """Record that all validations up to this number are saved completely."""
         self.saved = max(number, self.saved)
 
     def forget(self, live: Collection[int]) -> None:
-        """Drop results that all live ranks have read."""
         known = min((self._read.get(rank, 0) for rank in live), default=0)
         self._results = {number: result for number, result in self._results.items() if number > known}
 
 
-STOPS = ("", "validate", "end", "skip")
-"""Ways in which a group that leaves an epoch may end it for all: see `lightning_omni.wire.messages.LeaveEpoch`."""
-
-
 class Epochs:
-    """The epochs of a run, of which at most one is open.
-
-    Args:
-        journal: journal for the decisions that ranks are sent.
-    """
+    """The epochs of a run, of which at most one is open."""
 
     def __init__(self, journal: Journal | None = None) -> None:
         self._journal = journal or Journal()
@@ -213,12 +184,10 @@ class Epochs:
 
     @property
     def progress(self) -> int:
-        """Return the number of trained positions of the epoch."""
         return self.book.trained if self.book else 0
 
     @property
     def trained_spans(self) -> tuple[tuple[int, int], ...]:
-        """Return the trained ranges of the epoch."""
         return self.book.trained_spans if self.book else ()
 
     @property
@@ -231,7 +200,6 @@ class Epochs:
         return self.book.plan if self.book else None
 
     def form(self, group_sizes: dict[int, int], generation: int, keep_epoch: bool) -> None:
-        """Start with new groups; leased batches return to the pool."""
         self._sizes = dict(group_sizes)
         self.generation = generation
         self.stop = ""
@@ -243,7 +211,7 @@ class Epochs:
             self.book = None
 
     def join(self, group: int, ranks: Sequence[int]) -> None:
-        """Add a group, which also draws from the current epoch and skips its earlier validations."""
+        """Add a group, which skips earlier validations of the current epoch."""
         self._sizes[group] = len(ranks)
         self._dirty = True
         for rank in ranks:
@@ -256,11 +224,7 @@ class Epochs:
             self.book.draw(group, 0)
 
     def open(self, plan: EpochPlan) -> None:
-        """Open an epoch; every rank requests this.
-
-        Raises:
-            ProtocolError: ranks disagree on the plan.
-        """
+        """Open an epoch at the request of every rank; all must agree on the plan."""
         if self.book is not None and self.book.plan.epoch == plan.epoch:
             if self.book.plan != plan:
                 raise ProtocolError(
@@ -278,11 +242,7 @@ class Epochs:
         self._begin()
 
     def book_of(self, epoch: int, generation: int) -> LeaseBook:
-        """Return the book of an epoch.
-
-        Raises:
-            ProtocolError: that epoch is not open, or the groups have changed since.
-        """
+        """Return the book of an epoch that is open, unless the groups have changed since."""
         if generation != self.generation:
             raise ProtocolError(f"groups were formed again: generation {self.generation}, not {generation}")
         if self.book is None or self.book.plan.epoch != epoch:
@@ -290,26 +250,20 @@ class Epochs:
         return self.book
 
     def holds(self, group: int, epoch: int) -> bool:
-        """Return whether that epoch is open and the group draws from it."""
         return self.book is not None and self.book.plan.epoch == epoch and self.book.has(group)
 
     def check_trained(self, group: int, epoch: int, batches: int) -> None:
-        """Raise `ProtocolError` unless `train` would accept these arguments."""
         if self.book is not None and self.book.plan.epoch == epoch:
             self.book.check_trained(group, batches)
 
     def train(self, group: int, epoch: int, batches: int) -> None:
-        """Record the number of batches that a group has trained, as its push reports."""
+        """Record how many batches a group has trained, as its push reports."""
         if self.book is not None and self.book.plan.epoch == epoch:
             self.book.train(group, batches)
             self._journal.note(TrainedEntry(group, epoch, batches))
 
     def draw(self, group: int, number: int, trained: int) -> list[Batch]:
-        """Return a group's batches from a number on, and record the number that it has trained.
-
-        Raises:
-            ProtocolError: the group skips a number, or reports more trained batches than it has drawn.
-        """
+        """Return a group's batches from a number on, and record the number that it has trained."""
         assert self.book is not None
         self.train(group, self.book.plan.epoch, trained)
         self._dirty = self._dirty or not self.book.has_begun(group)  # batches kept for it may go to others now
@@ -318,12 +272,11 @@ class Epochs:
         return batches
 
     def repeated_decision(self, rank: int, question: AskNext) -> str:
-        """Return the decision that a rank received on this question before; empty if there is none."""
+        """Return the decision that a rank received on this question before; empty for none."""
         asked, decision = self._told.get(rank, (None, ""))
         return decision if asked == question else ""
 
     def wait(self, group: int, rank: int, question: AskNext) -> None:
-        """Record the question of a rank that has trained its group's batches of the validation interval."""
         book = self.book_of(question.epoch, question.generation)
         if book.has(group) or group not in self._sizes:  # else a peer's `LeaveEpoch` arrived first
             book.train(group, question.trained)
@@ -338,12 +291,7 @@ class Epochs:
         return self.book.untrained_spans(group, batches)
 
     def leave(self, group: int, message: LeaveEpoch) -> None:
-        """Remove a group from the epoch early; it may also end the run for all.
-
-        Raises:
-            ProtocolError: the group reports more trained batches than it has drawn, or ``stop`` is unknown; nothing has
-                changed.
-        """
+        """Remove a group from the epoch early, unless that is refused; it may also end the run for all."""
         if message.stop not in STOPS:
             raise ProtocolError(f"a group leaves an epoch with stop={message.stop!r}: there are {STOPS}")
         if self.holds(group, message.epoch):
@@ -392,7 +340,6 @@ class Epochs:
     # --- Saved state --------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return the state as plain values."""
         state = _EpochsState(
             sizes=self._sizes,
             generation=self.generation,
@@ -422,7 +369,6 @@ class Epochs:
         """Discard the training that was recorded after the state was saved, because the weights do not contain it.
 
         Batches trained since then return to the pool; a group keeps the batches that it has drawn and not trained.
-        Validation results that no rank has read become void.
         """
         self.validations.go_back()
         if self.book is None or self._saved is None:
@@ -442,7 +388,6 @@ class Epochs:
         self._validated.clear()
 
     def _next_decision(self, all_answered: bool) -> tuple[int, str] | None:
-        """Return the first possible decision."""
         state = _QuiescenceCheck(self, all_answered)
         # With a thousand groups, most questions at an epoch's end change nothing for the waiting ranks.
         all_again = self._dirty or self.stop or state.is_trained or state.all_wait
@@ -475,7 +420,7 @@ class Epochs:
 
     @property
     def _is_called_over(self) -> bool:
-        """Return whether a rank's decision was that this epoch is over: a later stop then affects no other rank."""
+        """Return whether a rank was sent the end of this epoch: a later stop then affects no other."""
         plan = self.plan
         return plan is not None and any(
             decision.startswith("over") and (asked.epoch, asked.generation) == (plan.epoch, self.generation)
@@ -512,8 +457,6 @@ class _Saved(NamedTuple):
 
 
 class _EpochsState(msgspec.Struct, frozen=True):
-    """The state of `Epochs`, without the book."""
-
     sizes: dict[int, int]
     generation: int
     stop: str

@@ -30,12 +30,7 @@ class LeaseBook:
     """The record of one epoch's samples: free, leased or trained.
 
     Args:
-        plan: plan of the epoch.
-        group_sizes: number of ranks of each group.
-        samples: counter that continues for each group the number of positions that it was first to train.
-
-    Raises:
-        ProtocolError: the plan is invalid.
+        samples: counter, for each group, of the positions that it was first to train; it continues.
 
     Example:
         >>> book = LeaseBook(EpochPlan(epoch=0, total=8, batch_size=2, budget=8), {0: 1, 1: 2})
@@ -67,12 +62,10 @@ class LeaseBook:
 
     @property
     def trained(self) -> int:
-        """Return the number of trained positions."""
         return self._done_size
 
     @property
     def trained_spans(self) -> tuple[tuple[int, int], ...]:
-        """Return the trained ranges, merged and in order."""
         return tuple(self._done)
 
     @property
@@ -84,40 +77,30 @@ class LeaseBook:
 
     @property
     def next_interval(self) -> int:
-        """Return the validation interval of the next batch.
-
-        Raises:
-            IndexError: the pool is empty.
-        """
         return self._interval_of(self._free[0][0])
 
     def has_point_after(self, interval: int) -> bool:
-        """Return whether a validation point follows a validation interval, perhaps inside the epoch's last batches."""
+        """Return whether a validation point follows an interval, perhaps inside the last batches."""
         return self._interval_of(self.plan.budget - 1) > interval
 
     @property
     def is_drained(self) -> bool:
-        """Return whether no position is free (batches may still be leased)."""
+        """Return whether no position is free; batches may still be leased."""
         return not self._free
 
     @property
     def is_finished(self) -> bool:
-        """Return whether no position is free and no batch is leased."""
         return self.is_drained and not any(self.out(group) for group in self._sizes)
 
     def out(self, group: int) -> int:
-        """Return the number of batches that a group has drawn and has not trained."""
+        """Return how many batches a group has drawn and not trained."""
         return len(self._drawn[group]) - self._trained[group]
 
     def drawn(self, group: int, number: int) -> Batch | None:
-        """Return a group's batch of this number, if it was drawn."""
         return self._drawn[group][number] if number < len(self._drawn[group]) else None
 
     def has_free(self, group: int) -> bool:
-        """Return whether a group that requests a batch gets one.
-
-        A group that has drawn since the last validation leaves one batch each to the groups that have not.
-        """
+        """Return whether a group would get a batch: one that has begun leaves one each to those that have not."""
         if not self._free or not self.has_begun(group):
             return bool(self._free)
         size = self._sizes[group] // self.plan.ranks_per_batch * self.plan.batch_size
@@ -129,16 +112,10 @@ class LeaseBook:
         return len(self._drawn[group]) > self._before.get(group, 0)
 
     def draw(self, group: int, number: int) -> list[Batch]:
-        """Return a group's batches from a number on: those drawn before, or else a few new ones.
+        """Return a group's batches from a number on: drawn before, or a few new ones; none if the pool is empty.
 
         A group that finds no batch left gets the epoch's first batch again: every group needs at least one batch in
         each validation interval, to reach the validation, or the end of the epoch, together with the others.
-
-        Returns:
-            At least one batch; none if the pool is empty now, except for batches kept for other groups.
-
-        Raises:
-            ProtocolError: the group is unknown, or skips a number.
         """
         drawn = self._known(group)
         if not 0 <= number <= len(drawn):
@@ -156,11 +133,6 @@ class LeaseBook:
         return drawn[number:]
 
     def train(self, group: int, batches: int) -> None:
-        """Record that a group has trained its first ``batches`` batches.
-
-        Raises:
-            ProtocolError: the group has drawn fewer.
-        """
         self.check_trained(group, batches)
         drawn = self._drawn[group]
         for batch in drawn[self._trained[group] : batches]:
@@ -174,13 +146,11 @@ class LeaseBook:
         return tuple((batch.start, batch.stop) for batch in self._known(group)[self._trained[group] : batches])
 
     def check_trained(self, group: int, batches: int) -> None:
-        """Raise `ProtocolError` unless the group has drawn at least this number of batches."""
         drawn = self._known(group)
         if not 0 <= batches <= len(drawn):
             raise ProtocolError(f"group {group} says it trained {batches} batches, but has drawn only {len(drawn)}")
 
     def release(self, group: int) -> None:
-        """Return a group's drawn and untrained batches to the pool."""
         drawn, first = self._known(group), self._trained[group]
         numbers = [number for number in range(first, len(drawn)) if (group, number) not in self._repeats]
         back = [(drawn[number].start, drawn[number].stop) for number in numbers]
@@ -189,18 +159,16 @@ class LeaseBook:
         self._free = _merge([*back, *self._free])
 
     def evict(self, group: int) -> None:
-        """Release a group's batches and remove the group."""
         self.release(group)
         del self._sizes[group], self._drawn[group], self._trained[group]
         self._before.pop(group, None)
         self._repeats = {repeat for repeat in self._repeats if repeat[0] != group}
 
     def join(self, group: int, size: int) -> None:
-        """Add a group, which draws from its batch number 0."""
         self._sizes[group], self._drawn[group], self._trained[group] = size, [], 0
 
     def regroup(self, group_sizes: dict[int, int]) -> None:
-        """Return all leased batches to the pool, and replace the groups, which draw from their batch number 0."""
+        """Return all leased batches to the pool, and replace the groups."""
         for group in list(self._sizes):
             self.evict(group)
         self._sizes = dict(group_sizes)
@@ -208,7 +176,7 @@ class LeaseBook:
         self._trained = dict.fromkeys(group_sizes, 0)
 
     def advance(self) -> None:
-        """End the interval, and begin the next one that has untrained positions."""
+        """Begin the next interval that has untrained positions."""
         left = [batch.interval for group in self._sizes for batch in self._drawn[group][self._trained[group] :]]
         if self._free:
             left.append(self.next_interval)
@@ -220,7 +188,7 @@ class LeaseBook:
         self._free = []
 
     def state(self) -> bytes:
-        """Return the state, without the groups' counts of trained samples."""
+        """Return the state, without the counts of ``samples``."""
         return msgspec.msgpack.encode(
             _BookState(
                 self.plan,
@@ -237,7 +205,6 @@ class LeaseBook:
 
     @classmethod
     def from_state(cls, state: bytes, samples: Counter[int]) -> LeaseBook:
-        """Rebuild a book from a `state`; ``samples`` as in the constructor."""
         saved = msgspec.msgpack.decode(state, type=_BookState)
         book = cls(saved.plan, saved.sizes, samples)
         book.interval, book._free, book._done = saved.interval, saved.free, saved.done
@@ -247,7 +214,7 @@ class LeaseBook:
         return book
 
     def go_back(self, trained: Sequence[tuple[int, int]]) -> None:
-        """Reset the trained ranges; the others are free again, except for drawn and untrained batches."""
+        """Reset the trained ranges, and free all others but drawn and untrained batches."""
         self._done = _merge(trained)
         self._done_size = sum(stop - start for start, stop in self._done)
         held = [(each.start, each.stop) for group in self._sizes for each in self._drawn[group][self._trained[group] :]]
@@ -274,7 +241,7 @@ class LeaseBook:
         return Batch(start, stop, self._interval_of(start))
 
     def _missing(self, rest: int, size: int) -> int:
-        """Return the number of samples to remove from a batch of ``size``, so that the rest is enough for a group.
+        """Return how many samples to take off a batch of ``size``, so that the rest is enough for a group.
 
         If the rest had fewer than two samples for each member, one of them might get a single sample, with which
         BatchNorm cannot train. The batches of one group stay those of DistributedSampler.
@@ -294,8 +261,6 @@ class LeaseBook:
 
 
 class _BookState(msgspec.Struct, frozen=True, array_like=True):
-    """The state of a `LeaseBook`."""
-
     plan: EpochPlan
     interval: int
     free: list[tuple[int, int]]
@@ -318,10 +283,9 @@ def _merge(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _insert(merged: list[tuple[int, int]], start: int, stop: int) -> int:
-    """Add a range to merged ones, in place; a run of many groups cannot merge them all at every push.
+    """Add a range to merged ones, in place, and return the number of added positions.
 
-    Returns:
-        The number of added positions.
+    A run of many groups cannot merge all ranges at every push.
     """
     first = bisect_left(merged, start, key=itemgetter(1))  # the first range that ends at ``start`` or later
     last = bisect_right(merged, stop, lo=first, key=itemgetter(0))

@@ -21,12 +21,7 @@ from lightning_omni.wire.journal import ClaimedEntry, EvaluatedEntry, ReadEntry,
 
 
 class LeaseService(Service):
-    """The service that leases samples.
-
-    Args:
-        run: the run.
-        training: service that is notified of groups that wait.
-    """
+    """The service that leases samples."""
 
     def __init__(self, run: RunContext, training: Training) -> None:
         self._roster, self._epochs, self._events = run.roster, run.epochs, run.events
@@ -59,12 +54,10 @@ class LeaseService(Service):
         self._epochs.load(state)
 
     def open(self, sender: Sender, message: m.OpenEpoch, payload: Payload) -> list[Out]:
-        """Open an epoch."""
         self._epochs.open(message.plan)
         return [Out(sender.peer, m.CONTROL, m.EpochOpened(epoch=message.plan.epoch))]
 
     def draw(self, sender: Sender, message: m.DrawBatches, payload: Payload) -> list[Out]:
-        """Lease a group its next batches."""
         book, group = self._epochs.book_of(message.epoch, message.generation), sender.group
         if not book.has(group):  # another member's `Leave` arrived first
             return [Out(sender.peer, m.CONTROL, m.BatchesDrawn(number=message.number, batches=()))]
@@ -74,7 +67,7 @@ class LeaseService(Service):
         return [Out(sender.peer, m.CONTROL, m.BatchesDrawn(number=message.number, batches=tuple(batches)))]
 
     def wait(self, sender: Sender, message: m.AskNext, payload: Payload) -> list[Out]:
-        """Record that a group has trained its batches; it is answered once the next step is decided."""
+        """Record that a group has trained its batches; the answer is its next step, once that is decided."""
         if decision := self._epochs.repeated_decision(sender.rank, message):
             return [Out(sender.peer, m.CONTROL, m.Next(next=decision))]
         spans = self._events.new_spans(sender.group, message)
@@ -83,7 +76,6 @@ class LeaseService(Service):
         return self._training.idle(sender.rank)
 
     def leave(self, sender: Sender, message: m.LeaveEpoch, payload: Payload) -> list[Out]:
-        """Remove a group from the epoch early, at its own request."""
         spans = self._events.new_spans(sender.group, message)
         self._epochs.leave(sender.group, message)
         self._events.train(sender.group, message.epoch, spans)
@@ -97,12 +89,7 @@ LARGEST = 256 << 20
 
 
 class ValidationService(Service):
-    """The service that assigns validations to groups.
-
-    Args:
-        run: the run.
-        training: service that is notified of groups that push nothing meanwhile.
-    """
+    """The service that assigns validations to groups."""
 
     def __init__(self, run: RunContext, training: Training) -> None:
         self._roster, self._epochs, self._journal = run.roster, run.epochs, run.journal
@@ -125,7 +112,6 @@ class ValidationService(Service):
         self._epochs.validations.load({**state, "results": results})
 
     def redo(self, entry: ClaimedEntry | EvaluatedEntry | ReadEntry | SavedEntry) -> None:
-        """Replay an entry of the journal."""
         book = self._epochs.validations
         match entry:
             case ClaimedEntry():
@@ -144,7 +130,6 @@ class ValidationService(Service):
         return result
 
     def claim(self, sender: Sender, message: m.ClaimValidation, payload: Payload) -> list[Out]:
-        """Assign a validation to a group that passes its point in the epoch."""
         self._epochs.book_of(message.epoch, message.generation)
         number = self._epochs.validations.claim(sender.group, message.epoch, message.passed)
         self._journal.note(ClaimedEntry(sender.group, message.epoch, message.passed))
@@ -152,7 +137,6 @@ class ValidationService(Service):
         return [answer, *(self._training.idle(sender.rank) if number else ())]
 
     def check_result(self, sender: Sender, message: m.PublishEvaluation) -> int:
-        """Check the size of a validation's result, and return it."""
         self._epochs.validations.check_evaluates(sender.group, message.number)
         if message.nbytes > LARGEST:
             raise MalformedMessage(f"{message.nbytes} bytes are announced, and at most {LARGEST} may come")
@@ -160,7 +144,6 @@ class ValidationService(Service):
         return message.nbytes
 
     def publish(self, sender: Sender, message: m.PublishEvaluation, payload: Payload) -> list[Out]:
-        """Store a group's result of a validation."""
         result = message.packed, as_tensor(payload)
         self._epochs.validations.publish(sender.group, message.number, result)
         self._journal.note(EvaluatedEntry(sender.group, message.number, message.packed, bytes_of(payload)))
@@ -168,12 +151,10 @@ class ValidationService(Service):
         return [Out(sender.peer, m.DATA, m.EvaluationPublished())]
 
     def ask(self, sender: Sender, message: m.AskValidations, payload: Payload) -> list[Out]:
-        """Answer a rank with the number of complete validations."""
         book = self._epochs.validations
         return [Out(sender.peer, m.CONTROL, m.Validations(complete=book.complete, is_missed=book.is_missed))]
 
     def read(self, sender: Sender, message: m.ReadEvaluation, payload: Payload) -> list[Out]:
-        """Answer a rank with the result of a validation."""
         packed, buffer = self._read(sender.rank, message.number) or (None, as_tensor(b""))
         answer = m.EvaluationResult(packed=packed or Packed(b"", ()), is_void=packed is None, nbytes=buffer.numel())
         return [Out(sender.peer, m.DATA, answer, (buffer,) if buffer.numel() else ())]

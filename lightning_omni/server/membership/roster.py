@@ -4,8 +4,8 @@ Rule 1: a lost rank never rejoins the same run under its number.
 Rule 2: a rank that was not announced may join a running run, under a number beyond the announced ones; it participates
 only once it is in a group.
 Rule 3: a dead rank's group is lost with it; if it is the recorder's group, the run ends.
-Rule 4: where groups join on their own, the recorder is the lowest live rank, and the run outlives every group: it ends
-when one of them has trained it to its end.
+Rule 4: where groups join on their own, the recorder is the lowest live rank, and the run ends when a group has trained
+it to its end, not when groups are gone.
 Rule 5: each rank number is assigned once. The first group to request numbers begins the run, and numbers its ranks from
 0; until then other groups wait.
 """
@@ -58,16 +58,7 @@ class FormedGroups:
         return self.topology.alive if self.topology is not None else ()
 
     def form(self, topology: Topology, names: Sequence[str], by_member: bool) -> None:
-        """Form groups.
-
-        Args:
-            topology: the groups.
-            names: one name for each group; empty to use the numbers.
-            by_member: whether each member exchanges its own share.
-
-        Raises:
-            ProtocolError: the names are not unique, or not one for each group.
-        """
+        """Form groups, with one unique name for each; without names, numbers are used."""
         names = names or [str(group) for group in range(len(topology.groups))]
         if len(names) != len(topology.groups) or len(set(names)) != len(names):
             raise ProtocolError(f"names={tuple(names)}: {len(topology.groups)} groups need as many different names")
@@ -76,11 +67,6 @@ class FormedGroups:
         self._identities = {group: GroupId(name, self.incarnation) for group, name in enumerate(names)}
 
     def add(self, ranks: Sequence[int], name: str) -> int:
-        """Add a group of these ranks; return its number.
-
-        Raises:
-            ProtocolError: a group of that name participates.
-        """
         before = self.topology.groups if self.topology is not None else ((),) * self._places
         number = len(before)
         name = name or str(number)
@@ -92,7 +78,6 @@ class FormedGroups:
         return number
 
     def remove(self, group: int) -> None:
-        """Remove a group; perhaps none is left."""
         assert self.topology is not None
         self._places = len(self.topology.groups)
         self.topology = self.topology.without(group) if len(self.topology.alive) > 1 else None
@@ -101,11 +86,9 @@ class FormedGroups:
         return self._identities[group]
 
     def members(self, group: int) -> tuple[int, ...]:
-        """Return the ranks of a group; empty if there are no groups."""
         return self.topology.members(group) if self.topology is not None else ()
 
     def group_of(self, rank: int) -> int:
-        """Return the number of a rank's group, or -1."""
         return self.topology.find(rank) if self.topology is not None else -1
 
     def is_leader(self, rank: int) -> bool:
@@ -113,31 +96,19 @@ class FormedGroups:
         return group >= 0 and self.members(group)[0] == rank
 
     def exchanges_with(self, group: int, server: int) -> int:
-        """Return the rank of a group that sends a server its part of the group's requests.
-
-        Args:
-            group: number of the group.
-            server: number of the server, among those that hold a partition of the parameters.
-        """
+        """Return the rank of a group that sends a server its part of the group's requests."""
         return self.members(group)[server if self.by_member else 0]
 
     def counts_as(self, rank: int, server: int) -> int:
-        """Return the rank that a sender counts as: its leader, if it is the member that exchanges with this server.
-
-        Args:
-            rank: the sender.
-            server: number of the server.
-        """
+        """Return the rank that a sender counts as: its leader, if it is the member that exchanges with this server."""
         group = self.group_of(rank) if self.by_member else -1
         return rank if group < 0 or self.exchanges_with(group, server) != rank else self.members(group)[0]
 
     def check_grouped(self, rank: int, group: int) -> None:
-        """Raise `ProtocolError` unless ``group``, the number of the rank's group, is valid."""
         if group < 0:
             raise ProtocolError(f"rank {rank} is in no group; groups are formed when training begins")
 
     def check_leads(self, rank: int, group: int) -> None:
-        """Raise `ProtocolError` unless the rank leads its group."""
         self.check_grouped(rank, group)
         if not self.is_leader(rank):
             raise ProtocolError(f"rank {rank} does not lead group {group}; only leaders push")
@@ -148,7 +119,6 @@ class FormedGroups:
         return GroupHistory(every[:formed], every[formed:], [group for group in every if group not in self.alive])
 
     def state(self) -> dict[str, Any]:
-        """Return the state as plain values."""
         return {
             "groups": [list(members) for members in self.topology.groups] if self.topology is not None else None,
             "places": self._places,
@@ -174,7 +144,7 @@ MOST_RANKS = 1 << 16
 
 
 def origin(run: str) -> str:
-    """Return the original name of a run, which is the same for all runs that replaced it."""
+    """Return the original name of a run, the same for all runs that replaced it."""
     return run.partition(AGAIN)[0]
 
 
@@ -183,8 +153,8 @@ class RankNumbers:
 
     Attributes:
         given: numbers from this one on are free.
-        lost: name of the run that groups were about to join at an earlier server, which has saved none of it; the next
-            run is this run, begun again. With `AGAIN` if a rank had joined; empty if there was no such run.
+        lost: name of the run that groups were about to join at an earlier server, which has saved none of it: the next
+            run is this one, begun again. With `AGAIN` if a rank had joined; empty for none.
     """
 
     def __init__(self) -> None:
@@ -198,16 +168,13 @@ class RankNumbers:
         Args:
             peer: connection of the group.
             ranks: number of its ranks.
-            run: suffix of the run's name if this group begins it; `JOINS`, or the name of the run that begins again, is
-                its prefix.
+            run: suffix of the run's name if this group begins it, after `JOINS` or the name of the run that begins
+                again.
             announced: number of announced ranks; 0 if the run has not begun.
 
         Returns:
             The first number, or -1 while another group is about to begin the run; and the number of announced ranks, 0
             if this group must begin the run.
-
-        Raises:
-            Refused: too few numbers are left.
         """
         first = max(self.given, announced)
         if not 0 < ranks < MOST_RANKS - first:
@@ -241,13 +208,11 @@ class RankNumbers:
 
     @property
     def peers(self) -> list[bytes]:
-        """Return the connections of groups with assigned numbers, and of the group that is about to begin the run."""
         claim = [self._claim[0]] if self._claim is not None else []
         return [*claim, *self._enlisted]
 
     @property
     def claimed(self) -> str:
-        """Return the name of the run that a group is about to begin, or an empty string."""
         return self._claim[1] if self._claim is not None else ""
 
 
@@ -292,10 +257,7 @@ class Roster:
     """The ranks of one run.
 
     Attributes:
-        formed: their compute groups.
-        numbers: the rank numbers of groups that join on their own.
         joining: whether groups join on their own.
-        finished: whether the run was trained to its end.
         can_continue: whether a group that joins can continue the run, even if no rank is left.
         barred: lost ranks whose group must not rejoin by itself.
         barred_hosts: addresses from which no group may join.
@@ -318,17 +280,14 @@ class Roster:
 
     @property
     def run(self) -> str:
-        """Return the run's name; empty before a rank has joined."""
         return self._first.run if self._first else ""
 
     @property
     def started_at(self) -> float:
-        """Return the time at which the first rank was admitted."""
         return self._began
 
     @property
     def world_size(self) -> int:
-        """Return the number of announced ranks."""
         return self._first.world_size if self._first else 0
 
     @property
@@ -344,7 +303,7 @@ class Roster:
 
     @property
     def is_over(self) -> bool:
-        """Return whether ranks have joined and none is left, and no other group can continue the run."""
+        """Return whether ranks have joined, none is left, and no other group can continue the run."""
         continues = self.can_continue and not self.finished
         return self._first is not None and not continues and not any(rank in self.members for rank in self.live)
 
@@ -354,7 +313,6 @@ class Roster:
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """Return the numbers of the participating groups; none before groups are formed."""
         return self.formed.alive
 
     @property
@@ -363,15 +321,10 @@ class Roster:
         return len(self.groups) if self.joining else 0
 
     def form(self, topology: Topology, names: Sequence[str] = (), by_member: bool = False) -> None:
-        """Form groups; see `FormedGroups.form`."""
         self.formed.form(topology, names, by_member)
 
     def register(self, peer: bytes, ranks: int, run: str) -> tuple[int, int]:
-        """Assign numbers to the ranks of a group that joins on its own; see `RankNumbers.enlist`.
-
-        Raises:
-            Refused: the run is over, its ranks were announced, or too few numbers are left.
-        """
+        """Assign numbers to the ranks of a group that joins on its own; see `RankNumbers.register`."""
         if self.finished:
             raise Refused("over", TRAINED_TO_ITS_END)
         if self._first is not None and not self.joining:
@@ -383,12 +336,7 @@ class Roster:
         return self.numbers.register(peer, ranks, run, self.world_size)
 
     def join(self, ranks: Sequence[int], name: str) -> int:
-        """Make late ranks a group; return its number.
-
-        Raises:
-            ProtocolError: the ranks cannot be a group.
-            Refused: one of them has connected from a barred address.
-        """
+        """Make late ranks a group and return its number, unless one has connected from a barred address."""
         if not self.formed.is_any:
             raise ProtocolError("no group can join before the first are formed")
         for rank in ranks:
@@ -403,7 +351,7 @@ class Roster:
         return number
 
     def leave(self, rank: int) -> None:
-        """Record an orderly departure of a rank; its group is removed once all of its ranks have left."""
+        """Record a rank's orderly departure; its group is removed once all of its ranks have left."""
         self.gone.add(rank)
         group = self.formed.group_of(rank)
         if group < 0 or not self.gone.issuperset(self.formed.members(group)):
@@ -412,11 +360,6 @@ class Roster:
             self.formed.remove(group)
 
     def record_hello(self, peer: bytes, hello: Hello, challenge: bytes) -> None:
-        """Store a rank's hello and its challenge.
-
-        Raises:
-            Refused: the rank uses another protocol version.
-        """
         if problem := version_problem(hello):
             raise Refused("version", problem)
         self._challenged[peer] = (hello, challenge)
@@ -464,7 +407,7 @@ class Roster:
         return hello, challenge
 
     def _gone_with_its_server(self, hello: Hello) -> str:
-        """Return why a rank cannot continue the run that it joined at an earlier server; empty if it can."""
+        """Return why a rank cannot continue the run that it joined at an earlier server, or an empty string."""
         joins = hello.run.startswith(JOINS)
         is_unknown = self._first is None and (hello.returns or (joins and not hello.world_size))
         here = self.run or self.numbers.claimed or self.numbers.lost
@@ -478,7 +421,6 @@ class Roster:
         return ""
 
     def add_member(self, peer: bytes, hello: Hello, challenge: bytes, now: float) -> None:
-        """Add a rank that has proved that it holds the key."""
         if self._first is None:
             self._first, self._began = hello, now
             self.joining = hello.run.startswith(JOINS)
@@ -489,7 +431,6 @@ class Roster:
     # --- Saved state -------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return the state as plain values, without the connections of ranks."""
         return {
             "first": msgspec.msgpack.encode(self._first),
             "members": list(self.members),
@@ -505,7 +446,7 @@ class Roster:
         }
 
     def load(self, state: dict[str, Any], now: float) -> None:
-        """Continue from a `state`; its ranks count as seen at ``now``."""
+        """Continue from a `state`, whose ranks count as seen at ``now``."""
         self._first, self._began = msgspec.msgpack.decode(state["first"], type=Hello), now
         self.lost, self.gone, self.barred = dict(state["lost"]), set(state["gone"]), set(state["barred"])
         self.barred_hosts = set(state["barred_hosts"])
@@ -523,7 +464,7 @@ class Roster:
         return self.members.get(self._ranks.get(peer, -1))
 
     def silent(self, now: float, timeout: float, join_timeout: float) -> list[tuple[int, str]]:
-        """Return the live ranks that were silent for too long, each with a message about it."""
+        """Return the live ranks that were silent for too long, each with a message."""
         late = []
         for rank in self.live:
             member = self.members.get(rank)
@@ -553,7 +494,6 @@ class Roster:
         return late
 
     def ends_with(self, group: int) -> bool:
-        """Return whether the run would end with this group."""
         return not self.joining and (len(self.groups) == 1 or self.recorder in self.formed.members(group))
 
     def lose(self, rank: int, reason: str, barred: bool = False) -> tuple[int | None, bool]:

@@ -32,8 +32,8 @@ class Membership:
     Args:
         run: the run.
         services: services to notify of changes of groups, in this order.
-        monitoring: service that reports new groups to ranks.
-        synchronization: synchronization points, and the ranks that wait there.
+        monitoring: reports new groups to ranks.
+        synchronization: holds the ranks that wait for all others.
 
     Attributes:
         generation: the recorder's count of formings of groups.
@@ -58,14 +58,12 @@ class Membership:
 
     @property
     def peers(self) -> list[Peer]:
-        """Return the control connections of the ranks that have not left."""
         members = self._roster.members.items()
         return [member.peer for rank, member in members if member.peer and rank not in self._roster.gone]
 
     # --- Saved state --------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return the state that another server needs to continue."""
         return {"generation": self.generation, "formed": m.encode(self._formed) if self._formed is not None else b""}
 
     def load(self, state: dict[str, Any]) -> None:
@@ -73,7 +71,6 @@ class Membership:
         self._formed = msgspec.msgpack.decode(state["formed"], type=m.FormGroups)
 
     def redo(self, entry: LostEntry | LeftEntry | JoinedEntry) -> None:
-        """Replay an entry of the journal."""
         match entry:
             case LostEntry():
                 group, _ = self._roster.lose(entry.rank, entry.reason, entry.barred)
@@ -86,13 +83,7 @@ class Membership:
                 self._join(entry.rank, entry.message)
 
     def notice_for(self, member: Member, even_lost: bool, even_over: bool) -> m.Notice | None:
-        """Return the notice that a rank receives instead of an answer, if it or the run is lost.
-
-        Args:
-            member: the rank.
-            even_lost: whether to answer the rank although its group is gone.
-            even_over: whether to answer the rank although the run is over.
-        """
+        """Return the notice that a rank receives instead of an answer, if it or the run is lost."""
         if member.rank in self._roster.lost and not even_lost:
             barred = member.rank in self._roster.barred
             return m.Notice(lost=self._roster.lost_ranks, reason=self._roster.lost[member.rank], barred=barred)
@@ -103,7 +94,6 @@ class Membership:
     # --- Messages ----------------------------------------------------------------------------------------------------
 
     def form(self, sender: Sender, message: m.FormGroups, payload: Payload) -> list[Out]:
-        """Form the compute groups at the recorder's request."""
         topology = Topology(message.groups)
         if topology.ranks != self._roster.live:
             raise ProtocolError(
@@ -134,7 +124,6 @@ class Membership:
         ]
 
     def join(self, sender: Sender, message: m.Join, payload: Payload) -> list[Out]:
-        """Make ranks that were not announced a group."""
         if not message.ranks or message.ranks[0] != sender.rank:
             raise ProtocolError(f"rank {sender.rank} speaks for no group of {message.ranks}: the first of them does")
         formed = self._roster.formed
@@ -166,7 +155,6 @@ class Membership:
         return out
 
     def _join(self, rank: int, message: m.Join) -> int:
-        """Add a group and return its number."""
         group = self._roster.join(message.ranks, message.name)
         for service in self._services:
             service.join(group, message.ranks)
@@ -175,16 +163,10 @@ class Membership:
         return group
 
     def report_lost(self, sender: Sender, message: m.RankEnded, payload: Payload) -> list[Out]:
-        """Handle a launcher's report that a rank's process has ended."""
         return self.lose(message.rank, message.reason)
 
     def evict(self, sender: Sender, message: m.Evict, payload: Payload) -> list[Out]:
-        """Remove a group from the run at an observer's request.
-
-        Raises:
-            ProtocolError: the group does not exist any more, the run would end without it, or its addresses are to be
-                barred and groups do not join the run on their own.
-        """
+        """Remove a group at an observer's request, unless the run would end with it."""
         roster, group = self._roster, message.group
         if self.over:
             raise ProtocolError(f"the run is over: {self.over}")
@@ -203,11 +185,6 @@ class Membership:
         return [*out, Out(sender.peer, m.CONTROL, m.Acknowledged())]
 
     def save(self, sender: Sender, message: m.SaveNow, payload: Payload) -> list[Out]:
-        """Request a save of the state for an observer.
-
-        Raises:
-            ProtocolError: this server saves none.
-        """
         if self._journal.write is None:
             raise ProtocolError(
                 "no state is saved here: start the server with --state DIR; training begins first, and if its log says"
@@ -217,7 +194,6 @@ class Membership:
         return [Out(sender.peer, m.CONTROL, m.Acknowledged())]
 
     def goodbye(self, sender: Sender, message: m.Goodbye, payload: Payload) -> list[Out]:
-        """Remove a rank that leaves on its own."""
         out = [Out(sender.peer, m.CONTROL, m.Acknowledged())]
         self._replication.send_to_all(sm.HandleMessage(rank=sender.rank, message=m.encode(message)))
         if message.reason:
@@ -236,7 +212,7 @@ class Membership:
         return out + self._notify_of_end()
 
     def _notify_of_end(self) -> list[Out]:
-        """Notify groups that are about to join, if the last rank of a finished run is gone: the server may end now."""
+        """Notify groups that are about to join, if the last rank of a finished run is gone: the server may end."""
         roster = self._roster
         if not (roster.finished and roster.is_over):
             return []
@@ -266,13 +242,7 @@ class Membership:
         return out
 
     def lose(self, rank: int, reason: str, barred: bool = False) -> list[Out]:
-        """Evict the group of a dead rank, which no rank waits for any more.
-
-        Args:
-            rank: the dead rank.
-            reason: reason of its death.
-            barred: whether the group must not join again by itself.
-        """
+        """Evict the group of a dead rank; if ``barred``, it must not rejoin by itself."""
         if rank not in self._roster.live or self.over:  # it is gone already, or is in no group yet
             return []
         self._replication.send_to_all(sm.LoseRank(rank=rank, reason=reason))
@@ -285,11 +255,9 @@ class Membership:
         return out + self._evict(group, lost=True) + self.resolve_pending() + self._notify_of_end()
 
     def resolve_pending(self) -> list[Out]:
-        """Answer every waiting rank whose condition is met."""
         return [out for service in self._waited_for for out in service.resolve_pending()]
 
     def end(self, reason: str) -> list[Out]:
-        """End the run and notify every rank."""
         self.over, self._roster.can_continue = reason, False
         self._replication.send_to_all(sm.EndRun(reason=reason))
         return self._send_to_everyone(m.Notice(lost=self._roster.lost_ranks, reason=reason, over=True))
@@ -317,9 +285,6 @@ class Joining(Service):
     """The service that admits groups that join on their own.
 
     Args:
-        run: the run.
-        synchronization: synchronization points of the run.
-        random: returns a number of random bytes.
         admit: admits a group.
     """
 
@@ -337,7 +302,6 @@ class Joining(Service):
     # --- Messages ----------------------------------------------------------------------------------------------------
 
     def register(self, sender: Sender, message: m.RegisterGroup, payload: Payload) -> list[Out]:
-        """Assign numbers to the ranks of a group."""
         first, announced = self._roster.register(sender.peer, message.ranks, self._random(8).hex())
         if announced:
             self._journal.note(NumberedEntry(first + message.ranks))
@@ -347,14 +311,13 @@ class Joining(Service):
         return [Out(sender.peer, m.CONTROL, enlisted)]
 
     def ask(self, sender: Sender, message: m.Join, payload: Payload) -> list[Out]:
-        """Admit a group of ranks that were not announced; it is answered once it has joined."""
+        """Admit a group that was not announced; it is answered once it has joined."""
         if not self._roster.joining or self._replication.number:  # the coordinating server has admitted it
             return self._admit(sender, message, payload)
         self._waiting[sender.rank] = sender, message
         return self.resolve_pending()
 
     def check_state(self, sender: Sender, message: m.StoreRunState) -> int:
-        """Check the size of the state for joining groups, and return it."""
         check_specs(message.packed.specs, message.nbytes)
         return message.nbytes
 
@@ -367,7 +330,6 @@ class Joining(Service):
         return [Out(sender.peer, m.DATA, m.RunStateStored())]
 
     def read(self, sender: Sender, message: m.ReadRunState, payload: Payload) -> list[Out]:
-        """Send the stored state to a group that has joined."""
         if self._stored is None:
             raise Refused("state", "nothing was stored for groups that join")
         packed, buffer = self._stored
@@ -412,7 +374,6 @@ class Joining(Service):
 
     @property
     def _is_open(self) -> bool:
-        """Return whether a group may join now."""
         book = self._epochs.book
         if self._stored is None or book is None:
             return False
@@ -422,7 +383,7 @@ class Joining(Service):
 
     @property
     def _have_parted(self) -> bool:
-        """Return whether, since the state was stored, no synchronization or validation has begun."""
+        """Return whether no synchronization or validation has begun since the state was stored."""
         synchronization = self._collective_service
         is_since = self._stored_at == synchronization.completed and self._called == self._epochs.called
         return is_since and not synchronization.contributed

@@ -15,13 +15,13 @@ class TimeLimits:
         heartbeat: seconds of silence after which a rank counts as dead.
         join: seconds within which all ranks must join after the first one.
         progress: seconds without progress after which a group that has trained and is alive counts as dead.
-        joined_heartbeat: like ``heartbeat``, where groups join on their own and a group that was evicted by mistake
-            rejoins; None for the same value. If ``hears_connections``, it limits the silence of connections, and ranks
-            may be silent for at least `PATIENCE`.
+        joined_heartbeat: like ``heartbeat``, where groups join on their own and one that was evicted by mistake
+            rejoins; None for the same. If ``hears_connections``, it limits the silence of connections, and ranks may be
+            silent for at least `PATIENCE`.
 
     Attributes:
-        hears_connections: whether connections send signs of life without the help of the rank's Python, and end without
-            them; the driver sets it.
+        hears_connections: whether connections send signs of life without the rank's Python, and end without them; the
+            driver sets it.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class TimeLimits:
 
     @property
     def silence_of_connections(self) -> float:
-        """Return the seconds for which a joining group's connection may be silent; 0 if there is no limit."""
+        """Return for how many seconds a joining group's connection may be silent; 0 for no limit."""
         return self._joined_heartbeat if self.hears_connections and math.isfinite(self._joined_heartbeat) else 0.0
 
 

@@ -28,7 +28,6 @@ class Delivery:
     """The last push of a group to one optimizer that counted.
 
     Attributes:
-        sequence: its number.
         applied: whether it was finite.
         staleness: staleness in its answer; -1 before that.
         is_answered: whether the method has answered it.
@@ -53,17 +52,9 @@ class Deliveries:
         self._followed: set[tuple[int, int]] | None = None  # pairs with a push since the restart
 
     def check(self, group: int, identity: GroupId, message: PushMessage) -> Delivery | None:
-        """Return the last delivery if this push repeats it; None if the push is the next one.
+        """Return the last delivery if this push repeats it; None if the push is the next one; refuse it otherwise.
 
         After a restart, the first push of a group may leave a gap: an earlier server has answered the missing ones.
-
-        Args:
-            group: number of the sending group.
-            identity: identity of that group.
-            message: the push.
-
-        Raises:
-            Refused: it is neither.
         """
         if message.incarnation != identity.incarnation:
             raise Refused(
@@ -94,7 +85,6 @@ class Deliveries:
         self._last[key] = Delivery(message.sequence, applied, is_answered=not applied)
 
     def answer(self, group: int, optimizer: int, staleness: int) -> None:
-        """Record that the method has answered the group's last push."""
         if (last := self._last.get((group, optimizer))) is not None:
             last.staleness, last.is_answered = staleness, True
 
@@ -107,7 +97,6 @@ class Deliveries:
         self._followed = None
 
     def state(self) -> list[Any]:
-        """Return the state as plain values."""
         return [(*key, last.sequence, last.applied, last.staleness) for key, last in self._last.items()]
 
     def load(self, state: list[Any]) -> None:
@@ -123,7 +112,6 @@ class Deliveries:
 
 
 def is_finite(layout: Layout, payload: Tensor) -> bool:
-    """Return whether all elements of a payload with this layout are finite."""
     return has_finite_sum(layout, payload) or all_finite(layout.views(payload))
 
 
@@ -137,7 +125,6 @@ def has_finite_sum(layout: Layout, payload: Tensor) -> bool:
 
 
 def all_finite(tensors: Sequence[Tensor | None]) -> bool:
-    """Return whether all elements of these tensors are finite."""
     present = [tensor for tensor in tensors if tensor is not None]
     # This pass allocates nothing: a sum is finite only if every element is. Huge elements may overflow it, so a second
     # pass follows.
@@ -150,7 +137,7 @@ def all_finite(tensors: Sequence[Tensor | None]) -> bool:
 
 
 def check_settings(settings: Mapping[str, Any], present: Mapping[str, Any]) -> None:
-    """Raise `ProtocolError` if an optimizer with these settings cannot take those of a push."""
+    """Raise `ProtocolError` if an optimizer with settings ``present`` cannot take those of a push."""
     for name, value in settings.items():
         if name not in present or name == "params" or value is present[name]:
             continue

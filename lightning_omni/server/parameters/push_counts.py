@@ -13,7 +13,7 @@ class PushCounts:
     Attributes:
         staleness: number of pushes with each staleness.
         by_group: for each group, the same since groups were formed.
-        refused: refused pushes and refused weights of groups so far.
+        refused: refused pushes and weights of groups so far.
         refused_in_row: for each group, refused ones since the last finite one.
     """
 
@@ -24,7 +24,6 @@ class PushCounts:
         self.refused_in_row: Counter[int] = Counter()
 
     def form(self) -> None:
-        """Reset the counts of groups, because new groups are formed."""
         self.by_group.clear()
         self.refused_in_row.clear()
 
@@ -33,7 +32,6 @@ class PushCounts:
         self.refused_in_row[group] = 0
 
     def refuse(self, group: int) -> None:
-        """Record a push, or weights, of a group that are not finite."""
         self.refused += 1
         self.refused_in_row[group] += 1
 
@@ -42,7 +40,6 @@ class PushCounts:
         self.by_group[group][staleness] += 1
 
     def state(self) -> dict[str, Any]:
-        """Return the counts to save, as plain values."""
         return {
             "staleness": dict(self.staleness),
             "by_group": {group: dict(counts) for group, counts in self.by_group.items()},

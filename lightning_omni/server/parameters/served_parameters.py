@@ -37,7 +37,6 @@ class GroupHistory(NamedTuple):
     """The numbers of all groups of a run.
 
     Attributes:
-        formed: groups that were formed together.
         joined: groups that have joined later, in order.
         gone: groups of either kind that do not participate any more.
     """
@@ -60,11 +59,10 @@ class ServedParameters:
         resolve: returns the class of the optimizer's class path.
         state: state of the method's server side to continue from.
         room: the most bytes of parameters added during the run.
-        sizes: number of parameters of each version of the layout; empty if this is the first version.
+        sizes: number of parameters of each version of the layout; empty for a first version.
         servers: number of servers whose partitions this represents together, as in a simulation.
 
     Attributes:
-        counts: counts of its pushes.
         is_head: whether its gradients are computed here, and no group pushes any.
     """
 
@@ -116,7 +114,6 @@ class ServedParameters:
     # --- Saved state -------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return the state as plain values and live tensors."""
         names: dict[Tensor, str] = {parameter: name for name, parameter in self.master.parameters.items()}
         optimizer = self.master.optimizer
         return {
@@ -151,7 +148,7 @@ class ServedParameters:
         return served
 
     def change_method(self, method: Method, groups: Iterable[int]) -> None:
-        """Start a new server side of the method on the same weights, for new groups or another method."""
+        """Start a new server side of the method on the same weights."""
         self.method_side = method.server_side(self.master, groups)
         self._answers = RAW
         self.structures.form()
@@ -162,11 +159,10 @@ class ServedParameters:
     # --- Parameters and their groups ---------------------------------------------------------------------------------
 
     def layout_of(self, group: int) -> Layout:
-        """Return the layout of the parameters that a group has, for its pushes and answers."""
+        """Return the layout of a group's parameters, for its pushes and answers."""
         return self._layouts[self.structures.of(group).size]
 
     def check_room(self, nbytes: int) -> None:
-        """Raise `Refused` if this many bytes of parameters that are new to a group are too many."""
         # Each group uploads parameters that other groups have added, too, perhaps with optimizer state.
         if nbytes > _STATES * (self._room + self.layout.nbytes):
             raise Refused("structure", f"{nbytes} bytes came with added parameters, and {self._room} are left for such")
@@ -261,7 +257,7 @@ class ServedParameters:
         self._settings = [settings_of(group) for group in groups]
 
     def _in_newest(self, message: PushMessage, known: Structure) -> Sequence[Mapping[str, Any]]:
-        """Return hyperparameters for the server's parameter groups: the push's, or the last ones where it has none."""
+        """Return a push's hyperparameters for the server's parameter groups: the last ones where it has none."""
         newest = self.structures.newest
         if known == newest:
             self._settings = list(message.hyperparameters)
@@ -273,12 +269,7 @@ class ServedParameters:
     # --- Pushes ------------------------------------------------------------------------------------------------------
 
     def layout_of_push(self, group: int, message: PushMessage) -> Layout:
-        """Return the layout of a push's tensors in flat memory.
-
-        Raises:
-            MalformedMessage: the push has another version of the layout than its group, an invalid fragment, or a wrong
-                number of parameters.
-        """
+        """Return the layout of a push's tensors, which must be its group's version."""
         known = self.layout_of(group)
         if message.layout != known.version:
             raise MalformedMessage(
@@ -293,7 +284,6 @@ class ServedParameters:
         return known.subset(message.present)
 
     def _check_fragment(self, message: PushMessage) -> int:
-        """Check the fragment of a push, and return the number of fragments."""
         of = self.method_side.method.fragments
         if not (message.fragment == -1 if of == 1 else 0 <= message.fragment < of):
             raise MalformedMessage(f"the push is of fragment {message.fragment}, and the method has {of}")
@@ -321,7 +311,7 @@ class ServedParameters:
             weights than these and the method resyncs.
 
         Raises:
-            ProtocolError: the push is invalid (computed from future weights, or with other parameter groups).
+            ProtocolError: the push was computed from future weights, or has other parameter groups.
         """
         layout = layout or self.layout_of_push(group, message)
         views = iter(layout.views(payload))
@@ -366,13 +356,12 @@ class ServedParameters:
             self.method_side.as_sent = self._as_sent
 
     def as_bytes(self, flat: Tensor, layout: Layout) -> Tensor:
-        """Encode flat memory with the layout as the payload of an answer."""
+        """Encode flat memory as the payload of an answer."""
         if self._answers is RAW:
             return flat
         return self._answers.encode(layout.views(flat), layout, {}, self._out).payload.clone()  # several may be pending
 
     def arrived(self, payload: Tensor, layout: Layout) -> Tensor:
-        """Decode the payload from `as_bytes`, as a group does."""
         return payload if self._answers is RAW else decode(self._answers, payload, layout, self._back)
 
     def _as_sent(self, tensors: Tensors) -> Tensors:
@@ -381,10 +370,7 @@ class ServedParameters:
         return [None if tensor is None else view for tensor, view in zip(tensors, views, strict=True)]
 
     def payload_of(self, reply: Reply, fragment: int | None = None) -> Tensor:
-        """Return the tensors that answer a push of a fragment, or of all parameters, in flat memory.
-
-        They are valid until the next call.
-        """
+        """Return the tensors that answer a push of a fragment, or of everything, valid until the next call."""
         if reply.tensors is None and fragment is None:
             return self.buffer
         if self._answer is None:
@@ -396,7 +382,7 @@ class ServedParameters:
         return self._answer[: layout.nbytes]
 
     def _in_its_time(self, message: PushMessage) -> PushMessage:
-        """Return a push of newer weights, which an earlier server had sent, as a push of the current ones."""
+        """Return a push of newer weights, which an earlier server had sent, as one of the current ones."""
         if not self._resumed or message.read_at <= self.master.clock:
             return message
         return msgspec.structs.replace(message, read_at=self.master.clock)
@@ -421,18 +407,14 @@ class ServedParameters:
     # --- Mean of all groups' own weights -----------------------------------------------------------------------------
 
     def layout_of_average(self, group: int, absent: Collection[int]) -> Layout:
-        """Return the layout of a group's own weights in flat memory, without absent ones.
-
-        Raises:
-            MalformedMessage: an absent parameter does not exist.
-        """
+        """Return the layout of a group's own weights, without absent ones."""
         known = self.layout_of(group)
         if not all(0 <= place < len(known.specs) for place in absent):
             raise MalformedMessage(f"the weights lack parameters {absent}, the optimizer has {len(known.specs)}")
         return known.subset(_there(absent, len(known.specs)))
 
     def average(self, group: int, payload: Tensor, finite: bool | None = None, absent: Collection[int] = ()) -> None:
-        """Add a group's own weights to the mean. Weights that are not finite are refused and counted instead."""
+        """Add a group's own weights to the mean, or refuse and count them if they are not finite."""
         if group in self._averaging:
             raise ProtocolError(f"group {group} has handed its weights in already")
         views = iter(self.layout_of_average(group, absent).views(payload))

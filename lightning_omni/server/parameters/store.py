@@ -1,4 +1,4 @@
-"""The optimizers of a run, by number, with their master weights: those that groups push to, and merged heads."""
+"""The optimizers of a run, by number: those that groups push to, and merged heads."""
 
 from __future__ import annotations
 
@@ -35,14 +35,7 @@ SMOOTHING = 0.9
 
 @dataclass(frozen=True)
 class HeadRequest:
-    """A group's batch at the head.
-
-    Attributes:
-        group: number of the group.
-        peer: connection of its leader, which waits.
-        message: the group's message.
-        inputs: ``[arguments, keyword arguments]``.
-    """
+    """A group's batch at the head, ``[arguments, keyword arguments]``; its leader at ``peer`` waits."""
 
     group: int
     peer: bytes
@@ -69,12 +62,8 @@ class ServedHead(ServedParameters):
     """A merged head, with the user's optimizer over its weights.
 
     Args:
-        description: the optimizer, as for `ServedParameters`; never None, because the head is stepped here.
-        weights: as for `ServedParameters`.
-        clock: as for `ServedParameters`.
+        description: as for `ServedParameters`, as are most others; never None, because the head is stepped here.
         head: ``{"name": of the submodule, "module": from describe_module, "seed": of its random numbers}``.
-        groups: numbers of the participating groups.
-        resolve: returns the class for the optimizer's class path.
         resolve_module: returns the class for a module's class path.
 
     Attributes:
@@ -111,15 +100,9 @@ class ServedHead(ServedParameters):
 
     @property
     def holder(self) -> int | None:
-        """Return the group that has exclusive access."""
         return self._holder.group if self._holder is not None else None
 
     def add_request(self, request: HeadRequest) -> None:
-        """Add a group's batch to the queue.
-
-        Raises:
-            ProtocolError: the group is in the queue already.
-        """
         if request.group == self.holder or any(other.group == request.group for other in self._waiting):
             raise ProtocolError(f"group {request.group} came to the merged head twice in one step")
         self._waiting.append(request)
@@ -188,7 +171,7 @@ class ServedHead(ServedParameters):
         return HeadStep(passed.inputs, self._read_at, applied)
 
     def release(self, now: float) -> None:
-        """End the access, and add its duration until now to the mean."""
+        """End the access, and add its duration to the mean."""
         lasted = max(0.0, now - self._began)
         self.access_time = SMOOTHING * self.access_time + (1 - SMOOTHING) * lasted if self.access_time else lasted
         self._release()
@@ -208,19 +191,17 @@ class ServedHead(ServedParameters):
 
 
 class ParameterStore:
-    """The optimizers that the server holds; none before the recorder has uploaded the weights.
+    """The optimizers that the server holds, by number; none before the recorder has uploaded the weights.
 
     Attributes:
-        all: every optimizer, in the order of their numbers.
         pushed: number and optimizer, of those that groups push to.
-        heads: number and optimizer, of the merged heads, to which no group pushes.
+        heads: number and optimizer, of the merged heads.
     """
 
     def __init__(self) -> None:
         self.hold(())
 
     def hold(self, optimizers: Sequence[ServedParameters]) -> None:
-        """Replace the run's optimizers."""
         self.all = list(optimizers)
         self.pushed = [(number, optimizer) for number, optimizer in enumerate(optimizers) if not optimizer.is_head]
         self.heads = [
@@ -228,32 +209,21 @@ class ParameterStore:
         ]
 
     def answer_as(self, formed: m.FormGroups) -> None:
-        """Set the encoding of answers to pushes, as agreed when groups were formed."""
         answers = from_wire(formed.wire_format).answers
         for _, optimizer in self.pushed:
             optimizer.answer_in(answers)
 
     @property
     def clock(self) -> int:
-        """Return the updates so far, over all optimizers. Those of a merged head belong to updates of the body."""
+        """Return the updates so far, over all optimizers; those of a merged head belong to the body's."""
         return sum([optimizer.master.clock for _, optimizer in self.pushed])
 
     def optimizer(self, number: int) -> ServedParameters:
-        """Return the optimizer of a number.
-
-        Raises:
-            ProtocolError: no optimizer has this number.
-        """
         if not 0 <= number < len(self.all):
             raise ProtocolError(f"there is no optimizer {number}; the server holds {len(self.all)}")
         return self.all[number]
 
     def head(self, number: int) -> ServedHead:
-        """Return the merged head of a number.
-
-        Raises:
-            ProtocolError: the optimizer does not exist, or is no merged head.
-        """
         optimizer = self.optimizer(number)
         if not isinstance(optimizer, ServedHead):
             raise ProtocolError(f"optimizer {number} is no merged head")

@@ -109,18 +109,19 @@ class _CallbackRelay:
         if hook is not None and monitoring_callbacks is not True:  # Lightning calls those in a second round
             with _inside_hook(trainer.lightning_module, hook_name):
                 hook(trainer, trainer.lightning_module, *args, **kwargs)
-        if hook_name in self.held_back.get(trainer, ()):
+        if self.held_back and hook_name in self.held_back.get(trainer, ()):
             return
         self.call_callbacks(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
 
 
 @contextmanager
 def _inside_hook(module: LightningModule, name: str) -> Iterator[None]:
-    before, module._current_fx_name = module._current_fx_name, name
+    attributes = vars(module)  # assignments to a module's attributes search its parameters, buffers and submodules
+    before, attributes["_current_fx_name"] = module._current_fx_name, name
     try:
         yield
     finally:
-        module._current_fx_name = before
+        attributes["_current_fx_name"] = before
 
 
 def call_module(trainer: Trainer) -> Any:
@@ -138,6 +139,7 @@ def add_listener(trainer: Trainer, listener: Any) -> None:
 
 
 def remove_listener(trainer: Trainer) -> None:
+    """Undo `add_listener`."""
     calls = call_module(trainer)
     relay = calls._call_callback_hooks
     if isinstance(relay, _CallbackRelay):

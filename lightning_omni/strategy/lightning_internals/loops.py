@@ -48,6 +48,7 @@ def intercept_scheduler_steps(trainer: Trainer, step: Callable[[Any, Callable[[]
 
 @contextmanager
 def with_schedulers(trainer: Trainer, configs: list[Any]) -> Iterator[None]:
+    """Return a context in which the loop has these schedulers and no others."""
     strategy = trainer.strategy
     before, strategy.lr_scheduler_configs = strategy.lr_scheduler_configs, configs
     try:
@@ -57,7 +58,7 @@ def with_schedulers(trainer: Trainer, configs: list[Any]) -> Iterator[None]:
 
 
 def step_plateaus(trainer: Trainer, configs: list[Any]) -> None:
-    """Step schedulers that monitor a metric, whatever this rank's batch number."""
+    """Step schedulers that monitor a metric and are due, whatever this rank's batch number."""
     with with_schedulers(trainer, [replace(config, frequency=1) for config in configs]):
         trainer.fit_loop.epoch_loop._update_learning_rates("step", update_plateau_schedulers=True)
 
@@ -124,7 +125,7 @@ def should_stop_now(trainer: Trainer) -> bool:
 
 
 def set_batch_agreement(trainer: Trainer, agree: Callable[[], None] | None) -> None:
-    """Replace the broadcast of SIGTERM before every training batch; None restores it."""
+    """Replace the broadcast of SIGTERM before every training batch by another collective; None restores it."""
     loop: Any = trainer.fit_loop.epoch_loop
     if agree is None:
         vars(loop).pop("_broadcast_sigterm_tensor", None)
@@ -157,6 +158,10 @@ class LoopControl(Protocol):
     def is_cut_short(self) -> bool:
         """Return whether max_steps end the epoch early, so that schedules by epoch do not count it."""
 
+    @property
+    def paces_schedules(self) -> bool:
+        """Return whether `stepped_by_batches` and `step_schedule` change the loop's steps of schedulers."""
+
     def run(self, run: Callable[[], None]) -> None:
         """Run the fit loop."""
 
@@ -188,7 +193,7 @@ class LoopControl(Protocol):
         """Make ``step``, the loop's call of ``lr_scheduler_step``."""
 
     def own_batches(self, batches: float) -> float:
-        """Return the ``num_training_batches`` that user code reads; ``batches`` is Lightning's value."""
+        """Return the ``num_training_batches`` that user code reads in such an epoch; ``batches`` is Lightning's."""
 
 
 class _ControlledTrainer(_Trainer):
@@ -198,7 +203,9 @@ class _ControlledTrainer(_Trainer):
     @override
     def num_training_batches(self) -> float:
         batches = super().num_training_batches
-        return batches if vars(self).get("_estimates") else self._control.own_batches(batches)
+        if not self._control.is_open_ended or "_estimates" in vars(self):
+            return batches
+        return self._control.own_batches(batches)
 
     @property
     @override
@@ -259,7 +266,9 @@ class _ControlledEpochLoop(_TrainingEpochLoop):
     @property
     @override
     def _is_training_done(self) -> bool:
-        with _with_max_steps(self, self._control.step_limit):
+        if (limit := self._control.step_limit) is None:
+            return super()._is_training_done
+        with _with_max_steps(self, limit):
             return super()._is_training_done
 
     @override
@@ -271,6 +280,9 @@ class _ControlledEpochLoop(_TrainingEpochLoop):
     @override
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
         if interval == "epoch" and self._control.is_cut_short:
+            return
+        if not self._control.paces_schedules:
+            super().update_lr_schedulers(interval, update_plateau_schedulers)
             return
         configs = self.trainer.lr_scheduler_configs
         due = self._control.stepped_by_batches(configs) if interval == "step" else configs
@@ -357,7 +369,7 @@ def _restore_class(loop: Any) -> None:
 
 
 def progress_counters(trainer: Trainer) -> list[int]:
-    """Return this rank's counts of batches and steps, equal in a group."""
+    """Return this rank's counts of batches and steps, on which the ranks of a group must agree."""
     batch = trainer.fit_loop.epoch_loop.batch_progress
     return [batch.current.ready, batch.total.ready, *step_counters(trainer)]
 
@@ -396,6 +408,7 @@ def manual_steps(trainer: Trainer) -> int:
 
 
 def set_progress_counters(trainer: Trainer, counters: list[int]) -> None:
+    """Set the counts that `progress_counters` returns."""
     current, total, *steps = counters
     batch: Any = trainer.fit_loop.epoch_loop.batch_progress
     for progress, ready in ((batch.current, current), (batch.total, total)):
@@ -417,6 +430,7 @@ def step_counters(trainer: Trainer) -> list[int]:
 
 
 def set_step_counters(trainer: Trainer, counters: list[int]) -> None:
+    """Set the counts that `step_counters` returns."""
     loop = trainer.fit_loop.epoch_loop
     automatic, manual, loop._batches_that_stepped = counters
     for steps, wanted in (

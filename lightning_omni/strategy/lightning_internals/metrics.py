@@ -155,6 +155,7 @@ def collective_metrics(trainer: Trainer, group: Any) -> list[Any]:
 
 
 def _is_collective(result: Any, group: Any) -> bool:
+    """Return whether all ranks compute a result together."""
     sync = result.meta.sync
     if sync.rank_zero_only:
         return False

@@ -16,7 +16,6 @@ from lightning_omni.runtime import World
 from lightning_omni.runtime.executor import Executor
 from lightning_omni.runtime.leased_loader import RankLeases
 from lightning_omni.runtime.state.checkpoint import RunCheckpoint
-from lightning_omni.server.event_log import Spans
 from lightning_omni.strategy.lightning_internals.callbacks import (
     copy_checkpoint_records,
     is_inside_hook,
@@ -53,6 +52,7 @@ from lightning_omni.strategy.loops.run_schedulers import Plateaus, RunSchedulers
 from lightning_omni.strategy.loops.validation import PublishedValidation
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.messages import Batch, EpochPlan
+from lightning_omni.wire.messages.data import Spans
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
@@ -180,7 +180,7 @@ class EpochDriver:
     # --- An epoch ----------------------------------------------------------------------------------------------------
 
     def begin(self, epoch: int) -> None:
-        """Begin an epoch: groups compute, and the server opens its samples. Further calls do nothing."""
+        """Begin an epoch: the groups start to compute, and the server opens its samples. Further calls do nothing."""
         if epoch == self._begun or not self._started:
             return
         self._begun = epoch
@@ -318,6 +318,7 @@ class EpochDriver:
         return self.run.limits.is_reached_by_hand(self.run.now())
 
     def end(self, module: Module) -> None:
+        """End an epoch, completed or not, and synchronize the groups."""
         trainer = self.trainer
         complete = self._epoch.is_over if self.is_open_ended else trainer.is_last_batch
         is_cut_short = int(not complete or self._epoch.is_skipped)
@@ -343,7 +344,7 @@ class EpochDriver:
         self.is_open_ended, self._epoch.validates = False, None
 
     def after_hooks_of_end(self) -> None:
-        """Stop all ranks if a hook of the epoch's end has requested that on any of them.
+        """Stop all ranks if a hook of the epoch's end has requested a stop on any of them.
 
         Warn once if ranks differ because hooks act at batch numbers that only some of them reach.
         """

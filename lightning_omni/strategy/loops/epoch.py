@@ -268,7 +268,7 @@ class EpochState:
 
     Attributes:
         validates: whether all groups validate after this batch; None leaves it to Lightning.
-        is_due: whether the others, too, validate then without being notified.
+        is_due: whether the others, too, validate after this batch without being notified.
         is_over: whether this group has trained its last batch.
         is_skipped: whether another group has ended the epoch early.
         is_check: whether all groups synchronize after this batch without a validation.

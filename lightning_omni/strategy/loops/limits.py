@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lightning_omni.runtime.leased_loader import RankLeases
-from lightning_omni.server.event_log import Spans
 from lightning_omni.strategy.lightning_internals.loops import (
     accumulation_windows,
     batches_started,
@@ -15,6 +14,7 @@ from lightning_omni.strategy.lightning_internals.loops import (
     validates_this_epoch,
 )
 from lightning_omni.wire.messages import EpochPlan
+from lightning_omni.wire.messages.data import Spans
 from lightning_omni.wire.steps_and_samples import Progress, ReferenceBatch
 
 if TYPE_CHECKING:
@@ -93,6 +93,7 @@ class FitLimits:
         return plan.budget < progress.budget(plan.total, plan.epoch)
 
     def validates_at_end(self, plan: EpochPlan, progress: Progress) -> bool:
+        """Return whether val_check_interval requires a validation at the end of the epoch."""
         is_cut_short = self.cut_short(plan, progress)
         if self._trainer.val_check_batch == float("inf"):
             return not is_cut_short

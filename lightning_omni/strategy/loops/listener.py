@@ -89,6 +89,10 @@ class Listener:
     def is_cut_short(self) -> bool:
         return self._parts.epochs.is_cut_short
 
+    @property
+    def paces_schedules(self) -> bool:
+        return self.is_open_ended or self._parts.epochs.schedulers.are_paced
+
     def validates(self, is_due: Callable[[], bool]) -> bool:
         return self._parts.epochs.validates(is_due)
 
@@ -156,6 +160,7 @@ class Listener:
             self._run_states.training_begins()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Begin a batch before any callback does."""
         if self._nested.is_running:
             return
         parts, traffic = self._parts, self._parts.world.exchange.traffic
@@ -173,9 +178,11 @@ class Listener:
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        """End a batch before any callback does, and log the live metrics."""
         if self._nested.is_running:
             return
         parts, world = self._parts, self._parts.world
+        parts.signals.ask()
         parts.merged.step_done()
         if world.control is not None:
             parts.step_times.end(world.exchange.traffic.seconds, world.exchange.traffic.moved)
@@ -200,12 +207,15 @@ class Listener:
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
+            self._parts.signals.ask_again()  # a validation may take long
             self._parts.epochs.before_validation(pl_module)
             self._grouping.follow_recorder()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Synchronize the groups, and log the metrics of the epoch."""
         if self._nested.is_running:
             return
+        self._parts.signals.ask_again()
         self._parts.epochs.end(pl_module)
         self._grouping.follow_recorder()
         control = self._parts.world.control

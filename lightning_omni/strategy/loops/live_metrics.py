@@ -123,6 +123,7 @@ class StepTimes:
 
 
 def live_metrics(status: Status | None, staleness: Staleness, step_times: StepTimes) -> dict[str, float]:
+    """Return the metrics that are logged during training."""
     _, step, exchange = step_times.means
     values = {
         "omni/step_time": step,
@@ -194,6 +195,7 @@ class Reporting:
             self.keep(world)
 
     def report(self, world: World, bytes_per_step: float) -> RunReport:
+        """Return the report of the run."""
         status = (world.control.status if world.control else None) or self._status or _NO_STATUS
         clock = status.clock
         if not world.executor.exchanges and status is not _NO_STATUS:  # the status is of earlier groups, or a tuner's

@@ -40,7 +40,7 @@ class StepCounts:
         return count_of(scheduler) + self._uncounted.get(scheduler, 0)
 
     def reach(self, scheduler: Any, count: int, step: Callable[[], Any]) -> None:
-        """Step a scheduler until its ``count``."""
+        """Step a scheduler until it was stepped ``count`` times."""
         while (before := self.of(scheduler)) < count:
             step()
             if missing := before + 1 - self.of(scheduler):
@@ -122,8 +122,8 @@ class Pacer:
     def count_from(self, schedule: Schedule) -> Schedule:
         """Set and return the counts from which schedulers keep pace: earlier ones, or else the present.
 
-        The present is also used for those of unknown steps: see `_counts_all_steps`. The result loses a scheduler as
-        soon as the user's code steps it.
+        The present is also used for those whose steps in one group are unknown to all ranks: see `_counts_all_steps`.
+        The result loses a scheduler as soon as the user's code steps it.
         """
         now = {
             config.scheduler: (
@@ -184,13 +184,13 @@ class Pacer:
                 self._bases[config.scheduler] = type(config.scheduler).target(), self._steps()
 
     def keep_up(self) -> None:
-        """Step schedulers that are due at multiples of DDP's batches."""
+        """Step schedulers that are due at multiples of a number of batches of DDP, after a batch of this rank."""
         for config in self._configs:
             if config.frequency > 1:
                 self._catch_up(config)
 
     def _catch_up(self, config: Any) -> None:
-        """Ask the module to step a scheduler that is behind; its hook may not."""
+        """Ask the module to step a scheduler that is behind: its hook may leave it as it is."""
         scheduler = config.scheduler
         if self._counts_steps(config) and self._counts.of(scheduler) < type(scheduler).target():
             self.step(scheduler, lambda: self._ask(scheduler))
@@ -204,7 +204,7 @@ class Pacer:
         return any(map(self._counts_steps, self._configs))
 
     def counts_at(self, configs: list[Any], steps: int) -> list[tuple[int, ...]]:
-        """Return each scheduler's present count, and that at ``steps`` of the run; an empty tuple if it counts none."""
+        """Return each scheduler's count now, and at ``steps`` of the run if paced; an empty tuple if it counts none."""
         return [self._counts_at(config, steps) for config in configs]
 
     def _counts_at(self, config: Any, steps: int) -> tuple[int, ...]:
@@ -431,7 +431,10 @@ def caught_up(
 def _returned(
     scheduler: Any, earlier: SchedulerSnapshot | None, groups: Sequence[Mapping[str, Any]], now: int, then: int
 ) -> SchedulerSnapshot | None:
-    """Return a scheduler's state between an earlier one and now; None if its own steps do not explain its rates."""
+    """Return a scheduler's state at a count between an earlier state and now.
+
+    Return None if its own steps since the earlier state do not explain its parameter groups.
+    """
     if earlier is None or count_in(earlier.state) > then:
         return None
     again = advanced(scheduler, *earlier, now)

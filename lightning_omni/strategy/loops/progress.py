@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from lightning_omni.runtime import World
 from lightning_omni.runtime.state.checkpoint import RunCheckpoint
-from lightning_omni.server.event_log import Spans
 from lightning_omni.strategy.lightning_internals.callbacks import reloads
 from lightning_omni.strategy.lightning_internals.loops import (
     accumulation_windows,
@@ -27,6 +26,7 @@ from lightning_omni.strategy.lightning_internals.loops import (
 from lightning_omni.strategy.loops.epoch import LeasedData
 from lightning_omni.strategy.loops.limits import FitLimits, StepsByHand, size_of
 from lightning_omni.wire.messages import EpochPlan, SnapshotId
+from lightning_omni.wire.messages.data import Spans
 from lightning_omni.wire.steps_and_samples import Progress
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class RunProgress:
         self.is_counted_together = saved.progress is not None or saved.cut.epoch != -1
 
     def restored(self) -> None:
-        """Keep a run whose max_steps are taken from beginning, after the loops have loaded a checkpoint."""
+        """Prevent a run whose max_steps are taken from beginning, after the loops have loaded a checkpoint."""
         trainer, past = self.trainer, self.past
         if self.step_limit is None or past is None or past.epochs != trainer.current_epoch:
             return
@@ -196,7 +196,7 @@ class RunProgress:
             by_hand.counts = batches, steps
 
     def end(self, epoch: int, trained: int | None) -> None:
-        """End an epoch, after ``trained`` samples if a rank has skipped its remainder."""
+        """End an epoch, after ``trained`` samples if a rank has skipped its remainder or stopped the run."""
         if self.progress is None:
             return
         over = self.now().steps_before(epoch + 1)
@@ -322,7 +322,7 @@ class RunProgress:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether a finished epoch has trained all its samples."""
+        """Return whether a finished epoch has trained all its samples, and max_steps has not ended it."""
         return (
             self.is_counted_together
             and self.progress is not None

@@ -41,7 +41,7 @@ class Version(NamedTuple):
     """The weights and buffers of one validation, for a checkpoint that is saved for it.
 
     Attributes:
-        number: the validation, under which the server has the weights.
+        number: number of the validation, under which the server has the weights.
         buffers: the model's buffers on the group that evaluated.
     """
 
@@ -54,7 +54,7 @@ class PublishedValidation:
 
     Attributes:
         is_on: whether several groups validate this way in this epoch.
-        evaluates: the validation that this group is about to run; 0 for none.
+        evaluates: number of the validation that this group runs, or is about to run; 0 for none.
         version: the validation whose end callbacks receive now.
         on_heard: called on every rank when its callbacks have received a validation, with the metrics before it.
     """
@@ -206,6 +206,7 @@ class PublishedValidation:
         return bool(is_missed)
 
     def _end_next(self) -> None:
+        """Pass the next validation to the callbacks."""
         trainer, world = self._joined
         self._ended += 1
         result = world.versions.read(self._ended)

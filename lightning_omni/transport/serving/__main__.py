@@ -105,6 +105,7 @@ def _serve(settings: ServerSettings, lifeline: Lifeline | None) -> int:
 
 
 def _restore(settings: ServerSettings, core: ServerCore) -> StateDirectory | None:
+    """Load the state that an earlier server has saved, if any; return the `StateDirectory` to poll, if any."""
     if not settings.state:
         return None
     if settings.number:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.server import ServerCore
+from lightning_omni.server.core import ServerCore
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.messages import EpochPlan
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import importlib
 import math
 import os
 import resource
@@ -18,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -27,12 +28,13 @@ from lightning_omni import methods
 from lightning_omni.errors import ConfigurationError, ConnectionLost
 from lightning_omni.methods.model.modules import module_resolver
 from lightning_omni.methods.model.server_optimizer import resolver
-from lightning_omni.server.core import ServerCore
-from lightning_omni.server.event_log import RecordFile
 from lightning_omni.transport import registry
 from lightning_omni.transport.registry import Transport
 from lightning_omni.transport.zeromq.addresses import remove_if_abandoned
 from lightning_omni.wire.formats.base import load_format
+
+if TYPE_CHECKING:  # ranks do not import the server
+    from lightning_omni.server.core import ServerCore
 
 # --- Process ----------------------------------------------------------------------------------------------------------
 
@@ -169,6 +171,7 @@ class ServerProcess:
         self.leave()
 
     def stop(self, timeout: float = 5.0) -> None:
+        """End the server and wait; kill it after the timeout."""
         self.dismiss()
         try:
             self._process.wait(timeout)
@@ -227,6 +230,7 @@ def raise_limit_of_files() -> None:
 
 
 def load_plugins(settings: ServerSettings) -> list[type[Transport]]:
+    """Import the user-defined methods, wire formats and transports of the run; return the transports."""
     for path in settings.methods:
         methods.load(path)
     for path in settings.wire_formats:
@@ -235,6 +239,9 @@ def load_plugins(settings: ServerSettings) -> list[type[Transport]]:
 
 
 def core_from(settings: ServerSettings) -> ServerCore:
+    from lightning_omni.server.core import ServerCore
+    from lightning_omni.server.event_log import RecordFile
+
     return ServerCore(
         bytes.fromhex(settings.key),
         secrets.token_bytes,
@@ -283,6 +290,7 @@ def can_supervise() -> bool:
 
 def preload() -> None:
     """Do in advance the work of every server: torch's first optimizer takes a second for imports."""
+    importlib.import_module("lightning_omni.transport.zeromq.server")
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
 
 

@@ -37,6 +37,7 @@ def file_of(folder: Path, kind: str, number: int) -> Path:
 
 
 def numbers_in(folder: Path, kind: str) -> list[int]:
+    """Return the numbers of the files with this prefix, in order."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:  # its server has not started yet

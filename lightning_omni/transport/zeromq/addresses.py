@@ -17,8 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import zmq
-
 from lightning_omni.errors import ConfigurationError, ConnectionLost
 
 PREFIX = "lightning-omni-"
@@ -53,6 +51,8 @@ class PrivateDirectory:
 
 
 def is_offered() -> bool:
+    import zmq
+
     return bool(zmq.has("ipc"))
 
 
@@ -165,6 +165,8 @@ def _make(base: Path | None) -> tuple[Path, int]:
 
 
 def _make_in(base: Path) -> tuple[Path, int]:
+    import zmq
+
     new = Path(tempfile.mkdtemp(prefix=_NEW, dir=base))
     path = base / f"{PREFIX}{new.name.removeprefix(_NEW)}"
     try:

@@ -94,6 +94,11 @@ class Assembly:
         self._filled = self.buffer.numel()
 
     def add(self, chunk: Any) -> None:
+        """Append a chunk.
+
+        Raises:
+            MalformedMessage: the chunk is empty, or exceeds the announced size.
+        """
         size = len(chunk)
         if size == 0 or self._filled + size > self.buffer.numel():
             raise MalformedMessage(f"{self._filled + size} bytes of payload came, {self.buffer.numel()} were announced")
@@ -133,6 +138,7 @@ class Copies:
             self._free.pop()
 
     def _reclaim(self) -> None:
+        """Take back the memory of frames that have been sent."""
         sent, self._sent = self._sent, []
         for block, tracker in sent:
             if tracker.done:

@@ -385,6 +385,7 @@ class Gate:
         self._left = min(BURST, self._left + 1.0)
 
     def poll(self, now: float) -> None:
+        """Close or open the gate, depending on the connections so far."""
         self._left = min(BURST, self._left + RATE * (now - self._since))
         self._since = now
         if not self.is_shut and self._left < 0.0:

@@ -12,14 +12,14 @@ import secrets
 import stat
 import tempfile
 from pathlib import Path
-from typing import Literal
-
-import zmq
-from zmq.utils import z85
+from typing import TYPE_CHECKING, Literal
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.transport.zeromq.addresses import is_private
 from lightning_omni.wire.handshake import derive, is_equal
+
+if TYPE_CHECKING:
+    import zmq
 
 KEY_BYTES = 32
 ENVIRONMENT = "LIGHTNING_OMNI_KEY"
@@ -134,6 +134,9 @@ class RunKeys:
         """Set the keys of one side on a socket, before it is bound or connected."""
         if not self.encrypts(address):
             return
+        import zmq
+        from zmq.utils import z85
+
         if not zmq.has("curve"):
             raise ConfigurationError(
                 f"the ZeroMQ library on this machine (libzmq {zmq.zmq_version()}) was built without CURVE and cannot"
@@ -152,6 +155,9 @@ class RunKeys:
 
     def answer_authentication(self, request: list[bytes]) -> list[bytes]:
         """Answer an authentication request (ZAP, RFC 27): only the public key of the run's ranks is valid."""
+        import zmq
+        from zmq.utils import z85
+
         version, number, domain, _, _, mechanism, *credentials = request
         public = z85.decode(zmq.curve_public(z85.encode(self._client)))
         good = (version, domain, mechanism) == (b"1.0", DOMAIN, b"CURVE")

@@ -224,6 +224,7 @@ class PeerConnections:
         self.dropped = self.moved = 0
 
     def read(self, group: int, optimizer: int) -> list[Tensor] | None:
+        """Return the weights that a group has published, as CPU tensors; None if it has published none or is gone."""
         published, layout = self._ask(group, m.ReadPublished(optimizer=optimizer)), self._layouts[optimizer]
         if published is None or not published.number:
             return None
@@ -240,6 +241,7 @@ class PeerConnections:
         return layout.views(decode(self._format, assembly.buffer, layout, Memory()))
 
     def send(self, group: int, optimizer: int, tensors: Sequence[Tensor]) -> None:
+        """Put weights into a group's inbox, unless it has too many unread messages."""
         if not self._takes(group):
             return
         buffer = self._format.encode(tensors, self._layouts[optimizer], {}, Memory()).payload
@@ -250,6 +252,7 @@ class PeerConnections:
         self.moved += buffer.numel()
 
     def _takes(self, group: int) -> bool:
+        """Return whether a message to a group would be sent now."""
         if group not in self._addresses or self._is_lost(group):
             return False
         wire = self._wire(group)
@@ -284,6 +287,7 @@ class PeerConnections:
         self._unread.clear()
 
     def _wire(self, group: int) -> zmq.Socket[bytes] | None:
+        """Return the connection to a group's leader, opened on first use; None if it cannot be reached."""
         if self._has_ended(group):
             self._drop(group)
         if group not in self._dialed:

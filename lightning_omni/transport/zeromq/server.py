@@ -19,8 +19,9 @@ import zmq
 from torch import Tensor
 
 from lightning_omni.errors import ConfigurationError, MalformedMessage, ProtocolError, Refused
-from lightning_omni.server import Out, ServerCore
+from lightning_omni.server.core import ServerCore
 from lightning_omni.server.replication import COORDINATOR
+from lightning_omni.server.service import Out
 from lightning_omni.transport.registry import refusal
 from lightning_omni.transport.zeromq.addresses import (
     CONTROL,
@@ -121,6 +122,7 @@ class CoordinatorLink:
         poller.register(self._dialed.monitor, zmq.POLLIN)
 
     def receive(self) -> Iterator[m.Message]:
+        """Yield the received commands in order."""
         for _ in range(BURST):
             try:
                 frames = self._dialed.wire.recv_multipart(zmq.NOBLOCK)
@@ -269,6 +271,7 @@ class ZeroMQServer:
         self._coordinator = CoordinatorLink(self.core, coordinator, reachable(own, coordinator), self._encryption)
 
     def run(self, until: Callable[[], bool]) -> None:
+        """Serve until ``until()`` returns true; it is called several times a second."""
         poller = zmq.Poller()
         for socket in self._sockets.values():
             poller.register(socket, zmq.POLLIN)
@@ -311,6 +314,7 @@ class ZeroMQServer:
         self._send(self.core.lose(0, reason))
 
     def close(self) -> None:
+        """Close both sockets once the queued messages are sent."""
         if self._coordinator is not None:
             self._coordinator.close()
             self._coordinator = None

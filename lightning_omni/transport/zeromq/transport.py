@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from lightning_omni.errors import OmniError
-from lightning_omni.server.core import ServerCore
 from lightning_omni.transport.registry import Transport, register
 from lightning_omni.transport.zeromq.addresses import (
     PrivateDirectory,
@@ -17,15 +17,20 @@ from lightning_omni.transport.zeromq.addresses import (
     own_host,
     remove_if_abandoned,
 )
-from lightning_omni.transport.zeromq.client import ControlConnection
 from lightning_omni.transport.zeromq.keys import check_encryption
-from lightning_omni.transport.zeromq.server import ZeroMQServer
 from lightning_omni.wire.layout import Layout
+
+if TYPE_CHECKING:
+    from lightning_omni.server.core import ServerCore
+    from lightning_omni.transport.zeromq.client import ControlConnection
+    from lightning_omni.transport.zeromq.server import ZeroMQServer
 
 
 @register
 class ZeroMQ(Transport, frozen=True, kw_only=True, tag="zeromq"):
     """A transport with two sockets at the server, for messages and tensors, and one at each leader if groups exchange.
+
+    Each side is imported where it is used: a run of one group needs neither.
 
     Attributes:
         encryption: encryption of TCP connections: ``"curve"``, or ``"off"`` on a network whose every user you trust.
@@ -47,6 +52,8 @@ class ZeroMQ(Transport, frozen=True, kw_only=True, tag="zeromq"):
         check_address(address)
 
     def serve(self, core: ServerCore, host: str = "", port: int = 0, data_port: int = 0) -> ZeroMQServer:
+        from lightning_omni.transport.zeromq.server import ZeroMQServer
+
         if host or not is_offered():
             return ZeroMQServer(core, host or "127.0.0.1", port, data_port, encryption=self.encryption)
         return ZeroMQServer(
@@ -67,6 +74,8 @@ class ZeroMQ(Transport, frozen=True, kw_only=True, tag="zeromq"):
         return server
 
     def serve_again(self, core: ServerCore, address: str) -> ZeroMQServer:
+        from lightning_omni.transport.zeromq.server import ZeroMQServer
+
         if not is_private(address):
             parts = urlsplit(address)
             return ZeroMQServer(core, parts.hostname or "", parts.port or 0, encryption=self.encryption)
@@ -84,6 +93,8 @@ class ZeroMQ(Transport, frozen=True, kw_only=True, tag="zeromq"):
         on_end: Callable[[OmniError], None] | None = None,
         silence: float = 0.0,
     ) -> ControlConnection:
+        from lightning_omni.transport.zeromq.client import ControlConnection
+
         return ControlConnection(
             address,
             key,

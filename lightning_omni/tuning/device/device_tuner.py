@@ -160,6 +160,7 @@ class DeviceTunerHooks(_CallbackBase):
         self._model = model
 
     def _measure(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Measure on rank 0, and broadcast the result to all ranks."""
         self.problem = None  # an earlier fit may have set it
         answer: dict[str, Any] = {}
         if trainer.is_global_zero:

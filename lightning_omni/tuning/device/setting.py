@@ -98,6 +98,7 @@ class Applied(ExitStack):
             keep_memory(True)
 
     def to_model(self, setting: DeviceSetting, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """Apply memory format and compiled submodules."""
         if setting.channels_last:
             self._channels_last(model, optimizer)
         for name in setting.compiled:

@@ -56,6 +56,7 @@ class TrainingSetup:
         return next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
 
     def copies(self) -> tuple[nn.Module, Optimizer]:
+        """Return independent copies of the model and of an optimizer over it."""
         # Both copies share a memo, so the copied optimizer holds the copied parameters.
         memo: dict[int, Any] = {}
         model = copy.deepcopy(self.model, memo)

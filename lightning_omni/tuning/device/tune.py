@@ -274,6 +274,7 @@ class _DeviceSearch:
         return self._report()
 
     def _measure_baseline(self) -> Trial:
+        """Return a trial with the defaults, after its first step."""
         try:
             trial = Trial(self._setup, DeviceSetting())
             [first] = trial.losses(1)

@@ -66,12 +66,10 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: Message) -> bytes:
-    """Encode a message."""
     return _encoder.encode(message)
 
 
 def decode_with(decoder: msgspec.msgpack.Decoder[Any], data: bytes | memoryview, channel: Channel) -> Any:
-    """Decode one of a decoder's messages; see `decode`."""
     try:
         return decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, TypeError) as error:

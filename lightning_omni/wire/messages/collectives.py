@@ -13,16 +13,19 @@ class Contribute(Message, frozen=True, kw_only=True):
     """A rank's contribution to a collective of all live ranks. The payload follows.
 
     Attributes:
-        number: number of the collective in this run.
         what: the collective and its signature; all ranks must call the same one.
         uploaded: whether the rank has sent the payload before by `Upload`.
-        where: position of this rank in the program, for a message if another one calls something else.
+        where: position of this rank in the program, for a message on a mismatch.
     """
 
     number: int
     what: str
     uploaded: bool = False
     where: str | msgspec.UnsetType = msgspec.UNSET
+
+
+UPLOADED_ELSEWHERE = "uploaded"
+"""Code of a refusal: this server has not received the rank's bytes; an earlier server may have."""
 
 
 class Gathered(Message, frozen=True, kw_only=True):
@@ -41,7 +44,7 @@ class Gathered(Message, frozen=True, kw_only=True):
 
 
 class Upload(Message, frozen=True, kw_only=True):
-    """An upload of bytes that a control message needs next and cannot hold. They follow as payload."""
+    """Bytes that a control message needs next and cannot hold. They follow as payload."""
 
     nbytes: int
 
@@ -51,12 +54,10 @@ class Uploaded(Message, frozen=True, kw_only=True):
 
 
 class ReadUpload(Message, frozen=True, kw_only=True):
-    """A request to process the bytes sent before by `Upload` as a message, which is too large for this channel."""
+    """A request to process the bytes of `Upload` as a message, which is too large for this channel."""
 
 
 class Download(Message, frozen=True, kw_only=True):
-    """A request for the payloads of the last collective."""
-
     number: int
 
 

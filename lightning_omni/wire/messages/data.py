@@ -10,15 +10,18 @@ from lightning_omni.wire.messages.base import Message
 # --- Leases -----------------------------------------------------------------------------------------------------------
 
 
+Spans = tuple[tuple[int, int], ...]
+"""Ranges of positions, in order."""
+
+
 class EpochPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The plan of an epoch's data, which every rank has before the first batch.
 
     Attributes:
-        epoch: number of the epoch.
-        total: positions in the epoch's permutation (samples, padded as DistributedSampler pads them).
+        total: positions in the epoch's permutation (samples, padded as by DistributedSampler).
         batch_size: samples in one rank's batch.
-        ranks_per_batch: ranks of a group that get the same samples, and compute on them together.
-        budget: positions to train in this epoch; less than ``total`` where the user limits the batches.
+        ranks_per_batch: ranks of a group that compute on the same samples together.
+        budget: positions to train; less than ``total`` where the user limits the batches.
         validate_every: positions between two validations inside the epoch; 0 if there are none.
         validate_offset: positions that count towards the first validation already.
         trained: ranges that a resumed run had trained before.
@@ -31,7 +34,7 @@ class EpochPlan(msgspec.Struct, frozen=True, kw_only=True):
     budget: int
     validate_every: int = 0
     validate_offset: int = 0
-    trained: tuple[tuple[int, int], ...] = ()
+    trained: Spans = ()
     ranks_per_batch: int = 1
     later: int | None = None
 
@@ -93,6 +96,10 @@ class Next(Message, frozen=True, kw_only=True):
     next: str
 
 
+STOPS = ("", "validate", "end", "skip")
+"""Ways in which a group that leaves an epoch may end it for all: see `LeaveEpoch`."""
+
+
 class LeaveEpoch(Message, frozen=True, kw_only=True):
     """A group's early departure from the epoch; its untrained batches return to the pool.
 
@@ -141,7 +148,7 @@ class Validations(Message, frozen=True, kw_only=True):
 
 
 class ReleaseVersion(Message, frozen=True, kw_only=True):
-    """A report that validations up to this number need no further saves, so their stored versions may be deleted."""
+    """A report that validations up to this number need no further saves, so stored versions may be deleted."""
 
     number: int
 
@@ -151,7 +158,7 @@ class VersionReleased(Message, frozen=True, kw_only=True):
 
 
 class PublishEvaluation(Message, frozen=True, kw_only=True):
-    """The result of the validation assigned to a group. The tensors follow as payload.
+    """The result of the validation assigned to a group. The tensors follow.
 
     Attributes:
         packed: ``{"metrics": ..., "buffers": {name: tensor}, "steps": ...}``, for the other ranks.

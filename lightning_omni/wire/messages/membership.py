@@ -52,13 +52,11 @@ class Welcome(Message, frozen=True, kw_only=True):
         mac: proof that the server holds the key, too.
         data_port: port of the data socket, on the same host; 0 if that is a file beside the control socket's.
         heartbeat_timeout: seconds of silence after which a rank counts as dead.
-        servers: number of servers, each of which holds a partition of the parameters, this one among them; see
-            `AskServerAddresses`.
-        reconnect_timeout: seconds for which a rank must look for the server again when it is gone, because its state is
-            saved and another one will continue. 0 if none will.
-        clock: updates in the weights.
-        started_at_ms: start of the server, in milliseconds. Later servers at the same address have larger values, so
-            ranks can tell servers apart. 0 if no server continues after this one.
+        servers: number of servers that hold a partition of the parameters each, this one among them.
+        reconnect_timeout: seconds for which a rank must look for the server again when it is gone; 0 if no other one
+            will continue from its saved state.
+        started_at_ms: start of the server, in milliseconds, larger for later servers at the same address, by which
+            ranks tell them apart. 0 if no server continues after this one.
     """
 
     mac: bytes
@@ -71,11 +69,11 @@ class Welcome(Message, frozen=True, kw_only=True):
 
 
 class AskServerAddresses(Message, frozen=True, kw_only=True):
-    """A request for the addresses of the servers with a partition, answered once all of them have admitted the rank."""
+    """A request for the servers' addresses, answered once all of them have admitted the rank."""
 
 
 class ServerAddresses(Message, frozen=True, kw_only=True):
-    """The data addresses of the other servers, which hold a partition each, in the order of their numbers."""
+    """The data addresses of the other servers, in the order of their numbers."""
 
     addresses: tuple[str, ...]
 
@@ -94,7 +92,7 @@ class AttachChallenge(Message, frozen=True, kw_only=True):
 
 
 class AttachProof(Message, frozen=True, kw_only=True):
-    """The answer to an `AttachChallenge`: it proves that the rank's own process is behind this connection, too."""
+    """The answer to an `AttachChallenge`: it proves that the rank's own process is behind this connection."""
 
     mac: Secret
 
@@ -131,12 +129,11 @@ class FormGroups(Message, frozen=True, kw_only=True):
     """The recorder's request to form the compute groups; training begins, or continues in other groups.
 
     Attributes:
-        keep_epoch: whether the new groups continue the current epoch.
         wire_format: encoding of their pushes, as plain data.
         names: names of the groups; empty to use their numbers.
         overlap: whether exchanges overlap the groups' computation; the server only records it.
         by_member: whether each of the first members of a group exchanges its own share with the server of the same
-            number, instead of the leader all of them. Groups may have further members, a multiple of these.
+            number, instead of the leader all of them. A group's size is a multiple of their number.
     """
 
     generation: int
@@ -172,16 +169,9 @@ class Joined(Message, frozen=True, kw_only=True):
     """The answer to `Join`, with the state that the group needs. Weights are fetched separately.
 
     Attributes:
-        group: its number.
-        incarnation: its incarnation, which identifies it together with its name.
-        generation: generation of the groups, for requests about leases.
-        groups: all participating groups.
-        method: as in `FormGroups`.
-        wire_format: as in `FormGroups`.
-        plan: the current epoch, if any.
-        overlap: as in `FormGroups`.
+        method: as in `FormGroups`, as are ``wire_format`` and ``overlap``.
         live: all participating ranks in ascending order.
-        synchronizations: number of completed synchronization points of all ranks.
+        synchronizations: number of completed collectives of all ranks.
     """
 
     group: int
@@ -209,9 +199,8 @@ class GroupRegistered(Message, frozen=True, kw_only=True):
     """The answer to `RegisterGroup`: the group's rank numbers.
 
     Attributes:
-        run: the run's name.
-        first: number of the group's first rank; the others' follow. -1 while another group is about to begin the run:
-            the request must be repeated.
+        first: number of the group's first rank; the others' follow. -1, and the request must be repeated, while another
+            group is about to begin the run.
         announced: ranks of the group that has begun the run, whose batch is the reference batch; 0 if this group is to
             begin it.
         silence: seconds without a sign of life after which the server may end the connections of the group's ranks; 0
@@ -225,7 +214,7 @@ class GroupRegistered(Message, frozen=True, kw_only=True):
 
 
 class StoreRunState(Message, frozen=True, kw_only=True):
-    """The state, beside the weights, for groups that join from now on. The tensors follow as payload.
+    """The state, beside the weights, for groups that join from now on. The tensors follow.
 
     The groups have just parted; a group may join with this state until they synchronize again.
     """
@@ -243,18 +232,17 @@ class ReadRunState(Message, frozen=True, kw_only=True):
 
 
 class StoredRunState(Message, frozen=True, kw_only=True):
-    """The stored state for groups that join; the tensors follow as payload."""
+    """The stored state for groups that join; the tensors follow."""
 
     packed: Packed
     nbytes: int
 
 
 class Evict(Message, frozen=True, kw_only=True):
-    """A request to remove a group from the run.
+    """A request to remove a group from the run; if ``bars``, no group may join from its ranks' addresses again.
 
     Attributes:
         incarnation: incarnation of the group, because numbers are used again.
-        bars: whether to bar groups whose ranks connect from the same addresses from joining the run again.
     """
 
     group: int
@@ -270,14 +258,10 @@ class RankEnded(Message, frozen=True, kw_only=True):
 
 
 class Notice(Message, frozen=True, kw_only=True):
-    """A report of lost ranks.
+    """A report of all ranks lost so far.
 
     Attributes:
-        lost: all ranks lost so far.
-        reason: the event, for people.
-        over: whether the run cannot continue.
-        barred: whether the group must not join again by itself, because a person evicted it or one of its ranks has
-            failed by itself.
+        barred: whether the group must not join again by itself, because a person evicted it or a rank failed by itself.
     """
 
     lost: tuple[int, ...]
@@ -290,7 +274,6 @@ class Goodbye(Message, frozen=True, kw_only=True):
     """The departure of a rank, either done or failed.
 
     Attributes:
-        reason: reason of its failure; empty if it has not failed.
         finished: whether the run has ended, and not only this rank.
     """
 
@@ -299,7 +282,6 @@ class Goodbye(Message, frozen=True, kw_only=True):
 
 
 def method_to_wire(method: Any) -> dict[str, Any]:
-    """Return a method as plain data."""
     return to_wire(method)
 
 

@@ -21,11 +21,8 @@ class FollowerHello(m.Message, frozen=True, kw_only=True):
     """The first message of a server that holds a partition.
 
     Attributes:
-        version: as in `Hello`.
         number: number of the server, from 1; the coordinating server is number 0.
-        servers: number of servers.
         address: address of its data socket, for ranks.
-        nonce: random bytes.
     """
 
     version: int
@@ -45,10 +42,8 @@ class PartReady(m.Message, frozen=True, kw_only=True):
     """The report that the sender has its part of a request, or has refused it.
 
     Attributes:
-        rank: sender of the request.
-        request: number of the request.
         finite: whether this part is finite.
-        refusal: refusal of this part; None if it was not refused.
+        refusal: refusal of this part, if any.
         present: for a push, which entries of the sender's share have a tensor; empty if all do.
     """
 
@@ -92,7 +87,6 @@ class AdmitRank(ServerCommand, frozen=True, kw_only=True):
     """The admission of a rank, with the messages from which its secret is derived.
 
     Attributes:
-        hello: hello of the rank.
         challenge: challenge that it was sent.
         joins: whether groups join its run on their own.
     """
@@ -132,8 +126,6 @@ class DecideRequest(ServerCommand, frozen=True, kw_only=True):
     """The decision on a request: each server handles its part, or refuses it.
 
     Attributes:
-        rank: sender of the request.
-        request: number of the request.
         finite: whether all parts are finite.
         refusal: refusal of one server's part, which all servers send; None if all handle theirs.
     """
@@ -149,17 +141,13 @@ class ExpireTimers(ServerCommand, frozen=True, kw_only=True):
 
 
 class SaveState(ServerCommand, frozen=True, kw_only=True):
-    """The command to save the share's state of this moment under a number; all servers do so at the same moment."""
+    """The command to save the share's state under a number; all servers do so at the same moment."""
 
     number: int
 
 
 class ReplayEntry(ServerCommand, frozen=True, kw_only=True):
-    """The replay of a decision that earlier servers had sent to ranks after the loaded state was saved.
-
-    Attributes:
-        entry: entry of the coordinating server's journal.
-    """
+    """The replay of a decision that earlier servers had sent to ranks after the loaded state was saved."""
 
     entry: LostEntry | LeftEntry | JoinedEntry
 
@@ -191,10 +179,5 @@ _decoder = msgspec.msgpack.Decoder(ToFollower)
 
 
 def decode(data: bytes | memoryview) -> ToFollower:
-    """Decode a message to a server that holds a partition.
-
-    Raises:
-        MalformedMessage: the bytes are no such message.
-    """
     message: ToFollower = m.decode_with(_decoder, data, "server")
     return message

@@ -19,8 +19,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
         step_time: mean seconds of a whole step, waiting included.
         exchange_time: the part of it in the exchange with the server.
         signal: number of a signal that the rank has received; the larger, the more urgent.
-        progress: count of the rank's progress: batches, and awaited answers of the server. 0 while it must not be
-            judged by that: before its first batch is trained, or while a checkpoint is written.
+        progress: count of batches and awaited answers of the server. 0 while the rank must not be judged by that:
+            before its first batch is trained, or while a checkpoint is written.
         metrics: latest numbers of the rank's training for observers, by name, such as its loss.
     """
 
@@ -61,15 +61,13 @@ class Status(Message, frozen=True, kw_only=True):
 
     Attributes:
         sent: value from the heartbeat; 0 answers `AskStatus`, a negative number no request.
-        clock: updates applied so far.
         refused: pushes refused because their gradients were not finite.
         strangers: messages refused because they were malformed or their sender had not been admitted.
         staleness: count of updates by staleness 0, 1, 2, ...
         head_time: recent mean seconds of exclusive access to the merged head; 0 if there is none.
-        serve_time: recent mean seconds of the server's own time for one push, from the arrival of the whole message
-            until its answers are passed to the socket; 0 before the first, and in virtual time.
+        serve_time: recent mean seconds of the server's time for one push, from the arrival of the whole message until
+            its answers are passed to the socket; 0 before the first, and in virtual time.
         signal: the largest signal in the ranks' last heartbeats.
-        recorder: the rank that logs and saves.
     """
 
     sent: float
@@ -103,15 +101,11 @@ class ProcessInfo(msgspec.Struct, frozen=True):
 
 
 class ServerDescription(Message, frozen=True, kw_only=True):
-    """A description of a server.
+    """A description of a server; see also `Welcome`.
 
     Attributes:
-        about: its process.
-        data_port: as in `Welcome`.
-        heartbeat_timeout: as in `Welcome`.
         progress_timeout: seconds without progress after which a group counts as dead; may be infinite.
-        servers: as in `Welcome`.
-        reconnect_timeout: as in `Welcome`: above 0 if another server would continue.
+        reconnect_timeout: above 0 if another server would continue.
         joined_heartbeat_timeout: the heartbeat timeout of runs that groups join on their own; 0 if unknown.
     """
 
@@ -142,11 +136,10 @@ class GroupOverview(msgspec.Struct, frozen=True):
     """An observer's view of one group.
 
     Attributes:
-        status: its status.
-        hosts: distinct addresses from which its ranks have connected; empty if the transport knows none.
+        hosts: distinct addresses from which its ranks have connected, as far as the transport knows.
         age: seconds since the last of its ranks was admitted.
-        silence: seconds since the last sign of life of the rank that has been silent for the longest.
-        samples: leased samples that it was the first to train since groups were formed; None if the data is not leased.
+        silence: seconds since the last sign of life of the most silent rank.
+        samples: leased samples that it was the first to train since groups were formed; None without leases.
     """
 
     status: GroupStatus
@@ -174,18 +167,11 @@ class Overview(Message, frozen=True, kw_only=True):
     Attributes:
         run: its name; empty before a rank has joined.
         age: seconds since its first rank was admitted.
-        announced: number of announced ranks.
-        live: participating ranks.
         missing: announced ranks that have not joined yet.
         recorder: the rank that logs and saves; the run ends with its group.
-        status: status of the run, as every rank gets it.
-        groups: participating groups.
-        method: as in `FormGroups`; None before groups are formed.
-        wire_format: as in `FormGroups`; None before groups are formed.
+        method: as in `FormGroups`, as is ``wire_format``; None before groups are formed.
         plan: the current or last epoch; None if its data is not leased.
-        trained: trained positions of this epoch.
-        pushes: number of pushes that the server has handled.
-        serve_time: seconds of the server's own time for them.
+        serve_time: seconds of the server's own time for all ``pushes``.
         log: events, the oldest first.
         over: why the run cannot continue, or an empty string.
         saved: seconds since the server's state was last saved; -1 if it was not.

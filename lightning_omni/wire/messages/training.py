@@ -16,7 +16,7 @@ from lightning_omni.wire.steps_and_samples import Progress
 
 
 class UploadWeights(Message, frozen=True, kw_only=True):
-    """The recorder's upload of the master weights and optimizers. The tensors follow as payload.
+    """The recorder's upload of the master weights and optimizers. The tensors follow.
 
     ``request`` is as in `PushMessage`.
     """
@@ -31,7 +31,7 @@ class WeightsUploaded(Message, frozen=True, kw_only=True):
 
 
 class Restructure(Message, frozen=True, kw_only=True):
-    """A change of a group's optimizer to other parameter groups, or more parameters. The tensors follow as payload.
+    """A change of a group's optimizer to other parameter groups, or more parameters. The tensors follow.
 
     Attributes:
         packed: see `lightning_omni.wire.layout.read_structure`.
@@ -43,7 +43,7 @@ class Restructure(Message, frozen=True, kw_only=True):
 
 
 class Restructured(Message, frozen=True, kw_only=True):
-    """The answer to `Restructure`; the master weights that are new to the group follow as payload.
+    """The answer to `Restructure`; the master weights that are new to the group follow.
 
     Attributes:
         layout: version of the layout that the group now has.
@@ -58,9 +58,7 @@ class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
     """A push: a gradient, weights or a change of weights. The payload holds the tensors that are present.
 
     Attributes:
-        optimizer: number of the optimizer.
         read_at: clock of the weights that it was computed from.
-        layout: version of the layout of its tensors.
         present: one flag for each parameter; the others' tensor is None.
         hyperparameters: one mapping for each parameter group; empty if the optimizer steps at the workers.
         note: a number for the method.
@@ -68,8 +66,8 @@ class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
         epoch: the epoch, -1 if its data is not leased.
         trained: group batches of the epoch that are trained with this push.
         incarnation: incarnation of the group; pushes of an earlier one are refused.
-        sequence: number of the push of this incarnation to this optimizer, from 1. The server applies each of them
-            once. 0 where nothing is sent: at a merged head, in a replay.
+        sequence: number of the push of this incarnation to this optimizer, from 1; the server applies each once. 0
+            where nothing is sent: at a merged head, in a replay.
         fragment: number of the method's fragment; -1 for all parameters. ``present`` then has a flag for each entry of
             `lightning_omni.wire.layout.Layout.fragment`.
         request: number of a rank's request to several servers, each of which gets a part; 0 for one server.
@@ -92,7 +90,6 @@ class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
 
     @property
     def part(self) -> int | None:
-        """Return the fragment; None for all parameters."""
         return None if self.fragment < 0 else self.fragment
 
     @classmethod
@@ -108,7 +105,7 @@ class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
         incarnation: int = 0,
         sequence: int = 0,
     ) -> PushMessage:
-        """Build a message from an exchange that a group side needs; for the other arguments see `PushMessage`."""
+        """Build a message from an exchange that a group side needs; for the arguments see `PushMessage`."""
         return cls(
             layout=layout,
             optimizer=optimizer,
@@ -130,9 +127,7 @@ class AverageMessage(Message, tag="Average", frozen=True, kw_only=True):
     """A group's own weights, answered with the mean of all groups' weights once all have arrived. Payload follows.
 
     Attributes:
-        request: as in `PushMessage`.
-        absent: indices of the parameters that the payload leaves out, because this group has them frozen as the server
-            has.
+        absent: indices of the parameters that the payload leaves out, because they are frozen here and at the server.
     """
 
     optimizer: int
@@ -154,14 +149,11 @@ class Weights(Message, frozen=True, kw_only=True):
     """The master weights, or the method's other answer; the payload follows.
 
     Attributes:
-        clock: clock of this optimizer.
         staleness: staleness of the answered push; -1 for a fetch.
         applied: False if the push was not finite and was refused; then these are the master weights.
-        refused_in_row: consecutive refused pushes of this group.
         repeated: whether the push had arrived before and was not applied again; then these are the master weights.
         progress: positions of the epoch trained by all groups.
         stop: as in `LeaveEpoch`.
-        fragment: fragment of the answered push.
         validations: number of complete validations, as counted by `ClaimValidation`.
         groups: number of participating groups, if groups join the run on their own; otherwise 0.
     """
@@ -185,12 +177,11 @@ class Weights(Message, frozen=True, kw_only=True):
 
 
 class HeadForward(Message, frozen=True, kw_only=True):
-    """A group's batch for a merged head, answered once the group has access. The tensors follow as payload.
+    """A group's batch for a merged head, answered once the group has access. The tensors follow.
 
     Attributes:
         optimizer: number of the head, among the optimizers.
-        packed: ``[arguments, keyword arguments]`` of the submodule; their tensors are in the payload, as encoded by
-            `lightning_omni.wire.codec`.
+        packed: ``[arguments, keyword arguments]`` of the submodule, encoded by `lightning_omni.wire.codec`.
         training: whether each of its submodules is in training mode, itself first.
         trainable: whether each of its weights is to be trained.
         autocast: dtype of automatic mixed precision, if any.
@@ -207,14 +198,14 @@ class HeadForward(Message, frozen=True, kw_only=True):
 
 
 class HeadOutput(Message, frozen=True, kw_only=True):
-    """The head's output for a group that has exclusive access; the tensors follow as payload."""
+    """The head's output for a group that has exclusive access; the tensors follow."""
 
     packed: Packed
     nbytes: int
 
 
 class HeadBackward(Message, frozen=True, kw_only=True):
-    """The gradients of a head's output, which step the head and end the access. The tensors follow as payload.
+    """The gradients of a head's output, which step the head and end the access. The tensors follow.
 
     Attributes:
         packed: a list with one gradient for each tensor of the output; None where the loss does not depend on it.
@@ -222,7 +213,6 @@ class HeadBackward(Message, frozen=True, kw_only=True):
         scale: factor for the gradients of the head's weights.
         clip: largest norm or magnitude of these; 0 clips nothing.
         clip_algorithm: ``"norm"`` or ``"value"``.
-        epoch: as in `PushMessage`.
         trained: as in `PushMessage`, with this batch; the push of the body reports it.
     """
 
@@ -241,9 +231,7 @@ class HeadGradients(Message, frozen=True, kw_only=True):
     """The gradients of a head's inputs, one or None for each tensor; they follow as payload.
 
     Attributes:
-        clock: updates of the head so far.
         applied: False if the gradients were not finite and the head was not stepped.
-        refused_in_row: consecutive refused gradients of this group.
     """
 
     packed: Packed
@@ -269,15 +257,14 @@ class HeadReleased(Message, frozen=True, kw_only=True):
 class SnapshotId(msgspec.Struct, frozen=True, kw_only=True):
     """A consistent state of the server, described by the counts of everything handled before it.
 
-    A server handles one message at a time, so its state between two of them is consistent over all optimizers. Several
-    servers, each of which holds a partition of the parameters, must agree on a cut.
+    A server handles one message at a time, so its state between two of them is consistent over all optimizers.
+    Several servers must agree on a cut.
 
     Attributes:
         clocks: updates in the weights of each optimizer.
-        pushes: for each group, the number of pushes to all optimizers since groups were formed, including pushes that
-            were refused or wait for others. Groups without pushes are left out.
+        pushes: for each group with pushes, their number to all optimizers since groups were formed, including those
+            that were refused or wait for others.
         epoch: number of the current or last epoch; -1 if none was leased.
-        total: positions in that epoch.
         trained: ranges of it that are trained, in order.
     """
 
@@ -288,7 +275,7 @@ class SnapshotId(msgspec.Struct, frozen=True, kw_only=True):
     trained: tuple[tuple[int, int], ...] = ()
 
     def progress(self, known: Progress) -> Progress:
-        """Return the run's progress at this cut: inside the epoch, a rank's own count of samples is approximate.
+        """Return the run's progress at this cut: inside the epoch, a rank's own count is approximate.
 
         Example:
             >>> from lightning_omni.wire.steps_and_samples import ReferenceBatch
@@ -302,7 +289,7 @@ class SnapshotId(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupState(Message, frozen=True, kw_only=True):
-    """The state that only this group holds, for the next snapshot. The tensors follow as payload."""
+    """The state that only this group holds, for the next snapshot. The tensors follow."""
 
     packed: Packed
     nbytes: int
@@ -325,7 +312,7 @@ class TakeSnapshot(Message, frozen=True, kw_only=True):
 
 
 class Snapshot(Message, frozen=True, kw_only=True):
-    """A consistent snapshot, described by its ``cut``; the tensors follow as payload."""
+    """A consistent snapshot, described by its ``cut``; the tensors follow."""
 
     cut: SnapshotId
     packed: Packed

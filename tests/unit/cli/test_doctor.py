@@ -24,11 +24,10 @@ from test_server_core import Link, expect_refusal
 
 from lightning_omni.cli import main, top
 from lightning_omni.cli.console import command_output
-from lightning_omni.server import ServerCore
-from lightning_omni.transport.zeromq import ZeroMQServer
+from lightning_omni.server.core import ServerCore
 from lightning_omni.transport.zeromq.frames import MOST_UNTAKEN, PROBE, Untaken
 from lightning_omni.transport.zeromq.observer import Observer
-from lightning_omni.transport.zeromq.server import about, versions
+from lightning_omni.transport.zeromq.server import ZeroMQServer, about, versions
 from lightning_omni.wire import messages as m
 
 KEY = "5a" * 32

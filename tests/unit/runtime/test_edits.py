@@ -1,6 +1,9 @@
-"""Weights that others write are noticed: trained ones, and only those."""
+"""Weights that others write are noticed, trained ones, and only those; and states of optimizers at the server."""
 
 from __future__ import annotations
+
+import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ from torch.nn import Parameter
 
 from lightning_omni.methods import Pulled
 from lightning_omni.runtime.model.replica import ModelReplica
+from lightning_omni.runtime.state.served_state import ServedState
 
 
 def _replica(*sizes: int) -> ModelReplica:
@@ -159,3 +163,59 @@ def test_a_weight_that_is_trained_for_a_few_steps_and_frozen_again_is_loaded_as_
     replica.step([torch.ones(10)])
     replica.ordered[0].requires_grad_(False)
     assert replica.own_frozen() == set()
+
+
+def _served(said: list[str]) -> tuple[torch.optim.SGD, Parameter, ServedState]:
+    weight = Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    ServedState.install(optimizer, lambda: said.append("read"))
+    state = optimizer.state
+    assert isinstance(state, ServedState)
+    return optimizer, weight, state
+
+
+@pytest.mark.parametrize(
+    "discard",
+    [
+        lambda state, weight: state.clear(),
+        lambda state, weight: state.pop(weight, None),
+        lambda state, weight: state.__setitem__(weight, {}),
+        lambda state, weight: state.__delitem__(weight),
+        lambda state, weight: state.update({weight: {}}),
+        lambda state, weight: state.update([(weight, {})]),
+        lambda state, weight: state.__ior__({weight: {}}),
+    ],
+)
+def test_a_served_state_is_discarded_however_that_is_written(discard: Callable[..., object]) -> None:
+    said: list[str] = []
+    _, weight, state = _served(said)
+    discard(state, weight)
+    served = {weight: {"momentum_buffer": torch.ones(2)}}
+    assert state.is_written
+    state.write_to(served)
+    assert (served, said) == ({}, [])
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda optimizer, weight: optimizer.state[weight],
+        lambda optimizer, weight: optimizer.state.get(weight),
+        lambda optimizer, weight: weight in optimizer.state,
+        lambda optimizer, weight: len(optimizer.state) == 0,
+        lambda optimizer, weight: [values.clear() for values in optimizer.state.values()],
+        lambda optimizer, weight: [optimizer.state.pop(each) for each in list(optimizer.state)],
+        lambda optimizer, weight: [values for _, values in optimizer.state.items()],
+        lambda optimizer, weight: optimizer.state_dict(),
+        lambda optimizer, weight: copy.deepcopy(optimizer),
+    ],
+)
+def test_user_code_that_reads_a_served_state_in_any_way_is_told_so_once(read: Callable[..., object]) -> None:
+    said: list[str] = []
+    optimizer, weight, state = _served(said)
+    optimizer.zero_grad()
+    optimizer.add_param_group({"params": [Parameter(torch.ones(1))]})
+    assert (said, state.is_written) == ([], False)
+    for _ in range(2):
+        read(optimizer, weight)
+    assert (said, state.is_written) == (["read"], False)

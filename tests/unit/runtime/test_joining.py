@@ -603,7 +603,7 @@ def test_a_group_that_comes_back_to_a_server_that_is_gone_hears_that_the_run_may
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("LIGHTNING_OMNI_KEY", "ab" * 32)
-    monkeypatch.setattr("lightning_omni.runtime.registration.Observer", partial(Observer, timeout=0.1))
+    monkeypatch.setattr("lightning_omni.transport.zeromq.observer.Observer", partial(Observer, timeout=0.1))
     options = WorldOptions(elastic=True, server="tcp://127.0.0.1:9")
     for came, says in (("", "no parameter server answers at"), ("a-run 1", "the run a-run: either that is over")):
         monkeypatch.setenv(COMES_BACK, came)
@@ -619,7 +619,7 @@ def test_a_group_registers_with_the_encryption_of_its_transport(monkeypatch: pyt
         raise Found(address, encryption)
 
     monkeypatch.setenv("LIGHTNING_OMNI_KEY", "ab" * 32)
-    monkeypatch.setattr("lightning_omni.runtime.registration.Observer", observe)
+    monkeypatch.setattr("lightning_omni.transport.zeromq.observer.Observer", observe)
     for server in (Server(SERVER, encryption="off"), Server(SERVER, transport=ZeroMQ(encryption="off"))):
         with pytest.raises(Found) as caught:
             GroupRegistration(WorldOptions(elastic=True, server=server), 0, 1, lambda text: text)
@@ -635,7 +635,7 @@ def test_no_group_comes_back_to_a_run_that_was_not_saved_and_whose_server_has_en
 ) -> None:
     """Unless it is the network that does not bring it there: a machine that answers says that nobody listens."""
     monkeypatch.setenv("LIGHTNING_OMNI_KEY", "ab" * 32)
-    monkeypatch.setattr("lightning_omni.runtime.registration.Observer", partial(Observer, timeout=0.1))
+    monkeypatch.setattr("lightning_omni.transport.zeromq.observer.Observer", partial(Observer, timeout=0.1))
     monkeypatch.setenv(COMES_BACK, return_to("a-run", 1, is_saved))
     assert comes_back_to() == ("a-run", 1)
     with socket.socket() as other:

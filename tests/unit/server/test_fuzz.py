@@ -20,9 +20,10 @@ import torch
 import zmq
 from test_server_core import Link, control_peer, data_peer, gradient, push_of, trained_link
 
-from lightning_omni.server import Out, ServerCore
+from lightning_omni.server.core import ServerCore
 from lightning_omni.server.router import types_on
-from lightning_omni.transport.zeromq import ZeroMQServer
+from lightning_omni.server.service import Out
+from lightning_omni.transport.zeromq.server import ZeroMQServer
 from lightning_omni.wire import messages as m
 
 STRANGE, ADMITTED = 60_000, 40_000

@@ -31,8 +31,7 @@ from lightning_omni.group.core import Action, ServerRequest
 from lightning_omni.methods import Method, method_named
 from lightning_omni.methods.contract import Gradient, NextGradient
 from lightning_omni.methods.model.server_optimizer import hyperparameters_of
-from lightning_omni.server import ServerCore
-from lightning_omni.server.collectives import UPLOADED_ELSEWHERE
+from lightning_omni.server.core import ServerCore
 from lightning_omni.server.service import as_tensor
 from lightning_omni.transport.serving import state_directory
 from lightning_omni.transport.serving.save_files import saved_weights
@@ -42,6 +41,7 @@ from lightning_omni.wire.codec import Packed, pack, unpack
 from lightning_omni.wire.formats.base import Memory
 from lightning_omni.wire.journal import AnyEntry, Entry, FormedEntry, NumberedEntry
 from lightning_omni.wire.messages import EpochPlan
+from lightning_omni.wire.messages.collectives import UPLOADED_ELSEWHERE
 
 LR = 0.1
 

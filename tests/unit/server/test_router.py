@@ -24,10 +24,10 @@ from test_server_core import (
 from test_wire import DEADLINE, Serving, ranks
 
 from lightning_omni.errors import MalformedMessage, ProtocolError, Refused
-from lightning_omni.server import Out, ServerCore
+from lightning_omni.server.core import ServerCore
 from lightning_omni.server.router import TABLE, Role, Row
-from lightning_omni.server.service import Payload, Sender, Service, as_tensor
-from lightning_omni.transport.zeromq import ZeroMQServer
+from lightning_omni.server.service import Out, Payload, Sender, Service, as_tensor
+from lightning_omni.transport.zeromq.server import ZeroMQServer
 from lightning_omni.wire import messages as m
 
 BETWEEN_LEADERS = (m.ReadPublished, m.PeerMessage, m.Published, m.PeerMessageStored)

@@ -21,11 +21,11 @@ from torch.nn import Parameter
 from lightning_omni.errors import MalformedMessage, ProtocolError, Refused
 from lightning_omni.methods import AsyncSGD
 from lightning_omni.methods.model.server_optimizer import describe, hyperparameters_of
-from lightning_omni.server import Out, ServerCore
 from lightning_omni.server.collectives import MOST_OPEN
+from lightning_omni.server.core import ServerCore
 from lightning_omni.server.membership.roster import MOST_RANKS
 from lightning_omni.server.router import types_on
-from lightning_omni.server.service import as_tensor
+from lightning_omni.server.service import Out, as_tensor
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, pack, unpack
 from lightning_omni.wire.handshake import attach_mac, derive, fingerprint_problem, rank_mac, server_mac, session_key

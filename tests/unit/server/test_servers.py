@@ -35,7 +35,7 @@ from lightning_omni.methods import AsyncSGD, Gradient, Master, Method, Push, Rep
 from lightning_omni.methods.contract import Total
 from lightning_omni.methods.model.fragments import UNIT, read, write
 from lightning_omni.methods.model.server_optimizer import hyperparameters_of, resolver
-from lightning_omni.server import ServerCore
+from lightning_omni.server.core import ServerCore
 from lightning_omni.server.parameters.served_parameters import ServedParameters
 from lightning_omni.server.replication import MOST_HELD
 from lightning_omni.server.service import Out
@@ -44,9 +44,10 @@ from lightning_omni.transport.connections import Control, answer_of
 from lightning_omni.transport.serving import save_files
 from lightning_omni.transport.serving.save_files import saved_weights, share_directory
 from lightning_omni.transport.serving.state_directory import ShareDirectory, StateDirectory
-from lightning_omni.transport.zeromq import ZeroMQ, ZeroMQServer
+from lightning_omni.transport.zeromq import ZeroMQ
 from lightning_omni.transport.zeromq import server as server_link
 from lightning_omni.transport.zeromq.dialing import SuspendAwareClock
+from lightning_omni.transport.zeromq.server import ZeroMQServer
 from lightning_omni.wire import handshake
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack, unpack

@@ -203,6 +203,7 @@ class Control:
     step_limit: int | None = None
     batches = setups = 0
     is_open_ended = is_cut_short = False
+    paces_schedules = True
     validation: bool | None = None
 
     def __init__(self, trainer: Trainer) -> None:
@@ -390,7 +391,7 @@ def test_a_number_of_batches_of_its_own_is_what_user_code_has_and_no_estimate_is
     control_loops(fitting, control)
     fitting.fit(Tiny())
     batches, steps = fitting.num_training_batches, fitting.estimated_stepping_batches
-    control.batches = 3
+    control.batches, control.is_open_ended = 3, True
     assert (batches, fitting.num_training_batches, fitting.fit_loop.max_batches) == (4, 3, 4)
     assert fitting.estimated_stepping_batches == steps
     release_loops(fitting)

@@ -15,12 +15,11 @@ from test_server_core import control_peer, data_peer, trained_link
 
 from lightning_omni.errors import RankLost
 from lightning_omni.methods import AsyncSGD
-from lightning_omni.server import ServerCore
+from lightning_omni.server.core import ServerCore
 from lightning_omni.server.service import Out
-from lightning_omni.transport.zeromq import ControlConnection, ZeroMQServer
-from lightning_omni.transport.zeromq.client import DataConnection
+from lightning_omni.transport.zeromq.client import ControlConnection, DataConnection
 from lightning_omni.transport.zeromq.observer import Observer
-from lightning_omni.transport.zeromq.server import ANSWERED_STRANGERS
+from lightning_omni.transport.zeromq.server import ANSWERED_STRANGERS, ZeroMQServer
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.layout import Layout
 

@@ -17,11 +17,13 @@ import zmq
 from zmq.utils import z85
 
 from lightning_omni.errors import LONGEST, ConfigurationError, Refused, quoted
-from lightning_omni.server import ServerCore
-from lightning_omni.transport.zeromq import ControlConnection, DataConnection, ZeroMQServer, guard
+from lightning_omni.server.core import ServerCore
+from lightning_omni.transport.zeromq import guard
+from lightning_omni.transport.zeromq.client import ControlConnection, DataConnection
 from lightning_omni.transport.zeromq.frames import LARGEST_CONTROL_FRAME, LARGEST_DATA_FRAME
 from lightning_omni.transport.zeromq.guard import RefusalLog
 from lightning_omni.transport.zeromq.keys import DOMAIN, RunKeys
+from lightning_omni.transport.zeromq.server import ZeroMQServer
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.layout import Layout
 

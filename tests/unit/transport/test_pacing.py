@@ -14,9 +14,9 @@ from test_server_core import data_peer, trained_link
 from torch import Tensor
 
 from lightning_omni.methods import METHODS, AsyncSGD, Downpour, method_named
-from lightning_omni.server import Out
-from lightning_omni.transport.zeromq import ZeroMQServer
+from lightning_omni.server.service import Out
 from lightning_omni.transport.zeromq.frames import CHUNK, CHUNK_MARK, LITTLE, LONGER, LONGEST, PacedAnswers
+from lightning_omni.transport.zeromq.server import ZeroMQServer
 from lightning_omni.wire import messages as m
 
 PEER = b"peer"

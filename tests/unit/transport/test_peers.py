@@ -18,11 +18,12 @@ from torch import Tensor
 
 from lightning_omni.errors import ConnectionLost, RankLost, Refused
 from lightning_omni.methods import Inbox
-from lightning_omni.server import ServerCore
+from lightning_omni.server.core import ServerCore
 from lightning_omni.transport.connections import Address
-from lightning_omni.transport.zeromq import PeerConnections, PeerSocket, ZeroMQ
+from lightning_omni.transport.zeromq import ZeroMQ
 from lightning_omni.transport.zeromq.addresses import own_host
 from lightning_omni.transport.zeromq.keys import RunKeys
+from lightning_omni.transport.zeromq.peers import PeerConnections, PeerSocket
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats import Int8
 from lightning_omni.wire.formats.base import RAW, Memory, WireFormat

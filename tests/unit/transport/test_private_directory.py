@@ -19,7 +19,7 @@ from processes import Process
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.transport.serving.process import ServerSettings
-from lightning_omni.transport.zeromq import ControlConnection, PeerSocket, shared_memory
+from lightning_omni.transport.zeromq import shared_memory
 from lightning_omni.transport.zeromq.addresses import (
     PREFIX,
     PrivateDirectory,
@@ -27,7 +27,9 @@ from lightning_omni.transport.zeromq.addresses import (
     remove_if_abandoned,
     sibling,
 )
+from lightning_omni.transport.zeromq.client import ControlConnection
 from lightning_omni.transport.zeromq.keys import RunKeys
+from lightning_omni.transport.zeromq.peers import PeerSocket
 from lightning_omni.wire.layout import Layout
 
 SETTINGS = ServerSettings("00" * 32, "", 0, 30.0, 60.0, 1, ())

@@ -25,9 +25,10 @@ from torch.nn import Parameter
 
 from lightning_omni.errors import ConnectionLost, MalformedMessage, Refused
 from lightning_omni.methods.model.server_optimizer import hyperparameters_of
-from lightning_omni.server import ServerCore
-from lightning_omni.transport.zeromq import ZeroMQServer, shared_memory
+from lightning_omni.server.core import ServerCore
+from lightning_omni.transport.zeromq import shared_memory
 from lightning_omni.transport.zeromq.addresses import PrivateDirectory, memory_path
+from lightning_omni.transport.zeromq.server import ZeroMQServer
 from lightning_omni.transport.zeromq.shared_memory import MemoryRange, MemoryRanges, Share, Shared
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats.base import RAW, Memory, registered

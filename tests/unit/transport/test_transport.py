@@ -25,7 +25,7 @@ from lightning_omni.methods.contract import Gradient, NextGradient, Receive
 from lightning_omni.methods.model.replica import Pulled, Replica, copies
 from lightning_omni.methods.model.server_optimizer import describe, hyperparameters_of
 from lightning_omni.runtime.options import WorldOptions
-from lightning_omni.server import ServerCore
+from lightning_omni.server.core import ServerCore
 from lightning_omni.topology import GroupId
 from lightning_omni.transport import registry
 from lightning_omni.transport.connections import Address, Control, Data, ReconnectingData

@@ -41,13 +41,14 @@ from lightning_omni.methods.model.modules import class_path
 from lightning_omni.methods.model.server_optimizer import describe, hyperparameters_of, resolver
 from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.runtime.server_process import RunServer
-from lightning_omni.server import ServerCore
+from lightning_omni.server.core import ServerCore
 from lightning_omni.transport.serving import ServerProcess
 from lightning_omni.transport.serving.process import ServerSettings
-from lightning_omni.transport.zeromq import ControlConnection, DataConnection, ZeroMQServer
+from lightning_omni.transport.zeromq.client import ControlConnection, DataConnection
 from lightning_omni.transport.zeromq.dialing import Dialed
 from lightning_omni.transport.zeromq.frames import CHUNK, KEPT_ALIVE, LITTLE, Assembly, Copies, chunks
 from lightning_omni.transport.zeromq.keys import RunKeys, new_key
+from lightning_omni.transport.zeromq.server import ZeroMQServer
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, pack
 from lightning_omni.wire.layout import Layout
