@@ -599,12 +599,22 @@ class World(ParallelState):
 def _is_of_a_loss(error: BaseException) -> bool:
     """Return whether a collective has failed because another rank, or the link to it, is gone."""
     signs = ("connect", "network", "socket", "broken pipe", "timed out", "timeout")
-    return _is_of_a_collective(error) and any(sign in str(error).lower() for sign in signs)
+    return _is_of_a_collective(error) and any(sign in str(_raised_first(error)).lower() for sign in signs)
 
 
 def _is_of_a_collective(error: BaseException) -> bool:
     """Return whether torch.distributed raised an error; gloo's errors have no class of their own."""
-    names = ("gloo", "nccl")
+    names, error = ("gloo", "nccl"), _raised_first(error)
     return isinstance(error, dist.DistError) or (
         type(error) is RuntimeError and any(name in str(error).lower() for name in names)
     )
+
+
+def _raised_first(error: BaseException) -> BaseException:
+    """Return the error of a collective in the place of that of torch's logging, which looks for this rank by a number.
+
+    While a group computes, the default process group is the group's, and numbers its ranks from 0; a process group of
+    some of its members, such as FSDP2's, knows them by their numbers in the run.
+    """
+    is_of_logging = type(error) is ValueError and "is not part of group" in str(error)
+    return error.__context__ if is_of_logging and error.__context__ is not None else error

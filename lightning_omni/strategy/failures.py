@@ -49,7 +49,6 @@ class Failures:
                 parts.world.explain(exception)
                 self._rejoin_if_cut_off(exception)
             self._grouping.explain_take_over(exception)
-            parts.signals.ask_again()
             parts.world.fail(exception)
         elif self._parts.world_options.elastic.join:
             self._rejoin(exception, exception)

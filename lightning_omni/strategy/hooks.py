@@ -364,7 +364,7 @@ class OmniStrategyHooks(_Base):
 
     def _install_signals(self) -> None:
         parts = self.parts
-        parts.signals.install(parts.trainer, self.world, lambda: parts.epochs.interrupt(parts.pl_module))
+        parts.signals.install(parts.trainer, self.world, lambda: parts.epochs.interrupt(parts.pl_module), parts.waiting)
 
     @override
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:

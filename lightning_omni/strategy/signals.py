@@ -1,9 +1,8 @@
 """SIGTERM and SLURM's requeue signal: a handler sets a flag, and all ranks act on it at the same batch.
 
 Lightning's own handlers call collectives wherever they interrupt the rank: ranks then wait for each other in different
-ones. Here an all-reduce sends the flag, in place of the broadcast for which Lightning waits before every batch, and so
-do the heartbeats if there is a server. The all-reduce begins at the end of a batch and runs beside the callbacks; the
-ranks act on its result at the start of the next batch.
+ones. Here an all-reduce sends the flag, in place of the broadcast that Lightning makes before every batch, and so do
+the heartbeats if there is a server.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
@@ -64,7 +64,7 @@ class Signals:
         self._trainer: Trainer | None = None
         self._world: World | None = None
         self._leave: Callable[[], None] = lambda: None
-        self._asked: tuple[Any, torch.Tensor, Any] | None = None  # process group, flags and the work that reduces them
+        self._waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         self._terminates = self._requeues = self._requeued = False
         self._progress = self._longest = 0.0
         self._watcher: threading.Thread | None = None
@@ -83,15 +83,21 @@ class Signals:
         self.is_stopping = self._terminates = self._requeues = self._requeued = False
         self._before = {number: signal.getsignal(number) for number in (signal.SIGTERM, requeue) if number is not None}
 
-    def install(self, trainer: Trainer, world: World, leave: Callable[[], None]) -> None:
+    def install(
+        self,
+        trainer: Trainer,
+        world: World,
+        leave: Callable[[], None],
+        waiting: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         """Replace Lightning's handlers, after it has registered them. Further calls do nothing.
 
-        ``leave`` synchronizes all groups for the last time.
+        ``leave`` synchronizes all groups for the last time; within ``waiting`` this rank waits for others.
         """
         is_alone = world.size == 1 and world.registration is None
         if self._replaced or is_alone or threading.current_thread() is not threading.main_thread():
             return
-        self._trainer, self._world, self._leave = trainer, world, leave
+        self._trainer, self._world, self._leave, self._waiting = trainer, world, leave, waiting
         for number, before in self._before.items():
             if number == signal.SIGTERM:
                 self._replaced[number] = signal.signal(number, self._on_terminate)
@@ -115,7 +121,7 @@ class Signals:
         self._replaced, self._watcher = {}, None
         if self._trainer is not None:
             set_batch_agreement(self._trainer, None)
-        self._trainer = self._world = self._asked = None
+        self._trainer, self._world = None, None
 
     @property
     def is_told_to_end(self) -> bool:
@@ -132,17 +138,14 @@ class Signals:
     # --- Together -----------------------------------------------------------------------------------------------------
 
     def agree(self) -> None:
-        """Perform the action on which all ranks of the default process group agree, at the start of a batch."""
+        """Agree with all ranks of the default process group at the start of a batch on an action, and perform it."""
         if self._trainer is None:
             return
         self.progress()
-        if self._asked is None or self._asked[0] is not dist.group.WORLD:
-            self.ask()
-        assert self._asked is not None
-        _, wanted, work = self._asked
-        work.wait()
-        self._asked = work = None
-        code = int(wanted)  # reading a GPU tensor waits for all pending work of the GPU
+        wanted = torch.tensor(self._wanted(), device=self._trainer.strategy.root_device)
+        with self._waiting():
+            dist.all_reduce(wanted, op=dist.ReduceOp.MAX)
+            code = int(wanted)  # reading a GPU tensor waits for all pending work of the GPU
         if code == _REQUEUE:
             self._requeue()
         elif code == _TERMINATE:
@@ -150,20 +153,6 @@ class Signals:
             self._world.wants_stop = True
             self._leave()
             self._stop()
-
-    def ask(self) -> None:
-        """Begin to reduce the flags of these ranks, at the end of a batch, for the next call of `agree`."""
-        if self._trainer is None:
-            return
-        group, wanted = dist.group.WORLD, torch.tensor(self._wanted(), device=self._trainer.strategy.root_device)
-        self._asked = group, wanted, dist.all_reduce(wanted, op=dist.ReduceOp.MAX, async_op=True)
-
-    def ask_again(self) -> None:
-        """Reduce newer flags, or those of other ranks, before the next batch.
-
-        The collective is dropped. It would keep its process group, and so the connections to other ranks.
-        """
-        self._asked = None
 
     def agree_alone(self) -> None:
         """Call `agree` on a rank that has joined as a group by itself: Lightning sees only this rank."""

@@ -14,11 +14,13 @@ be run.
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import math
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -127,9 +129,11 @@ def exchanges(nbytes: int, count: int) -> Callable[[], float]:
     """Seconds of one step of a group of one rank, from the gradient to the weights, beside a group that rests."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    store = Path(tempfile.mkdtemp(prefix="omni-compare-"), "store")
+    folder = tempfile.mkdtemp(prefix="omni-compare-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     for rank in range(2):
-        context.Process(target=train, args=(rank, str(store), nbytes, count, theirs, os.getpid()), daemon=True).start()
+        arguments = (rank, str(Path(folder, "store")), nbytes, count, theirs, os.getpid())
+        context.Process(target=train, args=arguments, daemon=True).start()
 
     def once() -> float:
         ours.send("go")
@@ -162,7 +166,10 @@ def train(rank: int, store: str, nbytes: int, count: int, asked: Any, parent: in
         parameter.grad = torch.ones_like(parameter)
     with world.training():
         while rank == 0:
-            asked.recv()
+            try:
+                asked.recv()
+            except EOFError:  # the parent ends
+                os._exit(0)
             began = time.perf_counter()
             for _ in range(count):
                 optimizer.step()

@@ -182,7 +182,6 @@ class Listener:
         if self._nested.is_running:
             return
         parts, world = self._parts, self._parts.world
-        parts.signals.ask()
         parts.merged.step_done()
         if world.control is not None:
             parts.step_times.end(world.exchange.traffic.seconds, world.exchange.traffic.moved)
@@ -207,7 +206,6 @@ class Listener:
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
-            self._parts.signals.ask_again()  # a validation may take long
             self._parts.epochs.before_validation(pl_module)
             self._grouping.follow_recorder()
 
@@ -215,7 +213,6 @@ class Listener:
         """Synchronize the groups, and log the metrics of the epoch."""
         if self._nested.is_running:
             return
-        self._parts.signals.ask_again()
         self._parts.epochs.end(pl_module)
         self._grouping.follow_recorder()
         control = self._parts.world.control

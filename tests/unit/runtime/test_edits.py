@@ -48,6 +48,16 @@ def test_a_weight_whose_data_is_written_is_noticed_at_once_and_a_number_in_eight
     assert "weight0" in replica.written(in_passing=True)
 
 
+def test_a_step_between_two_fetches_is_no_write_and_takes_no_memory() -> None:
+    replica, loaded = _replica(10), [torch.ones(10)]
+    replica.load(Pulled(loaded, clock=2))
+    replica.descend([torch.ones(10)])
+    assert replica.written(in_passing=True) == []
+    assert torch.equal(loaded[0], replica.ordered[0].detach())
+    replica.ordered[0].data[3] = 0.0
+    assert replica.written(in_passing=True) == ["weight0"]
+
+
 def test_frozen_weights_are_the_groups_own() -> None:
     replica = _replica(10, 20)
     replica.ordered[0].requires_grad_(False)

@@ -11,6 +11,7 @@ from pytorch_lightning import Trainer, callbacks
 from pytorch_lightning.demos.boring_classes import BoringModel
 from runs import Run, run
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -21,6 +22,7 @@ from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.methods import AsyncSGD, LocalSGD
 from lightning_omni.runtime.model.meshes import sizes_in
 from lightning_omni.runtime.model.sharded import _blocks, average_over_replicas, reshard, state_rows
+from lightning_omni.runtime.world import _is_of_a_collective, _is_of_a_loss
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
 from lightning_omni.topology import Topology
 from lightning_omni.tuning.callback.pytorch_lightning import OmniTuner
@@ -141,6 +143,22 @@ def test_what_two_shards_of_one_group_have_saved_is_loaded_by_more_and_by_more_g
 def test_a_killed_member_costs_its_group_alone(two_groups: list[dict[str, Any]]) -> None:
     assert two_groups[0]["dies"]["lost"] == [2, 3]
     assert two_groups[0]["dies"] == two_groups[1]["dies"]
+
+
+def test_an_error_of_a_collective_is_recognized_where_torch_s_logging_replaces_it() -> None:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        some = dist.new_group([0])
+        dist.distributed_c10d._world.pg_group_ranks[some] = {4: 0}  # as in a run in which this is rank 4
+        with pytest.raises(ValueError, match="is not part of group") as caught:
+            dist.all_gather_single(torch.zeros(3), torch.zeros(2), group=some)
+    finally:
+        dist.destroy_process_group()
+    assert _is_of_a_collective(caught.value)
+    assert not _is_of_a_loss(caught.value), "a wrong size is no loss of a rank"
+    caught.value.__context__ = RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer")
+    assert _is_of_a_loss(caught.value)
+    assert not _is_of_a_collective(ValueError("something is wrong with this batch"))
 
 
 # --- Groups that hold the model several times ------------------------------------------------------------------------

@@ -140,6 +140,7 @@ def test_validations_are_due_where_they_are_under_ddp_though_earlier_steps_had_m
         accumulate_grad_batches=4,
         callbacks=[],
         check_val_every_n_epoch=None,
+        max_epochs=-1,
         enable_validation=True,
         fit_loop=loop,
         lightning_module=SimpleNamespace(automatic_optimization=True),
