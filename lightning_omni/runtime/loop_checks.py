@@ -1,4 +1,4 @@
-"""Checks of a loop: the ranks of a group leave it together, and without Lightning only wrapped optimizers step in it."""
+"""Checks of a loop: members of a group leave it together, and without Lightning only wrapped optimizers step in it."""
 
 from __future__ import annotations
 
