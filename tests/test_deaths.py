@@ -107,7 +107,7 @@ def test_an_exception_in_one_group_is_told_to_the_others_who_go_on_and_to_who_as
     assert finished.results[0][0]["report"]["ranks_lost"] == [2, 3]
 
 
-def test_a_stream_that_is_shorter_on_one_member_of_a_group_ends_that_group_with_the_reason_and_others_go_on() -> None:
+def test_a_shorter_stream_on_one_member_ends_its_group_with_the_reason() -> None:
     """Under DDP the others wait for each other until torch's timeout, or are told that a connection was closed."""
     fit = {"loader": "shorter on rank 3", "trainer": {"max_epochs": 1}}
     with Running("groups.py", {"fits": [fit]}) as running:

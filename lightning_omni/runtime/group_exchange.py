@@ -66,7 +66,7 @@ class GroupBroadcast:
         if memory.device.type == device.type:
             dist.broadcast(memory, group=group, group_src=0)
             return
-        is_source = dist.get_rank(group) == 0
+        is_source = group.rank() == 0  # the default process group may number its ranks otherwise
         shared = memory.to(device) if is_source else torch.empty_like(memory, device=device)
         dist.broadcast(shared, group=group, group_src=0)
         if not is_source:
