@@ -62,6 +62,7 @@ FILES_LEFT_OUT = {
 }
 """Files that do not, with the reason."""
 
+BY_COUNT = "that a member waits is seen by the number of its collectives, which the emulated backend does not count"
 BY_TIME = "what the tuner chooses depends on times, which are the CPU's"
 TESTS_LEFT_OUT = {
     f"test_omni_tuner.py::{test}": BY_TIME
@@ -71,9 +72,7 @@ TESTS_LEFT_OUT = {
         "test_a_tuned_run_goes_on_without_a_worker_that_is_lost",
         "test_a_run_whose_server_does_not_start_trains_on_in_one_group_and_says_why",
     )
-} | {
-    "test_deaths.py::test_a_shorter_stream_on_one_member_ends_its_group_with_the_reason": "that a member waits is seen by numbers of collectives, which the emulated backend does not have",
-}
+} | {"test_deaths.py::test_a_shorter_stream_on_one_member_ends_its_group_with_the_reason": BY_COUNT}
 """Tests of `FILES` that do not, as pytest names them, with the reason; a function stands for all its parameters."""
 
 
