@@ -131,7 +131,7 @@ class ExitCheck:
         is_interrupted, self._is_interrupted = self._is_interrupted, False
         since = self._count() - self._collectives
         self._times += 1
-        steps = self.steps - self._earlier
+        steps = self._steps_here
         store, keys = self._store, [self._key(member) for member in parallel.members]
         limit = time.monotonic() + (WITHIN if is_interrupted else parallel.options.timeout.total_seconds())
         try:
@@ -157,10 +157,9 @@ class ExitCheck:
                 self._end(is_interrupted, f"rank {member} of its compute group has left it after {others}")
 
     def _end(self, is_interrupted: bool, but: str) -> None:
-        steps = self.steps - self._earlier
-        left, remedy = f"has left its loop after {steps} steps", _LEAVE_TOGETHER
+        left, remedy = f"has left its loop after {self._steps_here} steps", _LEAVE_TOGETHER
         if is_interrupted:
-            left = f"was interrupted (Ctrl-C) after {steps} steps and has left its loop"
+            left = f"was interrupted (Ctrl-C) after {self._steps_here} steps and has left its loop"
             remedy = "catch KeyboardInterrupt outside `with world.training():`, or end the loop alike on all ranks"
         raise RankLost(f"rank {self._parallel.rank} {left}, and {but}: {remedy}")
 
@@ -176,12 +175,17 @@ class ExitCheck:
                 if not self._store.check([first]):
                     continue
                 _, steps, since = map(int, self._store.get(first).split())
-                mine = (self.steps - self._earlier, self._count() - self._collectives)
+                mine = (self._steps_here, self._count() - self._collectives)
                 if times == self._times and mine > (steps, since) and mine == before:
                     self._store.set(self._key("waits", times + 1), str(self._parallel.rank))
                 before = mine
             except RuntimeError:  # the store's process is gone
                 continue
+
+    @property
+    def _steps_here(self) -> int:
+        """Return the steps since `renew`, in which the members of a group agree."""
+        return self.steps - self._earlier
 
     @property
     def _is_needed(self) -> bool:
