@@ -23,7 +23,7 @@ from lightning_omni.runtime.model.meshes import ModelParallel, columns_of, evenl
 from lightning_omni.runtime.model.reduction import Reduction
 from lightning_omni.runtime.model.replica import Part
 from lightning_omni.runtime.options import WorldOptions
-from lightning_omni.runtime.process_groups import ProcessGroups, check_none_lost
+from lightning_omni.runtime.process_groups import ProcessGroups, check_none_lost, check_not_in_loop
 from lightning_omni.runtime.registration import GroupRegistration
 from lightning_omni.runtime.server_process import RunServer
 from lightning_omni.topology import RECORDER, Topology
@@ -104,6 +104,7 @@ class ParallelState:
         if not dist.is_initialized():
             raise ConfigurationError("call torch.distributed.init_process_group before World(...)")
         check_none_lost()
+        check_not_in_loop()
         check_kind("options", options, (WorldOptions, type(None)), 'WorldOptions(method="local_sgd", ...), or None')
         options = options or WorldOptions()
         options = self.options = options if groups is None else replace(options, groups=groups)
