@@ -68,10 +68,7 @@ class Sites(NamedTuple):
 
 
 class Microbenchmarks:
-    """Timings that are made once each, when they are first requested.
-
-    Args:
-        strategy: strategy of a run whose ranks are one group.
+    """Timings that are made once each, when they are first requested, in a run whose ranks are one group.
 
     Attributes:
         averaging: by timed format, seconds that the slowest rank computes to average gradients.
@@ -95,8 +92,8 @@ class Microbenchmarks:
     def round_trip(self) -> float:
         """Return the seconds of a nearly empty message to another rank and back: the shortest of a few.
 
-        An all-gather of one number sends as many messages, one after the other, as there are other ranks. An exchange
-        of devices does not take their links, but sockets.
+        An all-gather of one number sends as many messages, one after the other, as there are other ranks. Exchanges of
+        devices take sockets, and not the devices' links.
         """
         if self._has_device:
             return 2 * self._seconds_between_hosts(1)
@@ -114,7 +111,7 @@ class Microbenchmarks:
 
     @cached_property
     def copy_per_byte(self) -> float:
-        """Return the seconds of each byte between the device and its host, on rank 0: the mean of both ways."""
+        """Return the seconds of each byte between rank 0's device and its host: the mean of both ways."""
         if not self._has_device:
             return 0.0
         return gather(self._world, [seconds_per_byte(self._seconds_of_copy, self.nbytes)])[0][0]
@@ -137,7 +134,7 @@ class Microbenchmarks:
         """Return the sites, nodes joined by fast links, and the times of messages over the slowest link within one.
 
         The nodes are returned if all links are alike, or if links are not the cause of a slow all-reduce, because small
-        times differ by chance. Two nodes have only one link, which has nothing to be compared with.
+        times differ by chance. Two nodes have only one link, which cannot be compared.
         """
         nodes = self._world.server.nodes_of(self._world.members)
         firsts = [nodes.index(node) for node in sorted(set(nodes))]
@@ -213,7 +210,7 @@ class Microbenchmarks:
         return seconds
 
     def _seconds_between(self, pairs: Sequence[tuple[int, int]], count: int) -> list[float]:
-        """Return the seconds of ``count`` elements from the first to the second member of each pair: half a round trip.
+        """Return half of a round trip of ``count`` elements between the members of each pair, in seconds.
 
         All pairs send at once, so that each member is in one pair at most.
         """

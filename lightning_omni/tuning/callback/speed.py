@@ -41,13 +41,13 @@ def _standard_errors(probability: float) -> float:
 
 @dataclass(frozen=True)
 class TimedBatches:
-    """The batches that one rank trained.
+    """The timed batches of one rank.
 
     Attributes:
-        timed: samples of the timed batches.
-        seconds: seconds of the timed batches.
-        batches: number of the timed batches.
-        squares: sum of the squares of their seconds.
+        timed: samples.
+        seconds: seconds.
+        batches: number of batches.
+        squares: sum of the squares of the batches' seconds.
     """
 
     timed: int = 0
@@ -72,7 +72,6 @@ class TimedBatches:
 
     @property
     def variance(self) -> float:
-        """Return the square of the standard error of the rate; infinite if too few batches are timed."""
         return (self.rate * self.error) ** 2 if math.isfinite(self.error) else math.inf
 
 
@@ -108,10 +107,10 @@ class Speed:
 class SpeedHistory:
     """The speeds of a run's epochs, and whether it trains faster or slower than before.
 
-    After each epoch the last 1, 2, 4, ... epochs, up to half of all, are compared with those before. There are many
-    comparisons, so they share the probability of a false alarm, in a run of any number of epochs: the n-th epoch's have
-    1/(n(n - 1)) of it, which sums to one (alpha spending, as in sequential trials). The noise is that of all epochs,
-    since a few batches show little of it.
+    After each epoch the last 1, 2, 4, ... epochs, up to half of all, are compared with those before. The comparisons
+    share the probability of a false alarm: the n-th epoch's have 1/(n(n - 1)) of it, which sums to one over a run of
+    any length (alpha spending, as in sequential trials). The noise is that of all epochs, since a few batches show
+    little of it.
 
     Example:
         >>> history = SpeedHistory()
@@ -143,12 +142,7 @@ class RunThroughput:
     """A counter of one rank's samples and of the seconds of their training, without validations and searches.
 
     The first batch after an interruption is not timed, because it includes other work, and waits for late ranks.
-
-    Args:
-        clock: returns the time in seconds.
-
-    Attributes:
-        trained: the batches since the last `take`.
+    ``trained`` are the batches since the last `take`.
 
     Example:
         >>> moments = iter([0.0, 2.0, 4.0, 100.0, 102.0])
@@ -167,11 +161,9 @@ class RunThroughput:
         self.trained = TimedBatches()
 
     def interrupt(self) -> None:
-        """Leave the next batch uncounted, because its time includes more than training."""
         self._timer.interrupt()
 
     def batch_done(self, samples: int) -> None:
-        """Count this rank's samples in a batch."""
         if (seconds := self._timer.done()) is not None:
             self.trained = self.trained + TimedBatches(samples, seconds, 1, seconds**2)
 
@@ -193,9 +185,6 @@ def samples_in(trainer: Trainer, batch_idx: int) -> int:
 
 class SpeedRecord:
     """A record of how fast a run trains.
-
-    Args:
-        run: the tuned run.
 
     Attributes:
         throughput: the counter of this rank's samples while it trains.
@@ -238,7 +227,7 @@ class SpeedRecord:
         self._speeds = speeds
 
     def epoch_done(self) -> None:
-        """Record the speed of an epoch, or of its trained part. On all ranks; the report leaves validations out."""
+        """Record the speed of an epoch, or of its trained part. All ranks call it."""
         run = self._run
         timed, rate, variance = self._sum_over_ranks(self.throughput.take())
         if run.rounds and run.state.setting is not None and rate > 0:
@@ -295,12 +284,6 @@ class ForecastCheck:
 
     The speed of groups is compared with that of one group once after each choice. `SpeedRecord` detects groups that get
     slower later.
-
-    Args:
-        run: the tuned run.
-        applied: the setting that it trains with.
-        speeds: the record of its speed.
-        reports: the reports of a change.
     """
 
     def __init__(self, run: TunedRun, applied: AppliedSetting, speeds: SpeedRecord, reports: TunerReports) -> None:
@@ -326,7 +309,6 @@ class ForecastCheck:
         return run.world.broadcast_text(self._why_slower(speed) if speed is not None else "")
 
     def _why_slower(self, speed: Speed) -> str:
-        """Return why one group is clearly slower than forecast, or ""; rank 0 decides."""
         run = self._run
         if not run.searches:
             return ""
@@ -344,7 +326,7 @@ class ForecastCheck:
         return self._check(speed) if self._is_due and speed is not None else ""
 
     def validated(self) -> str:
-        """Return why one group is to be timed again, by a certain enough speed inside an epoch; or "".
+        """Return why one group is to be timed again, by a certain enough speed inside an epoch, or "".
 
         All ranks call it.
         """
@@ -378,7 +360,7 @@ class ForecastCheck:
         return ""
 
     def _why_other_value(self) -> str:
-        """Return why another value in a user-defined dimension should be used, as rank 0 decides."""
+        """Return why another value in a user-defined dimension should be used, as rank 0 decides. All ranks call it."""
         run = self._run
         if not run.options.further:
             return ""

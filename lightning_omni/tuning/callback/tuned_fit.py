@@ -68,11 +68,7 @@ class MonitoredMetric:
         self._is_decided = not is_needed
 
     def check_validated(self, trainer: Trainer) -> None:
-        """Reject a fit in which the metric is never read.
-
-        Raises:
-            ConfigurationError: there is no validation.
-        """
+        """Raise a `ConfigurationError` if the fit has no validation, so that the metric is never read."""
         if not self._is_decided and not trainer.enable_validation:
             raise ConfigurationError(
                 f"target= is compared with monitor={self.name!r} when the run validates, and this one never does; pass"
@@ -116,17 +112,12 @@ def _may_log_late(trainer: Trainer, module: LightningModule) -> bool:
 
 
 def may_form_groups(options: TunerOptions, trainer: Trainer) -> bool:
-    """Return whether the search includes several groups."""
     is_one = options.space.get("groups") in (1, [1], (1,))
     return options.budget > 0 and trainer.world_size > 1 and not is_one
 
 
 class Fit:
-    """The actions of a tuner in one fit; by default, none.
-
-    Args:
-        run: the fit.
-    """
+    """The actions of a tuner in one fit; by default, none."""
 
     def __init__(self, run: TunedRun) -> None:
         self.run = run
@@ -144,12 +135,7 @@ class Fit:
         """Act before a batch."""
 
     def batch_done(self, outputs: Any, batch_idx: int) -> None:
-        """Act after a batch.
-
-        Args:
-            outputs: outputs of the training step.
-            batch_idx: number of the batch in the epoch.
-        """
+        """Act after a batch."""
 
     def validation_starts(self) -> None:
         """Act before a validation."""
@@ -168,11 +154,7 @@ class Fit:
 
 
 class TunedFit(Fit):
-    """A fit in which groups are formed, with the parts of its tuner.
-
-    Args:
-        run: the fit.
-    """
+    """A fit in which groups are formed, with the parts of its tuner."""
 
     def __init__(self, run: TunedRun) -> None:
         super().__init__(run)
@@ -299,7 +281,7 @@ class TunedFit(Fit):
 
     @property
     def _lacks_server(self) -> bool:
-        """Return whether a resumed run needs several groups, now or after a trial, without having a server."""
+        """Return whether a resumed run needs several groups, now or after a trial, and has no server."""
         settings = (self.run.setting, self.run.state.before_trial or self.run.setting)
         return any(each.groups > 1 for each in settings) and not self.space.join_server()
 
@@ -429,14 +411,7 @@ def follow_groups(own: Setting, groups: int, method: Method, scaling: Scaling, s
     With g groups whose pushes are applied one after the other, staleness is g - 1 on average, and the implicit momentum
     of 1 - 1 / g is subtracted from the explicit one. The learning rate moves the weights as far in the time of a batch,
     which has g updates now. (Optimizers that divide by the gradients' size use the square root of g.) Nothing changes
-    for methods that average the groups, or wait for all of them.
-
-    Args:
-        own: the user's setting, of one group.
-        groups: number of groups.
-        method: the method of their exchange.
-        scaling: the scaling of learning rates.
-        space: bounds of momentum and learning rate.
+    for methods that average the groups, or wait for all of them. ``own`` is the user's setting, of one group.
 
     Example:
         >>> own = Setting(groups=1, momentum=0.9, lr=0.1)
@@ -462,12 +437,9 @@ class JoinedFit(Fit):
     """A fit of a group that has joined on its own: momentum and learning rate follow the number of groups.
 
     The users who start and stop groups set their number, and the first group sets how all exchange. All members of a
-    group receive the number of groups in the same answer of the server, and decide by themselves. The weights move as
-    far in a second, and with as much momentum, explicit and implicit together, as with the user's own setting and one
-    group. So more groups bring gradients with less noise, and not larger steps.
-
-    Args:
-        run: the fit.
+    group receive the number of groups in the same answer of the server, and decide by themselves. With more groups, the
+    weights move as far in a second, and with as much momentum, explicit and implicit together, as with the user's own
+    setting and one group: gradients have less noise, and steps are not larger.
 
     Raises:
         UnsupportedError: ``space`` has a dimension that such a group cannot choose.

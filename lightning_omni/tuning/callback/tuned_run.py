@@ -63,12 +63,10 @@ class TunerState(Serializable):
         setting: the setting that the run trains with; None before a choice.
         own: the user's own setting.
         reference: samples of the batch that momentum and learning rate belong to.
-        ranks: number of ranks.
         speeds: rank and samples per second, if groups were formed by speed.
         unfinished: whether a search is under way.
         rounds: number of adopted choices.
         checked: value of ``rounds`` when speed was last compared with the forecast.
-        segments: the trained segments.
         refuted: whether groups have seemed not to pay once, so that one group was timed again; next time they are given
             up.
         divergence_threshold: the training loss above which the run has diverged; NaN if unknown.
@@ -107,18 +105,12 @@ class TunerState(Serializable):
 
     @property
     def scaled(self) -> float:
-        """Return the factor of the user's learning rates with the present setting."""
         return self.setting.lr / self.own.lr if self.setting is not None and self.own is not None else 1.0
 
 
 @dataclass(frozen=True)
 class TunerOptions:
-    """The options of a tuner, which are the arguments of `OmniTunerHooks`.
-
-    Attributes:
-        is_lower_better: whether a smaller value of the monitored metric is better.
-        further: the user-defined dimensions of ``space``.
-    """
+    """The options of a tuner, which are the arguments of `OmniTunerHooks`."""
 
     target: float | None
     monitor: str
@@ -130,18 +122,11 @@ class TunerOptions:
     seed: int
 
     def is_reached(self, value: float) -> bool:
-        """Return whether a value of the monitored metric is the target, or better."""
         return self.target is not None and reaches("loss" if self.is_lower_better else "", value, self.target)
 
 
 class TunedRun:
     """One fit.
-
-    Args:
-        trainer: a Trainer whose strategy is an OmniStrategy.
-        module: the trained module.
-        options: options of the tuner.
-        info: logs a message for the user, on rank 0.
 
     Attributes:
         state: the state in checkpoints.
@@ -185,7 +170,6 @@ class TunedRun:
 
     @property
     def is_rank_zero(self) -> bool:
-        """Return whether this rank decides."""
         return bool(self.trainer.is_global_zero)
 
     def broadcast(self, number: int) -> int:
@@ -227,10 +211,7 @@ class TunedRun:
         return epoch + (not self.may_change_inside) < self.epochs
 
     def conclude(self, search: Search) -> Command:
-        """Record a search and its choice, and return the command to train with it.
-
-        Groups are of similar speed where these are faster.
-        """
+        """Record a search, and return the command for its choice, in groups of similar speed where these are faster."""
         self.rounds.append(Round(search, self.trainer.current_epoch, self.seconds))
         self.choice, self.state.segments = search.choice(), search.segments
         setting = replace(self.choice.setting, groups=min(self.choice.setting.groups, len(self.world.live_ranks)))
@@ -278,7 +259,7 @@ class TunedRun:
 
     @property
     def spent(self) -> float:
-        """Return the seconds of all searches of the run; rank 0's value counts."""
+        """Return the seconds of all searches of the run, on rank 0."""
         return self.state.forgotten + sum(each.overhead for each in self.searches)
 
     @property
@@ -312,7 +293,6 @@ class TunedRun:
 
     @property
     def _limits(self) -> list[float]:
-        """Return the limits of the run, in epochs."""
         most, steps = self.trainer.max_epochs, self.strategy.parts.epochs.run.max_steps
         by_epochs = [] if most in (None, -1) else [float(most or 0)]
         return by_epochs if steps == -1 else [*by_epochs, steps * self.window / self.batches]
@@ -339,7 +319,7 @@ class TunedRun:
     # --- Checkpoints --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the observations as plain lists, with which a resumed run continues."""
+        """Return state and observations as plain values, with which a resumed run continues."""
         return {
             **self.state.to_dict(),
             "searches": [each.to_dict() for each in self.searches],
@@ -350,7 +330,6 @@ class TunedRun:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict`."""
         self.state = TunerState.from_dict(state)
         rounds = zip(state["searches"], state["when"], state["after"], strict=True)
         self.rounds = [Round(Search.from_dict(each), when[0], when[1], dict(after)) for each, when, after in rounds]
@@ -360,12 +339,10 @@ class TunedRun:
 
 
 def last_choice(searches: list[Search]) -> Choice | None:
-    """Return the choice of the last search."""
     return searches[-1].choice() if searches else None
 
 
 def strategy_of(trainer: Trainer) -> OmniStrategyHooks:
-    """Return the strategy of a Trainer that has an OmniStrategy."""
     return cast(OmniStrategyHooks, trainer.strategy)
 
 
@@ -375,11 +352,7 @@ _log = logging.getLogger(__name__)
 
 
 class TunerReports:
-    """The reports of one fit.
-
-    Args:
-        run: the tuned run.
-    """
+    """The reports of one fit."""
 
     def __init__(self, run: TunedRun) -> None:
         self._run = run

@@ -136,11 +136,9 @@ class DeviceTunerHooks(_CallbackBase):
             self.report = DeviceReport.from_dict(state_dict["report"]) if state_dict.get("report") else None
 
     def omni_results(self) -> dict[str, Any]:
-        """Return the results in rank 0's process for the script's process."""
         return {"report": self.report.to_dict() if self.report is not None else None, "problem": self.problem}
 
     def take_omni_results(self, results: dict[str, Any]) -> None:
-        """Load the results of rank 0's process in the script's process."""
         self.problem, report = results["problem"], results["report"]
         self.report = DeviceReport.from_dict(report) if report else None
 
@@ -160,7 +158,6 @@ class DeviceTunerHooks(_CallbackBase):
         self._model = model
 
     def _measure(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure on rank 0, and broadcast the result to all ranks."""
         self.problem = None  # an earlier fit may have set it
         answer: dict[str, Any] = {}
         if trainer.is_global_zero:
@@ -269,7 +266,6 @@ def _skipped_steps(trainer: Trainer) -> dict[str, str]:
 
 
 def _description(module: LightningModule) -> object:
-    """Return a description that models built alike share."""
     parameters = module.named_parameters()
     return type(module), [(name, None if is_lazy(each) else each.shape) for name, each in parameters]
 
@@ -316,7 +312,6 @@ def _stand_alone(*_: Any, **__: Any) -> None:
 
 @contextmanager
 def _muted(trainer: Trainer, mute_logger: type) -> Iterator[None]:
-    """Mute the loggers, as Lightning's tuner does."""
     loggers = trainer.loggers
     trainer.loggers = [mute_logger() for _ in loggers]
     try:

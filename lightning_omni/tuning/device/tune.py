@@ -235,8 +235,6 @@ class _Skipped(Exception):
 
 
 class _DeviceSearch:
-    """One run of `tune_device`."""
-
     def __init__(
         self,
         setup: TrainingSetup,
@@ -274,7 +272,6 @@ class _DeviceSearch:
         return self._report()
 
     def _measure_baseline(self) -> Trial:
-        """Return a trial with the defaults, after its first step."""
         try:
             trial = Trial(self._setup, DeviceSetting())
             [first] = trial.losses(1)
@@ -325,7 +322,6 @@ class _DeviceSearch:
             self._findings.append(Finding(step, "-", "skipped", str(reason)))
 
     def _try(self, step: str, tried: str, setting: DeviceSetting) -> None:
-        """Measure a candidate beside the best setting, and keep it if it is faster."""
         left = self._deadline - self._setup.clock()
         reason = self._skip.get(step)
         if reason is None and left < max(_COMPILE_SECONDS * (step == "compile"), FEWEST * 4 * self._step_seconds):
@@ -385,7 +381,6 @@ class _DeviceSearch:
         return words
 
     def _report(self) -> DeviceReport:
-        """Measure the final setting against the defaults in separate pairs."""
         setup, setting, gain, spread = self._setup, self._best.setting, None, None
         baseline = tuned = setup.batch_size / self._step_seconds
         if self._best is not self._baseline:

@@ -1,7 +1,7 @@
 """The fitted or known costs from which `Profile` predicts, with resampled draws for the intervals.
 
 They depend on the placement of ranks, since messages within a node or site cross no slow link, and on the pattern of
-exchanges: how often groups exchange, how many bytes, and who waits.
+exchanges: how often, how many bytes, and who waits.
 """
 
 from __future__ import annotations
@@ -68,18 +68,14 @@ class Placement:
         return bool(self.of) and len({self.of[rank] for rank in members}) == 1
 
     def are_here(self, groups: Sequence[Sequence[int]]) -> list[bool]:
-        """Return, for each group, whether its leader, which exchanges with the server, is on the server's node."""
+        """Return, for each group, whether its leader is on the server's node."""
         return [self.server is not None and self.of[members[0]] == self.server for members in groups]
 
     def handed_on(self, groups: Sequence[Sequence[int]], over: Array, nbytes: float) -> Array:
         """Return the seconds in which each group's leader forwards a message to its members, shape (draws, groups).
 
-        The members form a tree, whose depth is the number of messages in sequence.
-
-        Args:
-            groups: members of each group.
-            over: seconds of one message that crosses links, shape (draws,).
-            nbytes: bytes of the message.
+        The members form a tree, whose depth is the number of messages in sequence. ``over`` are the seconds of one
+        message that crosses links, shape (draws,).
         """
         depths = np.array([(len(members) - 1).bit_length() for members in groups])
         message = over[:, None]
@@ -105,8 +101,8 @@ def sites_of(nodes: Sequence[int], seconds: Sequence[float], apart: float) -> tu
         apart: ratio to the time over the fastest link above which a link leads to another site.
 
     Returns:
-        The site of each rank, numbered from 0, and the indices of the links inside a site. If all links are alike, the
-        nodes themselves, and no link.
+        The site of each rank, from 0, and the indices of the links inside a site. If all links are alike, the nodes
+        themselves, and no link.
 
     Example:
         >>> sites_of((0, 0, 1, 2, 3), [0.001, 0.008, 0.001], apart=3.0)
@@ -124,9 +120,9 @@ def sites_of(nodes: Sequence[int], seconds: Sequence[float], apart: float) -> tu
 
 
 def over_links(measured: Measured) -> list[int]:
-    """Return the numbers of the groups whose leader is not on the server's node, or of all groups if there is none.
+    """Return the numbers of the groups whose exchanges cross links: their leader is not on the server's node.
 
-    Only exchanges of these groups cross links.
+    If there is no such group, return all.
     """
     here = Placement.measured([measured]).are_here(measured.groups)
     return [number for number, is_here in enumerate(here) if not is_here] or [*range(len(here))]
@@ -191,7 +187,7 @@ class ExchangePattern(Serializable):
 
         Args:
             method: the method or its name.
-            compression: the formats in which tensors are sent, as in ``OmniStrategy(compression=...)``.
+            compression: as in ``OmniStrategy(compression=...)``.
             overlap: whether an exchange travels while the group computes the next gradient.
             nbytes: bytes of the weights as float32, or their layout. With 0, bytes are as measured, in any format.
 
@@ -287,9 +283,7 @@ class Costs(Serializable):
 
 
 class ClusterChange(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A set of differences from the measured cluster; None keeps a measured value.
-
-    The fields are the arguments of `Profile.scaled`.
+    """A set of differences from the measured cluster, as in `Profile.scaled`; None keeps a measured value.
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -340,13 +334,12 @@ class CostModel:
         own_per_byte: seconds of a byte on a group's own link, shape (draws,); it crosses the server's at the same time.
         serve: seconds of the server for a push, shape (draws,).
         link_per_byte: seconds of a byte on the server's link, shape (draws,).
-        servers: number of servers, each with a partition of the parameters. The costs of an exchange are those of one
-            server.
-        per_node: whether each node runs one server.
         hand_ring: seconds of the whole fp32 gradient on a link over which a leader forwards an answer, shape (draws,).
         hand_hop: seconds of such a message that do not depend on its bytes, shape (draws,).
-        hands_on: whether a group's leader forwards answers to the other members. ``delay`` does not include it.
-        placement: nodes of the ranks, and costs of messages within a node.
+        servers: number of servers, each with a partition of the parameters; costs of an exchange are those of one
+            server.
+        per_node: whether each node runs one server.
+        hands_on: whether a group's leader forwards answers to the other members, which ``delay`` does not include.
         node_ring: ``ring`` of a group on one node; None if it is not known to differ.
         node_hop: ``hop`` of such a group.
         forecast: the same costs with a forecast exchange; None if it was measured, or cannot be forecast.
@@ -410,9 +403,7 @@ class CostModel:
     def all_reduce(self, sizes: Array, together: Array) -> Array:
         """Return the seconds of an all-reduce in each group, shape (draws, groups).
 
-        Args:
-            sizes: number of members of each group, shape (groups,).
-            together: whether all members of each group are on one node, shape (groups,).
+        ``sizes`` are the members of each group, and ``together`` tells whether they are on one node, shape (groups,).
         """
         ring, hop = self.ring[:, None], self.hop[:, None]
         if self.node_ring is not None:
@@ -430,7 +421,6 @@ class CostModel:
         )
 
     def known(self, exchanging: ExchangePattern) -> ExchangePattern:
-        """Return the pattern with measured values in place of None."""
         for name in ("push", "pull"):
             if getattr(exchanging, name) is not None:
                 self.check_nbytes(f"{name}={getattr(exchanging, name)}: what an exchange had was")
@@ -476,7 +466,6 @@ class CostModel:
 
 
 def first_draw(drawn: Drawn) -> Drawn:
-    """Return a copy whose arrays hold only the first draw."""
     cut: dict[str, Any] = {name: each[:1] for name, each in vars(drawn).items() if isinstance(each, np.ndarray)}
     return cast(Drawn, replace(cast(Any, drawn), **cut))
 

@@ -36,12 +36,7 @@ _FILE = "pass an omni-tuning.json that OmniTuner wrote, or the JSON of a Profile
 
 @dataclass(frozen=True)
 class PlanSource:
-    """The contents of a file of measurements.
-
-    Args:
-        profile: profile of the measured cluster.
-        search: last search of the run; None if the file is a profile only.
-    """
+    """The contents of a file of measurements; ``search`` is None if the file is a profile only."""
 
     profile: Profile
     search: Search | None
@@ -87,11 +82,9 @@ class PlanSource:
 
 @dataclass(frozen=True)
 class PossibleExchanges:
-    """The possible exchanges between groups, and inside them.
+    """The possible exchanges between groups, as in `OmniTuner(space=...)`, and inside them.
 
     Args:
-        methods: methods, as in `OmniTuner(space={"method": ...})`.
-        wires: wire formats, likewise.
         periods: local steps between two exchanges; empty for powers of two.
         all_reduces: formats in which the members of a group may average gradients, besides the exact one.
     """
@@ -104,17 +97,7 @@ class PossibleExchanges:
 
 @dataclass(frozen=True)
 class PlannedCluster:
-    """The planned machines: the measured ones, with the user's changes.
-
-    Args:
-        measured: profile of the measured cluster.
-        ranks: number of ranks.
-        bandwidth: bytes per second.
-        latency: seconds of one message.
-        servers: number of servers, each with a partition of the parameters.
-        per_node: whether each node runs one server.
-        batch_size: samples of a rank's batch.
-    """
+    """The planned machines: the measured ones, with the user's changes, as in `Profile.scaled`."""
 
     measured: Profile
     ranks: int | None = None
@@ -151,11 +134,9 @@ class PlannedCluster:
 
 @dataclass(frozen=True)
 class PlanRow:
-    """The prediction for one number of groups.
+    """The prediction for the best known setting with one number of groups.
 
     Args:
-        setting: best known setting.
-        prediction: predicted speed.
         efficiency: logarithm of the samples to a target, up to a constant, and its standard deviation.
         is_extrapolated: whether no simulation has had as many groups or local steps.
     """
@@ -180,12 +161,7 @@ class PlanRow:
 class Plan:
     """The predictions for planned machines, for each number of groups.
 
-    Args:
-        cluster: planned machines.
-        known: contents of the file.
-        theory: theory of settings.
-        ways: possible exchanges.
-        has_lr: whether learning rates are known; otherwise they are multiples of the user's.
+    If learning rates are unknown (not ``has_lr``), they are multiples of the user's.
     """
 
     cluster: PlannedCluster
@@ -256,7 +232,6 @@ class Plan:
 
 
 def title(plan: Plan) -> str:
-    """Return the machines, in words."""
     profile = plan.cluster.profile
     servers = f", {profile.servers} servers" if profile.servers > 1 else ""
     return f"{profile.ranks} ranks, {_speeds(profile)}{servers}"
@@ -291,7 +266,6 @@ def _speeds(profile: Profile) -> str:
 
 
 def sentences(plan: Plan, samples: float | None) -> list[str]:
-    """Return sentences about the best setting, the next purchase, and the assumptions."""
     best, known = plan.best, plan.known
     alone = plan.relative(plan.rows[0])
     text = f"use {plan.describe(best.setting)}: {best.prediction.samples_per_second.value:.4g} samples/s"
@@ -356,7 +330,6 @@ def _halved(prediction: Prediction) -> float:
 
 
 def figure_of(plan: Plan) -> Any:
-    """Draw samples per second and time over groups."""
     figure = new_figure(12, 4.8, dpi=120)
     hardware, time = figure.subplots(1, 2)
     _draw_speed(hardware, plan)
@@ -391,7 +364,6 @@ def save(plan: Plan, samples: float | None, folder: Path) -> list[Path]:
 
 
 def html(plan: Plan, samples: float | None, png: bytes = b"") -> str:
-    """Return the page, which loads nothing from elsewhere."""
     cells = rows(plan, samples)
     texts = [[cell.removeprefix("★ ") for cell in row.values()] for row in cells]
     table = TextTable([*cells[0]], texts, plan.rows.index(plan.best))
