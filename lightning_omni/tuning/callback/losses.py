@@ -1,7 +1,7 @@
 """Rules for the training loss with a chosen setting: divergence, and a plateau that a trial may leave.
 
-A setting that looks good may diverge a thousand batches later. A run that would have gone well without a tuner must not
-end that way; a `RollbackPoint` restores it.
+A setting that looks good may diverge a thousand batches later; a `RollbackPoint` then restores the run, which may have
+gone well without a tuner.
 """
 
 from __future__ import annotations
@@ -101,7 +101,6 @@ class TrainingLosses(Serializable):
 
     @property
     def now(self) -> float:
-        """Return the mean of the last windows; NaN if there are none."""
         return self._mean(len(self.windows))
 
     @property
@@ -155,17 +154,15 @@ def is_falling(losses: Sequence[float]) -> bool:
 
 
 def _latest(losses: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
-    """Return the last part of the losses, which counts, after an equally long part before it."""
     count = math.ceil(c.LAST * len(losses))
     return losses[-2 * count : -count], losses[-count:]
 
 
 def lowers_more(losses: Sequence[float], curve: TrainingLosses) -> bool:
-    """Return whether a trial has lowered the loss by more than the setting before is expected to.
+    """Return whether a trial's last batches have lower losses than the setting before is expected to reach.
 
     That setting is expected to repeat its gain of the last `c.LONGER`-fold growth of its windows, since a run that has
     lasted so long may last as long again. A difference below the standard error of the trial's mean does not count.
-    ``losses`` are those of the last batches of the trial.
     """
     return curve.now - statistics.fmean(losses) > max(0.0, curve.gained) + _error(losses) + _rounding(curve)
 

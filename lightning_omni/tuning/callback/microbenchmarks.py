@@ -31,13 +31,9 @@ empty one and is a small part of a large gradient; on slow links, smaller ones d
 def seconds_per_byte(timed: Callable[[int], float], nbytes: int) -> float:
     """Return the seconds that each byte adds to a message, by two messages that differ in their bytes alone.
 
-    Neither is empty, if a gradient is large enough for two: many links send the first bytes of a message at once, and a
-    small message does not show the time of a large one. If a gradient is smaller than all of these messages, the
-    smallest one decides, because two of nearly equal size differ by chance alone.
-
-    Args:
-        timed: returns the seconds of a message with a number of four-byte values.
-        nbytes: bytes of a gradient; only the smallest message may be larger.
+    Neither is empty, because many links send the first bytes of a message at once; but for a gradient of ``nbytes``
+    smaller than all `MESSAGE_BYTES`, the smallest of them is compared with an empty one, because two of nearly equal
+    size differ by chance alone. ``timed`` returns the seconds of a message with a number of four-byte values.
     """
     short = seconds = timed(1)
     count, per_byte = 1, 0.0
@@ -57,7 +53,7 @@ class Sites(NamedTuple):
     """The nodes or sites of the members, and the times of messages inside one of them.
 
     Attributes:
-        of: the node or site of each member, where no slow link joins two members; empty if all are on one node.
+        of: node or site of each member; empty if all are on one node.
         round_trip: seconds of a nearly empty message inside one and its answer; 0 if unknown.
         per_byte: seconds of each byte of such a message, one way; 0 if unknown.
     """

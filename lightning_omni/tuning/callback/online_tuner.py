@@ -45,10 +45,9 @@ class TimedStep:
     """One optimizer step of one rank.
 
     Attributes:
-        samples: samples of this rank.
-        own: its compute time in seconds, with the optimizer's step and hooks, without waiting for others.
+        own: compute time in seconds, with the optimizer's step and hooks, without waiting for others.
         seconds: seconds from the end of the last step to the end of this one.
-        loss: mean over its samples, before the step.
+        loss: mean over the rank's samples, before the step.
         loading: seconds of ``own`` spent waiting for the data loader.
         squares: squared lengths of this rank's gradient and of the mean gradient; empty if unknown.
     """
@@ -68,10 +67,8 @@ class FirstBatches:
     that is not a rank's own computation is the all-reduce. Ranks decide after the same number of optimizer steps, so
     that all reach the collectives of `seen`.
 
-    Args:
-        strategy: strategy of the run, whose groups are formed and whose first batch has not begun.
-        spec: the specification of the search, which starts from the run's setting.
-        before: an earlier timing of the same group with other batches, whose messages need not be timed again.
+    It begins before a batch. ``before`` is an earlier timing of the same group with other batches, whose messages need
+    not be timed again.
     """
 
     def __init__(self, strategy: OmniStrategyHooks, spec: SearchSpec, before: FirstBatches | None = None) -> None:
@@ -93,10 +90,6 @@ class FirstBatches:
         self._balance.begin(self._world, strategy.parts.pl_module, lambda: strategy.parts.epochs.leases, samples=batch)
 
     def batch_done(self, loss: Tensor | None, steps: bool, counts: bool = True) -> None:
-        """Record a batch.
-
-        ``steps`` tells whether the optimizer has stepped, ``counts`` whether the step is recorded.
-        """
         wait_for(self._world.device)
         if loss is not None:
             self._losses.append(loss.detach())
@@ -305,7 +298,6 @@ class OnlineTuner:
 
     @property
     def is_timing(self) -> bool:
-        """Return whether batches are timed, or a choice is postponed."""
         return self._batches is not None or self._postponed is not None
 
     def interrupted(self) -> None:

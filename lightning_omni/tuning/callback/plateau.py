@@ -1,10 +1,9 @@
 """Trials of the user's own setting in a run that hardly learns any more with the chosen one.
 
-Stale gradients may keep the loss of asynchronous groups above that of synchronous training, and no measurement of the
-first batches can show that. When the loss is flat, a trial costs little: the run continues with the user's own setting
-for a while, and keeps it if that lowers the loss by more than the chosen setting is still expected to. If the loss is
-higher after the trial, the run continues from the weights before it, because larger steps than the chosen ones may
-raise it at first.
+Stale gradients may keep the loss of asynchronous groups above that of synchronous training, which no measurement of the
+first batches can show. When the loss is flat, the run continues with the user's own setting for a while, and keeps it
+if that lowers the loss by more than the chosen setting is still expected to. If the loss is then higher (larger steps
+may raise it at first), the weights before the trial are restored.
 
 If nothing was learnt since the choice, its steps may have spoilt the weights (units that no input reaches any more get
 no gradient): the trial then begins with the weights before the choice.

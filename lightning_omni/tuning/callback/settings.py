@@ -247,7 +247,6 @@ class AppliedSetting:
     # --- Applying -----------------------------------------------------------------------------------------------------
 
     def capture(self) -> None:
-        """Store the present state of the run as its rollback point."""
         self.rollback_point = self._now()
 
     def apply(self, command: Command) -> None:

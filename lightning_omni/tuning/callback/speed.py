@@ -90,7 +90,6 @@ class Speed:
     error: float
 
     def __add__(self, other: Speed) -> Speed:
-        """Return the speed of both, one after the other."""
         seconds = self.seconds + other.seconds
         error = math.hypot(self.error * self.seconds, other.error * other.seconds) / seconds
         return Speed(self.samples + other.samples, seconds, error)
@@ -109,8 +108,7 @@ class SpeedHistory:
 
     After each epoch the last 1, 2, 4, ... epochs, up to half of all, are compared with those before. The comparisons
     share the probability of a false alarm: the n-th epoch's have 1/(n(n - 1)) of it, which sums to one over a run of
-    any length (alpha spending, as in sequential trials). The noise is that of all epochs, since a few batches show
-    little of it.
+    any length (alpha spending, as in sequential trials). The noise is that of all epochs.
 
     Example:
         >>> history = SpeedHistory()
@@ -122,7 +120,6 @@ class SpeedHistory:
         self._epochs: list[Speed] = []
 
     def add(self, epoch: Speed) -> bool:
-        """Add an epoch, and return whether the speed has changed."""
         self._epochs.append(epoch)
         count = len(self._epochs)
         windows = [2**power for power in range((count // 2).bit_length())]
@@ -168,13 +165,11 @@ class RunThroughput:
             self.trained = self.trained + TimedBatches(samples, seconds, 1, seconds**2)
 
     def take(self) -> TimedBatches:
-        """Return and drop the batches since the last call."""
         taken, self.trained = self.trained, TimedBatches()
         return taken
 
 
 def samples_in(trainer: Trainer, batch_idx: int) -> int:
-    """Return this rank's samples in the batch that has just been trained."""
     leases = strategy_of(trainer).parts.epochs.leases
     if leases is not None:
         return int(leases.samples)

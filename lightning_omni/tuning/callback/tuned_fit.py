@@ -436,10 +436,9 @@ def follow_groups(own: Setting, groups: int, method: Method, scaling: Scaling, s
 class JoinedFit(Fit):
     """A fit of a group that has joined on its own: momentum and learning rate follow the number of groups.
 
-    The users who start and stop groups set their number, and the first group sets how all exchange. All members of a
-    group receive the number of groups in the same answer of the server, and decide by themselves. With more groups, the
-    weights move as far in a second, and with as much momentum, explicit and implicit together, as with the user's own
-    setting and one group: gradients have less noise, and steps are not larger.
+    All members of a group receive that number in the same answer of the server, and decide by themselves. However many
+    groups there are, the weights move as far in a second, and with as much momentum, explicit and implicit together, as
+    with the user's own setting and one group: more groups bring less noise, not larger steps.
 
     Raises:
         UnsupportedError: ``space`` has a dimension that such a group cannot choose.
@@ -471,11 +470,6 @@ class JoinedFit(Fit):
         hyperparameters.make_default()  # a group that joins later has the momentum that the others have by now
 
     def _tunable_hyperparameters(self) -> Hyperparameters:
-        """Return the hyperparameters that follow the number of groups.
-
-        Raises:
-            ConfigurationError: none does; the message states why.
-        """
         run = self.run
         method, optimizers = run.world.method, len(run.trainer.optimizers)
         if not run.options.budget:

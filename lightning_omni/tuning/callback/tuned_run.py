@@ -40,8 +40,8 @@ class Command(Serializable):
         setting: the setting to train with from now on.
         speeds: samples per second of each rank; None if unknown.
         by_speed: whether groups are formed by them.
-        divergence_threshold: the training loss above which the run has diverged with that setting; NaN if unknown.
-        learnt_below: the training loss below which it has learnt something with that setting; NaN if unknown.
+        divergence_threshold: as in `TunerState`.
+        learnt_below: as in `TunerState`.
         why: the reasons of the choice.
         error: the message of an error that every rank raises; empty if there is none.
     """
@@ -69,15 +69,15 @@ class TunerState(Serializable):
         checked: value of ``rounds`` when speed was last compared with the forecast.
         refuted: whether groups have seemed not to pay once, so that one group was timed again; next time they are given
             up.
-        divergence_threshold: the training loss above which the run has diverged; NaN if unknown.
-        learnt_below: the training loss below which it has learnt something since the choice; NaN once it has.
+        divergence_threshold: training loss above which the run has diverged; NaN if unknown.
+        learnt_below: training loss below which it has learnt since the choice; NaN if unknown, or once it has.
         is_final: whether the run stays in one group: it had diverged with its choice, had learnt too slowly, or groups
             were not fast enough.
         before_trial: the setting to restore if a trial is no better; None if there is no trial.
         losses: the training loss with the setting, window by window.
         samples: samples of the windows.
         forgotten: seconds of searches that are not kept.
-        at_target: all seconds, and those of them for tuning, when the target was reached; None before that.
+        at_target: all seconds, and those for tuning, when the target was reached; None before that.
         trained: seconds of training before the run was resumed.
         reached: seconds of training, and the monitored metric, of each validation.
     """
@@ -164,7 +164,6 @@ class TunedRun:
 
     @property
     def setting(self) -> Setting:
-        """Return the present setting, once a search has ended."""
         assert self.state.setting is not None
         return self.state.setting
 
@@ -207,7 +206,6 @@ class TunedRun:
         return self.strategy.parts.epochs.leases is not None
 
     def may_change_again(self, epoch: int) -> bool:
-        """Return whether the run is long enough to be timed in an epoch and changed then."""
         return epoch + (not self.may_change_inside) < self.epochs
 
     def conclude(self, search: Search) -> Command:
@@ -319,7 +317,6 @@ class TunedRun:
     # --- Checkpoints --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return state and observations as plain values, with which a resumed run continues."""
         return {
             **self.state.to_dict(),
             "searches": [each.to_dict() for each in self.searches],
@@ -374,7 +371,6 @@ class TunerReports:
         log(run.trainer, metrics)  # pictures would delay all ranks inside an epoch; they are drawn when the run ends
 
     def validated(self, value: float) -> None:
-        """Record the monitored metric, and report when it reaches the target."""
         run, options = self._run, self._run.options
         run.state.reached.append((run.seconds, value))
         if options.is_reached(value) and run.state.at_target is None:
@@ -383,7 +379,6 @@ class TunerReports:
             log(run.trainer, run.times.metrics)
 
     def ended(self) -> None:
-        """Write the report, and inform the user if the target was not reached."""
         run, options = self._run, self._run.options
         run.folder = folder_of(run.trainer)
         if run.rounds and run.is_rank_zero:  # a checkpoint gives all ranks the earlier searches

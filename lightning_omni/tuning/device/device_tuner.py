@@ -136,9 +136,11 @@ class DeviceTunerHooks(_CallbackBase):
             self.report = DeviceReport.from_dict(state_dict["report"]) if state_dict.get("report") else None
 
     def omni_results(self) -> dict[str, Any]:
+        """Return the results in rank 0's process for the script's process."""
         return {"report": self.report.to_dict() if self.report is not None else None, "problem": self.problem}
 
     def take_omni_results(self, results: dict[str, Any]) -> None:
+        """Load the results of rank 0's process in the script's process."""
         self.problem, report = results["problem"], results["report"]
         self.report = DeviceReport.from_dict(report) if report else None
 

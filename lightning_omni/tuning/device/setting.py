@@ -52,6 +52,7 @@ class DeviceSetting(Serializable):
 
     @property
     def words(self) -> str:
+        """Describe the differences from the defaults."""
         parts = ["freed memory kept"] * self.keep_memory + ["channels_last"] * self.channels_last
         if self.compiled:
             parts.append(f"compiled {', '.join(name or 'model' for name in self.compiled)}")

@@ -322,20 +322,23 @@ Drawn = TypeVar("Drawn")
 class CostModel:
     """The costs of training on a cluster. Arrays have a first axis of draws; draw 0 is the fit to the measurements.
 
+    ``overhead`` and ``per_sample`` have shape (draws, devices), ``jitter`` (draws, devices, quantiles), all others
+    (draws,).
+
     Attributes:
         devices: for each rank, the index of its measured device and the factor by which it is slower.
-        overhead: seconds of a step that do not depend on its samples, shape (draws, devices).
-        per_sample: seconds of a sample, shape (draws, devices).
-        jitter: quantiles of the factor by which steps scatter, ascending, shape (draws, devices, quantiles).
-        ring: seconds of the gradient's bytes on a member's link, shape (draws,); 2 (k - 1) / k of it count.
-        hop: seconds of one of the 2 (k - 1) messages of an all-reduce, shape (draws,).
-        between: seconds of a step outside computation and communication (a slow loader, callbacks), shape (draws,).
-        delay: seconds of an exchange that depend neither on its bytes nor on shared resources, shape (draws,).
-        own_per_byte: seconds of a byte on a group's own link, shape (draws,); it crosses the server's at the same time.
-        serve: seconds of the server for a push, shape (draws,).
-        link_per_byte: seconds of a byte on the server's link, shape (draws,).
-        hand_ring: seconds of the whole fp32 gradient on a link over which a leader forwards an answer, shape (draws,).
-        hand_hop: seconds of such a message that do not depend on its bytes, shape (draws,).
+        overhead: seconds of a step that do not depend on its samples.
+        per_sample: seconds of a sample.
+        jitter: quantiles of the factor by which steps scatter, ascending.
+        ring: seconds of the gradient's bytes on a member's link; 2 (k - 1) / k of it count.
+        hop: seconds of one of the 2 (k - 1) messages of an all-reduce.
+        between: seconds of a step outside computation and communication (a slow loader, callbacks).
+        delay: seconds of an exchange that depend neither on its bytes nor on shared resources.
+        own_per_byte: seconds of a byte on a group's own link; it crosses the server's at the same time.
+        serve: seconds of the server for a push.
+        link_per_byte: seconds of a byte on the server's link.
+        hand_ring: seconds of the whole fp32 gradient on a link over which a leader forwards an answer.
+        hand_hop: seconds of such a message that do not depend on its bytes.
         servers: number of servers, each with a partition of the parameters; costs of an exchange are those of one
             server.
         per_node: whether each node runs one server.
@@ -411,7 +414,6 @@ class CostModel:
         return np.asarray(2 * (sizes - 1) * (ring / sizes + hop))
 
     def averaging(self, share: float, messages: int = 1) -> CostModel:
-        """Return the costs if only ``share`` of a gradient's bytes travels, in ``messages`` all-reduces."""
         return replace(
             self,
             ring=share * self.ring,
@@ -434,7 +436,6 @@ class CostModel:
             raise ConfigurationError(f"{asked} not measured; fit with Measured(nbytes=...)")
 
     def speeds(self, samples: float) -> dict[int, float]:
-        """Return the samples per second of each rank in steps of ``samples`` samples."""
         seconds = self.overhead[0] + samples * self.per_sample[0]
         return {rank: float(samples / seconds[device] / slower) for rank, (device, slower) in self.devices.items()}
 

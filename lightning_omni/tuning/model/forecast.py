@@ -281,7 +281,6 @@ class SettingEstimate:
 
     Attributes:
         seconds: time to the target; without a known target, only ratios between settings are meaningful.
-        samples_per_second: hardware efficiency.
         samples: samples to the target, or relative to those of the theory's starting setting.
     """
 

@@ -153,7 +153,7 @@ class TrainingPlan:
         return np.asarray(np.maximum(1, np.rint(self.period * seconds[0].min() / seconds[0])), int)
 
     def _at_a_barrier(self, hidden: Array, rest: Array, seconds: ExchangeSeconds) -> tuple[Array, Array]:
-        """Return the seconds between exchanges, and those if exchanges took no time, each of shape (draws, groups)."""
+        """Return the seconds between exchanges, and those without the exchange, each of shape (draws, groups)."""
         serve = seconds.serve[:, None]
         way = seconds.delay + np.minimum(serve, seconds.push)
         costs = BarrierExchange(way, np.maximum(serve, seconds.push), seconds.pull)

@@ -40,12 +40,8 @@ _CHOSEN = {"marker": "*", "s": 430, "color": CHOSEN, "edgecolor": "white", "zord
 def draw(summary: SearchSummary, when: str, losses: Sequence[tuple[float, float]], monitor: str, foot: str) -> Any:
     """Draw the picture as a matplotlib figure.
 
-    Args:
-        summary: the summary of the search.
-        when: the beginning of the search, in words.
-        losses: seconds of training and validated losses.
-        monitor: name of that loss.
-        foot: when and where the report was written; empty if unknown.
+    ``losses`` are seconds of training and validated losses, ``monitor`` is the name of that loss, and ``when`` and
+    ``foot`` are texts for the heading.
 
     Raises:
         ConfigurationError: matplotlib is missing.

@@ -213,7 +213,6 @@ class Plan:
         return cheapest(known, lambda row: row.risk_adjusted, lambda row: row.setting.groups)
 
     def relative(self, row: PlanRow) -> float:
-        """Return the time to the target, relative to the best row's."""
         return math.exp(row.log_seconds - self.best.log_seconds)
 
     def seconds(self, row: PlanRow, samples: float) -> float:
@@ -347,12 +346,10 @@ def figure_of(plan: Plan) -> Any:
 
 
 def files(folder: Path) -> list[Path]:
-    """Return the files that `save` writes."""
     return [folder / f"{_STEM}.{kind}" for kind in (("html", "png") if can_draw() else ("html",))]
 
 
 def save(plan: Plan, samples: float | None, folder: Path) -> list[Path]:
-    """Write the page, and the picture if matplotlib is installed, and return the files."""
     names, png = files(folder), b""
     if len(names) > 1:
         file = io.BytesIO()

@@ -244,7 +244,6 @@ class SearchSummary:
     """The derived numbers of one search.
 
     Args:
-        search: the search.
         target: loss at which the run is over; None if none was named.
         measured_after: samples per second measured after the search, by groups.
     """
@@ -296,7 +295,6 @@ class SearchSummary:
         return self.speed_up_of(self.choice.setting)
 
     def speed_up_of(self, setting: Setting) -> Estimate:
-        """Return how many times faster than the user's own setting another one is expected to reach the target."""
         return self.search.speed_up(setting, self.start)
 
     def ratio(self, setting: Setting) -> float:
@@ -333,7 +331,6 @@ class SearchSummary:
 
     @property
     def headline(self) -> dict[str, str]:
-        """Return the numbers of the headline as text, by their names for people."""
         found = {NAMES["speed_up"]: span(self.speed_up)}
         found[NAMES["samples_per_second"]] = between(self.rate)
         if self.measured_rate is not None:

@@ -259,6 +259,7 @@ class TuningReport:
 
     @cached_property
     def summaries(self) -> tuple[SearchSummary, ...]:
+        """Return the derived numbers of each round."""
         target = self.target if "loss" in self.monitor else None
         return tuple(SearchSummary(each.search, target, each.measured_after) for each in self.rounds)
 

@@ -40,7 +40,6 @@ class Choice:
     estimate: SettingEstimate | None = None
 
     def _repr_html_(self) -> str:
-        """Return the setting and its reasons, for notebooks."""
         return f"<p><b>{escape(str(self.setting))}</b><br>{escape(self.why)}</p>"
 
 
@@ -55,13 +54,11 @@ def log_seconds(evidence: Evidence, setting: Setting, forming: bool = True) -> f
 
 
 def allowed_seconds(evidence: Evidence) -> float:
-    """Return the seconds that forming groups may take."""
     spec = evidence.spec
     return spec.allowance + spec.budget * math.exp(log_seconds(evidence, evidence.start))
 
 
 def risk_adjusted_seconds(evidence: Evidence, setting: Setting, forming: bool = True) -> float:
-    """Return `log_seconds`, raised by a part of the uncertainty of a setting's samples."""
     return risk_adjusted(log_seconds(evidence, setting, forming), evidence.theory.error(setting))
 
 
@@ -71,7 +68,6 @@ def gains_enough(evidence: Evidence, setting: Setting, forming: bool = True) -> 
 
 
 def is_worth_switching(evidence: Evidence, setting: Setting) -> bool:
-    """Return whether a setting gains enough, and forming its groups takes no longer than allowed."""
     is_affordable = setting.groups == 1 or evidence.spec.switch <= allowed_seconds(evidence)
     return is_affordable and gains_enough(evidence, setting)
 

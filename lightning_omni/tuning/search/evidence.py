@@ -1,9 +1,4 @@
-"""The measurements of a run, and the speeds, costs and candidate settings that follow from them.
-
-The run's own first batches are timed in one group, and the hardware model is fitted to them. Segments trained with
-other settings since show how much slower or faster than predicted these were, and correct the predictions of similar
-settings.
-"""
+"""The measurements of a run, and the speeds, costs and candidate settings that follow from them."""
 
 from __future__ import annotations
 
@@ -91,7 +86,6 @@ class SpeedResiduals:
         return np.asarray(c.SPEED_ERROR**2 * np.exp(-0.5 * squares))
 
     def _apart(self, one: Setting, other: Setting) -> float:
-        """Return the squared distance in the user-defined dimensions."""
         mine, theirs = dict(one.further), dict(other.further)
         differing = [name for name in {*mine, *theirs} if mine.get(name) != theirs.get(name)]
         spans = {name: width for name, width in self._spans.items() if name in mine and name in theirs}
@@ -137,9 +131,8 @@ class Observation:
 class TrainedSegment(Serializable):
     """The ratio of measured to predicted time of a segment that a run trained with a chosen setting.
 
-    The ratio is kept instead of the seconds, because it multiplies the predictions of later fits of the hardware model.
-    If one group is timed again because groups were slow, the speed is kept and compared with the new prediction: the
-    whole machine may have become slower.
+    The ratio multiplies the predictions of later fits of the hardware model. If one group is timed again because groups
+    were slow, the speed is kept instead and compared with the new prediction: the whole machine may have become slower.
 
     Attributes:
         log_ratio: logarithm of the measured over the predicted seconds.

@@ -54,11 +54,10 @@ class PriorRow(Serializable):
 
     Attributes:
         is_adaptive: whether the optimizer was AdamW instead of SGD.
-        period: local steps between two exchanges.
         times: name of the distribution of step times.
         scatter: coefficient of variation of a group's step times.
         momentum: the momentum that needed the fewest samples (β1 of AdamW).
-        step: the step that needed the fewest samples, relative to that of the user's own setting.
+        step: the step that needed them, relative to that of the user's own setting.
         log_cost: logarithm of these samples, relative to those of the user's own synchronous setting.
         deviation: standard deviation of ``log_cost`` from task to task, with the error of the mean.
         tasks: number of measured tasks; 0 if the row was derived from its neighbours.
@@ -137,7 +136,6 @@ class Prior:
     @classmethod
     @cache
     def load(cls) -> Prior:
-        """Load the table that comes with the package."""
         return cls.of(
             json.loads(files("lightning_omni.tuning.search").joinpath("prior.json").read_text(encoding="utf-8"))
         )
@@ -251,7 +249,6 @@ class Prior:
         return self._found[key]
 
     def _rows(self, method: str, is_adaptive: bool) -> list[PriorRow]:
-        """Return the rows of a method, if possible for the same kind of optimizer."""
         rows = [row for row in self.rows if row.method == method]
         return [row for row in rows if row.is_adaptive == is_adaptive] or rows
 

@@ -113,7 +113,6 @@ class Optimization:
         return self._axes.setting(optimizer.ask())
 
     def predict(self, rows: Sequence[Row]) -> Predictions:
-        """Return log seconds at points of the space, and their standard deviations."""
         return self._predicted([self._axes.setting(row) for row in rows])
 
     def _predicted(self, settings: Sequence[Setting]) -> Predictions:
