@@ -33,7 +33,7 @@ class DivergenceGuard:
         """Record a batch.
 
         Args:
-            loss: its loss, or None if there is none.
+            loss: its loss, if there is one.
             is_guarded: whether a server rejects non-finite pushes, so that a non-finite loss does no harm.
             applied: whether the group's push was applied; None if there was none.
         """

@@ -185,8 +185,8 @@ def noise_scale(rows: Sequence[Sequence[TimedStep]]) -> float | None:
     """Return the gradient noise scale in samples, by the last half of some steps; None if it is unknown.
 
     It is the trace of the covariance of single samples' gradients over the squared length of their mean, both estimated
-    without bias from the lengths of the ranks' gradients and of their mean: with a batch of that size, half of a mean
-    gradient's squared length is noise. Ranks need equal batches. ``rows`` has shape (ranks, steps).
+    without bias from the lengths of the ranks' gradients and of their mean. Ranks need equal batches. ``rows`` has
+    shape (ranks, steps).
 
     References:
         McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", appendix A.1.
@@ -273,8 +273,7 @@ class OnlineTuner:
     def begin_again(self, reason: str) -> None:
         """Restore the user's own setting, in one group, and time it again. All ranks call it.
 
-        Only the last decision may then be that nothing is faster: an effect that is new, or has misled the last ones,
-        may show in few batches.
+        Only the last decision may then be that nothing is faster, because a new effect may show in few batches.
         """
         run = self._run
         run.info(f"OmniTuner: timing the run in one group again, because {reason}")
@@ -305,10 +304,9 @@ class OnlineTuner:
             self._batches.interrupted()
 
     def batch_done(self, loss: Tensor | None) -> None:
-        """Record the loss and the time of a batch, if batches are timed. All ranks call it.
+        """Record a batch, if batches are timed; start a decision that is due, or poll the one in progress.
 
-        After a step of the optimizer, but not at the last batch of an epoch, start a decision that is due, or poll the
-        one in progress.
+        Decisions begin after a step of the optimizer, and not at the last batch of an epoch. All ranks call it.
         """
         batches, trainer = self._batches, self._run.trainer
         if batches is None:

@@ -80,8 +80,7 @@ class Speed:
     """The speed of all ranks together, without validations, saving and everything else.
 
     Attributes:
-        samples: samples of all ranks.
-        seconds: seconds that all ranks together take for these, if none waits for another at the end.
+        seconds: seconds that all ranks together take for the samples, if none waits for another at the end.
         error: relative standard error of the seconds.
     """
 
@@ -199,7 +198,6 @@ class SpeedRecord:
     # --- Measurements -------------------------------------------------------------------------------------------------
 
     def search_begins(self) -> None:
-        """Drop the totals of the last choice."""
         self._totals = {}
 
     def changed(self, in_mid_epoch: bool = False) -> None:
@@ -288,9 +286,9 @@ class ForecastCheck:
     def step_done(self) -> str:
         """Return why one group with the user's own setting is to be timed again, or "". All ranks call it.
 
-        Its speed is compared with the forecast after 8 steps, and then whenever a fifth more steps are done: so a
-        slowdown is found before as many steps again are lost. The comparisons until the steps have doubled share one
-        probability of a false alarm.
+        Its speed is compared with the forecast after `c.FEWEST_STEPS`, and then whenever a fifth more steps are done,
+        so that a slowdown is found soon. The comparisons until the steps have doubled share one probability of a false
+        alarm.
         """
         run, state = self._run, self._run.state
         is_user_setting = state.setting is not None and state.setting == state.own

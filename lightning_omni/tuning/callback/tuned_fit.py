@@ -56,9 +56,7 @@ _LATE = "on_train_epoch_end"
 class MonitoredMetric:
     """The metrics that were logged, until it is certain whether the wanted one is among them.
 
-    Args:
-        name: name of the metric.
-        is_needed: whether anything depends on it.
+    ``is_needed`` tells whether anything depends on it.
     """
 
     def __init__(self, name: str, is_needed: bool) -> None:
@@ -335,7 +333,6 @@ class TunedFit(Fit):
         self._check_in_mid_epoch()
 
     def _check_in_mid_epoch(self) -> None:
-        """Check the groups where all of them synchronize inside an epoch, which may be the only one."""
         run, trainer = self.run, self.run.trainer
         is_inside = run.strategy.parts.epochs.is_open and not trainer.is_last_batch and not run.world.is_computing
         if not is_inside or run.problem or not run.may_change_inside:
@@ -348,10 +345,7 @@ class TunedFit(Fit):
     def _react(self, reason: Callable[[], str], may_change: bool, ends_epoch: bool) -> None:
         """Check whether the chosen setting is still right, after all groups have synchronized. All ranks call it.
 
-        Args:
-            reason: returns why to choose again; empty if there is no reason.
-            may_change: whether more than a rollback is possible.
-            ends_epoch: whether the epoch has ended, too.
+        ``reason`` returns why to choose again, or ""; ``may_change`` tells whether more than a rollback is possible.
         """
         if self.applied.has_diverged:
             self.applied.roll_back()
@@ -470,6 +464,7 @@ class JoinedFit(Fit):
         hyperparameters.make_default()  # a group that joins later has the momentum that the others have by now
 
     def _tunable_hyperparameters(self) -> Hyperparameters:
+        """Return the hyperparameters; raise `ConfigurationError` if none follows the number of groups."""
         run = self.run
         method, optimizers = run.world.method, len(run.trainer.optimizers)
         if not run.options.budget:

@@ -186,11 +186,7 @@ class TunedRun:
         return [TrainedSegment.from_dict(each) for each in json.loads(text)]
 
     def hyperparameters(self) -> Hyperparameters:
-        """Return the hyperparameters of a fit that can be tuned.
-
-        Raises:
-            ConfigurationError: it cannot be tuned.
-        """
+        """Return the hyperparameters; raise `ConfigurationError` if the fit cannot be tuned."""
         check_tunable(self.trainer)
         return Hyperparameters.of(self.trainer)
 
@@ -271,7 +267,6 @@ class TunedRun:
         return int(self.trainer.accumulate_grad_batches)
 
     def batch(self, ranks: int) -> int:
-        """Return the samples of a synchronous step of some ranks."""
         return ReferenceBatch(ranks, batch_size_of(loader_of(self.trainer)), self.window).samples
 
     @property
@@ -286,7 +281,6 @@ class TunedRun:
 
     @property
     def ends_by_time(self) -> bool:
-        """Return whether ``max_time`` alone ends the run."""
         return not self._limits and math.isfinite(self.seconds_left)
 
     @property

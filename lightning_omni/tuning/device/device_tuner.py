@@ -289,11 +289,6 @@ def _loss_function(trainer: Trainer, module: LightningModule) -> Callable[[Any, 
 
 
 def _loss_of(found: Any) -> Tensor:
-    """Return the loss in the result of a training_step.
-
-    Raises:
-        ConfigurationError: there is none.
-    """
     loss = found.get("loss") if isinstance(found, Mapping) else found
     if not isinstance(loss, Tensor):
         raise ConfigurationError('training_step returns no loss: return it, or a dictionary with it as "loss"')
@@ -351,7 +346,6 @@ def _load_batch(loaders: Any, number: int) -> Any:
 def _apply(
     setting: DeviceSetting, trainer: Trainer, module: LightningModule, mixed_precision: Callable[..., Any]
 ) -> ExitStack:
-    """Apply a setting, and return a stack that restores everything."""
     strategy, plugin = trainer.strategy, trainer.strategy.precision_plugin
     applied = setting.apply(module, trainer.optimizers[0] if trainer.optimizers else None)
     applied.callback(setattr, strategy, "precision_plugin", plugin)

@@ -52,10 +52,9 @@ class Finding:
     Args:
         step: varied property: ``"allocator"``, ``"memory format"``, ...
         tried: description of the candidate.
-        verdict: decision about the candidate.
-        reason: reason for the verdict.
+        verdict: decision about the candidate, for this ``reason``.
         after: samples per second with the candidate; None if nothing was measured.
-        gain: median ratio of paired blocks; with the candidate over without it.
+        gain: median ratio of paired blocks, with the candidate over without it.
         spread: smallest and largest of these ratios.
     """
 
@@ -73,7 +72,7 @@ class DeviceReport(Serializable):
     """The speed of a model on a device, and the settings that increase it.
 
     Args:
-        findings: results in the order of the search, each compared to the best setting known by then.
+        findings: results in the order of the search, each compared to the best setting by then.
         setting: best setting that may be applied.
         proposal: best measured setting; differs from `setting` in changes that were not allowed.
         baseline: samples per second with all defaults.

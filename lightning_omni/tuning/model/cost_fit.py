@@ -142,16 +142,15 @@ class _Exchanges:
 def fit_exchange(
     drawn: Sequence[Resampled], ring: Array, hop: Array, placement: Placement
 ) -> tuple[Array, Array, Array, Array]:
-    """Fit the costs of an exchange, in seconds, each of shape (draws,).
+    """Fit the delay, a byte on a group's own link, the server's time for a push, and a byte on the server's link.
+
+    All are in seconds, of shape (draws,).
 
     Args:
         drawn: segments of training.
         ring: seconds of a gradient's bytes on the links of a group, over which leaders forward answers, shape (draws,).
         hop: seconds of a message there that do not depend on its bytes, shape (draws,).
         placement: costs of messages within a node.
-
-    Returns:
-        The delay, a byte on a group's own link, the server's time for a push, and a byte on the server's link.
     """
     servers = servers_of([each.measured for each in drawn])
     several = [
@@ -327,8 +326,8 @@ def _costs_of_steps(samples: Array, own: Array) -> tuple[Array, Array]:
 def _of_each(drawn: Sequence[Resampled], factors: Mapping[int, Array]) -> list[Array]:
     """Return each rank's jitter, shape (draws, steps), without the part that prolongs a step of all members of a group.
 
-    Batches of sequences of similar length, a shared disk, or a callback may cause that part. The members are then late
-    together: none waits for another, and more groups would not be faster.
+    Batches of sequences of similar length, a shared disk, or a callback may cause that part. No member then waits for
+    another, and more groups would not be faster.
     """
     found = {rank: row.copy() for rank, row in factors.items()}
     began = dict.fromkeys(factors, 0)

@@ -74,8 +74,8 @@ class Placement:
     def handed_on(self, groups: Sequence[Sequence[int]], over: Array, nbytes: float) -> Array:
         """Return the seconds in which each group's leader forwards a message to its members, shape (draws, groups).
 
-        The members form a tree, whose depth is the number of messages in sequence. ``over`` are the seconds of one
-        message that crosses links, shape (draws,).
+        The members form a tree, whose depth is the number of messages in sequence; ``over`` are the seconds of one that
+        crosses links, shape (draws,).
         """
         depths = np.array([(len(members) - 1).bit_length() for members in groups])
         message = over[:, None]
@@ -85,7 +85,6 @@ class Placement:
         return np.asarray(depths * message)
 
     def repeated(self, ranks: int) -> Placement:
-        """Return the placement of ``ranks`` ranks on repeated copies of these nodes."""
         if not self.of:
             return self
         known, more = list(self.of.values()), 1 + max(self.of.values())
@@ -139,7 +138,7 @@ class ExchangePattern(Serializable):
         barrier: whether each exchange waits for those of all other groups.
         delay: steps that a group makes during an exchange before it waits for the answer.
         peers: whether groups exchange with one another instead of with a server.
-        dynamic: whether slow groups make fewer local steps, so that all reach a barrier at about the same time.
+        dynamic: whether slow groups make fewer local steps, to reach a barrier with the others.
 
     Raises:
         ConfigurationError: a number is out of range.
@@ -375,7 +374,6 @@ class CostModel:
 
     @classmethod
     def of(cls, costs: Costs, ranks: int) -> CostModel:
-        """Return the model of known costs: one device, no jitter, two equal draws."""
         ones = np.ones(2)
         return cls(
             devices=dict.fromkeys(range(ranks), (0, 1.0)),

@@ -106,9 +106,9 @@ class Scaling:
     """A rule for learning rates that act alike at different numbers of groups and momenta.
 
     A group of N / g ranks has a g-th of the batch, so each sample moves the weights equally if the rate is a g-th, too;
-    momentum m multiplies the total effect of a gradient by 1 / (1 - m). Their product is the *step* of a setting: for
-    small steps training follows one curve, whatever the groups and the momentum. Adaptive optimizers divide by the size
-    of gradients, which cancels both; for them the square root of the batch is usual.
+    momentum m multiplies the total effect of a gradient by 1 / (1 - m). Their product is the *step* of a setting:
+    training with small, equal steps follows one curve. Adaptive optimizers divide by the size of gradients, which
+    cancels both; for them the square root of the batch is usual.
 
     Args:
         is_adaptive: whether the optimizer divides by the size of gradients, as Adam does.
@@ -226,7 +226,6 @@ class Theory:
 
     @property
     def total_momentum(self) -> float:
-        """Return explicit and implicit momentum of the starting setting together."""
         return 1 - (1 - self.start.momentum) / self.start.groups
 
     def momentum(self, groups: int) -> float:

@@ -169,7 +169,7 @@ def _of_exchanges(trace: Trace) -> dict[str, Any]:
 def servers_of(measured: Sequence[Measured]) -> tuple[int, bool]:
     """Return the number of servers of the last segment with several groups, and whether each node ran one.
 
-    Without such a segment, return those of the last segment, which its ranks would use as several groups.
+    Without such a segment, return those that the ranks of the last one would use as several groups.
     """
     last = ([each for each in measured if len(each.groups) > 1] or measured)[-1]
     return last.servers, last.per_node

@@ -152,12 +152,12 @@ class Profile(Serializable):
 
     @classmethod
     def fit(cls, measured: Sequence[Measured], draws: int = 100, seed: int = 0) -> Profile:
-        """Fit the model to measured steps.
+        """Fit the model to measured steps, some thirty of each rank.
 
         A segment with one group shows the costs inside a group, one with as many groups as ranks those of the server;
-        both together predict the groupings in between. Thirty steps of each rank are enough. With one group alone and a
-        known ``nbytes``, predictions with ``exchanging`` forecast the exchange from the all-reduce, which uses the same
-        links, and their intervals are wider; without ``exchanging``, exchanges count as nothing.
+        both together predict the groupings in between. With one group alone and a known ``nbytes``, predictions with
+        ``exchanging`` forecast the exchange from the all-reduce, which uses the same links, and their intervals are
+        wider; without ``exchanging``, exchanges count as nothing.
 
         Args:
             measured: segments of training by the same ranks, in any groupings.
@@ -305,7 +305,7 @@ class Profile(Serializable):
         exchanging: ExchangePattern | None = None,
         all_reduce: str = "fp32",
     ) -> float:
-        """Return the most likely speed, as `predict` does, but without intervals and in a fiftieth of the time.
+        """Return the most likely speed, as `predict` does, without intervals and in a fiftieth of the time.
 
         An exchange that was not measured is forecast where possible, also without ``exchanging``.
         """

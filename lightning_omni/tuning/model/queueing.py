@@ -29,7 +29,7 @@ def slowest(values: Array, counts: Array) -> tuple[Array, Array]:
 
     Args:
         values: equally likely times of each of m kinds of member, in seconds, ascending: shape (draws, m, quantiles).
-        counts: number of members of each kind, shape (m,).
+        counts: members of each kind, shape (m,).
 
     Returns:
         The mean in seconds and the variance in seconds squared, both of shape (draws,).
@@ -72,15 +72,10 @@ def means_of_parts(values: Array, probabilities: Array, parts: int) -> Array:
 
 
 def quantiles_of_sum(mean: Array, variance: Array, count: int) -> Array:
-    """Compute equally likely values of a positive sum with known mean and variance, as of a gamma distribution.
+    """Compute equally likely, ascending values of a positive sum, as of a gamma distribution.
 
-    Args:
-        mean: mean of the sum, shape (draws, groups).
-        variance: variance of the sum, shape (draws, groups).
-        count: number of values.
-
-    Returns:
-        Ascending values, shape (draws, groups, count); their mean is exact.
+    ``mean`` and ``variance`` of the sum have shape (draws, groups), the values (draws, groups, count); their mean is
+    exact.
 
     Example:
         >>> quantiles_of_sum(np.array([[4.0]]), np.array([[4.0]]), 4).round(1).tolist()  # of four exponential times
@@ -145,15 +140,15 @@ def time_shared(
 def residence(think: Array, variance: Array, service: Array, visits: Array) -> Array:
     """Compute the seconds of a group's cycle in shared queues, of service and of waiting for it, shape (draws,).
 
-    The model is a closed network of queues, in which a station sees equally many equal groups with the same total rate.
-    By mean value analysis an arriving group finds the queue of a network with one group fewer, and half of the current
-    service remains, because all services take the same time. Without any scatter, groups would fall into a rhythm in
-    which no group waits below saturation. Real groups are in between: for two groups of spread σ that seldom collide, a
-    queue is σ²/s² of the queue with random arrivals (as of random walkers); near saturation it is all of it.
+    The model is a closed network of queues, in which a station sees equal groups with the same total rate. By mean
+    value analysis an arriving group finds the queue of a network with one group fewer, and half of the current service
+    remains, because all services take the same time. Without any scatter, groups would fall into a rhythm in which no
+    group waits below saturation. Real groups are in between: for two groups of spread σ that seldom collide, a queue is
+    σ²/s² of the queue with random arrivals (as of random walkers); near saturation it is all of it.
 
     Args:
         think: seconds of a cycle elsewhere, shape (draws, groups).
-        variance: variance of ``think``, in seconds squared, shape (draws, groups).
+        variance: variance of ``think``, shape (draws, groups).
         service: seconds of a visit to each station, shape (draws, stations).
         visits: visits to each station in a cycle, shape (stations,).
 

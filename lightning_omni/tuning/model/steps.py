@@ -88,8 +88,8 @@ def straggler_sentence(status: Status, can_rebalance: bool = False) -> str:
 class Throughput:
     """The samples per second of one rank: the median over its latest batches, without the first ones.
 
-    If a few batches in a row are all faster, or all slower, than every earlier batch, another load on the device has
-    ended or started; the earlier batches are then discarded.
+    A few batches in a row that are all faster, or all slower, than every earlier one show a changed load of the device:
+    the earlier ones are discarded.
 
     Example:
         >>> throughput = Throughput(warm_up=0)
@@ -182,9 +182,8 @@ class Balancer:
 def shrunk(speeds: Sequence[float], variances: Sequence[float]) -> list[float]:
     """Shrink measured speeds towards their geometric mean according to their errors (James and Stein 1961).
 
-    The variance due to measurement errors is removed from the variance among members. Where few batches with random
-    times were measured, all speeds become equal, and no batch is split by chance. The arguments are as in
-    `Balancer.decide`; all speeds are known.
+    The variance due to measurement errors is removed from the variance among members, so that no batch is split by
+    chance. The arguments are as in `Balancer.decide`; all speeds are known.
 
     Example:
         >>> shrunk((10.0, 40.0), (0.0, 0.0))

@@ -147,7 +147,6 @@ class TrainingPlan:
         return ExchangeSeconds(delay, serve, per_byte * push, per_byte * pull + handed)
 
     def _local_steps(self, seconds: Array) -> Array:
-        """Return each group's steps between two exchanges from its seconds per step, shape (groups,)."""
         if not self.exchanging.dynamic:
             return np.full(seconds.shape[1], self.period)
         return np.asarray(np.maximum(1, np.rint(self.period * seconds[0].min() / seconds[0])), int)
@@ -181,7 +180,6 @@ class TrainingPlan:
         return np.asarray(sums + (counts * alone)[:, :, None])
 
     def _work(self, groups: Groups, of: Callable[[Array, Array], _T]) -> list[_T]:
-        """Apply a function of `lightning_omni.tuning.model.queueing` to the compute times of each group's members."""
         known: dict[Any, _T] = {}
         found = []
         for members in groups:
@@ -227,7 +225,6 @@ class ExchangeSeconds:
 
     @property
     def link(self) -> Array:
-        """Return the seconds on the server's link in its busier direction."""
         return np.maximum(self.push, self.pull)
 
 

@@ -109,11 +109,6 @@ class PlannedCluster:
 
     @cached_property
     def profile(self) -> Profile:
-        """Return the profile of the planned machines.
-
-        Raises:
-            ConfigurationError: an option is out of range.
-        """
         changes: dict[str, Any] = {
             name: getattr(self, name)
             for name in ("ranks", "bandwidth", "latency", "servers", "batch_size")

@@ -460,6 +460,6 @@ NAMES = {
 
 
 def shares(parts: Mapping[str, float], seconds_per_update: float, groups: int) -> dict[str, float]:
-    """Return the seconds of each part of one step of a group, which add up to the step, from a `Prediction`'s parts."""
+    """Return the seconds of each part of one step of a group, which add up to the step."""
     own = {name: parts[name] * groups for name in ("compute", "allreduce", "exchange")}
     return {**own, "wait": max(0.0, seconds_per_update * groups - sum(own.values()))}

@@ -32,7 +32,7 @@ class Choice:
 
     Attributes:
         why: a sentence for the user.
-        estimate: the expected time, speed and samples of the setting; None if the first batches have no finite losses.
+        estimate: expected time, speed and samples; None if the first batches have no finite losses.
     """
 
     setting: Setting

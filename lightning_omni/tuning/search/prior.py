@@ -86,8 +86,8 @@ class PriorRow(Serializable):
 class Steepness(Serializable):
     """The rise of the log samples with the squared distance from the best momentum and step.
 
-    ``momentum_below`` is the coefficient of smaller momentum, per squared difference; ``step_below`` that of smaller
-    steps, per squared logarithm of their ratio.
+    ``momentum_below`` is the coefficient of smaller momentum, ``step_below`` that of smaller steps, whose distance is
+    the logarithm of their ratio.
     """
 
     momentum_below: float = 0.3
@@ -313,7 +313,6 @@ class PriorTheory(Theory):
     _costs: dict[Setting, tuple[float, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def suggested(self, setting: Setting) -> Setting:
-        """Return a setting with the momentum and learning rate that the prior suggests."""
         momentum, factor = self.prior.suggested(
             _known_as(setting.method),
             setting.groups,
