@@ -67,8 +67,8 @@ class FirstBatches:
     that is not a rank's own computation is the all-reduce. Ranks decide after the same number of optimizer steps, so
     that all reach the collectives of `seen`.
 
-    It begins before a batch. ``before`` is an earlier timing of the same group with other batches, whose messages need
-    not be timed again.
+    It starts between two batches, or before the first. ``before`` is an earlier timing of the same group with other
+    batches, whose messages need not be timed again.
     """
 
     def __init__(self, strategy: OmniStrategyHooks, spec: SearchSpec, before: FirstBatches | None = None) -> None:

@@ -404,7 +404,7 @@ class CostModel:
     def all_reduce(self, sizes: Array, together: Array) -> Array:
         """Return the seconds of an all-reduce in each group, shape (draws, groups).
 
-        ``sizes`` are the members of each group, and ``together`` tells whether they are on one node, shape (groups,).
+        ``sizes`` are numbers of members, and ``together`` tells whether these are on one node, both of shape (groups,).
         """
         ring, hop = self.ring[:, None], self.hop[:, None]
         if self.node_ring is not None:

@@ -220,7 +220,7 @@ class Profile(Serializable):
 
     @property
     def speeds(self) -> tuple[float, ...]:
-        """Return the samples per second of each rank alone, in batches of `batch_size`."""
+        """Return the samples per second of each rank alone, in ascending order of ranks, in batches of `batch_size`."""
         return tuple(self._model.speeds(self.batch_size).values())
 
     @property
