@@ -44,10 +44,8 @@ class TimedBatches:
     """The timed batches of one rank.
 
     Attributes:
-        timed: samples.
-        seconds: seconds.
-        batches: number of batches.
-        squares: sum of the squares of the batches' seconds.
+        timed: their samples.
+        squares: sum of the squares of their seconds.
     """
 
     timed: int = 0

@@ -113,10 +113,10 @@ class Measured(Serializable):
 
     @classmethod
     def of(cls, trace: Trace) -> Measured:
-        """Return the measurements of a run of `lightning_omni.simulator.simulate`.
+        """Return the measurements of a simulated run in which each group made two steps or more.
 
         Raises:
-            ConfigurationError: the trace has fewer than two step times of a group, or is of a run with a merged head.
+            ConfigurationError: a group has no step times, or the run has a merged head.
         """
         if not len(trace.steps.get("group", ())):
             raise ConfigurationError("trace: it has no step times; pass one of a simulated run, of this version")
