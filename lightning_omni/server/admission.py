@@ -99,7 +99,6 @@ class Admission:
         return [Out(sender.peer, m.DATA, m.AttachChallenge(nonce=challenge))]
 
     def attach(self, sender: Sender, message: m.AttachProof, payload: Payload) -> list[Out]:
-        """Admit a data connection of the rank's own process."""
         attach, challenge = self._attaching.pop(sender.peer, (None, b""))
         member = self._roster.members.get(attach.rank) if attach is not None else None
         secret = member.session if member is not None else b""

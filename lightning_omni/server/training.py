@@ -48,7 +48,7 @@ class Training(Service):
     """The service that merges and answers pushes.
 
     Attributes:
-        handled: for each group, the number of pushes handled since groups were formed, including refused ones.
+        handled: each group's pushes handled since groups were formed, including refused ones.
         pushes: number of all pushes handled so far.
     """
 

@@ -164,8 +164,6 @@ class ValidationBook:
 
 
 class Epochs:
-    """The epochs of a run, of which at most one is open."""
-
     def __init__(self, journal: Journal | None = None) -> None:
         self._journal = journal or Journal()
         self.book: LeaseBook | None = None
@@ -257,7 +255,6 @@ class Epochs:
             self.book.check_trained(group, batches)
 
     def train(self, group: int, epoch: int, batches: int) -> None:
-        """Record how many batches a group has trained, as its push reports."""
         if self.book is not None and self.book.plan.epoch == epoch:
             self.book.train(group, batches)
             self._journal.note(TrainedEntry(group, epoch, batches))
@@ -318,9 +315,8 @@ class Epochs:
     def resolve_pending(self, all_answered: bool = True) -> list[tuple[int, str]]:
         """Return the decisions that are possible now: rank and decision.
 
-        Args:
-            all_answered: whether no group waits for the answer to a push. If one does, the epoch is not over, because
-                the answer may depend on the other groups being idle.
+        Unless ``all_answered``, a group waits for the answer to a push, and the epoch is not over, because the answer
+        may depend on the other groups being idle.
         """
         if not self._waiting:
             return []
@@ -366,7 +362,7 @@ class Epochs:
         self._dirty = True
 
     def go_back(self) -> None:
-        """Discard the training that was recorded after the state was saved, because the weights do not contain it.
+        """Discard the training since the state was saved, because the weights do not contain it.
 
         Batches trained since then return to the pool; a group keeps the batches that it has drawn and not trained.
         """
@@ -449,8 +445,6 @@ class Epochs:
 
 
 class _Saved(NamedTuple):
-    """The progress of the run when its state was saved."""
-
     plan: EpochPlan | None
     trained: tuple[tuple[int, int], ...]
     samples: dict[int, int]

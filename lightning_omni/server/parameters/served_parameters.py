@@ -297,14 +297,9 @@ class ServedParameters:
         layout: Layout | None = None,
         finite: bool | None = None,
     ) -> list[Reply] | None:
-        """Merge a push.
+        """Merge a push, whose ``payload`` is in flat memory; ``layout`` is its `layout_of_push`, if known.
 
-        Args:
-            group: number of the group.
-            message: the push.
-            payload: its tensors, in flat memory.
-            layout: their layout, if it is known: see `layout_of_push`.
-            finite: whether all parts of the push are finite; None if this is the whole push, and not checked yet.
+        ``finite`` tells whether all parts of the push are; None if this is the whole push, and not checked yet.
 
         Returns:
             The method's replies, or None if the push was refused because it is not finite, or was computed from newer
@@ -356,7 +351,6 @@ class ServedParameters:
             self.method_side.as_sent = self._as_sent
 
     def as_bytes(self, flat: Tensor, layout: Layout) -> Tensor:
-        """Encode flat memory as the payload of an answer."""
         if self._answers is RAW:
             return flat
         return self._answers.encode(layout.views(flat), layout, {}, self._out).payload.clone()  # several may be pending

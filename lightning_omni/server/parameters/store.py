@@ -193,9 +193,7 @@ class ServedHead(ServedParameters):
 class ParameterStore:
     """The optimizers that the server holds, by number; none before the recorder has uploaded the weights.
 
-    Attributes:
-        pushed: number and optimizer, of those that groups push to.
-        heads: number and optimizer, of the merged heads.
+    ``pushed`` are those that groups push to, ``heads`` the merged heads, each with its number.
     """
 
     def __init__(self) -> None:
