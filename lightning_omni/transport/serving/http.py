@@ -1,11 +1,10 @@
-"""HTTP for a server: metrics for Prometheus, status as JSON, and probes, from a snapshot of the server's loop.
+"""HTTP for a server: metrics for Prometheus, status as JSON, and probes.
 
 Rule 1: the HTTP server never accesses the server's state. Its own threads answer requests from the last snapshot.
 Rule 2: requests are bounded in time and size, and open connections in number. No request changes anything; every
 process that can connect can read, without a key.
-
-Every number was measured or counted by the server, or reported by a rank with its heartbeat. Unknown values are left
-out.
+Rule 3: every number was measured or counted by the server, or reported by a rank with its heartbeat. Unknown values are
+left out.
 """
 
 from __future__ import annotations
@@ -214,7 +213,7 @@ def check_installed() -> None:
 
 
 def status_json(overview: m.Overview, age: float, updated: float) -> bytes:
-    """Return an overview as JSON, with its ``age`` in seconds, and its time ``updated`` in seconds since 1970."""
+    """Return an overview as JSON, with its age and the time of its snapshot since 1970, both in seconds."""
     plain = msgspec.to_builtins(overview)
     return msgspec.json.encode({**plain, "snapshot_age": age, "time": updated}) + b"\n"
 

@@ -281,9 +281,9 @@ _END = b"end"
 
 
 def can_supervise() -> bool:
-    """Return whether this process may fork servers.
+    """Return whether this process may fork servers: on Linux, with one thread.
 
-    It may on Linux, with one thread. On macOS a fork is unsafe: system libraries may have threads.
+    On macOS a fork is unsafe: system libraries may have threads.
     """
     return sys.platform == "linux" and threading.active_count() == 1
 

@@ -381,10 +381,9 @@ class Session:
 
 
 class DataConnection(Data):
-    """A rank's data connection, as `Data`.
+    """A rank's data connection.
 
     Args:
-        session: session of the control connection.
         check: called while waiting; raises if waiting is of no use any more.
         timeout: seconds to wait for any one answer.
     """

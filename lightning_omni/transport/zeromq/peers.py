@@ -326,7 +326,6 @@ class PeerConnections:
             raise ConnectionLost(f"group {group} is gone")
 
     def _ask(self, group: int, question: m.ReadPublished) -> m.Published | None:
-        """Return a group's answer, if any."""
         if group not in self._addresses or self._is_lost(group):
             return None
         if self._wire(group) is None or not self._send(group, [m.encode(question)]):

@@ -122,7 +122,6 @@ class CoordinatorLink:
         poller.register(self._dialed.monitor, zmq.POLLIN)
 
     def receive(self) -> Iterator[m.Message]:
-        """Yield the received commands in order."""
         for _ in range(BURST):
             try:
                 frames = self._dialed.wire.recv_multipart(zmq.NOBLOCK)
