@@ -73,7 +73,6 @@ class Registry(Generic[Kind]):
             raise ConfigurationError(f"{self.argument}={value!r}: {error}") from error
 
     def from_wire(self, plain: Mapping[str, Any]) -> Kind:
-        """Return a value from plain data."""
         kind = self.known.get(str(plain.get("name")))
         if kind is None:
             raise MalformedMessage(

@@ -1,7 +1,7 @@
 """The subcommands of ``lightning-omni``: one function each, whose parameters are its options.
 
-Nothing heavy is imported at the top, so that ``--help`` does not wait for torch. The work of a command is in the
-module of its name.
+Nothing heavy is imported at the top, so that ``--help`` does not wait for torch. The work of a command is in the module
+of its name.
 """
 
 from __future__ import annotations

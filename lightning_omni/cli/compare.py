@@ -119,8 +119,6 @@ _AVERAGE = "diloco:outer_lr=1.0,outer_momentum=0"
 
 
 class _Ways(NamedTuple):
-    """The ways to train with a package: methods, wire formats, and formats of the all-reduce."""
-
     methods: tuple[str, ...]
     wires: tuple[str, ...]
     all_reduces: tuple[str, ...]
@@ -217,7 +215,6 @@ class _Predictions:
         momentum: float,
         is_adaptive: bool,
     ) -> _Predictions:
-        """Return the predictions for a description's profile, and for those with other assumptions."""
         ranks = len(machines.speeds)
         start, batch = Setting(1, momentum, 1.0, all_reduce="fp32"), ranks * machines.batch_size
         groups = tuple(sorted({*group_counts(ranks), machines.sites})) if ways.methods else (1,)
@@ -248,7 +245,7 @@ class _Predictions:
 
 @dataclass(frozen=True)
 class MachineComparison:
-    """The rows that matter: DDP, the best of this package, the best peer; ``pays`` if the gain is worth a change."""
+    """DDP, the best of this package and the best peer; ``pays`` if the gain is worth a change."""
 
     title: str
     rows: tuple[ComparedRow, ComparedRow, ComparedRow]
@@ -256,7 +253,6 @@ class MachineComparison:
 
     @classmethod
     def of(cls, machines: DescribedMachines, momentum: float, is_adaptive: bool) -> MachineComparison:
-        """Compare on the machines that a user describes."""
         profiles = [each.profile() for each in (machines, *(replace(machines, **other) for other in _ASSUMPTIONS))]
         # An all-reduce sends as many bytes over each link as exchanges with a server at each node.
         nodes = machines.sites if machines.sites > 1 else len(machines.speeds)
@@ -297,7 +293,6 @@ class MachineComparison:
 
     @property
     def verdict(self) -> str:
-        """Return what to use, and why."""
         ours = self.rows[1]
         if not self.pays and ours.setting == self.rows[0].setting:
             return "use DDP: no setting of lightning-omni is predicted to be faster"
@@ -322,7 +317,6 @@ class MachineComparison:
 
     @property
     def snippet(self) -> str:
-        """Return what to write."""
         if not self.pays:
             return 'Trainer(strategy="ddp", ...)'
         if self.has_hook:
@@ -358,7 +352,6 @@ def described(setting: Setting) -> str:
 
 
 def strategy_text(setting: Setting, per_node: bool = False) -> str:
-    """Return the strategy with a setting, as users write it."""
     given = [f"groups={setting.groups}"]
     if setting.groups > 1 and setting.method:
         given.append(f'method="{text_of(with_period(method_named(setting.method), setting.period))}"')

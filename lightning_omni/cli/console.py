@@ -60,7 +60,6 @@ def print_line(line: str) -> None:
 
 
 def print_sentence(sentence: str) -> None:
-    """Print a sentence, broken at the terminal's width."""
     console = _output()
     console.print(Text(sentence), soft_wrap=not console.is_terminal)
 
@@ -105,8 +104,8 @@ class CommandOutput(NamedTuple):
 def command_output() -> Iterator[CommandOutput]:
     """Show results when they are found, and announce each wait in between.
 
-    On a terminal, the announcement is a line that disappears. Otherwise it is a line on standard error for each wait of
-    more than a second, unlike a command that hangs.
+    On a terminal, the announcement is a line that disappears; otherwise a line on standard error for each wait of more
+    than a second.
     """
     console, timers = _output(), list[threading.Timer]()
 

@@ -53,8 +53,6 @@ class Failed(Exception):
 
 
 class Checkup:
-    """The results of a checkup, shown step by step."""
-
     def __init__(self, tell: CommandOutput) -> None:
         self._tell = tell
         self._remedies: list[str] = []

@@ -1,4 +1,4 @@
-"""A standalone server that takes one run after the other (its start, its end), and its log."""
+"""A standalone server that takes one run after the other, and its log."""
 
 from __future__ import annotations
 
@@ -89,7 +89,6 @@ class Options:
 
     Attributes:
         here: servers on this machine that share the weights, with this one.
-        data_port: port of the data socket; 0 selects a free one.
         encryption: encryption of ZeroMQ, unless ``settings.transports`` names a transport of the user's.
         http: port of the status pages; None if there are none.
         key_file: file of the key; None for the environment.
@@ -105,7 +104,7 @@ class Options:
 
 
 class StopSignals:
-    """The received signals, of SIGINT and SIGTERM."""
+    """The received SIGINT and SIGTERM."""
 
     def __init__(self) -> None:
         self._numbers: list[int] = []
@@ -183,7 +182,6 @@ class StandaloneServer:
         signals.listen(self._stopped.set)
 
     def _listen(self, settings: ServerSettings) -> Any:
-        """Return the driver of the state machine, bound to its ports."""
         ports = settings.host, settings.port, self._options.data_port
         if coordinator := settings.coordinator:
             log(self._console, f"waiting for the server at {coordinator}, up to {server.CONNECT_TIME:.0f} s")
@@ -253,7 +251,6 @@ class StandaloneServer:
         return self._stopped.is_set()
 
     def _run_over(self) -> None:
-        """Log the end of a run, and discard its saved state."""
         outcome = ""
         if self._log is not None:  # servers of other shares do not count lost ranks
             self._log.write(at_once=True)

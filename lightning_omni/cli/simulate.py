@@ -163,7 +163,6 @@ def run(names: Sequence[str], settings: SimulationSettings, together: bool = Fal
 
 
 def _runs(entrants: Sequence[Entrant], task: Task, finds_rates: bool) -> tuple[list[Run], int]:
-    """Run one method after the other until Ctrl-C."""
     runs: list[Run] = []
     with progress_bar() as shown:
         try:
@@ -305,7 +304,6 @@ def _listed(rates: Sequence[float], between: str = ", ") -> str:
 
 
 def _tall_table(rows: Sequence[Mapping[str, str]]) -> Table:
-    """Return a table with a column for each run."""
     first, *heads = dict.fromkeys(head for row in rows for head in row)
     columns = [Column(Text(row[first]), justify="right", overflow="fold") for row in rows]
     table = Table(Column(first, no_wrap=True), *columns)

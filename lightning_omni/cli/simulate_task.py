@@ -188,7 +188,6 @@ def rates_of(settings: SimulationSettings) -> tuple[float, ...]:
 
 
 def target_of(text: str | None, workload: Workload) -> tuple[str, float] | None:
-    """Return name and value of the metric that ends a run."""
     if text is None:
         return None
     name, _, value = text.partition("=")

@@ -278,11 +278,7 @@ class Actions(Protocol):
 
 @dataclass(frozen=True)
 class View:
-    """The state of the display.
-
-    Attributes:
-        asked: group to evict if the next key confirms it.
-    """
+    """The state of the display; ``asked`` is the group to evict if the next key confirms it."""
 
     chosen: int = 0
     asked: GroupStatus | None = None
@@ -292,7 +288,6 @@ class View:
 
 
 def press(view: View, key: str, overview: Overview | None, actions: Actions) -> View:
-    """Return the view after a pressed key."""
     groups = overview.groups if overview is not None else ()
     if view.asked is not None:
         note = actions.evict(view.asked, view.bars) if key == YES else f"group {view.asked.name} stays"
