@@ -54,7 +54,7 @@ def check_number(
     above: float | None = None,
     below: float | None = None,
 ) -> None:
-    """Raise `ConfigurationError` unless a value is a number from ``low`` to ``high``; text, booleans and NaN are not.
+    """Raise `ConfigurationError` unless a value is a number in a range; text, booleans and NaN are not.
 
     Args:
         name: name of the argument, or ``Value(name`` for an argument of a value.

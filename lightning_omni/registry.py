@@ -99,7 +99,6 @@ class Registry(Generic[Kind]):
         return kind
 
     def load(self, path: str) -> type[Kind]:
-        """Import and register a kind by its path ``module:Class``."""
         module, _, name = path.partition(":")
         try:
             kind = getattr(importlib.import_module(module), name)

@@ -47,8 +47,8 @@ class Topology:
     *leader*, the only one that exchanges tensors with the parameter server.
 
     Attributes:
-        groups: the ranks of each group, in ascending order. Group ``i`` is ``groups[i]``; an evicted group keeps its
-            index as an empty tuple, so that group numbers never change within a topology.
+        groups: the ranks of each group, in ascending order. An evicted group keeps its index as an empty tuple, so that
+            group numbers never change within a topology.
 
     Raises:
         ConfigurationError: a rank is in two groups, or no group has a rank.

@@ -258,7 +258,6 @@ def reaches(metric: str, reading: float, value: float) -> bool:
 
 
 def figure_of(trace: Trace, title: str = "") -> Any:
-    """Return the figure of a trace, for matplotlib."""
     figure = new_figure(11, 7.4)
     (over_time, over_updates), (histogram, timeline) = figure.subplots(2, 2)
     _draw_course(over_time, trace, "time", trace.time_axis)
@@ -288,7 +287,6 @@ def _draw_pushes(axes: Any, trace: Trace, figure: Any) -> None:
 
 
 def _draw_course(axes: Any, trace: Trace, over: str, unit: str) -> None:
-    """Draw losses on the left axis, other metrics on the right one."""
     if len(trace.rows["loss"]):
         axes.plot(*_course(trace, "training loss", over), color=FAINT, label="training loss")
     axes.set(xlabel=unit, ylabel="loss")
@@ -339,7 +337,6 @@ def plot_comparison(
 
 
 def comparison_of(traces: Mapping[str, Trace], title: str = "", target: tuple[str, float] | None = None) -> Any:
-    """Return the figure of `plot_comparison`, for matplotlib."""
     metrics = _metrics_of(traces.values())
     shown = metrics if "loss" in metrics else ["training loss", *metrics]
     figure = new_figure(11, 1.4 + 3.2 * len(shown))

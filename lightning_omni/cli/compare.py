@@ -165,13 +165,9 @@ class _KnownEvidence(PlannedEvidence):
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """The prediction for one way to train.
+    """The prediction for one way to train. ``samples`` and ``time`` to the target are relative to DDP's.
 
-    Args:
-        samples_per_second: of all devices.
-        samples: samples to the target, relative to DDP's.
-        time: time to the target, relative to DDP's, with an interval of probability 0.8.
-        per_node: whether each node has a server, and not rank 0 alone.
+    ``time`` has an interval of probability 0.8. With ``per_node``, each node has a server, and not rank 0 alone.
     """
 
     name: str
@@ -287,7 +283,6 @@ class MachineComparison:
 
     @property
     def has_hook(self) -> bool:
-        """Return whether DDP with a hook of torch's is what pays."""
         setting = self.rows[1].setting
         return self.pays and setting.groups == 1 and not setting.rebalance
 

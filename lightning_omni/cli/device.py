@@ -24,7 +24,6 @@ _SYNTHETIC_BATCHES = 4
 
 
 def measure(module: Any, given: dict[str, Any], batches: list[Any] | None, **options: Any) -> DeviceReport:
-    """Measure the fastest settings of the device for a model, with its data (as for `Trainer.fit`) or ``batches``."""
     with _quiet():
         probe = tuner_module(type(module)).DeviceProbe
         report: DeviceReport = probe.measure(module, given, batches, **options)

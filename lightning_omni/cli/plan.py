@@ -69,7 +69,6 @@ def _asked_all_reduce(all_reduce: str, known: PlanSource) -> tuple[str, ...]:
 
 
 def _as_option(option: str, read: Callable[[], _Read]) -> _Read:
-    """Call ``read``, and name the option in its error."""
     try:
         return read()
     except ConfigurationError as error:

@@ -60,7 +60,6 @@ class RunLog:
         self._due = 0.0
 
     def write(self, at_once: bool = False) -> None:
-        """Write new events, if they are due or ``at_once``."""
         now = time.monotonic()
         if now < self._due and not at_once:
             return
@@ -104,8 +103,6 @@ class Options:
 
 
 class StopSignals:
-    """The received SIGINT and SIGTERM."""
-
     def __init__(self) -> None:
         self._numbers: list[int] = []
         self._on_stop: list[Callable[[], None]] = []

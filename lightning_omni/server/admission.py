@@ -62,7 +62,7 @@ class Admission:
         raise Refused("stranger", "say Hello first: this connection has not been admitted")
 
     def leader_peer(self, group: int) -> Peer:
-        """Return the data connection of the member of a group that exchanges with this server."""
+        """Return the data connection of the group's member that exchanges with this server."""
         return self._data_peers[self._roster.formed.exchanges_with(group, self._replication.number)]
 
     def data_connection(self, rank: int) -> tuple[Peer, bytes] | None:

@@ -87,7 +87,6 @@ class Collectives:
 
     @property
     def contributed(self) -> set[int]:
-        """Return the ranks that wait for others at a collective."""
         return {rank for present in self._open.values() for rank in present}
 
     def forget(self, ranks: Collection[int]) -> None:
@@ -113,12 +112,7 @@ Forward = Callable[[Sender, bytes, Payload], list[Out]]
 class CollectiveService(Service):
     """The service that gathers contributions of all live ranks.
 
-    Args:
-        training: notified of groups that wait meanwhile.
-        forward: handles control messages that arrived on the data channel.
-
-    Attributes:
-        completed: number of completed collectives.
+    ``forward`` handles control messages that arrived on the data channel. ``completed`` counts the collectives.
     """
 
     def __init__(self, run: RunContext, training: Training, forward: Forward) -> None:
@@ -154,7 +148,7 @@ class CollectiveService(Service):
         return out
 
     def _answer(self, peer: Peer) -> Out:
-        """Return the last completed collective as an answer; large payloads are downloaded separately."""
+        """Return the last completed collective; large payloads are downloaded separately."""
         gathered = self._gathered
         sizes = tuple(map(len, gathered.payloads))
         must_download = max(sizes, default=0) > m.LARGEST_INLINE
@@ -198,7 +192,6 @@ class CollectiveService(Service):
         return [Out(sender.peer, m.DATA, m.Downloaded(nbytes=sum(map(nbytes_of, parts))), parts)]
 
     def check_long(self, sender: Sender, message: m.LargeMessage) -> int:
-        """Return the size of a message that the transport assembles from several frames, once checked."""
         return _checked_size(message.nbytes, m.LONGEST)
 
     def _take_upload(self, rank: int) -> Payload:

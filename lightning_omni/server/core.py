@@ -192,7 +192,6 @@ class ServerCore:
             raise
 
     def keeps_payload(self, message: m.Message) -> bool:
-        """Return whether a payload is kept; if not, its memory may be reused after the answer."""
         return self._router.keeps_payload(message)
 
     def receive(self, channel: m.Channel, peer: Peer, message: m.Message, payload: Payload, now: float) -> list[Out]:
@@ -343,10 +342,7 @@ class ServerCore:
     def load(self, state: Mapping[str, Any], journal: Iterable[Entry], now: float) -> None:
         """Continue a run with the weights of a `state`, and with all decisions that ranks have received since.
 
-        Args:
-            state: the state of a server that is gone.
-            journal: the journal since then.
-            now: seconds on the clock of this server.
+        ``now`` is in seconds on the clock of this server.
 
         Raises:
             ConfigurationError: this server cannot continue from the state.
@@ -405,7 +401,7 @@ class ServerCore:
 
     @property
     def clock(self) -> int:
-        """Return the updates so far, over all optimizers; those of a merged head belong to the body's."""
+        """Return the updates so far, over all optimizers but merged heads."""
         return self._store.clock
 
     def status(self, sent: float) -> m.Status:
@@ -416,7 +412,6 @@ class ServerCore:
 
     @property
     def now(self) -> float:
-        """Return the time of the last message or `tick`."""
         return self._now
 
     @property
@@ -436,12 +431,11 @@ class ServerCore:
 
     @property
     def missing_servers(self) -> int:
-        """Return how many other servers have not joined yet; ranks wait for them."""
+        """Return how many other servers have not joined yet."""
         return self.replication.missing if isinstance(self.replication, Coordinator) else 0
 
     @property
     def is_coordinator(self) -> bool:
-        """Return whether this server coordinates, and so has the status of the whole run."""
         return self.replication.number == 0
 
     @property

@@ -146,8 +146,6 @@ def read_record(path: str | Path) -> Iterator[Event]:
 
 
 class Presence(NamedTuple):
-    """The tensors that a push has, at this server and at others; see `Event`."""
-
     present: tuple[bool, ...]
     elsewhere: tuple[tuple[bool, ...], ...]
 
@@ -157,14 +155,9 @@ class Presence(NamedTuple):
 
 
 class EventRecorder:
-    """The event log of one run.
+    """The event log of one run: ``record`` takes each event; None records nothing.
 
-    Args:
-        record: function that takes each event; None to record nothing.
-        store: the parameters that the events concern.
-        epochs: source of the newly trained batches.
-        now: returns the time of the current message.
-        servers: number of servers with a partition of the parameters each.
+    ``servers`` is the number of servers with a partition of the parameters each.
     """
 
     def __init__(
@@ -199,7 +192,6 @@ class EventRecorder:
         return self._epochs.new_spans(group, message.epoch, message.trained)
 
     def train(self, group: int, epoch: int, spans: Spans) -> None:
-        """Record that a group has begun to train batches that no push has reported."""
         if spans:
             for number, _ in self._store.pushed:
                 self.note("train", group, number, epoch=epoch, spans=spans)

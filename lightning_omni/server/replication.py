@@ -43,8 +43,6 @@ Handle = Callable[[Sender], list[Out]]
 
 
 class HeldPart(NamedTuple):
-    """A part of a request that waits for the other parts, and the function that handles it."""
-
     sender: Sender
     handle: Handle
 
@@ -70,7 +68,6 @@ class Replication(Service, ABC):
         return out
 
     def drain(self) -> list[Out]:
-        """Return the messages to other servers, in order."""
         return []
 
     def tick(self, now: float) -> list[Out]:
@@ -82,7 +79,6 @@ class Replication(Service, ABC):
         return []
 
     def hang_up(self, peer: Peer) -> list[Out]:
-        """Handle the end of a connection, perhaps of another server's."""
         return []
 
     def check_addressee(self, message: type[m.Message], in_parts: bool) -> None:

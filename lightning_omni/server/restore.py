@@ -46,8 +46,6 @@ STATE, STATE_VERSION = "lightning_omni.server_state", 3
 
 
 class Restore:
-    """The saving and loading of a run's state, which is that of all ``services`` that have one."""
-
     def __init__(
         self,
         run: RunContext,
@@ -80,8 +78,6 @@ class Restore:
 
     def load(self, state: Mapping[str, Any], journal: Iterable[Entry], now: float) -> None:
         """Continue from the `state` of a server that is gone and the journal since then, in a run that has not begun.
-
-        ``now`` is in seconds on the clock of this server.
 
         Raises:
             ConfigurationError: the run cannot continue from them.

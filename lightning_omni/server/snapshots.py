@@ -102,7 +102,6 @@ class Snapshots(Service):
             raise ProtocolError(f"there is no validation {message.version} yet; {last} were given to groups")
 
     def take(self, sender: Sender, message: m.TakeSnapshot, payload: Payload) -> list[Out]:
-        """Answer with the current state, or with that of a validation."""
         self.check_version(sender, message)
         if not message.version:
             contents = self._contents(message.with_state)

@@ -162,8 +162,6 @@ LONGEST_LOG = 256
 
 
 class RunEvent(NamedTuple):
-    """An entry of the run's log, of a kind as in `LogEntry`, at a time on the server's clock."""
-
     at: float
     kind: str
     text: str

@@ -73,8 +73,7 @@ Memory = MutableMapping[Hashable, Unsent]
 class AllReduce(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
     """A way to average gradients over the members of a group.
 
-    Attributes:
-        messages: the most consecutive all-reduces of one gradient.
+    ``messages`` is the most consecutive all-reduces of one gradient.
     """
 
     messages: ClassVar[int] = 1
@@ -271,7 +270,6 @@ def all_reduce_of(given: str | AllReduce) -> AllReduce:
 
 
 def text_of(format_: AllReduce) -> str:
-    """Return the text of which `all_reduce_of` makes this value."""
     return _registry.text_of(format_)
 
 

@@ -47,7 +47,7 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
 
     Attributes:
         layout: layout of all parameters.
-        shares: for each server, the layout of its share, whose entries are tensors or ranges of their elements.
+        shares: each server's layout, whose entries are tensors or ranges of their elements.
         places: for each entry of each share, the index of its parameter in ``layout``.
 
     Example:

@@ -260,7 +260,6 @@ class Epochs:
             self._journal.note(TrainedEntry(group, epoch, batches))
 
     def draw(self, group: int, number: int, trained: int) -> list[Batch]:
-        """Return a group's batches from a number on, and record the number that it has trained."""
         assert self.book is not None
         self.train(group, self.book.plan.epoch, trained)
         self._dirty = self._dirty or not self.book.has_begun(group)  # batches kept for it may go to others now
@@ -269,7 +268,7 @@ class Epochs:
         return batches
 
     def repeated_decision(self, rank: int, question: AskNext) -> str:
-        """Return the decision that a rank received on this question before; empty for none."""
+        """Return a rank's earlier decision on this question; empty for none."""
         asked, decision = self._told.get(rank, (None, ""))
         return decision if asked == question else ""
 
@@ -424,7 +423,6 @@ class Epochs:
         )
 
     def _has_more(self, group: int, question: AskNext) -> bool:
-        """Return whether the group has a batch to train before the next validation."""
         assert self.book is not None
         if not self.book.has(group):
             return False

@@ -142,7 +142,7 @@ class LeaseBook:
         self._trained[group] = max(batches, self._trained[group])
 
     def untrained_spans(self, group: int, batches: int) -> tuple[tuple[int, int], ...]:
-        """Return the ranges of a group's first ``batches`` batches that are not trained yet."""
+        """Return the untrained ranges of a group's first ``batches`` batches."""
         return tuple((batch.start, batch.stop) for batch in self._known(group)[self._trained[group] : batches])
 
     def check_trained(self, group: int, batches: int) -> None:

@@ -144,7 +144,7 @@ MOST_RANKS = 1 << 16
 
 
 def origin(run: str) -> str:
-    """Return the original name of a run, the same for all runs that replaced it."""
+    """Return the name of the run that this one and others before it have replaced."""
     return run.partition(AGAIN)[0]
 
 
@@ -203,7 +203,6 @@ class RankNumbers:
             self._claim = None
 
     def has_given(self, given: int) -> None:
-        """Record that an earlier server has assigned all numbers below this one."""
         self.given = max(self.given, given)
 
     @property
@@ -247,7 +246,6 @@ class Member:
         self.since = self.got_on = self.last_seen
 
     def update(self, heartbeat: Heartbeat) -> None:
-        """Record a heartbeat, received at `last_seen`."""
         if heartbeat.progress == 0 or heartbeat.progress != self.timings.progress:
             self.got_on = self.last_seen
         self.timings = heartbeat

@@ -31,8 +31,6 @@ class Membership:
 
     Args:
         services: services to notify of changes of groups, in this order.
-        monitoring: reports new groups to ranks.
-        synchronization: holds the ranks that wait for all others.
 
     Attributes:
         generation: the recorder's count of formings of groups.
@@ -221,7 +219,6 @@ class Membership:
     # --- Losses ------------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> list[Out]:
-        """Remove ranks that were silent for too long, and groups without progress."""
         out, roster, limits = list[Out](), self._roster, self._limits
         for rank, reason in roster.stalled(now, limits.progress, self._collective_service.contributed):
             out += self.lose(rank, reason)

@@ -74,7 +74,6 @@ class Deliveries:
         raise Refused("gap", f"push {message.sequence} of group {identity} came, and push {expected} has not")
 
     def count(self, group: int, message: PushMessage, applied: bool) -> None:
-        """Count a push that was merged, or refused because it is not finite."""
         key = group, message.optimizer
         if self._followed is not None and key not in self._followed:
             self._followed.add(key)

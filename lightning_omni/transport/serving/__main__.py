@@ -42,7 +42,6 @@ _log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Serve one parent process, either directly or in a forked process that this one supervises."""
     ignore_signals()
     logging.basicConfig(format="lightning-omni server: %(message)s", level=logging.WARNING)
     parent = os.getppid()

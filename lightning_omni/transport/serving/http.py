@@ -141,8 +141,6 @@ class _StatusHTTPServer(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """A handler that answers one request and closes the connection."""
-
     server: _StatusHTTPServer
     server_version, sys_version = "lightning-omni", ""
     timeout = REQUEST_TIME
@@ -226,11 +224,8 @@ def format_of(accept: str) -> str:
 def metrics_text(overview: m.Overview, taken: float, accept: str = "", is_of_run: bool = True) -> tuple[bytes, str]:
     """Return an overview in the format that Prometheus reads, and its content type.
 
-    Args:
-        overview: overview of the run.
-        taken: when the overview was taken, in seconds since 1970.
-        accept: formats that the reader accepts; OpenMetrics is returned if it is among them.
-        is_of_run: whether to include the run's metrics; otherwise only those of the server.
+    OpenMetrics is returned if the reader's ``accept`` has it. ``taken`` is in seconds since 1970. Unless ``is_of_run``,
+    only the server's own metrics are included.
     """
     from prometheus_client import CollectorRegistry, ProcessCollector
     from prometheus_client.exposition import choose_encoder
@@ -247,7 +242,6 @@ def metrics_text(overview: m.Overview, taken: float, accept: str = "", is_of_run
 
 
 def families(overview: m.Overview, taken: float) -> Iterator[Metric]:
-    """Yield the metrics of a run; ``taken`` is in seconds since 1970."""
     yield from _of_run(overview, taken)
     if overview.plan is not None:
         yield from _of_epoch(overview.plan, overview.trained)

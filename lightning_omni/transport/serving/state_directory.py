@@ -364,7 +364,6 @@ class StateDirectory:
         return sorted(set.intersection(*(set(numbers_in(folder, SAVED)) for folder in self._folders)))
 
     def _remove_parts(self, but: set[int]) -> None:
-        """Remove all saves of several servers but these numbers."""
         for folder in self._folders if self._others else ():
             for number in set(numbers_in(folder, SAVED)) - but:
                 file_of(folder, SAVED, number).unlink(missing_ok=True)
@@ -391,7 +390,7 @@ class StateDirectory:
 class ShareDirectory:
     """The directory in which a server saves its share, at the coordinating server's command.
 
-    While the coordinating server holds its own directory, no other server uses this.
+    The coordinating server's lock on its own directory protects this one.
     """
 
     def __init__(self, path: str | Path) -> None:

@@ -68,12 +68,7 @@ _Sent = tuple[memoryview, zmq.MessageTracker]
 
 
 class Assembly:
-    """The assembly of one payload from its chunks.
-
-    Args:
-        buffer: uint8, exactly as long as the payload.
-        places: ranges of shared memory that were sent with the message.
-    """
+    """The assembly of one payload from its chunks, or from ``places`` in shared memory."""
 
     def __init__(self, message: Message, buffer: Tensor, places: MemoryRanges = NO_RANGES) -> None:
         self.message = message
@@ -177,7 +172,6 @@ class Untaken:
 
 
 def message_frames(message: Message, places: MemoryRanges = NO_RANGES) -> Iterator[list[Any]]:
-    """Yield the ZeroMQ messages of a message on the data channel."""
     data = encode(message)
     behind = [encode_record(places)] if places != NO_RANGES else []
     if len(data) <= CHUNK:

@@ -143,7 +143,6 @@ class ConnectionGuard:
                 listener.let_in(descriptor)
 
     def close(self) -> None:
-        """Stop watching; called before the sockets are closed."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -383,7 +382,6 @@ class Gate:
         self._left = min(BURST, self._left + 1.0)
 
     def poll(self, now: float) -> None:
-        """Close or open the gate, depending on the connections so far."""
         self._left = min(BURST, self._left + RATE * (now - self._since))
         self._since = now
         if not self.is_shut and self._left < 0.0:

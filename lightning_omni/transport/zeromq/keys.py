@@ -1,7 +1,7 @@
 """The single key of a run: its sources, and the secrets derived from it.
 
-Every listening TCP socket is a CURVE server whose key pair is derived from the run's key, as are the one key pair of
-all ranks and the secret by which leaders authenticate each other. A process without that key has neither public key: a
+Every listening TCP socket is a CURVE server. Its key pair, the one key pair of all ranks and the secret by which
+leaders authenticate each other are derived from the run's key. A process without that key has neither public key: a
 CURVE server does not answer its first message, and none of its frames reaches the code behind the socket.
 """
 

@@ -43,7 +43,7 @@ class Observer:
     Args:
         address: the server's control socket, ``tcp://host:port`` or ``ipc:///directory/control``.
         key: the run's shared secret.
-        encryption: ``"curve"`` or ``"off"``, as the server's; sockets in a private directory need none.
+        encryption: ``"curve"`` or ``"off"``, as the server's.
         timeout: seconds to wait for the connection.
 
     Raises:

@@ -57,8 +57,6 @@ Anything = TypeVar("Anything")
 
 
 class MemoryRange(msgspec.Struct, frozen=True, array_like=True):
-    """A range of bytes in a segment of a connection."""
-
     segment: int
     start: int
     nbytes: int
@@ -113,11 +111,7 @@ def decode_record(data: Any, kind: type[Anything]) -> Anything:
 class Sharing:
     """The memory that a data connection shares with its server, to which a segment is passed on first use.
 
-    Args:
-        path: path of the server's socket; empty to share nothing.
-        rank: rank of the connection.
-        secret: secret of the connection.
-        timeout: seconds to wait for the server.
+    ``path`` is that of the server's socket; empty to share nothing. ``timeout`` is in seconds.
     """
 
     def __init__(self, path: str, rank: int, secret: bytes, timeout: float) -> None:
@@ -164,9 +158,7 @@ class Sharing:
 class SharedMemory:
     """The memory that leaders share with this server, by connection.
 
-    Args:
-        find: returns the data connection of an admitted rank, and its secret; None if there is none.
-        held: returns the bytes of the server's parameters.
+    ``find`` returns a rank's data connection and secret, ``held`` the bytes of the server's parameters.
     """
 
     def __init__(self, find: Callable[[int], tuple[Peer, bytes] | None], held: Callable[[], int]) -> None:

@@ -61,7 +61,6 @@ State = Mapping[str, Any]
 
 
 def zeros_on(device: torch.device | str) -> Callable[[int], Tensor]:
-    """Return a function that allocates a number of zeroed bytes on a device."""
     return partial(torch.zeros, dtype=torch.uint8, device=device)
 
 
@@ -289,7 +288,6 @@ def decode(wire_format: WireFormat, payload: Tensor, layout: Layout, memory: Mem
 
 
 def name_of(wire_format: WireFormat) -> str:
-    """Return the name of a format in messages."""
     return str(type(wire_format).__struct_config__.tag)
 
 
@@ -323,11 +321,6 @@ def register(kind: type[WireFormat]) -> type[WireFormat]:
 
 
 def load_format(path: str) -> type[WireFormat]:
-    """Import and register a wire format from its path ``module:Class``.
-
-    Raises:
-        ConfigurationError: it cannot be imported, or is no wire format.
-    """
     return _registry.load(path)
 
 

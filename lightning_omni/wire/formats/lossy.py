@@ -102,7 +102,6 @@ class Lossy(WireFormat, frozen=True, kw_only=True):
 
 
 def _reals(tensor: Tensor) -> Tensor:
-    """Return the real elements of a tensor, flat."""
     real = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
     return real.flatten()
 

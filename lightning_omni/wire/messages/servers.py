@@ -21,7 +21,7 @@ class FollowerHello(m.Message, frozen=True, kw_only=True):
     """The first message of a server that holds a partition.
 
     Attributes:
-        number: number of the server, from 1; the coordinating server is 0.
+        number: number of the server, from 1.
         address: address of its data socket, for ranks.
     """
 
@@ -139,7 +139,7 @@ class SaveState(ServerCommand, frozen=True, kw_only=True):
 
 
 class ReplayEntry(ServerCommand, frozen=True, kw_only=True):
-    """The replay of a decision that earlier servers had sent to ranks since the save that was loaded."""
+    """A decision that earlier servers had sent to ranks since the save that was loaded."""
 
     entry: LostEntry | LeftEntry | JoinedEntry
 
