@@ -376,8 +376,7 @@ def read_structure(tree: Any, known: int) -> tuple[Structure, list[dict[str, Any
         known: number of parameters that the group had before; the weights are those of later ones.
 
     Returns:
-        The structure; settings and indices of each parameter group; weights and optimizer state of the parameters that
-        are new to the group.
+        The structure; settings and indices of each parameter group; weights and optimizer state of the new parameters.
 
     Raises:
         MalformedMessage: the description is invalid.

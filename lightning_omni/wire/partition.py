@@ -5,8 +5,7 @@ Rule 2: if the optimizer treats each element independently, servers hold ranges 
 Otherwise, or if this is not known, they hold whole parameters.
 Rule 3: a cut is at a multiple of 64 elements of its tensor (`lightning_omni.methods.model.fragments.divide`), so that
 vectors of the processor are not cut, and stepping a share is bitwise equal to stepping the whole.
-Rule 4: if parameters are exchanged in fragments, each server cuts its own share into fragments. A fragment of all
-parameters consists of a fragment of each share, so it is divided as they are.
+Rule 4: each server cuts its own share into fragments, so a fragment of all parameters is divided as they are.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ MOST_RANKS = 1 << 16
 
 
 def origin(run: str) -> str:
-    """Return the name of the run that this one and others before it have replaced."""
+    """Return the original name of a run, the same for all runs that replaced it."""
     return run.partition(AGAIN)[0]
 
 

@@ -178,7 +178,7 @@ class StateDirectory:
         """Choose, record and return this server's start time in milliseconds.
 
         The lock file's modification time stores it, so that it is later than those before even if the clock was set
-        back; that needs no space on a disk that may be full.
+        back; that needs no space on a full disk.
         """
         started = max(time.time_ns(), os.fstat(self._lock).st_mtime_ns + _MILLISECOND) // _MILLISECOND
         with contextlib.suppress(OSError):
