@@ -158,7 +158,6 @@ class Control(ABC):
 
     @property
     def records(self) -> bool:
-        """Return whether this rank logs for the run."""
         return self.rank == (self.status.recorder if self.status is not None else 0)
 
     def is_same_server(self, server_epoch: int) -> bool:

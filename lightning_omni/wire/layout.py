@@ -330,7 +330,6 @@ class Structures:
         return self._all[self._at.get(group, 0)]
 
     def form(self) -> None:
-        """Start new groups with the newest structure."""
         self._all, self._at = self._all[-1:], {}
 
     def find(self, group: int, structure: Structure) -> int | None:

@@ -76,7 +76,6 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
 
     @classmethod
     def whole(cls, layout: Layout, servers: int = 1) -> Partition:
-        """Return a division with everything on the first server."""
         none = Layout((), layout.version)
         others = servers - 1
         return cls(layout, (layout, *[none] * others), (tuple(range(len(layout.specs))), *[()] * others))
@@ -100,7 +99,7 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
         return {}
 
     def within(self, layout: Layout) -> Partition:
-        """Return the same division of other entries: some of these parameters, or ranges of them."""
+        """Return the same division of some of these entries, or of ranges of them."""
         by_name: dict[str, list[int]] = {}
         for place, spec in enumerate(layout.specs):
             by_name.setdefault(spec.name, []).append(place)
@@ -466,7 +465,6 @@ def _overlap(spec: TensorSpec, held: TensorSpec) -> TensorSpec | None:
 
 
 def _begin(part: TensorSpec, whole: TensorSpec) -> int:
-    """Return the start of a part relative to the whole, which may itself be a range of a tensor."""
     return (part.range[0] if part.range else 0) - (whole.range[0] if whole.range else 0)
 
 

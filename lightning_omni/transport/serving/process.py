@@ -115,7 +115,6 @@ class ServerProcess:
             self.configure(settings)
 
     def configure(self, settings: ServerSettings) -> None:
-        """Send the settings to a process that was started without them."""
         assert self._process.stdin is not None
         self.is_told = True
         self._deadline = time.monotonic() + STARTS_WITHIN
@@ -166,7 +165,6 @@ class ServerProcess:
         self.leave()
 
     def stop(self, timeout: float = 5.0) -> None:
-        """End the server and wait; kill it after the timeout."""
         self.dismiss()
         try:
             self._process.wait(timeout)

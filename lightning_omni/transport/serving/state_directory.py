@@ -335,7 +335,6 @@ class StateDirectory:
         return names[0] if names else ""
 
     def _keep_ended(self, number: int) -> None:
-        """Rename a save from which no server continues."""
         if not self._others:
             with contextlib.suppress(OSError):
                 file_of(self._path, SAVED, number).rename(self._path / ENDED)

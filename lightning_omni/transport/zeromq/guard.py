@@ -127,7 +127,6 @@ class ConnectionGuard:
 
     @contextlib.contextmanager
     def deciding(self) -> Iterator[None]:
-        """Keep the guard from ending connections meanwhile."""
         with self._lock:
             self._read_events()
             yield
