@@ -123,7 +123,6 @@ class EpochDriver:
         self.schedulers.resume(saved.schedules)
 
     def start(self) -> None:
-        """Start the run, after the groups were formed."""
         self._started, self._stopping = True, False
         self.data.adopt()
         self.run.start(self.world.tensor_parallel, self._entered.samples if self._entered is not None else None)
@@ -169,7 +168,6 @@ class EpochDriver:
 
     @property
     def leases(self) -> RankLeases | None:
-        """Return this rank's leases; None if data is not leased."""
         return self.data.leases
 
     @leases.setter
@@ -359,7 +357,7 @@ class EpochDriver:
             self._warn(f"OmniStrategy: {own.sentence(self.world)}")
 
     def expected_batches(self, done: int) -> int | None:
-        """Estimate this rank's batches in this epoch; None if Lightning knows it."""
+        """Estimate this rank's batches in this epoch; None if Lightning knows them."""
         plan = self._epoch.plan
         if plan is None or self.leases is None or not self.is_open_ended:
             return None
@@ -379,9 +377,9 @@ class EpochDriver:
             self._plateaus.validated(self.trainer, before, plan, batches, now.reference.batch)
 
     def own_batches(self, batches: float) -> float:
-        """Return how many batches this rank trains in the epoch, as far as is known.
+        """Return how many batches this rank trains in the epoch, as far as is known, from their number under DDP.
 
-        ``batches`` is the number under DDP. A hook thus finds the rank's own last batch by its number.
+        A hook thus finds the rank's own last batch by its number.
         """
         trainer = self._trainer
         if trainer is None or not (self.is_open and self.is_open_ended) or loops_iterate(trainer):
@@ -426,10 +424,7 @@ class EpochDriver:
         self._synchronize(module)
 
     def _synchronize(self, module: Module, is_end: bool = False) -> None:
-        """Synchronize all groups, and set their step counts to those of the recorder.
-
-        Names of checkpoints contain the step. ``is_end`` is false at a validation.
-        """
+        """Synchronize all groups, and set their step counts to the recorder's: names of checkpoints contain them."""
         if not self.world.is_computing:
             return
         self.published.end_all()
@@ -581,7 +576,6 @@ class EpochDriver:
             self.schedulers.keep_pace(self.data.is_dynamic or self.is_open_ended)
 
     def _follow_schedulers(self) -> None:
-        """Pace the current schedulers if they were replaced."""
         if self.schedulers.are_others:
             self.schedulers.release()
             self._pace()
@@ -597,7 +591,6 @@ class EpochDriver:
         return spans
 
     def after_regroup(self, spans: Spans, before: Executor) -> None:
-        """Continue the epoch with its remaining samples."""
         self.data.assign()
         plan = self._epoch.plan
         if self.is_open and self.leases is not None and plan is not None and self.data.kind == "dynamic":

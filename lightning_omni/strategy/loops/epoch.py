@@ -207,7 +207,6 @@ class LightningRank(int):
 
 
 def has_lightning_sampler(loader: object) -> bool:
-    """Return whether a loader's sampler is Lightning's; False for an object that is not a DataLoader."""
     return isinstance(getattr(getattr(loader, "sampler", None), "rank", None), LightningRank)
 
 
@@ -248,7 +247,6 @@ class EntryPoint(NamedTuple):
     split: int
 
     def check(self, plan: EpochPlan, split: int) -> None:
-        """Reject data of a joining group with another plan or split."""
         if plan != self.plan:
             raise ConfigurationError(
                 f"this group's data is not that of the run that it joins, {plan} against {self.plan}: give all the"

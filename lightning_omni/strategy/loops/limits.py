@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class FitLimits:
-    """Lightning's limits (max_steps, limit_train_batches, val_check_interval) for all ranks together.
+    """Lightning's limits for all ranks together.
 
     Lightning counts the batches and steps of one rank, which differ among groups. Limits are therefore those of DDP, in
     samples: see `lightning_omni.wire.steps_and_samples`.

@@ -6,7 +6,7 @@ the steps that every rank would have taken under DDP.
 
 A scheduler that the user's code steps is not paced: in manual optimization, in hooks, to a given position
 (``scheduler.step(epoch + batch / batches)``), and in an ``lr_scheduler_step`` that does not step it exactly once in
-each call. Pacing ends at the first such step or missing step, because from then on the unit is the user's.
+each call. Pacing ends at the first such or missing step, because from then on the unit is the user's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Schedule = dict[LRScheduler, tuple[int, int]]
 class StepCounts:
     """The number of steps of each scheduler: its own count, and the steps that this count misses.
 
-    A scheduler that wraps another one may count that one's steps only, without its earlier warm-up.
+    A scheduler that wraps another one may count only that one's steps, without its own warm-up.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,6 @@ class StepCounts:
         return count_of(scheduler) + self._uncounted.get(scheduler, 0)
 
     def reach(self, scheduler: Any, count: int, step: Callable[[], Any]) -> None:
-        """Step a scheduler until it was stepped ``count`` times."""
         while (before := self.of(scheduler)) < count:
             step()
             if missing := before + 1 - self.of(scheduler):
@@ -68,7 +67,7 @@ class _Paced:
     def step(self, *args: Any, **options: Any) -> None:
         """Step as often as necessary to catch up.
 
-        Stop pacing if the user's ``lr_scheduler_step`` passes an epoch, or if user code makes the step by itself.
+        Pacing stops if the user's ``lr_scheduler_step`` passes an epoch, or if user code makes the step.
         """
         own = type(self)
         if any(each is not None for each in (*args, *options.values())) or not own.is_due(self):
@@ -152,10 +151,7 @@ class Pacer:
         scheduler.__class__ = type(own.__name__, (_Paced, own), {**fields, "__module__": own.__module__})
 
     def step(self, scheduler: Any, call: Callable[[], Any]) -> None:
-        """Make ``call`` of the module's ``lr_scheduler_step``.
-
-        Stop pacing a scheduler that the hook does not step exactly once; then the hook decides.
-        """
+        """Make ``call`` of the module's ``lr_scheduler_step``; stop pacing unless it steps this one exactly once."""
         self._asked = scheduler
         call()
         if self._asked is scheduler and isinstance(scheduler, _Paced):
@@ -163,7 +159,7 @@ class Pacer:
         self._asked = None
 
     def _is_due(self, scheduler: Any) -> bool:
-        """Return whether this is the first step of this scheduler in a call of the hook for it."""
+        """Return whether this is the scheduler's first step in a call of the hook for it."""
         if self._asked is not scheduler:
             return False
         self._asked = None
@@ -200,11 +196,10 @@ class Pacer:
 
     @property
     def counts_any_steps(self) -> bool:
-        """Return whether a scheduler counts the run's steps."""
         return any(map(self._counts_steps, self._configs))
 
     def counts_at(self, configs: list[Any], steps: int) -> list[tuple[int, ...]]:
-        """Return each scheduler's count now, and at ``steps`` of the run if paced; an empty tuple if it counts none."""
+        """Return each scheduler's count now and at ``steps`` of the run if paced; an empty tuple if it counts none."""
         return [self._counts_at(config, steps) for config in configs]
 
     def _counts_at(self, config: Any, steps: int) -> tuple[int, ...]:
@@ -233,7 +228,6 @@ def counts_of(configs: list[Any], counts: StepCounts) -> list[int]:
 
 
 def reach_all(configs: list[Any], targets: Sequence[int], counts: StepCounts) -> None:
-    """Step schedulers that are not paced now to the target counts: see `counts_of`."""
     for config, target in zip(_that_keep_pace(configs), targets, strict=True):
         counts.reach(config.scheduler, target, config.scheduler.step)
 
@@ -294,12 +288,7 @@ Counts = tuple[int, ...]
 
 
 class SchedulerSnapshot(NamedTuple):
-    """The state of a scheduler at a moment of a run.
-
-    Attributes:
-        state: its ``state_dict``.
-        groups: its optimizer's parameter groups, without the parameters.
-    """
+    """The ``state_dict`` of a scheduler, and its optimizer's parameter groups without the parameters."""
 
     state: dict[str, Any]
     groups: list[dict[str, Any]]

@@ -1,8 +1,7 @@
 """The progress of a run in samples of all groups, and the remaining steps of DDP.
 
-Lightning compares the steps of one rank with max_steps. If several groups train, these are not the steps of DDP, which
-`RunProgress` computes, also after a resume, with the limit for the loops' own steps, so that the run ends where DDP's
-would.
+Lightning compares the steps of one rank with max_steps. With several groups `RunProgress` computes the steps of DDP,
+also after a resume, and the limit for the loops' own steps, so that the run ends where DDP's would.
 """
 
 from __future__ import annotations
@@ -239,7 +238,6 @@ class RunProgress:
         return batches_trained(self.trainer) * self.progress.reference.batch
 
     def known_spans(self) -> Spans:
-        """Return the ranges of the current epoch that this rank knows to be trained."""
         leases = self._data.leases
         if leases is None:
             return ()
@@ -316,7 +314,6 @@ class RunProgress:
 
     @property
     def is_limit_reached(self) -> bool:
-        """Return whether this rank has taken the steps that the loops allow."""
         limit = self.trainer.max_steps if self.step_limit is None else self.step_limit
         return -1 < limit <= self.trainer.global_step
 

@@ -54,7 +54,6 @@ class RunSchedulers:
         self._trainer = trainer
 
     def resume(self, counts: Sequence[Sequence[int]]) -> None:
-        """Store the checkpoint's counts: see `Pacer.counts_at`."""
         self._resumed = counts
 
     def start(self, count_from_here: bool) -> None:
@@ -90,7 +89,6 @@ class RunSchedulers:
         self.note_synchronized()
 
     def note_synchronized(self) -> None:
-        """Store the schedulers' states, since everything is exchanged."""
         self.synchronized = {each: standing(each) for each in self._pacer.schedulers} if self._pacer else {}
 
     @property
@@ -117,7 +115,6 @@ class RunSchedulers:
             self._pacer.keep_up()
 
     def catch_up(self) -> None:
-        """Advance the schedulers to the end of an epoch."""
         if self._pacer is not None:
             self._pacer.catch_up()
         elif self._run.progress is not None:  # Lightning alone has stepped them, as under DDP
@@ -163,14 +160,11 @@ class RunSchedulers:
 
 
 class Plateaus:
-    """The plateau schedulers of one fit."""
-
     def __init__(self) -> None:
         self._validated: set[str] | None = None  # metrics of validations; None until there was one
         self._points = 0
 
     def begin(self, plan: EpochPlan, trained: int) -> None:
-        """Begin an epoch after ``trained`` of its samples."""
         self._points = (trained + plan.validate_offset) // plan.validate_every if plan.validate_every else 0
 
     def stepped_by_batches(self, trainer: Trainer, configs: list[Any]) -> list[Any]:

@@ -148,7 +148,7 @@ class PublishedValidation:
     def is_due(self, coming: Batch | None) -> bool:
         """Return whether this group is to validate before its next batch, ``coming``.
 
-        At a validation point, claim the validation from the server. All members of the group call it.
+        At a validation point, the group claims the validation from the server. All its members call it.
         """
         if coming is None or (point := self._point(coming.start)) <= self._passed:
             return False
@@ -158,7 +158,6 @@ class PublishedValidation:
         return self.evaluates > 0
 
     def run(self, run: Callable[[], Any], progress: Progress | None) -> Any:
-        """Run the validation loop over all data on this group."""
         trainer, world = self._joined
         number = self.evaluates
         self._begun.add(number)
@@ -206,7 +205,6 @@ class PublishedValidation:
         return bool(is_missed)
 
     def _end_next(self) -> None:
-        """Pass the next validation to the callbacks."""
         trainer, world = self._joined
         self._ended += 1
         result = world.versions.read(self._ended)
