@@ -33,7 +33,6 @@ class Failures:
             self._rejoin_if_cut_off(exception)
 
     def explain(self, exception: BaseException) -> None:
-        """Complete the error's message before Lightning adds to it."""
         explain_unused(exception)
         if isinstance(exception, RankLost):
             end_in_one_line(exception)

@@ -56,7 +56,6 @@ class Grouping:
         wrap: wraps the model into DistributedDataParallel, as DDPStrategy does.
 
     Attributes:
-        ddp_options: as passed.
         has_had_groups: whether this process has trained in one of several groups, in any fit.
     """
 
@@ -109,7 +108,6 @@ class Grouping:
 
     @property
     def loss_scaler(self) -> torch.amp.GradScaler | None:
-        """Return the loss scaler of precision="16-mixed"."""
         scaler: torch.amp.GradScaler | None = getattr(self._parts.strategy.precision_plugin, "scaler", None)
         return scaler if scaler is not None and scaler.is_enabled() else None
 
@@ -178,7 +176,6 @@ class Grouping:
             show_progress_bar(parts.trainer, parts.epochs.is_open)
 
     def joined(self, is_recorder: bool) -> None:
-        """Note that this rank's group has joined a run."""
         self._is_told_to_record, self._took_over = is_recorder, False
 
     def explain_take_over(self, exception: BaseException) -> None:
@@ -195,10 +192,7 @@ class Grouping:
             self.form(1)
 
     def form(self, groups: int, speeds: Mapping[int, float] | None = None) -> None:
-        """Form groups without the checks of `regroup`.
-
-        ``speeds`` of all live ranks put similar ones into one group; None uses the order of ranks.
-        """
+        """Form groups without the checks of `regroup`, of ranks of similar ``speeds`` or in the order of ranks."""
         world, parts = self._parts.world, self._parts
         before, spans = world.executor, parts.epochs.before_regroup()
         parts.proxies.unguard()
@@ -237,7 +231,6 @@ class Grouping:
         leases.set_batch_shares(apportion(leases.batch_size * len(world.members), speeds), from_number=handed)
 
     def announce(self) -> None:
-        """Log the groups that were formed."""
         parts, world = self._parts, self._parts.world
         # Only a tuner has this method.
         is_chosen = any(hasattr(callback, "on_omni_launch") for callback in callbacks_of(parts.trainer))
@@ -282,8 +275,6 @@ class Grouping:
 
 
 class UserGroups(NamedTuple):
-    """The groups of the user, and how they exchange."""
-
     topology: Topology
     communication: Communication
     balance: Balance
@@ -386,8 +377,6 @@ class OneGroup:
 
 
 class SeveralGroups(OneGroup):
-    """The behaviour of the hooks where several groups train and exchange."""
-
     @override
     def check(self, trainer: Trainer) -> None:
         strategy = self._parts.strategy
@@ -467,7 +456,6 @@ class SeveralGroups(OneGroup):
 
 
 def _held_by(world: World) -> str:
-    """Return in words how the members of a group hold the model."""
     if world.wrapper.sharded is None:
         return "DistributedDataParallel"
     shards = f" with {world.shards} shards" if world.has_replicas else ""

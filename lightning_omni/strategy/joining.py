@@ -175,10 +175,9 @@ class RunStates:
         }
 
     def _configured(self) -> dict[str, str]:
-        """Return in words the settings that must be equal in all groups.
+        """Return in words the settings that must be equal in all groups, lest they wait in different collectives.
 
-        Otherwise groups would wait for each other in different collectives, for example. The hyperparameters of
-        optimizers and schedulers are not among them: a joining group gets those of the run.
+        Hyperparameters of optimizers and schedulers are not among them: a joining group gets those of the run.
         """
         parts, trainer = self._parts, self._parts.trainer
         schedulers = [_in_words(config) for config in trainer.lr_scheduler_configs]
@@ -263,8 +262,8 @@ class RunStates:
     def hooks_are_over(self) -> None:
         """Load the run's state again after the hooks of the epoch's start.
 
-        The run had called them before this group joined. Loading undoes their second effect here, on learning rates,
-        for example.
+        The run had called them before this group joined: loading undoes their second effect, on learning rates for
+        example.
         """
         if (tree := self._again) is None:
             return
@@ -298,7 +297,7 @@ class RunStates:
         """Train the parameters that the run trains, with its settings.
 
         All ranks of the group call it after ``on_fit_start``, in which a callback may have frozen parameters that the
-        run has unfrozen since. Weights of parameters that this adds to an optimizer are read before the first batch.
+        run has unfrozen since. Weights that this adds to an optimizer are read before the first batch.
         """
         if (run := self._again) is None:
             return
@@ -318,7 +317,6 @@ class RunStates:
 
 
 def _in_words(config: Any) -> str:
-    """Return in words a scheduler and when it is stepped."""
     name, inside = described(config.scheduler)
     within = f"({', '.join(one or 'of its own' for one, _ in inside)})" if inside else ""
     when = config.interval if config.frequency == 1 else f"{config.frequency} {config.interval}s"
@@ -364,7 +362,6 @@ def _problem(tree: Any) -> str:
 
 
 def _as_here(own: Any, value: Any) -> Any:
-    """Return a hyperparameter of the run, on the device of this group's own value."""
     return value.to(own.device) if isinstance(value, Tensor) and isinstance(own, Tensor) else value
 
 
@@ -409,7 +406,6 @@ class Rejoining:
         self.is_armed = False
 
     def enlisted(self, run: str) -> None:
-        """Note that the group is about to join a run."""
         if run != self._run:
             self._run, self._is_saved = run, True  # assumed until `took_part`
 

@@ -1,14 +1,10 @@
 """The user's optimizers in a fit with groups: proxies whose step is an exchange, and checks of what they train.
 
-The parameters that DistributedDataParallel averages, and those frozen, unfrozen or added after the wrapping.
+DDP reads only when it wraps the module which parameters are trainable. Gradients of those trained later are not
+averaged, without a warning: `Trainable` notices them.
 
-DDP reads once, when it wraps the module, which parameters are trainable. It does not average the gradients of those
-that are trained later: each rank continues with its own, without a warning.
-
-A check of users' modules that have a process group of their own, in the module or in a callback.
-
-Rule 1: a training epoch has no collective of several groups. They train different numbers of batches, and would wait
-    for each other in each such collective, finally without end.
+A training epoch has no collective of several groups, which train different numbers of batches and would finally wait
+without end: `check_wrapped` refuses users' modules that have one.
 """
 
 from __future__ import annotations
@@ -90,7 +86,6 @@ class Proxies:
                 ignore_missing_step(optimizer)
 
     def unguard(self) -> None:
-        """Restore the optimizers' own ``step``, and remove the hook."""
         for optimizer, own in self._own_steps.items():
             del optimizer.step
             if own is not None:

@@ -61,7 +61,6 @@ class FitParts(SharedParts):
         self.listener = Listener(self, trainer, self.grouping, self.run_states, self.nested, self.failures.note)
 
     def finish(self) -> None:
-        """Release what belongs to one fit."""
         self.failures.at = None
         if self.listener is not None:
             self.listener.close()
