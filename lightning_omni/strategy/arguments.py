@@ -151,7 +151,6 @@ class FitOptions:
             self._check_sharded(world.model_parallel, ddp)
 
     def _check_sharded(self, sharding: Sharding, ddp: Mapping[str, Any]) -> None:
-        """Reject arguments of DistributedDataParallel for a sharded model."""
         own = {"timeout", "process_group_backend", "start_method", "accelerator", "parallel_devices"}
         own |= {"cluster_environment", "checkpoint_io", "precision_plugin"}
         defaults = inspect.signature(DistributedDataParallel).parameters  # LightningCLI passes all of them

@@ -96,8 +96,8 @@ class Checkpoints:
         """Return the module's state, with the weights that the method evaluates instead of this group's own.
 
         At a synchronization point every rank participates, and the states that only groups hold are collected. At other
-        times the recorder saves its own state and the server's: the module holds the server's weights while ``read`` is
-        called.
+        times, or if this rank has failed (``is_alone``), the recorder saves its own state and the server's: the module
+        holds the server's weights while ``read`` is called.
 
         Args:
             world: this rank's world.
@@ -399,13 +399,11 @@ class CheckpointHooks:
 
     @property
     def given_folders(self) -> str:
-        """Return the argument that makes `saves_folders` true, for messages."""
         if isinstance(self._sharding, FSDP):
             return "FSDP(distributed_checkpoint=True)"
         return "ModelParallelStrategy(save_distributed_checkpoint=True)"
 
     def check_plugin(self) -> None:
-        """Reject a CheckpointIO of the user's where each rank writes its share by itself."""
         plugin = type(self._parts.strategy.checkpoint_io)
         if self.saves_folders and plugin is not self._parts.namespace.plain_checkpoint_io:
             raise UnsupportedError(

@@ -73,6 +73,5 @@ class Failures:
         return self._rejoining.arm(error, reason, parts.world_options.elastic.max_rejoins, strategy.world_size)
 
     def start_again(self, error: OmniError) -> None:
-        """Restart this process, which is out of the run and blocked."""
         if self._rejoin(error, error):
             self._rejoining.start_again()

@@ -51,10 +51,6 @@ _log = logging.getLogger(__name__)
 class Grouping:
     """The compute groups of a fit.
 
-    Args:
-        ddp_options: as the user passed them.
-        wrap: wraps the model into DistributedDataParallel, as DDPStrategy does.
-
     Attributes:
         has_had_groups: whether this process has trained in one of several groups, in any fit.
     """
@@ -142,7 +138,6 @@ class Grouping:
         edits.reattach = self._reattach
 
     def _others(self) -> Iterator[BufferSync]:
-        """Yield all parameters, and the averages of WeightAveraging."""
         reshard(self._parts.world.wrapper.sharded)
         for name, parameter in self._parts.pl_module.named_parameters():
             yield BufferSync(name, parameter, Merge.FIRST)
@@ -243,7 +238,6 @@ class Grouping:
             parts.namespace.info(text)
 
     def regroup(self, groups: int, by_speed: bool) -> None:
-        """Change the number of groups: see `OmniStrategy.regroup`."""
         parts, world = self._parts, self._parts.world
         if not is_fitting(parts.trainer) or not parts.proxies:
             raise ConfigurationError(
@@ -282,14 +276,11 @@ class UserGroups(NamedTuple):
 
 
 class UserGroupsStash:
-    """The stored groups of the user for one strategy."""
-
     def __init__(self, parts: SharedParts, grouping: Grouping) -> None:
         self._parts, self._grouping = parts, grouping
         self._users: UserGroups | None = None
 
     def stash(self) -> None:
-        """Store the user's groups and communication settings before a tuner replaces them."""
         if self._users is None:
             parts, world = self._parts, self._parts.world
             self._users = UserGroups(world.topology, world.communication, parts.balance, parts.merged)
@@ -357,7 +348,6 @@ class OneGroup:
 
     @property
     def sentence(self) -> str:
-        """Return the message after the groups were formed."""
         options = self._parts.world.options
         formats = replace(options.compression, all_reduce="fp32")  # which have no effect with one group
         given = [formats.given] if formats != Compression() else []
@@ -372,7 +362,6 @@ class OneGroup:
 
     @property
     def advice(self) -> str:
-        """Return an addition to that message for runs without a tuner."""
         return ". Pass groups= for asynchronous groups"
 
 

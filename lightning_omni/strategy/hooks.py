@@ -599,7 +599,6 @@ class OmniStrategyHooks(_Base):
         return self.parts.epochs.data.process(loader, self.global_rank, self._objection) if is_trained else loader
 
     def _objection(self, loader: DataLoader[Any]) -> str:
-        """Return why a plain DataLoader cannot be leased, or nothing."""
         if draws_batches(self.parts.pl_module.training_step):
             return "training_step draws from it (dataloader_iter)"
         return "" if has_lightning_sampler(loader) else "it has a DistributedSampler of its own"

@@ -88,7 +88,6 @@ class RunStates:
         self.is_described = False
 
     def check(self, trainer: Trainer) -> None:
-        """Reject features of this fit that do not work with groups that join."""
         if self._parts.world.registration is None:
             return
         if runs_lr_finder(trainer):
@@ -288,7 +287,6 @@ class RunStates:
             fill(tensors_of(module), tree["shared"])
 
     def training_begins(self) -> None:
-        """Load the optimizers' parameters and settings after the hooks before training."""
         if self._again is not None:
             self.take_over_optimizers()
             self._parts.world.parameter_groups.begin_with(self._again["layouts"])
@@ -330,7 +328,6 @@ def _names_in(optimizer: Optimizer, module: Module) -> list[list[str]]:
 
 
 def _hold(optimizer: Optimizer, held: Sequence[Sequence[str]], module: Module) -> None:
-    """Give an optimizer the parameter groups of the run, which a callback has changed."""
     known, before = dict(module.named_parameters()), optimizer.param_groups
     if missing := [name for group in held for name in group if name not in known]:
         raise ConfigurationError(
@@ -419,13 +416,9 @@ class Rejoining:
         os.environ.pop(COMES_BACK, None)
 
     def arm(self, error: BaseException, reason: BaseException, most: int, ranks: int) -> bool:
-        """Prepare to rejoin if the script ends with the error of the fit; return whether the group can.
+        """Prepare to rejoin if the script ends with ``error``, that of the fit; return whether the group can.
 
-        Args:
-            error: the error that the fit raises.
-            reason: why the group is out of the run.
-            most: how often in a row the group may rejoin.
-            ranks: number of ranks of the group.
+        A group rejoins at most ``most`` times in a row; ``reason`` tells why it is out of the run.
         """
         if not most or not self._run:
             return False
@@ -500,7 +493,6 @@ def _obstacle(ranks: int) -> str:
 
 
 def _behind(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and its causes and contexts."""
     seen: set[int] = set()
     next_one: BaseException | None = error
     while next_one is not None and id(next_one) not in seen:

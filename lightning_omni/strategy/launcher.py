@@ -201,7 +201,6 @@ def _with_results(trainer: Trainer) -> list[Any]:
 
 
 def _refuse_initialized_cuda(method: str) -> None:
-    """Reject a fork of a process that has used CUDA."""
     if method != "spawn" and torch.cuda.is_initialized():
         remedy = "restart the kernel" if is_interactive() else 'pass start_method="spawn"'
         raise ConfigurationError(
@@ -211,8 +210,6 @@ def _refuse_initialized_cuda(method: str) -> None:
 
 
 class Launching:
-    """The start of a strategy's ranks."""
-
     def __init__(self, parts: SharedParts, is_writing: Callable[[], bool], is_rejoining: Callable[[], bool]) -> None:
         self._parts, self._is_writing, self._is_rejoining = parts, is_writing, is_rejoining
 
@@ -337,7 +334,6 @@ class ChildObserver(threading.Thread):
         return len(self._children)
 
     def finish(self) -> None:
-        """Wait at the end of this process's script for those of the children."""
         self._is_finishing = True
         if not hasattr(sys, "last_value"):  # if this script has failed, children may wait for it in vain
             self.join(GRACE)

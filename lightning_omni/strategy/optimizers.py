@@ -61,7 +61,6 @@ class Proxies:
         return {id(each) for each in optimizers} == set(self._of)
 
     def of(self, optimizer: Optimizer) -> OmniOptimizer:
-        """Return the optimizer that steps in place of an attached one."""
         if id(optimizer) not in self._of:
             raise UnsupportedError(
                 "strategy.optimizers was changed inside an epoch, while several groups train: change it at an epoch's"
@@ -153,7 +152,6 @@ class MergedSubmodule:
         return list(module.get_submodule(self.name).parameters())
 
     def attach(self, world: World, module: Module, optimizers: Sequence[Optimizer], trainer: Trainer) -> None:
-        """Attach the submodule, with the Trainer's gradient clipping."""
         if self.name is None:
             return
         self._head = world.attach_head(self.name, module, optimizers)
@@ -283,7 +281,6 @@ def check_wrapped(trainer: Trainer, members: Collection[int]) -> None:
 
 
 def _modules(trainer: Trainer) -> Iterator[tuple[str, Module]]:
-    """Yield the modules with the names that users know."""
     yield from trainer.lightning_module.named_modules()
     for callback in callbacks_of(trainer):
         for attribute, value in vars(callback).items():

@@ -86,7 +86,6 @@ def show_progress_bar(trainer: Trainer, is_in_epoch: bool) -> None:
 
 
 def _is_for_rank_zero(function: Any) -> bool:
-    """Return whether `rank_zero_only` decorates a function, perhaps under other decorators."""
     while function is not None and getattr(function, "__code__", None) is not _FOR_RANK_ZERO:
         function = getattr(function, "__wrapped__", None)
     return function is not None
@@ -183,7 +182,6 @@ def averaged_tensors(trainer: Trainer) -> Iterator[Tensor]:
 
 
 def copy_averages_to_module(trainer: Trainer) -> None:
-    """Copy the averages of callbacks into the module, as these do at the end of training."""
     for callback, average in _averaging(trainer):
         if isinstance(average, AveragedModel):
             callback._copy_average_to_current(trainer.lightning_module)

@@ -371,12 +371,10 @@ def progress_counters(trainer: Trainer) -> list[int]:
 
 
 def batches_started(trainer: Trainer) -> int:
-    """Return the batches that this rank has begun, in all epochs."""
     return int(trainer.fit_loop.epoch_loop.batch_progress.total.ready)
 
 
 def batches_trained(trainer: Trainer) -> int:
-    """Return the batches of the current epoch that this rank has trained."""
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress
     return int(progress.current.processed)
 
@@ -435,7 +433,6 @@ def set_step_counters(trainer: Trainer, counters: list[int]) -> None:
 
 
 def reload_epochs(trainer: Trainer) -> list[float]:
-    """Return the epochs in which the training and validation loaders were made last."""
     loop: Any = trainer.fit_loop
     return [loop._last_train_dl_reload_epoch, loop.epoch_loop.val_loop._last_val_dl_reload_epoch]
 

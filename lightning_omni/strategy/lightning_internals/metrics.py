@@ -182,7 +182,6 @@ def align_collective_metrics(trainer: Trainer, group: Any, of_all: Sequence[list
 
 
 def _placeholder_result(trainer: Trainer, group: Any, is_tensor: bool, reduced: Any, told: Mapping[str, Any]) -> Any:
-    """Return a result like another rank's, to which this rank adds nothing."""
     results: Any = trainer.fit_loop.epoch_loop._results
     made: Any = sys.modules[type(results).__module__]
     name, is_torchs, should, _ = reduced

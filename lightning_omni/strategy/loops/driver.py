@@ -136,7 +136,6 @@ class EpochDriver:
         self._entered, self.schedulers.bases, self.run.past = entered, schedule, entered.progress
 
     def finish(self) -> None:
-        """Return the loops and the schedulers to Lightning."""
         self.run.step_limit, self._epoch.validates, self.is_open_ended = None, None, False
         self.schedulers.finish()
         self.is_open = self._started = False
@@ -239,7 +238,6 @@ class EpochDriver:
 
     @property
     def samples(self) -> int:
-        """Return the trained samples of the current epoch, as far as this rank knows."""
         return self.run.now().samples if self.run.progress is not None else 0
 
     @property
@@ -316,7 +314,6 @@ class EpochDriver:
         return self.run.limits.is_reached_by_hand(self.run.now())
 
     def end(self, module: Module) -> None:
-        """End an epoch, completed or not, and synchronize the groups."""
         trainer = self.trainer
         complete = self._epoch.is_over if self.is_open_ended else trainer.is_last_batch
         is_cut_short = int(not complete or self._epoch.is_skipped)
@@ -369,7 +366,6 @@ class EpochDriver:
         return self._plateaus.stepped_by_batches(self.trainer, configs)
 
     def _step_plateaus(self, before: dict[str, Any], is_at_end: bool = False) -> None:
-        """Step plateau schedulers after a validation, given the metrics ``before`` it."""
         plan = self._epoch.plan
         if plan is not None and self.is_open_ended:
             now = self.run.now()
@@ -401,7 +397,7 @@ class EpochDriver:
         self.world.enter_world(module)
 
     def leave(self, stop: str) -> None:
-        """End the epoch early in this group; for ``stop`` see `messages.Leave`."""
+        """End the epoch early in this group; for ``stop`` see `messages.LeaveEpoch`."""
         control = self.world.control
         if control is None:
             return
@@ -521,7 +517,6 @@ class EpochDriver:
         return validates_this_epoch(trainer) and (epoch.validates or should_stop_now(trainer))
 
     def _is_due_without_stop(self, is_due: Callable[[], bool]) -> bool:
-        """Return whether all groups would validate after this batch without this rank's stop."""
         if self._epoch.validates is not None:
             return self._epoch.validates and validates_this_epoch(self.trainer)
         self.trainer.should_stop = False
@@ -537,7 +532,6 @@ class EpochDriver:
         self.after_validation()
 
     def validate(self, run: Callable[[], Any]) -> Any:
-        """Run the validation loop on all live ranks, or on this group alone."""
         if self.published.evaluates:
             return self.published.run(run, self.run.now())
         if self._world is None or not self.is_open or self._world.executor.control is None:
@@ -571,7 +565,6 @@ class EpochDriver:
         return self.run.steps_at(self.run.now())
 
     def _pace(self) -> None:
-        """Make schedulers follow all groups' progress, if groups may differ in speed."""
         if self.leases is not None and self.data.kind == "dynamic":
             self.schedulers.keep_pace(self.data.is_dynamic or self.is_open_ended)
 

@@ -159,7 +159,6 @@ class Listener:
             self._run_states.training_begins()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Begin a batch before any callback does."""
         if self._nested.is_running:
             return
         parts, traffic = self._parts, self._parts.world.exchange.traffic
@@ -177,7 +176,6 @@ class Listener:
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """End a batch before any callback does, and log the live metrics."""
         if self._nested.is_running:
             return
         parts, world = self._parts, self._parts.world

@@ -60,7 +60,7 @@ class StepTimes:
         self._means: tuple[float, float, float] | None = None
 
     def begin(self, exchanged: float, moved: int) -> None:
-        """Begin a batch, given the seconds spent in exchanges and the bytes moved in the run so far."""
+        """Begin a batch, given the seconds of exchanges and the bytes moved in the run so far."""
         if self._batch is None:
             self._batch = _TimedBatch(self.clock.mark())
         self._exchanged_before, self._moved_before = exchanged, moved
@@ -169,7 +169,6 @@ class Reporting:
         self._has_gathered = False
 
     def is_first_gather(self) -> bool:
-        """Return whether this is the first call in a fit: users are warned once."""
         before, self._has_gathered = self._has_gathered, True
         return not before
 
@@ -265,7 +264,6 @@ class ProgressDisplay:
         self._text = ""
 
     def show(self, trainer: Trainer, expected: int | None) -> None:
-        """Update the bar before its own hook; None keeps its own total."""
         bar: Any = trainer.progress_bar_callback  # the base class declares neither total nor entries
         if bar is None or not trainer.is_global_zero or getattr(bar, "is_disabled", False):
             return

@@ -180,7 +180,7 @@ class Pacer:
                 self._bases[config.scheduler] = type(config.scheduler).target(), self._steps()
 
     def keep_up(self) -> None:
-        """Step schedulers that are due at multiples of a number of batches of DDP, after a batch of this rank."""
+        """Step schedulers whose frequency is several batches of DDP, if due, after a batch of this rank."""
         for config in self._configs:
             if config.frequency > 1:
                 self._catch_up(config)
@@ -235,15 +235,10 @@ def reach_all(configs: list[Any], targets: Sequence[int], counts: StepCounts) ->
 def arrive(
     configs: list[Any], saved: Sequence[Sequence[int]], counts: StepCounts | None = None
 ) -> dict[LRScheduler, int]:
-    """Advance schedulers to the progress of a resumed run, which was ahead of their saved states.
+    """Advance schedulers to the progress of a resumed run, which was ahead of their saved states; return their targets.
 
-    Args:
-        configs: Lightning's scheduler configs.
-        saved: result of `Pacer.counts_at`. A scheduler with another count now, perhaps loaded by the user, stays.
-        counts: earlier steps of the schedulers; None for their own counts.
-
-    Returns:
-        The target counts. A scheduler with a larger count was saved later than the weights.
+    ``saved`` is a result of `Pacer.counts_at`. A scheduler with another count now, perhaps loaded by the user, stays;
+    one with a larger count than its target was saved later than the weights. ``counts`` are earlier steps.
     """
     if len(saved) != len(configs):
         return {}
@@ -295,7 +290,6 @@ class SchedulerSnapshot(NamedTuple):
 
 
 def standing(scheduler: Any) -> SchedulerSnapshot | None:
-    """Return a scheduler's present state; None if it is not torch's."""
     if not described(scheduler)[0]:
         return None
     return SchedulerSnapshot(_copied(scheduler.state_dict()), _bare(scheduler.optimizer.param_groups))
@@ -331,11 +325,7 @@ def advanced(
 ) -> SchedulerSnapshot | None:
     """Return a scheduler's state at a count, with the parameter groups that it sets; None if it is not torch's.
 
-    Args:
-        scheduler: it is not changed.
-        state: its state before.
-        groups: parameter groups before; the parameters in them do not matter.
-        count: the count to reach.
+    The scheduler is not changed: ``state`` and ``groups`` are those before, whose parameters do not matter.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.8)
@@ -367,7 +357,6 @@ def _own(value: Any) -> Any:
 
 
 def count_in(state: Mapping[str, Any]) -> int:
-    """Return the count in a scheduler's state; -1 without one."""
     while "last_epoch" not in state:
         inside = state.get("_schedulers")
         if not inside:
@@ -383,7 +372,9 @@ def caught_up(
     counts: Sequence[Counts],
     earlier: Mapping[Any, SchedulerSnapshot | None],
 ) -> list[Counts]:
-    """Set the schedulers in a checkpoint, in place, to its moment, as if they had kept pace.
+    """Set the schedulers in a checkpoint, in place, to its moment, as if they had kept pace; return their counts in it.
+
+    A scheduler that only the user's module can step keeps its own.
 
     Args:
         checkpoint: Lightning's checkpoint.
@@ -391,9 +382,6 @@ def caught_up(
         optimizers: optimizers of the Trainer.
         counts: each scheduler's present and target count; an empty tuple for one that counts no steps.
         earlier: earlier states, from which those beyond their targets start again.
-
-    Returns:
-        The counts in the checkpoint. A scheduler that only the user's module can step keeps its own.
     """
     states, saved = checkpoint.get("lr_schedulers", ()), checkpoint.get("optimizer_states", ())
     if len(states) != len(counts) or len(saved) != len(optimizers):

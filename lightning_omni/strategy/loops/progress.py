@@ -118,7 +118,7 @@ class RunProgress:
         return self.limits.plan(self._data.leases, self.progress, trained)
 
     def trained_spans(self, epoch: int) -> Spans:
-        """Return the trained ranges of an epoch by the checkpoint."""
+        """Return the trained ranges of an epoch, as the checkpoint has them."""
         leases = self._data.leases
         if leases is None:
             return ()
@@ -162,7 +162,6 @@ class RunProgress:
         return has_begun and trained < self.progress.budget(leases.total, epoch)
 
     def now(self) -> Progress:
-        """Return the run's progress with the current reference batch."""
         assert self.progress is not None
         assert self._data.leases is not None
         self.progress = replace(self.progress, reference=self.limits.reference(self._data.leases))
@@ -248,7 +247,6 @@ class RunProgress:
         return ((0, min(before + size_of(leases.trained_spans), leases.total)),)
 
     def expected_batches(self, plan: EpochPlan, done: int) -> int:
-        """Estimate this rank's batches in an open-ended epoch with ``done`` ones."""
         seen = min(self.seen, plan.budget)
         return max(done + 1, -(-done * plan.budget // seen) if seen else self.now().batches)
 

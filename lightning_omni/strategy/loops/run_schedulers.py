@@ -57,7 +57,6 @@ class RunSchedulers:
         self._resumed = counts
 
     def start(self, count_from_here: bool) -> None:
-        """Advance the schedulers to the run's progress before the first epoch."""
         self.begin_epoch()
         counts, self._resumed = arrive(self._configs, self._resumed, self._counts), ()
         if count_from_here:
@@ -173,12 +172,8 @@ class Plateaus:
     def validated(self, trainer: Trainer, before: dict[str, Any], plan: EpochPlan, batches: int, size: int) -> None:
         """Step the schedulers that are due, after a validation that this rank's callbacks have received.
 
-        Args:
-            trainer: the Trainer of this rank.
-            before: metrics before the validation.
-            plan: plan of the epoch.
-            batches: batches of the epoch under DDP, if it is over; 0 inside it.
-            size: samples in a batch of all ranks.
+        ``before`` are the metrics before it. ``batches`` are those of the epoch under DDP if it is over, or 0; ``size``
+        is the number of samples in a batch of all ranks.
         """
         now = cached_metrics(trainer)
         self._validated = (self._validated or set()) | {name for name in now if now[name] is not before.get(name)}
