@@ -44,7 +44,7 @@ class Balance:
 
     Attributes:
         measured: this rank's samples and compute seconds of every batch so far, if it ``only_measures``.
-        loading: seconds of waiting for the data loader so far; they are part of the compute time.
+        loading: seconds of waiting for the data loader so far, a part of the compute time.
         squares: squared lengths of this rank's gradient and of its group's mean in this batch, if it ``only_measures``,
             multiplied by the square of the loss scale.
     """
@@ -88,11 +88,8 @@ class Balance:
     def begin(self, world: World, module: Module, leases: Callable[[], RankLeases | None], samples: int = 0) -> None:
         """Start measuring, when training begins.
 
-        Args:
-            world: this rank's world.
-            module: the trained module.
-            leases: returns this rank's view of the data; None if it is not leased.
-            samples: samples in each batch of data that is not leased; 0 measures nothing then.
+        ``leases`` returns this rank's view of leased data, or None. Batches of other data have ``samples`` each; 0
+        measures nothing then.
         """
         self._samples = samples
         if not self.is_on:
@@ -119,7 +116,6 @@ class Balance:
         self._world = self._module = None
 
     def regrouped(self) -> None:
-        """Restart the balancing with new peers; the measured speed is kept."""
         self._balancer, self._until_agreement = Balancer(), c.SPLIT_FEWEST
         self._own.skip()
 
@@ -169,7 +165,6 @@ class Balance:
                 self.squares[1] = sum(map(squared_length, means))
 
     def end_batch(self) -> None:
-        """Finish the measurement of a batch; every few batches, agree with the group on a new split."""
         leases = self._leases()
         if self._world is None or (leases is None and not self._samples):
             return
@@ -254,7 +249,6 @@ class Balance:
 
 
 def squared_length(gradient: Tensor) -> Tensor:
-    """Return the squared length of a gradient, in single precision or better."""
     values = gradient.detach().coalesce().values() if gradient.is_sparse else gradient.detach()
     length: Tensor = torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32))
     return length.square()

@@ -74,7 +74,6 @@ class ExitCheck:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Watch in this context for Ctrl-C, and for members that leave the loop while this rank waits for them."""
         with self.watch_others(), self._noting():
             yield
 
@@ -89,7 +88,7 @@ class ExitCheck:
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
-        """Note Ctrl-C in this context, where Python's own handler raises a KeyboardInterrupt, and raise it as well."""
+        """Note Ctrl-C in this context, and raise the KeyboardInterrupt of Python's own handler as well."""
         is_ours = threading.current_thread() is threading.main_thread()
         if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             yield
@@ -214,12 +213,7 @@ def forget(group: Any, rank: int) -> None:
 def failed_at_one_place(group: Any, rank: int, ranks: Sequence[int], where: str, within: float) -> bool:
     """Return whether all of these ranks report a failure at the same line of the program; each waits for the others.
 
-    Args:
-        group: a process group that contains these ranks.
-        rank: this rank.
-        ranks: all of them, including this one.
-        where: position of this rank's failure; see `place_of`.
-        within: seconds to wait for the others' reports.
+    ``where`` is the `place_of` this rank's failure; reports of the others are awaited for ``within`` seconds.
     """
     store, keys = store_of(group), [_key(each) for each in ranks]
     try:
@@ -340,7 +334,6 @@ class RawStepGuard:
                 yield from alive.parameters()
 
     def _sums(self) -> list[int]:
-        """Return a sum over the bytes of each weight, which changes when the weight moves."""
         return [int(local_of(each).contiguous().view(-1).view(torch.uint8).sum()) for each in self._weights()]
 
 

@@ -258,11 +258,9 @@ class GroupFormation:
     ) -> None:
         """Form groups, and set up this rank's own. All live ranks, which have joined the server, call it.
 
-        Args:
-            groups: the new number of groups; None forms the groups of ``ParallelState.topology``.
-            speeds: each live rank's samples per second, by which groups are formed; None forms them in the order of
-                ranks.
-            keeps_epoch: whether the new groups continue the epoch, whose trained part the server knows.
+        ``groups`` and ``speeds`` are as in `World.regroup`; None for ``groups`` forms those of
+        ``ParallelState.topology``. With ``keeps_epoch`` the new groups continue the epoch, whose trained part the
+        server knows.
         """
         parallel = self._parallel
         assert parallel.control is not None

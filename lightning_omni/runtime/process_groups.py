@@ -90,7 +90,6 @@ def check_none_lost() -> None:
 
 
 def _cache_beside(default: Any) -> _Cache:
-    """Return the cache of a default process group, and drop that of an earlier one."""
     global _cache
     if _cache is None or _cache.default() is not default:
         _cache = _Cache(default)
@@ -128,7 +127,6 @@ class ProcessGroups:
 
     @property
     def had_several(self) -> bool:
-        """Return whether ranks of this process have trained in several groups before."""
         return self._cache.live is not None
 
     @property
@@ -140,10 +138,8 @@ class ProcessGroups:
     def make(self, topology: Topology, gather: Gather | None = None, stays: bool = False) -> None:
         """Create the process groups of a topology, unless all ranks have them. All live ranks call it.
 
-        Args:
-            topology: the topology.
-            gather: exchanges numbers between the ranks; None uses the original default process group.
-            stays: whether the groups are kept to the end of the run, whatever others are created.
+        ``gather`` exchanges numbers between the ranks, by default over the original process group. With ``stays`` the
+        groups are kept to the end of the run, whatever others are created.
         """
         members, kept = self._members(topology), self._cache
         if stays:
@@ -169,7 +165,6 @@ class ProcessGroups:
             kept.destroy(groups)
 
     def compute(self, topology: Topology) -> Any:
-        """Return the process group of this rank's group in a topology, which `make` has created."""
         members = self._members(topology)
         return self.original if len(members) == self._size else self._cache.compute[topology.groups].group()
 
@@ -227,7 +222,7 @@ class ProcessGroups:
         return largest
 
     def broadcast_text(self, text: str, group: Any, by: int = 0) -> str:
-        """Return the text of rank ``by``, as torch numbers it, on every rank of a group of torch's own."""
+        """Return the text of rank ``by``, in torch's numbering, on every rank of a group of torch's own."""
         data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self._device)  # may be empty
         size = torch.tensor(data.numel(), device=self._device)
         dist.broadcast(size, src=by, group=group)
@@ -427,9 +422,7 @@ class LiveWorld(dist.ProcessGroup):
     def contribute(self, what: str, payload: bytes = b"") -> list[tuple[int, bytes]]:
         """Wait for all live ranks, and return their payloads as (global rank, bytes) in rank order.
 
-        Args:
-            what: description of the collective; if other ranks call another one, all ranks raise an error.
-            payload: this rank's bytes for the others.
+        If other ranks call it for another collective (``what``), all ranks raise an error.
         """
         if self._synchronize is None:
             raise RuntimeError("the live world is not connected to a parameter server yet")

@@ -59,7 +59,6 @@ class GroupRegistration:
         broadcast_text: returns the text of rank 0 on every rank of the group.
 
     Attributes:
-        run: name of the run.
         first: number of the group's first rank; the others' follow.
         announced: number of ranks in the group that has begun the run.
         begins: whether this group begins the run.
@@ -141,7 +140,6 @@ class GroupRegistration:
             raise RankLost(f"the run is over: {reason}")
 
     def close(self) -> None:
-        """Release the reservation, once the group participates or never will."""
         if self._observer is not None:
             self._observer.close()
             self._observer = None

@@ -32,12 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class ServerKeeper:
-    """A thread that restarts the embedded server when its process has ended and the run has not.
-
-    Args:
-        process: the server's process, with its supervisor.
-        again: settings of the server that replaces it.
-    """
+    """A thread that restarts the embedded server when its process has ended and the run has not."""
 
     def __init__(self, process: ServerProcess, again: ServerSettings) -> None:
         self._process, self._again = process, again
@@ -80,11 +75,9 @@ class RunServer:
         rank: this rank. Rank 0 starts the server; with one server per node, the first rank of each node starts that.
         options: the run's options.
         ranks_per_node: number of ranks on each node.
-        shares: required number of servers, one for each share, where ranks hold a model together; None for the number
-            in the options.
+        shares: required number of servers, one for each share of a sharded model; None for the number in the options.
 
     Attributes:
-        transport: the transport to the servers.
         process: process of the embedded server, on rank 0; a process that was started in advance may be set here.
     """
 
@@ -104,7 +97,6 @@ class RunServer:
 
     @property
     def count(self) -> int:
-        """Return the number of servers, if the run starts them."""
         if self._needed is not None:
             return self._needed
         count = self._options.server.count
@@ -142,7 +134,7 @@ class RunServer:
         return self.nodes == 1
 
     def check(self, servers: int, address: str) -> None:
-        """Raise `ConfigurationError` if an address has not the required number of servers."""
+        """Raise `ConfigurationError` unless the address has the required number of servers."""
         if self._needed is None or servers == self._needed:
             return
         if self._options.elastic.join:
@@ -274,7 +266,6 @@ class RunServer:
         return key
 
     def published(self, address: str) -> str:
-        """Return an address of this machine as the other ranks can reach it."""
         return address.replace("//0.0.0.0:", f"//{_main_host()}:")
 
     def _settings(self, method: Method, parts: Sequence[Part]) -> ServerSettings:

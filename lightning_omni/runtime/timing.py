@@ -9,7 +9,7 @@ import torch
 
 
 class HostClock:
-    """The clock of the processor, for devices that the host waits for."""
+    """The processor's clock, for devices that the host waits for."""
 
     def mark(self, instead_of: Any = None) -> Any:
         return time.perf_counter()
@@ -35,7 +35,6 @@ class EventClock:
         return float(since.elapsed_time(until)) / 1e3 if until.query() else None
 
     def wait(self, since: Any, until: Any) -> float:
-        """Return the seconds between two timestamps, once the device has reached the later one."""
         if not until.query():
             until.synchronize()
         return float(since.elapsed_time(until)) / 1e3

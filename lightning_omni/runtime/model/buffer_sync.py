@@ -67,7 +67,6 @@ def average_of(module: Module) -> Iterator[BufferSync]:
 
 
 def parameters_of(module: Module) -> Iterator[BufferSync]:
-    """Yield the parameters of a module, in its order, except sharded ones."""
     averages = {id(held) for each in module.modules() if isinstance(each, AveragedModel) for held in each.parameters()}
     for name, parameter in module.named_parameters():
         if not isinstance(parameter, DTensor):
@@ -75,7 +74,6 @@ def parameters_of(module: Module) -> Iterator[BufferSync]:
 
 
 def check_dense(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise `UnsupportedError` for a sparse tensor, which torch.distributed does not transfer."""
     for name, tensor in named:
         if tensor.layout != torch.strided:
             raise UnsupportedError(
@@ -162,7 +160,7 @@ def _take_largest(untrained: Sequence[BufferSync]) -> None:
 
 
 def _take_first(parallel: ParallelState, untrained: Sequence[BufferSync]) -> None:
-    """Copy the recorder's tensors to all ranks where they differ. Equal ones (a mask, for example) need not be sent."""
+    """Copy the recorder's tensors to all ranks where they differ; equal ones, such as a mask, are not sent."""
     are_one = _are_one(parallel, fingerprints(each.tensor for each in untrained))
     differ = [each for each, is_one in zip(untrained, are_one, strict=True) if not is_one]
     if differ:

@@ -57,12 +57,12 @@ class ExternalWrites:
         self._attributes_seen: dict[Optimizer, dict[str, Any]] = {}
 
     def watch(self, module: Module | None) -> None:
-        """Watch the buffers and parameters of a module, in a loop without Lightning; of none if it is None."""
+        """Watch the buffers and parameters of a module, or of none, in a loop without Lightning."""
         self.buffers = tuple if module is None else lambda: buffers_of(module)
         self.others = tuple if module is None else lambda: parameters_of(module)
 
     def begin(self) -> None:
-        """Record that all ranks and the server have the present values, when training begins or new groups start."""
+        """Record that all ranks and the server have the present values, as training begins or new groups start."""
         for part in self._parallel.parts:
             part.replica.know()
         self._know_states()
@@ -83,7 +83,6 @@ class ExternalWrites:
         return found
 
     def others_followed(self) -> None:
-        """Record that buffers and ``others`` are the same on all ranks."""
         self._buffers_seen, self._others_seen = _marks(self.buffers()), _marks(self.others())
 
     def follow(self) -> None:
@@ -222,7 +221,6 @@ class ExternalWrites:
             part.replica.load(self._exchange.fetch(index))
 
     def _share_loose(self) -> None:
-        """Copy the recorder's buffers, and its parameters that no optimizer moves, to all ranks."""
         others = list(self.others())
         trained = {id(parameter) for part in self._parallel.parts for parameter in part.replica.ordered}
         _check_whole(compress(others, self._are_written(others, trained)))
@@ -249,7 +247,6 @@ def _marks(untrained: Iterable[BufferSync]) -> list[int]:
 
 
 def _check_whole(written: Iterable[BufferSync]) -> None:
-    """Raise `UnsupportedError` if a sharded tensor was written that no optimizer moves."""
     if any(isinstance(each.tensor, DTensor) for each in written):
         raise UnsupportedError(
             "a parameter that no optimizer moves was written in mid-run, and each rank of a group has a part of it;"

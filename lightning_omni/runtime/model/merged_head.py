@@ -33,15 +33,6 @@ _Answer = TypeVar("_Answer", bound=m.Message)
 class RemoteHead:
     """A replacement of a submodule's ``forward``, while several groups train.
 
-    Args:
-        parallel: this rank's position in the run.
-        exchange: its exchanges with the server.
-        parameter_groups: follows changes of the optimizer's parameter groups.
-        part: the head's part of the exchange.
-        number: its number among the parts.
-        name: the submodule's name in the model.
-        module: the submodule.
-
     Attributes:
         side: this group's messages for the head, and whether it has exclusive access.
     """
@@ -77,7 +68,6 @@ class RemoteHead:
             del self._module.forward
 
     def release(self) -> None:
-        """Release an exclusive access without a backward pass."""
         if self.side.has_access:
             message = self.side.release()
             if self._parallel.is_leader:
@@ -163,9 +153,7 @@ class RemoteHead:
     ) -> list[Any]:
         """Send the gradients of the output to the head, which makes a step; return those of this rank's inputs.
 
-        Args:
-            gradients: one for each tensor of the output; None if it took no part in the loss.
-            inputs: shape and dtype of each input tensor.
+        A gradient is None if its output took no part in the loss; ``inputs`` are shape and dtype of each input tensor.
         """
         parallel = self._parallel
         self.side.end()

@@ -121,7 +121,7 @@ class ParameterGroups:
         All ranks of a group call it between two gradients.
 
         Raises:
-            UnsupportedError: the change cannot be followed; the message names the reason.
+            UnsupportedError: the change cannot be followed.
         """
         part = self._parallel.parts[index]
         arrangement = part.arrangement
@@ -161,7 +161,6 @@ class ParameterGroups:
         return bool(fresh)
 
     def check_alike(self) -> None:
-        """Raise `ConfigurationError` at a synchronization point unless all ranks hold the same parameters."""
         mine = _digest(repr([(list(part.replica.parameters), self._places(part)) for part in self._parallel.parts]))
         largest, smallest = self._parallel.all_reduce_max([mine, -mine])
         if largest != -smallest:
@@ -171,10 +170,7 @@ class ParameterGroups:
             )
 
     def read_beyond(self) -> None:
-        """Load weights that only other groups train so far, for an evaluation at a synchronization point.
-
-        Only parameters that have a name in the model can be found.
-        """
+        """Load weights that only other groups train so far, by their names in the model, to evaluate them."""
         sizes = [len(part.replica.ordered) for part in self._parallel.parts]
         if self._parallel.all_reduce_max(sizes) == sizes:
             return

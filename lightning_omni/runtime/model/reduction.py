@@ -97,7 +97,6 @@ class Reduction:
         self.memory.clear()
 
     def _hook(self, state: tuple[AllReduce, Any], bucket: Any) -> torch.futures.Future[Tensor]:
-        """Replace one bucket of gradients (a ``torch.distributed.GradBucket``) by the mean."""
         flat = bucket.buffer()
         if flat.is_sparse:  # of one parameter; few of its rows have values, and only these are sent
             future: torch.futures.Future[Tensor] = allreduce_hook(state[1], bucket)
@@ -195,13 +194,10 @@ TIMED_PUSHES = 3
 def seconds_of_push(optimizer: Optimizer) -> float:
     """Return the seconds that a server takes for one push of the gradients of all parameters, without communication.
 
-    It copies the gradients, lets the optimizer step, and copies the weights for the answer: on the CPU, in one thread,
-    as a server does by default. The largest parameters that fit into `TIMED_BYTES` are timed, and the others
-    extrapolated. The result is 0 if no server can run this optimizer, or not without its state, or no parameter is
-    trained.
-
-    Args:
-        optimizer: the user's optimizer, which stays unchanged.
+    On the CPU, in one thread, as a server does by default, it copies the gradients, lets the optimizer step, and copies
+    the weights for the answer. The largest parameters that fit into `TIMED_BYTES` are timed, and the others
+    extrapolated. The optimizer stays unchanged. The result is 0 if no server can run it, or not without its state, or
+    no parameter is trained.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(1000))

@@ -44,7 +44,7 @@ class ModelReplica(Replica):
         is_shared: whether the group's members hold the parameters together, and each exchanges its part of them.
 
     Attributes:
-        ever_held: the set of these parameters, including those that the optimizer has released.
+        ever_held: these parameters, including those that the optimizer has released.
     """
 
     def __init__(self, parameters: Mapping[str, Parameter], optimizer: Optimizer, is_shared: bool = False) -> None:
@@ -95,7 +95,6 @@ class ModelReplica(Replica):
         return over_parameters(tree, self.layout.specs, part)
 
     def layout_with(self, more: Mapping[str, Parameter]) -> Layout:
-        """Return the layout of the whole parameters, with more of them at its end."""
         return self._layout_of({**self.parameters, **more})
 
     def _layout_of(self, tensors: Mapping[str, Tensor]) -> Layout:
@@ -116,7 +115,6 @@ class ModelReplica(Replica):
         self._lay_out()
 
     def begin_layout(self) -> None:
-        """Begin the layout's first version, before a server receives the parameters."""
         self._version, self.first = 0, len(self.ordered)
         self._lay_out()
 
@@ -209,12 +207,10 @@ class ModelReplica(Replica):
         self._writes.stepped(self.ordered)
 
     def forget(self) -> None:
-        """Forget the loaded weights and the last gradients, when no exchange follows."""
         self._writes.forget()
         self._given = []
 
     def written(self, in_passing: bool = False) -> list[str]:
-        """Return the names of trained weights that other code has written since the load; see `Writes.of_trained`."""
         return self._writes.of_trained(self.parameters, in_passing)
 
     def own_frozen(self) -> set[str]:
@@ -328,7 +324,6 @@ class Part:
         self._backs: list[Memory] = []
 
     def memory(self, before: int, empty: Callable[[int], Tensor]) -> Tensor:
-        """Return memory for the tensors of an answer, after ``before`` bytes; ``empty`` allocates it."""
         nbytes = before + self.replica.layout.nbytes
         if self.into is None or self.into.numel() != nbytes:
             self.into = empty(nbytes)
@@ -415,10 +410,8 @@ class Writes:
     def of_trained(self, parameters: Mapping[str, Parameter], in_passing: bool = False) -> list[str]:
         """Return the names of trained weights that other code has written.
 
-        Args:
-            parameters: all of them, in order.
-            in_passing: whether to compare only an eighth of each large weight that is unwritten by torch's count,
-                another eighth at each call. (torch does not count writes through ``.data``.)
+        With ``in_passing``, each call compares another eighth of each large weight that is unwritten by torch's count,
+        which misses writes through ``.data``.
         """
         self._checks += in_passing
         pairs = {

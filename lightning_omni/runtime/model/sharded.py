@@ -35,7 +35,6 @@ from lightning_omni.topology import RECORDER, Topology
 
 
 def is_sharded(module: Module) -> bool:
-    """Return whether any parameter of a module is sharded, by `shard` or by the user's ``configure_model``."""
     return any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
@@ -88,7 +87,7 @@ def check_sharded(
 ) -> None:
     """Raise `UnsupportedError` unless ranks hold every exchanged parameter together.
 
-    ``is_replicated`` tells whether a group has several replicas of the model, whose gradients FSDP2 is to average.
+    With ``is_replicated``, FSDP2 is to average gradients over several replicas in a group.
     """
     for name, parameter in parameters.items():
         if not isinstance(parameter, DTensor):
@@ -128,7 +127,6 @@ def division_of(parameters: Iterable[Tensor], mesh: DeviceMesh) -> str:
 
 
 def check_clipping(optimizers: Iterable[Optimizer], sharding: Sharding) -> None:
-    """Raise `UnsupportedError` if gradients cannot be clipped by the norm of all parameters of an optimizer."""
     for optimizer in optimizers:
         meshes = {each.device_mesh for each in held_by(optimizer) if isinstance(each, DTensor) and each.requires_grad}
         if len(meshes) > 1:
@@ -160,10 +158,8 @@ def reshard(module: Module | None) -> None:
 def average_over_replicas(module: Module, mean: Callable[[Tensor], None] | None) -> None:
     """Install the hook by which FSDP2 averages gradients over replicas, after it has averaged them over the ranks.
 
-    Args:
-        module: a sharded module.
-        mean: replaces this rank's part of a gradient by the mean over the replicas; None, with one replica, removes the
-            hook.
+    ``mean`` replaces this rank's part of a gradient by the mean over the replicas; None, with one replica, removes the
+    hook.
 
     Raises:
         UnsupportedError: this release of torch cannot do it, or a user's own hook would be replaced.
@@ -363,7 +359,7 @@ def parts_of(tree: Any) -> Any:
 
 
 def state_like(state: Mapping[Any, Mapping[str, Any]], optimizer: Optimizer) -> dict[Any, dict[str, Any]]:
-    """Return a state of `here` parts, by parameter index, with tensors that are sharded as the optimizer's own."""
+    """Return a state of `here` parts, by parameter index, with tensors sharded as the optimizer's own."""
     return _converted(state, dict(enumerate(held_by(optimizer))), like)
 
 
@@ -414,7 +410,7 @@ def whole(tree: Any, keeps: bool) -> Any:
 
 
 def in_order(tree: Any) -> Any:
-    """Return a tree with mappings by number in ascending order, the same on all members."""
+    """Return a tree whose mappings by number are in ascending order on all members."""
     if isinstance(tree, Mapping):
         keys = sorted(tree) if all(isinstance(key, int) for key in tree) else list(tree)
         return {key: in_order(tree[key]) for key in keys}
@@ -432,7 +428,6 @@ def tensors_of(module: Module) -> dict[str, Any]:
 
 
 def named_rows(state: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
-    """Return a ``state_dict`` of whole tensors, each sharded as the module's own of that name."""
     own = dict(tensors)
     return {
         name: rows(value, own[name]) if name in own and isinstance(value, Tensor) else value

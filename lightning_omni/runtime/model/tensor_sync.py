@@ -75,7 +75,6 @@ def _copy(values: Tensor, like: Tensor) -> Tensor:
 
 
 def _bytes(values: Tensor, like: Tensor) -> Tensor:
-    """Return values as bytes, so that NaNs compare equal."""
     return _copy(values.detach(), like.detach()).view(-1).view(torch.uint8)
 
 

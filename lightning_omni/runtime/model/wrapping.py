@@ -28,10 +28,6 @@ from lightning_omni.runtime.parallel_state import ParallelState
 class ModelWrapper:
     """The model, as the members of this rank's group hold it.
 
-    Args:
-        parallel: this rank's position in the run.
-        not_reduced: returns the parameters whose gradients DDP does not average.
-
     Attributes:
         sharded: the module that the members hold together; None if each has all of it.
     """
@@ -173,7 +169,7 @@ class ReductionCheck:
             self._forget_wrapped()
 
     def renew(self, members: Collection[int], group: Any) -> None:
-        """Check the first steps of newly formed groups; refuse modules that are still wrapped over the earlier ones."""
+        """Check the first steps of new groups; refuse modules that are still wrapped over the earlier ones."""
         self._members, self._group = members, group
         self._seen.clear()
         self._forget_wrapped()
@@ -197,11 +193,6 @@ class ReductionCheck:
         self, index: int, parameters: Iterable[Parameter], closure: Callable[[], Any] | None
     ) -> Callable[[], Any] | None:
         """Compare gradients in the first step of each parameter; return the closure of the step, if there is one.
-
-        Args:
-            index: number of the optimizer.
-            parameters: the parameters that it steps.
-            closure: computes their gradients; None if they are computed already.
 
         Raises:
             ConfigurationError: the members of the group have not averaged the gradients.

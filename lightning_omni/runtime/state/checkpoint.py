@@ -56,13 +56,10 @@ def is_folder(path: Any) -> bool:
 
 
 def save(path: Path, tensors: Mapping[str, Any], plain: Mapping[str, Any], group: Any) -> None:
-    """Save a checkpoint. All ranks of a process group call it.
+    """Save a checkpoint in a folder of the same path on all ranks of a process group, which all call it.
 
-    Args:
-        path: path of the folder, the same on all ranks.
-        tensors: a tree of this rank's sharded tensors, and of values that are the same on all ranks.
-        plain: all other data; those of the first rank are saved.
-        group: the process group.
+    ``tensors`` is a tree of this rank's sharded tensors and of values that are the same on all ranks; of all other
+    data, ``plain``, those of the first rank are saved.
 
     Raises:
         OSError: on all ranks: the checkpoint could not be written; an earlier one is unchanged.
@@ -189,11 +186,6 @@ class CheckpointFolder:
 
     def optimizer_state(self, number: int, optimizer: Optimizer, names: Mapping[Any, str]) -> dict[str, Any]:
         """Return an optimizer's ``state_dict``, its tensors sharded as its parameters are.
-
-        Args:
-            number: number of the optimizer in the checkpoint.
-            optimizer: the optimizer that is to load it.
-            names: names of all parameters of the module.
 
         Raises:
             ConfigurationError: the checkpoint has another number of parameter groups.
@@ -385,7 +377,7 @@ class RollbackPoint:
 
     @property
     def is_spoilt(self) -> bool:
-        """Return whether a number that was finite then is not now, as in a moving average."""
+        """Return whether a number that was finite then is not now, as in an average of weights that were not finite."""
         pairs = (*self.weights, *self.buffers)
         return any(bool((_are_finite(kept) & ~_are_finite(tensor.detach())).any()) for tensor, kept in pairs)
 

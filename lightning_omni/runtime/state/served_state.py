@@ -45,7 +45,6 @@ class ServedState(defaultdict[Any, Any]):
         return self._is_cleared or bool(self._removed) or any(self.values())
 
     def write_to(self, state: MutableMapping[Any, Any]) -> None:
-        """Repeat user code's writes in the server's state."""
         if self._is_cleared:
             state.clear()
         for parameter in self._removed:
@@ -139,7 +138,6 @@ class ServedState(defaultdict[Any, Any]):
 
 
 def _is_called_by_library() -> bool:
-    """Return whether Lightning or this package reads the state, and not the user's code."""
     frame: FrameType | None = sys._getframe(3)  # the caller of the method that calls `_read`
     while frame is not None and (package := frame.f_globals.get("__name__", "").partition(".")[0]) in _PASSING_ON:
         frame = frame.f_back

@@ -25,8 +25,6 @@ _Answer = TypeVar("_Answer", bound=m.Message)
 
 
 class ValidationSnapshots:
-    """The published weights of validations, for one rank."""
-
     def __init__(self, parallel: ParallelState, exchange: ServerExchange, edits: ExternalWrites) -> None:
         self._parallel, self._exchange, self._external_writes = parallel, exchange, edits
         self._evaluated: list[list[int]] = []
@@ -43,8 +41,7 @@ class ValidationSnapshots:
     def loaded(self, number: int) -> Iterator[SnapshotId]:
         """Load the weights of a validation, claimed by this group, in this context; then restore the group's own.
 
-        Yields:
-            The cut of the weights, on the leader; an empty one on its peers.
+        It yields the cut of the weights on the leader, and an empty one on its peers.
         """
         for part in self._parallel.parts:
             self._external_writes.check(part)
