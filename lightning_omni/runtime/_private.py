@@ -78,9 +78,9 @@ def ignored_by_ddp(module: Module) -> frozenset[str]:
 def unbound(default: Any) -> Iterator[None]:
     """Create process groups in this context as if the default process group were not bound to a device.
 
-    Lightning binds it to the rank's device, except on the CPU. torch then splits each further group's communicator off
-    the default group's, which needs all ranks, and some may be dead; for a group without a backend for that device,
-    such as `LiveWorld`, torch raises an error.
+    With Lightning it is bound to the rank's device, except on the CPU. torch then splits each further group's
+    communicator off the default group's, which needs all ranks, and some may be dead; for a group without a backend for
+    that device, such as `LiveWorld`, torch raises an error.
     """
     bound, default.bound_device_id = default.bound_device_id, None
     try:
