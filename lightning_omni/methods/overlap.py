@@ -83,7 +83,7 @@ class PacedBarrier(Barrier):
         return [msgspec.structs.replace(each, note=float(self._local_steps(each.group))) for each in replies]
 
     def _local_steps(self, group: int) -> int:
-        """Return a group's steps until its next exchange; all while its speed is unknown."""
+        """Return a group's steps until its next exchange; the full number while its speed is unknown."""
         every = self.method.push_period
         means = {number: mean for number, (mean, _) in self._step_times.items() if number in self.groups}
         return max(1, round(every * min(means.values()) / means[group])) if group in means else every
@@ -122,13 +122,13 @@ class Streaming(Method, frozen=True, kw_only=True):
     exchanges, so that all arrive at the barrier at about the same time.
 
     Args:
-        period: H, local steps between two exchanges of the same weight, in steps.
+        period: H, local steps between two exchanges of the same weight.
         fragments: P; it divides H.
         delay: :math:`\tau`, steps that a group makes while an exchange is in flight, fewer than H/P; 0 waits.
         alpha: :math:`\alpha`, the part of its own weights that a group keeps, from 0 to less than 1. With 0 a group
             loses its last :math:`\tau` steps.
-        keep_steps: whether the group keeps these steps instead, which takes a copy of one fragment.
-        dynamic_steps: whether slow groups make fewer steps, in proportion to their speed.
+        keep_steps: whether the group keeps these steps instead, for a copy of one fragment.
+        dynamic_steps: whether slow groups make fewer steps.
 
     References:
         Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", arXiv:2501.18512 (algorithm 2); steps
@@ -174,14 +174,14 @@ class Streaming(Method, frozen=True, kw_only=True):
         return {**changes, "delay": delay, "keep_steps": self.keep_steps and delay > 0}
 
     def begin(self, replica: Replica) -> None:
-        """Store the values that the group needs from before its step."""
+        """Store values that the group needs from before its step."""
 
     def given(self, replica: Replica, fragment: int | None) -> Tensors:
         """Return the tensors that an exchange of a fragment, or of all parameters, sends."""
         return replica.offered(replica.part(fragment, self.fragments), fragment, self.fragments)
 
     def keep(self, replica: Replica, pulled: Pulled) -> None:
-        """Store the values that the group needs from an answer, before its own weights are mixed with it."""
+        """Store values of an answer that the group needs, before its own weights are mixed with it."""
 
     def stream(self, replica: Replica) -> GroupSide:
         """Make local steps; after every H/P-th, send a fragment, and mix in the answer `delay` steps later.

@@ -1,7 +1,4 @@
-"""The service for merged heads: groups get exclusive access, and gradients are applied where they are computed.
-
-`lightning_omni.server.parameters.store` defines an access and its effect on the weights.
-"""
+"""The service for merged heads: groups get exclusive access, and gradients are applied where they are computed."""
 
 from __future__ import annotations
 
@@ -16,11 +13,7 @@ from lightning_omni.wire.codec import check_specs, pack, unpack
 
 
 class MergedHeadService(Service):
-    """The service that grants exclusive access to the merged heads.
-
-    Args:
-        clock: returns seconds, for the duration of the server's arithmetic.
-    """
+    """The service that grants exclusive access to the merged heads; ``clock`` times the server's arithmetic."""
 
     def __init__(self, run: RunContext, clock: Callable[[], float]) -> None:
         self._roster, self._store, self._events = run.roster, run.store, run.events

@@ -1,4 +1,4 @@
-"""Snapshots: uploads and downloads of a consistent state of all optimizers."""
+"""Uploads and downloads of a consistent state of all optimizers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ from lightning_omni.wire.messages import SnapshotId
 
 
 class SnapshotContents(NamedTuple):
-    """A complete and consistent state, as it is sent."""
-
     cut: SnapshotId
     packed: Packed
     buffer: Tensor
@@ -94,7 +92,6 @@ class Snapshots(Service):
         return [Out(sender.peer, m.DATA, m.WeightsUploaded())]
 
     def store_group_state(self, sender: Sender, message: m.GroupState, payload: Payload) -> list[Out]:
-        """Store a group's own state for the next snapshot."""
         # It is unpacked now and packed again for the snapshot, so it cannot contain anything that a snapshot must not.
         self._group_states[sender.group] = unpack(message.packed, as_tensor(payload).clone())
         return [Out(sender.peer, m.DATA, m.GroupStateStored())]
@@ -105,7 +102,6 @@ class Snapshots(Service):
             raise ProtocolError(f"there is no validation {message.version} yet; {last} were given to groups")
 
     def take(self, sender: Sender, message: m.TakeSnapshot, payload: Payload) -> list[Out]:
-        """Answer with the current state, or with that of a validation."""
         self.check_version(sender, message)
         if not message.version:
             contents = self._contents(message.with_state)
@@ -163,6 +159,5 @@ class Snapshots(Service):
 
 
 def _weights_of(contents: SnapshotContents) -> SnapshotContents:
-    """Return the same state, without the states of optimizers and methods."""
     parts = unpack(contents.packed, contents.buffer)["parts"]
     return SnapshotContents(contents.cut, *pack({"parts": [{**part, "state": {}, "method": {}} for part in parts]}))

@@ -193,9 +193,7 @@ class ServedHead(ServedParameters):
 class ParameterStore:
     """The optimizers that the server holds, by number; none before the recorder has uploaded the weights.
 
-    Attributes:
-        pushed: number and optimizer, of those that groups push to.
-        heads: number and optimizer, of the merged heads.
+    ``pushed`` are those that groups push to, ``heads`` the merged heads, each with its number.
     """
 
     def __init__(self) -> None:
@@ -215,7 +213,7 @@ class ParameterStore:
 
     @property
     def clock(self) -> int:
-        """Return the updates so far, over all optimizers; those of a merged head belong to the body's."""
+        """Return the updates so far, over all optimizers but merged heads."""
         return sum([optimizer.master.clock for _, optimizer in self.pushed])
 
     def optimizer(self, number: int) -> ServedParameters:

@@ -58,7 +58,7 @@ class ServerSettings(msgspec.Struct, frozen=True):
         number: number of this server; number 0 coordinates the others.
         coordinator: address of server 0, for the others.
         state: directory for the server's state, or its share of it; empty to save none.
-        restore: number of the save from which a server with a partition continues; 0 if there is none.
+        restore: number of the save from which a server with a partition continues; 0 for none.
         save_every: seconds between two saves.
         progress_timeout: as in `ServerCore`; None for infinite.
         again: address of an earlier server that is gone and whose run this one continues.
@@ -89,8 +89,6 @@ class ServerSettings(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """The answer of the server process on its standard output."""
-
     address: str
     error: str = ""
 
@@ -156,7 +154,6 @@ class ServerProcess:
         return self._process.wait()
 
     def leave(self) -> None:
-        """Close the pipes before this process ends."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):
@@ -281,9 +278,9 @@ _END = b"end"
 
 
 def can_supervise() -> bool:
-    """Return whether this process may fork servers.
+    """Return whether this process may fork servers: on Linux, with one thread.
 
-    It may on Linux, with one thread. On macOS a fork is unsafe: system libraries may have threads.
+    On macOS a fork is unsafe: system libraries may have threads.
     """
     return sys.platform == "linux" and threading.active_count() == 1
 
