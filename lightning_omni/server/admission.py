@@ -62,7 +62,7 @@ class Admission:
         raise Refused("stranger", "say Hello first: this connection has not been admitted")
 
     def leader_peer(self, group: int) -> Peer:
-        """Return the data connection of the member of a group that exchanges with this server."""
+        """Return the data connection of the group's member that exchanges with this server."""
         return self._data_peers[self._roster.formed.exchanges_with(group, self._replication.number)]
 
     def data_connection(self, rank: int) -> tuple[Peer, bytes] | None:
@@ -99,7 +99,6 @@ class Admission:
         return [Out(sender.peer, m.DATA, m.AttachChallenge(nonce=challenge))]
 
     def attach(self, sender: Sender, message: m.AttachProof, payload: Payload) -> list[Out]:
-        """Admit a data connection of the rank's own process."""
         attach, challenge = self._attaching.pop(sender.peer, (None, b""))
         member = self._roster.members.get(attach.rank) if attach is not None else None
         secret = member.session if member is not None else b""

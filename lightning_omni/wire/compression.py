@@ -73,8 +73,7 @@ Memory = MutableMapping[Hashable, Unsent]
 class AllReduce(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
     """A way to average gradients over the members of a group.
 
-    Attributes:
-        messages: the most consecutive all-reduces of one gradient.
+    ``messages`` is the most consecutive all-reduces of one gradient.
     """
 
     messages: ClassVar[int] = 1
@@ -271,7 +270,6 @@ def all_reduce_of(given: str | AllReduce) -> AllReduce:
 
 
 def text_of(format_: AllReduce) -> str:
-    """Return the text of which `all_reduce_of` makes this value."""
     return _registry.text_of(format_)
 
 
@@ -289,9 +287,9 @@ class Compression:
     Args:
         push: format of pushes. The residual of a lossy format is added to the group's next push.
         pull: format of the server's answers.
-        all_reduce: format in which the members of a group average their gradients: ``"fp32"``, as
-            DistributedDataParallel does; ``"bf16"`` or ``"fp16"``; ``"powersgd:4"``, each matrix of gradients as the
-            product of two with 4 columns, with error feedback; or a value such as
+        all_reduce: format in which the members of a group average their gradients, for slow networks between them:
+            ``"fp32"``, as DistributedDataParallel does; ``"bf16"`` or ``"fp16"``; ``"powersgd:4"``, each matrix of
+            gradients as the product of two with 4 columns, with error feedback; or a value such as
             `lightning_omni.wire.compression.PowerSGD`.
 
     Raises:

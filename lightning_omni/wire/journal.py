@@ -90,7 +90,7 @@ class LostEntry(Entry, frozen=True):
 
 
 class LeftEntry(Entry, frozen=True):
-    """A rank's orderly departure, perhaps at the end of the run."""
+    """A rank's orderly departure."""
 
     rank: int
     finished: bool
@@ -108,8 +108,6 @@ class JoinedEntry(Entry, frozen=True):
 
 
 class RestructuredEntry(Entry, frozen=True):
-    """A change of a group's optimizer, as by `Restructure`, which its later pushes assume."""
-
     group: int
     optimizer: int
     packed: Packed

@@ -60,7 +60,6 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Return the tensor's own shape, or one dimension for a part."""
         return self.shape if self.range is None else (self.range[1] - self.range[0],)
 
     @property
@@ -78,7 +77,6 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Return the contiguous strides of this entry, in elements."""
         shape = self.local_shape
         return tuple(prod(shape[axis + 1 :]) for axis, _ in enumerate(shape))
 
@@ -103,7 +101,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     """A sequence of tensors, or parts of them, in a flat buffer of bytes.
 
     Attributes:
-        version: number of times that entries were added; a push names that of its layout.
+        version: number of times that entries were added.
         first: number of entries in the first version, which fragments divide; 0 if this is the first.
         division: text, equal in all groups, of how a group's members share these tensors; empty if each member
             exchanges all of them.
@@ -292,8 +290,8 @@ class Structure(msgspec.Struct, frozen=True):
 
     Attributes:
         size: number of parameters in its layout.
-        groups: for each parameter group, its parameters' indices in that layout; empty if the optimizer steps at the
-            workers, because the server then needs none.
+        groups: each parameter group's indices of parameters in that layout; empty if the optimizer steps at the
+            workers.
 
     Example:
         >>> before, after = Structure(2, ((0, 1),)), Structure(3, ((0, 1), (2,)))
@@ -332,7 +330,6 @@ class Structures:
         return self._all[self._at.get(group, 0)]
 
     def form(self) -> None:
-        """Start new groups with the newest structure."""
         self._all, self._at = self._all[-1:], {}
 
     def find(self, group: int, structure: Structure) -> int | None:
@@ -378,8 +375,7 @@ def read_structure(tree: Any, known: int) -> tuple[Structure, list[dict[str, Any
         known: number of parameters that the group had before; the weights are those of later ones.
 
     Returns:
-        The structure; settings and indices of each parameter group; weights and optimizer state of the parameters that
-        are new to the group.
+        The structure; settings and indices of each parameter group; weights and optimizer state of the new parameters.
 
     Raises:
         MalformedMessage: the description is invalid.

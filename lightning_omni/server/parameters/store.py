@@ -108,7 +108,6 @@ class ServedHead(ServedParameters):
         self._waiting.append(request)
 
     def grant_access(self, now: float) -> HeadRequest | None:
-        """Return the next batch in the queue, if no group has access."""
         if self._holder is not None or not self._waiting:
             return None
         self._holder, self._began, self._read_at = self._waiting.popleft(), now, self.master.clock
@@ -171,7 +170,6 @@ class ServedHead(ServedParameters):
         return HeadStep(passed.inputs, self._read_at, applied)
 
     def release(self, now: float) -> None:
-        """End the access, and add its duration to the mean."""
         lasted = max(0.0, now - self._began)
         self.access_time = SMOOTHING * self.access_time + (1 - SMOOTHING) * lasted if self.access_time else lasted
         self._release()
@@ -193,9 +191,7 @@ class ServedHead(ServedParameters):
 class ParameterStore:
     """The optimizers that the server holds, by number; none before the recorder has uploaded the weights.
 
-    Attributes:
-        pushed: number and optimizer, of those that groups push to.
-        heads: number and optimizer, of the merged heads.
+    ``pushed`` are those that groups push to, ``heads`` the merged heads, each with its number.
     """
 
     def __init__(self) -> None:
@@ -215,7 +211,7 @@ class ParameterStore:
 
     @property
     def clock(self) -> int:
-        """Return the updates so far, over all optimizers; those of a merged head belong to the body's."""
+        """Return the updates so far, over all optimizers but merged heads."""
         return sum([optimizer.master.clock for _, optimizer in self.pushed])
 
     def optimizer(self, number: int) -> ServedParameters:

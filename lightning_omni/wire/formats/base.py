@@ -61,7 +61,6 @@ State = Mapping[str, Any]
 
 
 def zeros_on(device: torch.device | str) -> Callable[[int], Tensor]:
-    """Return a function that allocates a number of zeroed bytes on a device."""
     return partial(torch.zeros, dtype=torch.uint8, device=device)
 
 
@@ -240,7 +239,6 @@ def state_of_fragment(state: State, layout: Layout, number: int, of: int) -> Sta
 
 
 def with_fragment(state: State, new: State, layout: Layout, number: int, of: int) -> State:
-    """Return a sender's state with a new state for one fragment; the arguments stay unchanged."""
     more = {key: value for key, value in new.items() if key != RESIDUAL}
     changed = {**state, f"{_OF_FRAGMENT} {number}": more} if more else dict(state)
     if RESIDUAL in new:
@@ -289,7 +287,6 @@ def decode(wire_format: WireFormat, payload: Tensor, layout: Layout, memory: Mem
 
 
 def name_of(wire_format: WireFormat) -> str:
-    """Return the name of a format in messages."""
     return str(type(wire_format).__struct_config__.tag)
 
 
@@ -323,11 +320,6 @@ def register(kind: type[WireFormat]) -> type[WireFormat]:
 
 
 def load_format(path: str) -> type[WireFormat]:
-    """Import and register a wire format from its path ``module:Class``.
-
-    Raises:
-        ConfigurationError: it cannot be imported, or is no wire format.
-    """
     return _registry.load(path)
 
 

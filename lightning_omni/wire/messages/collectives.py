@@ -74,14 +74,14 @@ class ReadPublished(Message, frozen=True, kw_only=True):
 
 
 class Published(Message, frozen=True, kw_only=True):
-    """A leader's published weights; the payload follows. The first number is 1; 0 is none yet."""
+    """A leader's published weights. The first number is 1; 0 is none yet."""
 
     nbytes: int
     number: int = 0
 
 
 class PeerMessage(Message, frozen=True, kw_only=True):
-    """Weights for another group's inbox; the payload follows."""
+    """Weights for another group's inbox."""
 
     optimizer: int
     nbytes: int

@@ -21,7 +21,7 @@ class EpochPlan(msgspec.Struct, frozen=True, kw_only=True):
         total: length of the epoch's permutation (samples, padded as by DistributedSampler).
         batch_size: samples in one rank's batch.
         ranks_per_batch: ranks of a group that compute on the same samples together.
-        budget: positions to train; fewer than ``total`` where the user limits the batches.
+        budget: positions to train, at most ``total``.
         validate_every: distance of validations inside the epoch; 0 for none.
         validate_offset: positions that count towards the first of them already.
         trained: ranges that a resumed run had trained before.
@@ -74,7 +74,7 @@ class BatchesDrawn(Message, frozen=True, kw_only=True):
 
 
 class AskNext(Message, frozen=True, kw_only=True):
-    """A rank's question for its next step: its group has trained all its batches of this validation interval."""
+    """A rank's question for its next step: its group has trained all its batches of this interval."""
 
     epoch: int
     generation: int
@@ -129,7 +129,7 @@ class ClaimValidation(Message, frozen=True, kw_only=True):
 
 
 class ValidationClaimed(Message, frozen=True, kw_only=True):
-    """The number of the validation that the group is to evaluate, from 1; 0 if none."""
+    """The number of the validation that the group must evaluate, from 1; 0 for none."""
 
     number: int
 
@@ -146,7 +146,7 @@ class Validations(Message, frozen=True, kw_only=True):
 
 
 class ReleaseVersion(Message, frozen=True, kw_only=True):
-    """A report that all validations up to this number are saved, so that their stored versions may be deleted."""
+    """A report that all validations up to this number are saved; their stored versions may be deleted."""
 
     number: int
 
@@ -156,7 +156,7 @@ class VersionReleased(Message, frozen=True, kw_only=True):
 
 
 class PublishEvaluation(Message, frozen=True, kw_only=True):
-    """The result of a group's validation. The tensors follow.
+    """The result of a group's validation.
 
     Attributes:
         packed: ``{"metrics": ..., "buffers": {name: tensor}, "steps": ...}``, for the other ranks.

@@ -51,10 +51,9 @@ class Welcome(Message, frozen=True, kw_only=True):
         data_port: port of the data socket on the same host; 0 for a file beside the control socket's.
         heartbeat_timeout: seconds of silence after which a rank counts as dead.
         servers: number of servers with a partition of the parameters each.
-        reconnect_timeout: seconds for which a rank must look for a lost server; 0 if no other will continue from its
-            state.
+        reconnect_timeout: seconds for which a rank must look for a lost server; 0 if no other will continue.
         started_at_ms: start of the server in milliseconds, which tells successive servers at one address apart; 0 if
-            none continues after this one.
+            none continues.
     """
 
     mac: bytes
@@ -71,13 +70,13 @@ class AskServerAddresses(Message, frozen=True, kw_only=True):
 
 
 class ServerAddresses(Message, frozen=True, kw_only=True):
-    """The data addresses of the other servers, in the order of their numbers."""
+    """The data addresses of servers 1, 2, ..., in order."""
 
     addresses: tuple[str, ...]
 
 
 class Attach(Message, frozen=True, kw_only=True):
-    """A request of an admitted rank to open its data connection, or one to the leader of another group."""
+    """A request to open a rank's data connection, or a leader's connection to another leader."""
 
     rank: int
     nonce: Secret
@@ -88,13 +87,13 @@ class AttachChallenge(Message, frozen=True, kw_only=True):
 
 
 class AttachProof(Message, frozen=True, kw_only=True):
-    """The answer to `AttachChallenge`, which proves that the rank's own process is behind this connection."""
+    """The answer to `AttachChallenge`, by a secret of the rank's own process."""
 
     mac: Secret
 
 
 class Attached(Message, frozen=True, kw_only=True):
-    """The admission of a connection; ``mac`` proves that the answering side holds the secret, too."""
+    """The admission of a connection, with a proof that the answering side holds the secret, too."""
 
     mac: Secret
 
@@ -113,7 +112,7 @@ class ObserverProof(Message, frozen=True, kw_only=True):
 
 
 class ObserverWelcome(Message, frozen=True, kw_only=True):
-    """The admission of an observer; ``mac`` proves that the server holds the key, too."""
+    """The admission of an observer, with a proof that the server holds the key, too."""
 
     mac: bytes
 
@@ -126,9 +125,9 @@ class FormGroups(Message, frozen=True, kw_only=True):
 
     Attributes:
         wire_format: encoding of pushes, as plain data.
-        names: names of the groups; empty to use their numbers.
+        names: names of the groups; empty for their numbers.
         overlap: whether exchanges overlap computation; the server only records it.
-        by_member: whether a group's first members exchange a share each, with the server of the same number, instead of
+        by_member: whether a group's first members exchange a share each with the server of the same number, instead of
             the leader all of them. A group's size is then a multiple of their number.
     """
 
@@ -152,7 +151,7 @@ class Join(Message, frozen=True, kw_only=True):
 
     Attributes:
         ranks: ranks of the group; the first sends this, and leads.
-        name: name of the group, which an evicted one may use again; empty to use its number.
+        name: name of the group, which an evicted one may use again; empty for its number.
     """
 
     ranks: tuple[int, ...]
@@ -181,10 +180,7 @@ class Joined(Message, frozen=True, kw_only=True):
 
 
 class RegisterGroup(Message, frozen=True, kw_only=True):
-    """A request for rank numbers, for a group with its own torch.distributed world.
-
-    An observer sends it before it has a model, perhaps repeatedly.
-    """
+    """An observer's request for rank numbers, for a group with its own torch.distributed world; it may be repeated."""
 
     ranks: int
 
@@ -195,10 +191,9 @@ class GroupRegistered(Message, frozen=True, kw_only=True):
     Attributes:
         first: number of the group's first rank; the others' follow. -1 while another group is about to begin the run:
             repeat the request.
-        announced: ranks of the group that has begun the run, whose batch is the reference batch; 0 if this group is to
+        announced: ranks of the group that has begun the run, whose batch is the reference batch; 0 if this group must
             begin it.
-        silence: seconds without a sign of life after which the server may end the group's connections; 0 if it receives
-            no such signs.
+        silence: seconds without a sign of life after which the server may end the group's connections; 0 for never.
     """
 
     run: str = ""
@@ -208,7 +203,7 @@ class GroupRegistered(Message, frozen=True, kw_only=True):
 
 
 class StoreRunState(Message, frozen=True, kw_only=True):
-    """State, besides weights, for groups that join before the next synchronization. The tensors follow."""
+    """State, besides weights, for groups that join before the next synchronization."""
 
     packed: Packed
     nbytes: int
@@ -248,8 +243,7 @@ class RankEnded(Message, frozen=True, kw_only=True):
 class Notice(Message, frozen=True, kw_only=True):
     """A report of all ranks lost so far.
 
-    Attributes:
-        barred: whether the group must not rejoin by itself: a person evicted it, or a rank failed by itself.
+    ``barred`` if the group must not rejoin by itself: a person evicted it, or a rank failed by itself.
     """
 
     lost: tuple[int, ...]

@@ -19,9 +19,9 @@ class Heartbeat(Message, frozen=True, kw_only=True):
         step_time: mean of a whole step, waiting included.
         exchange_time: the part of it in the exchange with the server.
         signal: number of a signal that the rank has received; the larger, the more urgent.
-        progress: count of batches and awaited answers of the server. 0 while the rank must not be judged by that:
-            before its first batch is trained, or while a checkpoint is written.
-        metrics: latest numbers of the rank's training, such as its loss, for observers.
+        progress: count of batches and awaited answers of the server; 0 while the rank must not be judged by it: before
+            its first batch is trained, or while a checkpoint is written.
+        metrics: latest numbers of the rank's training, such as its loss.
     """
 
     sent: float
@@ -93,10 +93,10 @@ class ProcessInfo(msgspec.Struct, frozen=True):
 
 
 class ServerDescription(Message, frozen=True, kw_only=True):
-    """A description of a server; see also `Welcome`.
+    """A description of a server; see also `Welcome`. Time-outs are in seconds.
 
     Attributes:
-        progress_timeout: seconds without progress after which a group counts as dead; may be infinite.
+        progress_timeout: as in `lightning_omni.server.membership.timeouts.TimeLimits`; may be infinite.
         joined_heartbeat_timeout: heartbeat timeout of runs that groups join on their own; 0 if unknown.
     """
 
@@ -152,18 +152,17 @@ class LogEntry(msgspec.Struct, frozen=True):
 
 
 class Overview(Message, frozen=True, kw_only=True):
-    """An observer's view of the run.
+    """An observer's view of the run. Ages are in seconds.
 
     Attributes:
         run: its name; empty before a rank has joined.
-        age: seconds since its first rank was admitted.
         missing: announced ranks that have not joined yet.
         method: as in `FormGroups`, as is ``wire_format``; None before groups are formed.
         plan: the current or last epoch; None if its data is not leased.
         serve_time: seconds of the server's own time for all ``pushes``.
         log: events, the oldest first.
         over: why the run cannot continue, or an empty string.
-        saved: seconds since the server's state was saved; -1 if it was not.
+        saved: age of the last save; -1 without one.
         metrics: as in `Heartbeat`, averaged over the ranks that report one.
     """
 

@@ -16,7 +16,7 @@ from lightning_omni.wire.steps_and_samples import Progress
 
 
 class UploadWeights(Message, frozen=True, kw_only=True):
-    """The recorder's upload of master weights and optimizers. The tensors follow."""
+    """The recorder's upload of master weights and optimizers."""
 
     packed: Packed
     nbytes: int
@@ -28,11 +28,7 @@ class WeightsUploaded(Message, frozen=True, kw_only=True):
 
 
 class Restructure(Message, frozen=True, kw_only=True):
-    """A change of a group's optimizer to other parameter groups, or more parameters. The tensors follow.
-
-    Attributes:
-        packed: see `lightning_omni.wire.layout.read_structure`.
-    """
+    """A change of a group's optimizer to other parameter groups, or more parameters; see `read_structure`."""
 
     optimizer: int
     packed: Packed
@@ -40,7 +36,7 @@ class Restructure(Message, frozen=True, kw_only=True):
 
 
 class Restructured(Message, frozen=True, kw_only=True):
-    """The answer to `Restructure`: the group's layout version; master weights that are new to the group follow."""
+    """The answer to `Restructure`: the group's layout version, and the master weights that are new to it."""
 
     optimizer: int
     layout: int
@@ -48,7 +44,7 @@ class Restructured(Message, frozen=True, kw_only=True):
 
 
 class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
-    """A push: a gradient, weights or a change of weights. The payload holds the tensors that are present.
+    """A push: a gradient, weights or a change of weights, as far as tensors are present.
 
     Attributes:
         read_at: clock of the weights that it was computed from.
@@ -59,7 +55,7 @@ class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
         epoch: the epoch, -1 if its data is not leased.
         trained: group batches of the epoch that are trained with this push.
         incarnation: the group's incarnation; pushes of an earlier one are refused.
-        sequence: number of this incarnation's push to this optimizer, from 1, each applied once. 0 where nothing is
+        sequence: number of this incarnation's push to this optimizer, from 1, each applied once; 0 where nothing is
             sent: at a merged head, in a replay.
         fragment: number of the method's fragment; -1 for all parameters. ``present`` then has a flag for each entry of
             `lightning_omni.wire.layout.Layout.fragment`.
@@ -117,10 +113,9 @@ class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
 
 
 class AverageMessage(Message, tag="Average", frozen=True, kw_only=True):
-    """A group's own weights, answered by the mean over all groups once all have arrived. The payload follows.
+    """A group's own weights, answered by the mean over all groups once all have arrived.
 
-    Attributes:
-        absent: indices of parameters that the payload leaves out: they are frozen here and at the server.
+    ``absent`` parameters are frozen here and at the server, and not in the payload.
     """
 
     optimizer: int
@@ -139,7 +134,7 @@ class FetchMessage(Message, tag="Fetch", frozen=True, kw_only=True):
 
 
 class Weights(Message, frozen=True, kw_only=True):
-    """The master weights, or the method's other answer; the payload follows.
+    """The master weights, or the method's other answer.
 
     Attributes:
         staleness: staleness of the answered push; -1 for a fetch.
@@ -170,10 +165,9 @@ class Weights(Message, frozen=True, kw_only=True):
 
 
 class HeadForward(Message, frozen=True, kw_only=True):
-    """A group's batch for a merged head, answered once the group has access. The tensors follow.
+    """A group's batch for the merged head ``optimizer``, answered once the group has access.
 
     Attributes:
-        optimizer: number of the head, among the optimizers.
         packed: ``[arguments, keyword arguments]`` of the submodule.
         training: whether each of its submodules, itself first, is in training mode.
         trainable: whether each of its weights is to be trained.
@@ -191,17 +185,17 @@ class HeadForward(Message, frozen=True, kw_only=True):
 
 
 class HeadOutput(Message, frozen=True, kw_only=True):
-    """The answer to `HeadForward`; the tensors follow."""
+    """The answer to `HeadForward`."""
 
     packed: Packed
     nbytes: int
 
 
 class HeadBackward(Message, frozen=True, kw_only=True):
-    """The gradients of a head's output, which step the head and end the access. The tensors follow.
+    """The gradients of a head's output, which step the head and end the access.
 
     Attributes:
-        packed: a list with one gradient for each tensor of the output; None where the loss does not depend on it.
+        packed: one gradient for each tensor of the output; None where the loss does not depend on it.
         hyperparameters: as in `PushMessage`, of the parameter groups that hold weights of the head.
         scale: factor for the gradients of the head's weights.
         clip: largest norm or magnitude of these; 0 clips nothing.
@@ -220,7 +214,7 @@ class HeadBackward(Message, frozen=True, kw_only=True):
 
 
 class HeadGradients(Message, frozen=True, kw_only=True):
-    """The gradients of a head's inputs, one or None for each tensor; they follow as payload.
+    """The gradients of a head's inputs, one or None for each tensor.
 
     ``applied`` is False if they were not finite, and the head was not stepped.
     """
@@ -255,7 +249,7 @@ class SnapshotId(msgspec.Struct, frozen=True, kw_only=True):
         clocks: updates in the weights of each optimizer.
         pushes: each group's pushes to all optimizers since groups were formed, also those refused or waiting for
             others.
-        epoch: number of the current or last epoch; -1 if none was leased.
+        epoch: the current or last epoch; -1 if none was leased.
         trained: its trained ranges, in order.
     """
 
@@ -280,7 +274,7 @@ class SnapshotId(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupState(Message, frozen=True, kw_only=True):
-    """The state that only this group holds, for the next snapshot. The tensors follow."""
+    """The state that only this group holds, for the next snapshot."""
 
     packed: Packed
     nbytes: int
@@ -303,7 +297,7 @@ class TakeSnapshot(Message, frozen=True, kw_only=True):
 
 
 class Snapshot(Message, frozen=True, kw_only=True):
-    """A consistent snapshot, described by its ``cut``; the tensors follow."""
+    """A consistent snapshot, described by its ``cut``."""
 
     cut: SnapshotId
     packed: Packed
