@@ -253,7 +253,6 @@ class Trace:
 
 
 def reaches(metric: str, reading: float, value: float) -> bool:
-    """Return whether a metric is at most ``value`` for a loss or an error, else at least that."""
     return bool(reading <= value if "loss" in metric or "error" in metric else reading >= value)
 
 
@@ -374,7 +373,6 @@ def _label(name: str, trace: Trace) -> str:
 
 
 def _tell_apart(axes: Any, traces: Iterable[Trace]) -> None:
-    """Use a logarithmic axis of updates if their numbers differ much."""
     updates = [trace.updates for trace in traces if trace.updates]
     if updates and max(updates) > _MANY_TIMES * min(updates):
         axes.set_xscale("log")

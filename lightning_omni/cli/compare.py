@@ -303,7 +303,6 @@ class MachineComparison:
 
     @property
     def _beside_peer(self) -> str:
-        """Compare this package with the best peer, whose prediction is as uncertain."""
         _, ours, peer = self.rows
         text = f"{peer.name}: {_gain(peer.time)}"
         if peer.time.low <= ours.time.value <= peer.time.high or ours.time.low <= peer.time.value <= ours.time.high:

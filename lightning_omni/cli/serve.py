@@ -205,7 +205,6 @@ class StandaloneServer:
     # --- Run ---------------------------------------------------------------------------------------------------------
 
     def run(self) -> int:
-        """Serve until a signal, an error, or with ``once`` the end of the first run."""
         self._announce()
         try:
             self._server.run(until=self._is_over)

@@ -247,7 +247,6 @@ class _Files:
         self._together = together
 
     def check(self, names: Sequence[str], draws: bool) -> None:
-        """Raise an error if a file cannot be written, before any computation."""
         make_folder("--out", self.picture.parent)
         for path in (*([self.picture] if draws else []), *map(self.trace, names)):
             check_file("--out", path)

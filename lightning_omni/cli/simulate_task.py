@@ -89,7 +89,6 @@ class Task:
         return float(rate) if rate else None
 
     def optimizer(self, rate: float | None) -> Callable[[Any], Optimizer]:
-        """Return a function that creates the workload's optimizer, with the user's momentum and any ``rate``."""
         given = {name: value for name, value in (("lr", rate), ("momentum", self.momentum)) if value is not None}
 
         def make(parameters: Any) -> Optimizer:

@@ -189,10 +189,6 @@ class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
         return max(1, int(memory.get("period", self.period)) // self.fragments - int(memory.get("steps", 0)))
 
     def group_side(self, replica: Replica) -> GroupSide:
-        """Make the server's number of local steps, push the change, and load the outer weights.
-
-        With fragments, the steps are divided among them.
-        """
         memory = replica.memory
         while True:
             gradient = yield NextGradient()

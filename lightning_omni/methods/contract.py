@@ -146,8 +146,8 @@ class Exchange(msgspec.Struct, frozen=True):
         hyperparameters: the values for this step of the server's optimizer; empty if it has none.
         note: one number for the server side.
         pull: whether the answer contains tensors.
-        fragment: number of the fragment (`lightning_omni.methods.model.fragments`) that is exchanged; None for all
-            parameters. Push and answer then hold one tensor for each of its pieces.
+        fragment: number of the exchanged fragment (`lightning_omni.methods.model.fragments`), for each of whose pieces
+            push and answer hold one tensor; None for all parameters.
     """
 
     tensors: Tensors
@@ -251,8 +251,8 @@ class Reply(msgspec.Struct, frozen=True):
 
     Attributes:
         staleness: updates between the read that the push was computed from and its arrival.
-        tensors: the tensors to send, where None is sent as zeros; without any, the present master weights are sent, or
-            those of the pushed fragment.
+        tensors: the tensors to send, where a None is sent as zeros; None in their place sends the present master
+            weights, or those of the pushed fragment.
         note: one number for the group side.
     """
 
@@ -397,7 +397,7 @@ class Barrier(ServerSide):
         return state_of([self.state_of_fragment(number) for number in range(self.method.fragments)])
 
     def state_of_fragment(self, number: int) -> dict[str, Any]:
-        """Return the state of one fragment; 0 without fragments."""
+        """Return the state of fragment ``number``, which is 0 without fragments."""
         return {"total": self._totals[number].state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -488,7 +488,7 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
         return groups if self.steps_at == "server" else 1
 
     def changes_with_period(self, period: int) -> dict[str, Any]:
-        """Return the settings that change with ``period``; the number of fragments must divide it."""
+        """Return the settings that change with ``period``, with a number of fragments that divides it."""
         return {"period": period, **({"fragments": math.gcd(self.fragments, period)} if self.fragments > 1 else {})}
 
     def apply_answer(self, replica: Replica, pulled: Pulled) -> None:

@@ -267,7 +267,6 @@ class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco")
         return self.period // self.fragments
 
     def group_side(self, replica: Replica) -> GroupSide:
-        """Make inner steps; every H/P of them, send the change of one fragment and later load the merged one."""
         memory, delay = replica.memory, self._stride if self.delay is None else self.delay
         while True:
             gradient = yield NextGradient()

@@ -109,26 +109,17 @@ class Streaming(Method, frozen=True, kw_only=True):
     r"""A method of local steps that can exchange one of P fragments every H/P steps.
 
     Fragment p is captured after step t and travels while further steps are made; the group mixes in the answer after
-    step t + :math:`\tau`:
+    step t + :math:`\tau` (``delay``):
 
     .. math:: x_{i,p} \leftarrow \alpha\, x_{i,p} + (1 - \alpha)\, \theta_p
 
-    or, with ``keep_steps=True``, keeps its progress in these :math:`\tau` steps:
+    or, with ``keep_steps=True`` and a copy of one fragment, keeps its progress in these :math:`\tau` steps:
 
     .. math:: x_{i,p} \leftarrow \theta_p + (x_{i,p} - x_{i,p}^{\text{captured}})
 
     The server's clock determines the next fragment, so that all groups exchange the same one at a barrier, and each
     fragment every H steps. With ``dynamic_steps=True`` slower groups make fewer steps, at least one between two
-    exchanges, so that all arrive at the barrier at about the same time.
-
-    Args:
-        period: H, local steps between two exchanges of the same weight.
-        fragments: P; it divides H.
-        delay: :math:`\tau`, steps that a group makes while an exchange is in flight, fewer than H/P; 0 waits.
-        alpha: :math:`\alpha`, the part of its own weights that a group keeps, from 0 to less than 1. With 0 a group
-            loses its last :math:`\tau` steps.
-        keep_steps: whether the group keeps these steps instead, for a copy of one fragment.
-        dynamic_steps: whether slow groups make fewer steps.
+    exchanges, so that all arrive at the barrier at about the same time. `DiLoCo` describes the arguments.
 
     References:
         Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", arXiv:2501.18512 (algorithm 2); steps

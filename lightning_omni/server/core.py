@@ -209,7 +209,6 @@ class ServerCore:
             return self._sent([Out(peer, channel, m.RefusedMessage(code="protocol", reason=str(error)))])
 
     def follow(self, message: m.Message) -> list[Out]:
-        """Handle a message of the coordinating server."""
         replication = self.replication
         assert isinstance(replication, Follower)
         if not isinstance(message, sm.ServerCommand):
@@ -288,14 +287,12 @@ class ServerCore:
 
     @property
     def due(self) -> float:
-        """Return the time at which a method needs a `tick`."""
         return math.inf if self.replication.number else self._training.due
 
     def lose(self, rank: int, reason: str) -> list[Out]:
         return self._sent(self._membership.lose(rank, reason))
 
     def hang_up(self, peer: Peer) -> list[Out]:
-        """Handle the end of a control connection without a goodbye."""
         self._observers.forget(peer)
         self.roster.numbers.withdraw(peer)
         return self._sent(self._membership.hang_up(peer) + self.replication.hang_up(peer))

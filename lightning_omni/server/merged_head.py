@@ -35,7 +35,6 @@ class MergedHeadService(Service):
         return self._check_packed(message)
 
     def forward(self, sender: Sender, message: m.HeadForward, payload: Payload) -> list[Out]:
-        """Run a group's batch through the head, once it has the access that it requests."""
         head = self._store.head(message.optimizer)
         # The connection owns the memory, and sends nothing else before the answer.
         request = HeadRequest(sender.group, sender.peer, message, unpack(message.packed, as_tensor(payload)))
@@ -46,7 +45,6 @@ class MergedHeadService(Service):
         return self._serve(message.optimizer)
 
     def backward(self, sender: Sender, message: m.HeadBackward, payload: Payload) -> list[Out]:
-        """Step the head along the gradients of its output, and end the access."""
         head, group, number = self._store.head(message.optimizer), sender.group, message.optimizer
         spans = self._events.new_spans(group, message)
         try:

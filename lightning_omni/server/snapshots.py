@@ -72,7 +72,6 @@ class Snapshots(Service):
         return message.nbytes
 
     def seed(self, sender: Sender, message: m.UploadWeights, payload: Payload) -> list[Out]:
-        """Store the master weights and optimizer states that the recorder uploads."""
         if self._method is None or self._formed is None:
             raise ProtocolError("form groups first")
         tree = unpack(message.packed, as_tensor(payload))
@@ -112,7 +111,6 @@ class Snapshots(Service):
         return [Out(sender.peer, m.DATA, answer, (contents.buffer,))]
 
     def release(self, sender: Sender, message: m.ReleaseVersion, payload: Payload) -> list[Out]:
-        """Drop the snapshots kept for validations up to this one."""
         self._versions = {number: kept for number, kept in self._versions.items() if number > message.number}
         self._epochs.validations.save(message.number)
         self._journal.note(SavedEntry(message.number))

@@ -211,7 +211,6 @@ class Training(Service):
         return decode(self._wire_format, payload, layout, self._memory)
 
     def fetch(self, sender: Sender, message: m.FetchMessage, payload: Payload) -> list[Out]:
-        """Answer a rank that reads the master weights outside an exchange."""
         served, group = self._store.optimizer(message.optimizer), sender.group
         if group >= 0:
             spans = self._events.new_spans(group, message)
@@ -234,7 +233,6 @@ class Training(Service):
         return message.nbytes
 
     def average(self, sender: Sender, message: m.AverageMessage, payload: Payload) -> list[Out]:
-        """Add a group's own weights to the mean; it is answered once all groups have sent theirs."""
         self._store.optimizer(message.optimizer).average(
             sender.group, as_tensor(payload), sender.finite, message.absent
         )

@@ -50,7 +50,6 @@ class Control(ABC):
         on_end: called once, from any thread, when this rank must stop.
 
     Attributes:
-        status: last received status.
         failures: reasons of ranks that have failed by themselves.
         signal: signal received by this rank, to report with the next heartbeat.
         servers: number of servers with a partition of the parameters each; see `attach_all`.
@@ -139,10 +138,9 @@ class Control(ABC):
     # --- Common to all transports ------------------------------------------------------------------------------------
 
     def attach_all(self, timeout: float = 300.0, share: int | None = None) -> list[Data]:
-        """Open this rank's data connections to the servers that hold a partition each, or only to number ``share``.
+        """Open this rank's data connections to all servers, or to the coordinating one and number ``share``.
 
-        The first connection is to the coordinating server. With ``share``, the last one is to that server; the two may
-        be the same connection.
+        The first connection is to the coordinating server, the last one to ``share``; both may be the same.
         """
         if self.reconnect_timeout:
             numbers = range(self.servers) if share is None else sorted({0, share})
@@ -160,7 +158,6 @@ class Control(ABC):
 
     @property
     def records(self) -> bool:
-        """Return whether this rank logs for the run."""
         return self.rank == (self.status.recorder if self.status is not None else 0)
 
     def is_same_server(self, server_epoch: int) -> bool:

@@ -287,9 +287,9 @@ class Compression:
     Args:
         push: format of pushes. The residual of a lossy format is added to the group's next push.
         pull: format of the server's answers.
-        all_reduce: format in which the members of a group average their gradients: ``"fp32"``, as
-            DistributedDataParallel does; ``"bf16"`` or ``"fp16"``; ``"powersgd:4"``, each matrix of gradients as the
-            product of two with 4 columns, with error feedback; or a value such as
+        all_reduce: format in which the members of a group average their gradients, for slow networks between them:
+            ``"fp32"``, as DistributedDataParallel does; ``"bf16"`` or ``"fp16"``; ``"powersgd:4"``, each matrix of
+            gradients as the product of two with 4 columns, with error feedback; or a value such as
             `lightning_omni.wire.compression.PowerSGD`.
 
     Raises:

@@ -330,7 +330,6 @@ class Structures:
         return self._all[self._at.get(group, 0)]
 
     def form(self) -> None:
-        """Start new groups with the newest structure."""
         self._all, self._at = self._all[-1:], {}
 
     def find(self, group: int, structure: Structure) -> int | None:
@@ -376,8 +375,7 @@ def read_structure(tree: Any, known: int) -> tuple[Structure, list[dict[str, Any
         known: number of parameters that the group had before; the weights are those of later ones.
 
     Returns:
-        The structure; settings and indices of each parameter group; weights and optimizer state of the parameters that
-        are new to the group.
+        The structure; settings and indices of each parameter group; weights and optimizer state of the new parameters.
 
     Raises:
         MalformedMessage: the description is invalid.

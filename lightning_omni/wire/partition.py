@@ -5,8 +5,7 @@ Rule 2: if the optimizer treats each element independently, servers hold ranges 
 Otherwise, or if this is not known, they hold whole parameters.
 Rule 3: a cut is at a multiple of 64 elements of its tensor (`lightning_omni.methods.model.fragments.divide`), so that
 vectors of the processor are not cut, and stepping a share is bitwise equal to stepping the whole.
-Rule 4: if parameters are exchanged in fragments, each server cuts its own share into fragments. A fragment of all
-parameters consists of a fragment of each share, so it is divided as they are.
+Rule 4: each server cuts its own share into fragments, so a fragment of all parameters is divided as they are.
 """
 
 from __future__ import annotations
@@ -77,7 +76,6 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
 
     @classmethod
     def whole(cls, layout: Layout, servers: int = 1) -> Partition:
-        """Return a division with everything on the first server."""
         none = Layout((), layout.version)
         others = servers - 1
         return cls(layout, (layout, *[none] * others), (tuple(range(len(layout.specs))), *[()] * others))
@@ -101,7 +99,7 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
         return {}
 
     def within(self, layout: Layout) -> Partition:
-        """Return the same division of other entries: some of these parameters, or ranges of them."""
+        """Return the same division of some of these entries, or of ranges of them."""
         by_name: dict[str, list[int]] = {}
         for place, spec in enumerate(layout.specs):
             by_name.setdefault(spec.name, []).append(place)
@@ -467,7 +465,6 @@ def _overlap(spec: TensorSpec, held: TensorSpec) -> TensorSpec | None:
 
 
 def _begin(part: TensorSpec, whole: TensorSpec) -> int:
-    """Return the start of a part relative to the whole, which may itself be a range of a tensor."""
     return (part.range[0] if part.range else 0) - (whole.range[0] if whole.range else 0)
 
 

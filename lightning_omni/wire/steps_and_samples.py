@@ -70,7 +70,6 @@ class Progress:
 
     @property
     def steps(self) -> int:
-        """Return the optimizer steps that DDP would have taken."""
         return self.steps_before(self.epochs) + min(self.steps_an_epoch, self.samples // self.reference.samples)
 
     def steps_before(self, epoch: int) -> int:

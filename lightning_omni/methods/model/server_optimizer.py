@@ -321,7 +321,7 @@ def describe(optimizer: Optimizer, names: Mapping[Tensor, str], with_state: bool
 
     Args:
         optimizer: any optimizer whose ``step`` needs no closure.
-        names: names of the parameters that the copy is to move.
+        names: the parameters that the copy is to move.
         with_state: whether to include its state.
     """
     check_servable(optimizer)

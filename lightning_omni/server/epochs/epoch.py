@@ -70,7 +70,6 @@ class ValidationBook:
         self._lost: set[int] = set()  # validations under way whose weights are lost
 
     def form(self) -> None:
-        """Start with new groups, which makes validations of the earlier ones void."""
         for group in self.evaluating:
             self.evict(group)
         self._answers.clear()
@@ -110,7 +109,7 @@ class ValidationBook:
         self._end(number, None if number in self._lost else result)
 
     def evict(self, group: int) -> None:
-        """Remove a group, which makes validations that it evaluates void."""
+        """Remove a group; validations that it evaluates become void."""
         self._answers.pop(group, None)
         for number in [number for number, by in self._under_way.items() if by == group]:
             self.is_missed = True
@@ -281,7 +280,6 @@ class Epochs:
         self._asked.add(rank)
 
     def new_spans(self, group: int, epoch: int, batches: int) -> tuple[tuple[int, int], ...]:
-        """Return the group's batches, one range each, that `train` would add."""
         if self.book is None or self.book.plan.epoch != epoch:
             return ()
         return self.book.untrained_spans(group, batches)

@@ -80,12 +80,10 @@ class LeaseBook:
         return self._interval_of(self._free[0][0])
 
     def has_point_after(self, interval: int) -> bool:
-        """Return whether a validation point follows an interval, perhaps inside the last batches."""
         return self._interval_of(self.plan.budget - 1) > interval
 
     @property
     def is_drained(self) -> bool:
-        """Return whether no position is free; batches may still be leased."""
         return not self._free
 
     @property

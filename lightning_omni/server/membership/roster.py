@@ -144,7 +144,7 @@ MOST_RANKS = 1 << 16
 
 
 def origin(run: str) -> str:
-    """Return the name of the run that this one and others before it have replaced."""
+    """Return the original name of a run, the same for all runs that replaced it."""
     return run.partition(AGAIN)[0]
 
 
@@ -315,7 +315,6 @@ class Roster:
 
     @property
     def joined_groups(self) -> int:
-        """Return the number of participating groups if groups join on their own; otherwise 0."""
         return len(self.groups) if self.joining else 0
 
     def form(self, topology: Topology, names: Sequence[str] = (), by_member: bool = False) -> None:
@@ -458,7 +457,6 @@ class Roster:
         return self.members.get(self._ranks.get(peer, -1))
 
     def silent(self, now: float, timeout: float, join_timeout: float) -> list[tuple[int, str]]:
-        """Return the live ranks that were silent for too long, each with a message."""
         late = []
         for rank in self.live:
             member = self.members.get(rank)

@@ -229,7 +229,6 @@ class Membership:
         return out
 
     def hang_up(self, peer: Peer) -> list[Out]:
-        """Handle the end of a control connection whose rank has sent no goodbye."""
         member = self._roster.by_peer(peer)
         if member is None:
             return []

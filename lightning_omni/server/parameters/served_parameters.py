@@ -154,7 +154,6 @@ class ServedParameters:
     # --- Parameters and their groups ---------------------------------------------------------------------------------
 
     def layout_of(self, group: int) -> Layout:
-        """Return the layout of a group's parameters, for its pushes and answers."""
         return self._layouts[self.structures.of(group).size]
 
     def check_room(self, nbytes: int) -> None:
@@ -416,7 +415,7 @@ class ServedParameters:
 
     @property
     def averaging(self) -> Collection[int]:
-        """Return the groups that have sent their own weights, and wait for the mean."""
+        """Return the groups that wait for the mean."""
         return self._averaging.keys()
 
     def averaged(self, live: Collection[int]) -> list[tuple[int, bool]]:

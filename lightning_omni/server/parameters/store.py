@@ -108,7 +108,6 @@ class ServedHead(ServedParameters):
         self._waiting.append(request)
 
     def grant_access(self, now: float) -> HeadRequest | None:
-        """Return the next batch in the queue, if no group has access."""
         if self._holder is not None or not self._waiting:
             return None
         self._holder, self._began, self._read_at = self._waiting.popleft(), now, self.master.clock
@@ -171,7 +170,6 @@ class ServedHead(ServedParameters):
         return HeadStep(passed.inputs, self._read_at, applied)
 
     def release(self, now: float) -> None:
-        """End the access, and add its duration to the mean."""
         lasted = max(0.0, now - self._began)
         self.access_time = SMOOTHING * self.access_time + (1 - SMOOTHING) * lasted if self.access_time else lasted
         self._release()

@@ -97,9 +97,7 @@ class ServerProcess:
     """The process of the embedded parameter server. The constructor does not wait for it.
 
     It is not a thread, because the optimizer step and the sockets would take time from the trainer's interpreter.
-
-    Args:
-        settings: None if they are not available yet: the process imports its modules and waits for `configure`.
+    Without ``settings``, it imports its modules and waits for `configure`.
     """
 
     def __init__(self, settings: ServerSettings | None = None) -> None:
@@ -117,7 +115,6 @@ class ServerProcess:
             self.configure(settings)
 
     def configure(self, settings: ServerSettings) -> None:
-        """Send the settings to a process that was started without them."""
         assert self._process.stdin is not None
         self.is_told = True
         self._deadline = time.monotonic() + STARTS_WITHIN
@@ -168,7 +165,6 @@ class ServerProcess:
         self.leave()
 
     def stop(self, timeout: float = 5.0) -> None:
-        """End the server and wait; kill it after the timeout."""
         self.dismiss()
         try:
             self._process.wait(timeout)
@@ -295,9 +291,7 @@ class Lifeline:
     """A forked server's connection to its supervisor. When that is gone, the process ends at once.
 
     It does not clean up, as if killed, so that the next server finds the state, the sockets and the port free.
-
-    Args:
-        report: last report of the previous server; empty for the first one.
+    ``report`` is the last one of the previous server; empty for the first server.
     """
 
     def __init__(self, wire: socket.socket, report: str) -> None:
@@ -333,8 +327,8 @@ def supervise(is_over: Callable[[], bool], tell: Callable[[str], None], wake_on:
         wake_on: descriptors that, once readable, cause a call of ``is_over`` at once.
 
     Returns:
-        In the forked process, its `Lifeline`. In the supervisor, its exit status, once the server has ended in good
-        order or has been restarted too often.
+        The `Lifeline` of the forked process; in the supervisor its exit status, once the server has ended in good order
+        or has been restarted too often.
     """
     report, fallen = "", 0
     gc.freeze()  # the collector writes to the objects it visits, which would end their sharing between processes

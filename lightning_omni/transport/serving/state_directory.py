@@ -178,7 +178,7 @@ class StateDirectory:
         """Choose, record and return this server's start time in milliseconds.
 
         The lock file's modification time stores it, so that it is later than those before even if the clock was set
-        back; that needs no space on a disk that may be full.
+        back; that needs no space on a full disk.
         """
         started = max(time.time_ns(), os.fstat(self._lock).st_mtime_ns + _MILLISECOND) // _MILLISECOND
         with contextlib.suppress(OSError):
@@ -335,7 +335,6 @@ class StateDirectory:
         return names[0] if names else ""
 
     def _keep_ended(self, number: int) -> None:
-        """Rename a save from which no server continues."""
         if not self._others:
             with contextlib.suppress(OSError):
                 file_of(self._path, SAVED, number).rename(self._path / ENDED)

@@ -68,7 +68,6 @@ def sibling(address: str, name: str) -> str:
 
 
 def remove_if_abandoned(address: str) -> None:
-    """Remove the directory of an address if its server is gone."""
     if is_private(address):
         _remove_if_abandoned(directory_of(address))
 

@@ -28,7 +28,7 @@ class SuspendAwareClock:
     """A monotonic clock that stops with its process.
 
     A job that is stopped and resumed (Ctrl-Z and ``fg``, ``scontrol suspend``, a migrated virtual machine) resumes as a
-    whole: the silence of the others was this process's own pause, as it is for a server that one message kept busy.
+    whole: the silence of the others was this process's own pause.
 
     Example:
         >>> moments = iter([0.0, 0.5, 1.0, 61.0, 61.5])

@@ -6,9 +6,8 @@ frame, and its payload follows in ZeroMQ messages of two frames: an empty frame,
 memory that both processes share, a second frame of the message holds its range, and nothing follows. A larger message
 is announced by a `LargeMessage` and sent in such pieces, too.
 
-The weights that a joining group reads would, sent at once, occupy the server and the link as long as an exchange, and
-all other groups would wait. So large answers are sent piece by piece. Sending costs a few times as much as a copy,
-whose duration is measured, and is spread over many times as long.
+The weights that a joining group reads would, sent at once, occupy the server and the link as long as an exchange. So
+large answers are sent piece by piece, over many times the measured duration of a copy.
 
 Rule: an answer is consistent. It is copied before the next message, and the weights may change while it is sent.
 """
@@ -224,12 +223,9 @@ class PacedAnswers:
         return min((each.due for each in self._streams), default=float("inf"))
 
     def begin(self, socket: zmq.Socket[bytes], peer: bytes, payload: Tensor) -> None:
-        """Start to send the payload of an answer whose message has been sent.
+        """Start to send a payload (uint8, one-dimensional) over a ROUTER, after its message. It may change at once.
 
-        Args:
-            socket: a ROUTER.
-            peer: the receiver, which is sent nothing else on this socket meanwhile.
-            payload: uint8, one-dimensional; it may change at once.
+        The peer is sent nothing else on this socket meanwhile.
         """
         began = self._clock()
         copy = payload.clone()

@@ -96,10 +96,7 @@ class ConnectionGuard:
     def listen(self, endpoint: str, largest_frame: int, most_unread: int = 1000) -> zmq.Socket[bytes]:
         """Return a listening socket that is watched from before it is bound, except in a private directory.
 
-        Args:
-            endpoint: endpoint to bind.
-            largest_frame: largest frame that is accepted, in bytes.
-            most_unread: messages of a connection that may wait to be read.
+        It accepts frames of at most ``largest_frame`` bytes, and queues ``most_unread`` messages of a connection.
 
         Raises:
             ConfigurationError: this machine cannot encrypt; the guard is closed, as after any other error.
@@ -130,7 +127,6 @@ class ConnectionGuard:
 
     @contextlib.contextmanager
     def deciding(self) -> Iterator[None]:
-        """Keep the guard from ending connections meanwhile."""
         with self._lock:
             self._read_events()
             yield

@@ -128,7 +128,6 @@ class RunKeys:
         return self.encryption == "curve" and not is_private(address)
 
     def prepare(self, socket: zmq.Socket[bytes], address: str, side: Literal["server", "client"]) -> None:
-        """Set the keys of one side on a socket, before it is bound or connected."""
         if not self.encrypts(address):
             return
         import zmq

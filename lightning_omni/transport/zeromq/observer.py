@@ -119,8 +119,8 @@ class Observer:
         """Send bytes to the server repeatedly and receive bytes back.
 
         Args:
-            payload: bytes to send, at most `lightning_omni.wire.messages.LARGEST_INLINE`.
-            back: number of bytes to receive, at most `lightning_omni.wire.messages.LARGEST_ECHO`.
+            payload: bytes to send, at most `LARGEST_INLINE`.
+            back: number of bytes to receive, at most `LARGEST_ECHO`.
             under_way: number of concurrent requests.
             seconds: time during which further requests are sent; with 0 only the first ones are.
         """

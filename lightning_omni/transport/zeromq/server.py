@@ -308,7 +308,6 @@ class ZeroMQServer:
         self._send(self.core.lose(0, reason))
 
     def close(self) -> None:
-        """Close both sockets once the queued messages are sent."""
         if self._coordinator is not None:
             self._coordinator.close()
             self._coordinator = None
@@ -388,7 +387,6 @@ class ZeroMQServer:
         return self.core.receive(m.DATA, peer, assembly.message, assembly.buffer, self._clock())
 
     def _begin(self, peer: bytes, message: m.Message, places: MemoryRanges) -> Assembly:
-        """Start to assemble a message whose payload follows in chunks or is in shared memory."""
         nbytes = self.core.check_payload(peer, message)
         is_kept = self.core.keeps_payload(message)
         buffer = torch.empty(nbytes, dtype=torch.uint8) if is_kept else self._buffer(peer, nbytes)

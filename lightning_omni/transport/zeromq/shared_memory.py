@@ -120,7 +120,7 @@ class Sharing:
         self._count = 0
 
     def range_of(self, tensor: Tensor | None) -> MemoryRange | None:
-        """Return the range of a tensor of bytes for the server; None if it cannot be shared."""
+        """Return a tensor's range for the server; None if it cannot be shared."""
         if not self._path or tensor is None or not tensor.numel() or (found := find_segment(tensor)) is None:
             return None
         segment, start = found
@@ -346,7 +346,6 @@ def shared_zeros(nbytes: int) -> Tensor:
 
 
 def find_segment(tensor: Tensor) -> tuple[Segment, int] | None:
-    """Return this process's segment that holds a tensor of bytes, and the offset in it, if any."""
     start = tensor.data_ptr()
     for segment in list(_made.values()):
         if segment.address <= start and start + tensor.numel() <= segment.address + segment.nbytes:

@@ -239,7 +239,6 @@ def state_of_fragment(state: State, layout: Layout, number: int, of: int) -> Sta
 
 
 def with_fragment(state: State, new: State, layout: Layout, number: int, of: int) -> State:
-    """Return a sender's state with a new state for one fragment; the arguments stay unchanged."""
     more = {key: value for key, value in new.items() if key != RESIDUAL}
     changed = {**state, f"{_OF_FRAGMENT} {number}": more} if more else dict(state)
     if RESIDUAL in new:

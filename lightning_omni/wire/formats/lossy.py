@@ -113,7 +113,6 @@ def _sum(mine: Tensor, before: Tensor | None, where: slice, wide: torch.dtype) -
 
 
 def _like(numbers: Tensor, tensor: Tensor) -> Tensor:
-    """Return real elements in the shape of a tensor, in their own precision."""
     if tensor.is_complex():
         real, imaginary = numbers.reshape(*tensor.shape, 2).unbind(-1)
         return torch.complex(real, imaginary)  # no view, because views of complex numbers must be aligned

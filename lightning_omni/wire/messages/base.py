@@ -1,7 +1,7 @@
 """Base class, limits and encoding of messages.
 
 Rule 1: bytes that do not decode to exactly one of these types are refused, whichever process sent them.
-Rule 2: a message contains no tensors. They follow as a payload, whose size is the message's ``nbytes``.
+Rule 2: a message contains no tensors. They follow as a payload, whose size most messages state as ``nbytes``.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class EpochOpened(Message, frozen=True, kw_only=True):
 
 
 class DrawBatches(Message, frozen=True, kw_only=True):
-    """A request for a group's batches from ``number`` on, of which it has trained ``trained`` before."""
+    """A request for a group's batches from ``number`` on; ``trained`` of those before are trained."""
 
     epoch: int
     generation: int

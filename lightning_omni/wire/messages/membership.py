@@ -127,7 +127,7 @@ class FormGroups(Message, frozen=True, kw_only=True):
         wire_format: encoding of pushes, as plain data.
         names: names of the groups; empty for their numbers.
         overlap: whether exchanges overlap computation; the server only records it.
-        by_member: whether a group's first members exchange a share each, with the server of the same number, instead of
+        by_member: whether a group's first members exchange a share each with the server of the same number, instead of
             the leader all of them. A group's size is then a multiple of their number.
     """
 
@@ -243,8 +243,7 @@ class RankEnded(Message, frozen=True, kw_only=True):
 class Notice(Message, frozen=True, kw_only=True):
     """A report of all ranks lost so far.
 
-    Attributes:
-        barred: whether the group must not rejoin by itself: a person evicted it, or a rank failed by itself.
+    ``barred`` if the group must not rejoin by itself: a person evicted it, or a rank failed by itself.
     """
 
     lost: tuple[int, ...]

@@ -18,12 +18,7 @@ from lightning_omni.wire.journal import JoinedEntry, LeftEntry, LostEntry
 
 
 class FollowerHello(m.Message, frozen=True, kw_only=True):
-    """The first message of a server that holds a partition.
-
-    Attributes:
-        number: number of the server, from 1.
-        address: address of its data socket, for ranks.
-    """
+    """The first message of server ``number``, from 1, with the address of its data socket for ranks."""
 
     version: int
     number: int

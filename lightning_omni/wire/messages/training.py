@@ -115,8 +115,7 @@ class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
 class AverageMessage(Message, tag="Average", frozen=True, kw_only=True):
     """A group's own weights, answered by the mean over all groups once all have arrived.
 
-    Attributes:
-        absent: indices of parameters that the payload leaves out: they are frozen here and at the server.
+    ``absent`` parameters are frozen here and at the server, and not in the payload.
     """
 
     optimizer: int
@@ -166,10 +165,9 @@ class Weights(Message, frozen=True, kw_only=True):
 
 
 class HeadForward(Message, frozen=True, kw_only=True):
-    """A group's batch for a merged head, answered once the group has access.
+    """A group's batch for the merged head ``optimizer``, answered once the group has access.
 
     Attributes:
-        optimizer: number of the head, among the optimizers.
         packed: ``[arguments, keyword arguments]`` of the submodule.
         training: whether each of its submodules, itself first, is in training mode.
         trainable: whether each of its weights is to be trained.
