@@ -36,11 +36,8 @@ EVERY = 5
 class Balance:
     """The measurement of this rank's speed, and its group's agreement on each rank's part of the batch.
 
-    Args:
-        rebalance: ``"auto"`` measures and rebalances, ``"off"`` does nothing.
-        info: logs a message for the user, on rank 0.
-        only_measures: whether the split is left to other code, which reads ``measured``.
-        clock: the source of timestamps; None for the device's own.
+    With ``only_measures``, the split is left to other code, which reads ``measured``; ``clock`` is the device's own by
+    default.
 
     Attributes:
         measured: this rank's samples and compute seconds of every batch so far, if it ``only_measures``.

@@ -213,7 +213,8 @@ def forget(group: Any, rank: int) -> None:
 def failed_at_one_place(group: Any, rank: int, ranks: Sequence[int], where: str, within: float) -> bool:
     """Return whether all of these ranks report a failure at the same line of the program; each waits for the others.
 
-    ``where`` is the `place_of` this rank's failure; reports of the others are awaited for ``within`` seconds.
+    ``where`` describes the position of this rank's failure (`place_of`). The others' reports are awaited for ``within``
+    seconds.
     """
     store, keys = store_of(group), [_key(each) for each in ranks]
     try:

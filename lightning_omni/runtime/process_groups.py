@@ -97,14 +97,10 @@ def _cache_beside(default: Any) -> _Cache:
 
 
 class ProcessGroups:
-    """All process groups of a rank. No other class switches the default process group.
+    """All process groups of a rank, of ``size`` ranks in all. No other class switches the default process group.
 
-    Args:
-        rank: this rank.
-        size: number of ranks, dead or alive.
-        timeout: time after which an incomplete collective is an error.
-        device: device of tensors for the collectives of torch's own groups.
-        is_group: whether the default process group is that of one compute group, which has joined on its own.
+    ``size`` counts dead ranks, too. ``device`` holds the tensors of torch's own collectives. With ``is_group``, the
+    default process group is that of one compute group, which has joined on its own.
     """
 
     def __init__(self, rank: int, size: int, timeout: timedelta, device: torch.device, is_group: bool = False) -> None:

@@ -148,11 +148,8 @@ class World(ParallelState):
     ) -> int:
         """Attach an optimizer, before training begins, and return its number.
 
-        Args:
-            optimizer: the optimizer.
-            parameters: its exchanged parameters, by name.
-            names: returns the names of all the model's parameters, including those added mid-run.
-            outside: its other parameters.
+        ``parameters`` are its exchanged parameters by name, ``outside`` its others; ``names`` returns the names of all
+        the model's parameters, including those added mid-run.
 
         Raises:
             UnsupportedError: a parameter is in another optimizer already.
@@ -168,12 +165,9 @@ class World(ParallelState):
         return number
 
     def attach_head(self, name: str, model: Module, optimizers: Sequence[Optimizer]) -> RemoteHead:
-        """Attach a submodule as a merged head, before training begins. `attach` still attaches its optimizer.
+        """Attach the submodule ``name`` of the whole ``model`` as a merged head, before training begins.
 
-        Args:
-            name: the submodule's name in the model.
-            model: the whole model.
-            optimizers: all optimizers; one of them holds all parameters of the submodule.
+        One of the optimizers holds all its parameters; `attach` still attaches that optimizer.
 
         Raises:
             ConfigurationError: the submodule cannot be merged.

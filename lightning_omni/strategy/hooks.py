@@ -106,9 +106,9 @@ class OmniStrategyHooks(_Base):
         **ddp: arguments of DDPStrategy (``find_unused_parameters``, ``timeout``, ``start_method``, ...).
 
     Attributes:
-        namespace: what it uses of its namespace of Lightning.
+        namespace: the names that it uses from its namespace of Lightning.
         parts: its parts in this process, which the hooks call; for callbacks of this package and for extensions.
-        world_options: how its ranks train, without what concerns Lightning.
+        world_options: how its ranks train, without Lightning's concerns.
         ddp_options: DDPStrategy's own arguments, as they were passed.
 
     Raises:

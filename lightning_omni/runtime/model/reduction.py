@@ -57,7 +57,7 @@ class Reduction:
         self._wrapped: list[ref[DistributedDataParallel]] = []
 
     def ddp_options(self, module: torch.nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the user's arguments of DistributedDataParallel, with larger buckets for a format on a CPU."""
+        """Return the user's arguments of DistributedDataParallel; an inexact format has larger buckets on a CPU."""
         on_cpu = all(each.device.type == "cpu" for each in module.parameters())
         is_open = not isinstance(self.format, Exact) and on_cpu and "bucket_cap_mb" not in given
         return {**given, "bucket_cap_mb": BUCKET_MB} if is_open else dict(given)

@@ -36,12 +36,9 @@ _FEW = 1 << 12
 
 
 class ModelReplica(Replica):
-    """The parameters of one optimizer on this rank.
+    """The parameters of one optimizer on this rank, by name and in the optimizer's order.
 
-    Args:
-        parameters: parameters by name, in the optimizer's order.
-        optimizer: the worker's own optimizer over them.
-        is_shared: whether the group's members hold the parameters together, and each exchanges its part of them.
+    With ``is_shared``, the group's members hold them together, and each exchanges its part.
 
     Attributes:
         ever_held: these parameters, including those that the optimizer has released.
@@ -175,14 +172,12 @@ class ModelReplica(Replica):
         complete(self.ordered)
 
     def agreed(self, fragment: int | None = None, of: int = 1) -> list[bool]:
-        """Return whether each piece is frozen, equals the server's, and was not written by this group."""
         own, names = self.own_frozen(), list(self.parameters)
         known = zip(super().agreed(fragment, of), self.pieces(fragment, of), strict=True)
         return [agreed and names[piece.place] not in own for agreed, piece in known]
 
     @property
     def loose(self) -> list[int]:
-        """Return the indices of frozen weights that differ from the server's, without those written by this group."""
         own, names = self.own_frozen(), list(self.parameters)
         return [index for index in super().loose if names[index] not in own]
 

@@ -27,9 +27,7 @@ from lightning_omni.runtime._private import ignored_by_ddp, put_in_order
 def contiguous(tensor: Tensor, name: str) -> Iterator[Tensor]:
     """Provide contiguous memory with a tensor's values for a collective; afterwards the tensor has the memory's.
 
-    Args:
-        tensor: strided; if it is contiguous, the memory is its own.
-        name: name for errors.
+    The memory is the strided tensor's own if that is contiguous; ``name`` is for errors.
 
     Raises:
         UnsupportedError: the tensor cannot have these values.

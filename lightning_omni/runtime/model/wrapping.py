@@ -93,7 +93,6 @@ class ModelWrapper:
         self.average_over_replicas()
 
     def average_over_replicas(self) -> None:
-        """Install or remove the hook by which a group's replicas of a sharded model average their gradients."""
         if self.sharded is not None:
             average_over_replicas(self.sharded, self._mean if self._parallel.replicas > 1 else None)
 
