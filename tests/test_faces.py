@@ -466,7 +466,7 @@ def test_a_rank_whose_loop_fails_when_it_is_over_says_so_to_those_that_wait_for_
     plain_loops: list[dict[str, Any]],
 ) -> None:
     lost, why = (each["last"] for each in plain_loops)
-    assert "0.0 was written between two steps" in why
+    assert why.startswith("weight was written between two steps")
     assert lost[:-1] == [1]
     assert "lost the ranks 1, and a loop begins with all 2; start the script again" in lost[-1]
 
