@@ -18,7 +18,7 @@ _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _PREFIXES |= {"ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 _FEWEST = 1000
-"""Fewest bytes, or bytes per second, that are accepted without a unit: whoever writes 100 means megabits, say."""
+"""Fewest bytes, or bytes per second, that are accepted without a unit: a mere 100 is meant in megabits, say."""
 _AS_RATE = "pass bytes per second, as in 1e9 or 1GB/s, or bits, as in 10Gbit"
 _AS_TIME = "pass seconds, as in 0.005, or with a unit, as in 5ms, 2s, 10min"
 
