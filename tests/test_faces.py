@@ -294,6 +294,7 @@ def changing_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, A
     loops |= {
         **MERGED,
         "forked": {"forked": "of a fork"},
+        **{f"before, {each}": {"before": each} for each in ("nodes", "an option")},
         **{f"inner, {groups}": {"inner": groups} for groups in (1, 2)},
     }
     return run_loops(tmp_path_factory.mktemp("changing"), loops)
@@ -565,6 +566,15 @@ def test_a_fork_of_a_rank_ends_with_its_error_and_the_run_goes_on(changing_loops
     """Its copy of a socket would never answer, and its goodbye would end the run of its parent."""
     for each in changing_loops:
         assert each["forked"] == {"status": 3, "steps": 4}
+
+
+def test_nodes_that_do_not_add_up_and_options_that_ddp_has_not_are_refused(
+    changing_loops: list[dict[str, Any]],
+) -> None:
+    """On few ranks, too, where nodes make no difference yet, and no module is wrapped."""
+    for each in changing_loops:
+        assert each["before, nodes"].startswith("ConfigurationError: ranks_per_node=[1]: torch.distributed has 2 ranks")
+        assert each["before, an option"].startswith("TypeError: got an unexpected keyword argument 'find_unused_param")
 
 
 @pytest.mark.parametrize("groups", [1, 2])

@@ -97,6 +97,11 @@ class ParallelState:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.torch_rank = self.rank
         ranks_per_node = list(map(int, ranks_per_node or _count_ranks_per_node(self.size)))
+        if sum(ranks_per_node) != self.size:
+            raise ConfigurationError(
+                f"ranks_per_node={ranks_per_node}: torch.distributed has {self.size} ranks; pass the number of ranks on"
+                " each node, which add up to that"
+            )
         joins, sharding = bool(options.elastic.join), options.model_parallel
         self.process_groups = ProcessGroups(self.rank, self.size, options.timeout, self.device, is_group=joins)
         wanted = 1 if joins else options.groups

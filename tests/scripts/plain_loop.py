@@ -732,6 +732,17 @@ def nest(inner: int) -> str:
     return error
 
 
+def refuse(before: str) -> str:
+    """Why a mistake before a loop is refused in groups of one rank, too."""
+    try:
+        if before == "nodes":
+            World(2, ranks_per_node=[1])
+        World(2).wrap(torch.nn.Linear(4, 1), find_unused_parameter=True)
+    except (ConfigurationError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def follow(page: str) -> dict[str, Any]:
     """The loop that a page has; process groups stay those of this script."""
     code = Path(page).read_text().partition("```python\n")[2]
@@ -775,6 +786,7 @@ def main() -> None:
         "merged": normalize,
         "forked": fork,
         "inner": nest,
+        "before": refuse,
         "page": follow,
     }
     results: dict[str, Any] = {
