@@ -99,8 +99,8 @@ class ParallelState:
         ranks_per_node = list(map(int, ranks_per_node or _count_ranks_per_node(self.size)))
         if sum(ranks_per_node) != self.size:
             raise ConfigurationError(
-                f"ranks_per_node={ranks_per_node}: torch.distributed has {self.size} ranks; pass the number of ranks on"
-                " each node, which add up to that"
+                f"ranks_per_node={ranks_per_node}: torch.distributed has {self.size} ranks; pass numbers of ranks that"
+                " add up to that, with Lightning by devices= and num_nodes="
             )
         joins, sharding = bool(options.elastic.join), options.model_parallel
         self.process_groups = ProcessGroups(self.rank, self.size, options.timeout, self.device, is_group=joins)
