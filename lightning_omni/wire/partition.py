@@ -131,6 +131,8 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
 
     def parts(self, tensors: Tensors) -> list[list[Tensor | None]]:
         """Split tensors, one for each parameter, into each server's part; views where memory allows."""
+        if len(self.shares) == 1:
+            return [list(tensors)]
         return [self._share_of(server, tensors) for server in range(len(self.shares))]
 
     def _share_of(self, server: int, tensors: Tensors) -> list[Tensor | None]:
@@ -204,6 +206,8 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
 
     def sender_parts(self, state: State) -> list[State]:
         """Split the state of a sender of pushes into one state for each server."""
+        if len(self.shares) == 1:
+            return [state]
         own = state.get(_SENDERS, ())
         rest = own if len(own) == len(self.shares) else [{}] * len(self.shares)
         if RESIDUAL not in state:
@@ -213,6 +217,8 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
 
     def merged_sender(self, states: Sequence[State]) -> State:
         """Merge a sender's states for each server into one state."""
+        if len(states) == 1:
+            return states[0]
         rest = [{key: value for key, value in state.items() if key != RESIDUAL} for state in states]
         merged: dict[str, Any] = {_SENDERS: rest} if any(rest) else {}
         if any(RESIDUAL in state for state in states):

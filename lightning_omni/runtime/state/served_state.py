@@ -43,7 +43,7 @@ class ServedState(defaultdict[Any, Any]):
     @property
     def is_written(self) -> bool:
         """Return whether user code has written or discarded the state of any parameter."""
-        return self._is_cleared or bool(self._removed) or any(self.values())
+        return self._is_cleared or bool(self._removed) or any(super().values())  # no read by user code
 
     def write_to(self, state: MutableMapping[Any, Any]) -> None:
         """Repeat in the server's state what user code has done here."""
