@@ -11,11 +11,7 @@ from lightning_omni.errors import ConfigurationError
 
 
 def counted(number: int, noun: str) -> str:
-    """Return the number and its noun.
-
-    Args:
-        number: the count.
-        noun: the noun in the singular, which forms its plural with an s.
+    """Return the number and its noun, whose plural has an s.
 
     Example:
         >>> counted(1, "rank"), counted(4, "rank")
@@ -25,10 +21,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return a number as a plain Python number, which can be sent and saved; other values unchanged.
-
-    Args:
-        value: a user's argument, such as one of NumPy's numbers.
+    """Return a user's number, such as one of NumPy's, as a plain Python number; other values unchanged.
 
     Example:
         >>> from fractions import Fraction
@@ -49,7 +42,6 @@ def keep_plain(values: Any) -> None:
 
 
 def _refused(name: str, value: Any, what: str) -> ConfigurationError:
-    """Return the error of an argument; the name of a value's own argument is ``Value(name``."""
     return ConfigurationError(f"{name}={value!r}{')' if '(' in name else ''}: pass {what}")
 
 
@@ -62,19 +54,16 @@ def check_number(
     above: float | None = None,
     below: float | None = None,
 ) -> None:
-    """Raise an error unless a value is a number from ``low`` to ``high``; text, booleans and NaN are not.
+    """Raise `ConfigurationError` unless a value is a number in a range; text, booleans and NaN are not.
 
     Args:
         name: name of the argument, or ``Value(name`` for an argument of a value.
         value: value of the argument.
         what: valid values, in words.
-        low: the least.
-        high: the largest.
+        low: inclusive lower bound.
+        high: inclusive upper bound.
         above: exclusive lower bound.
         below: exclusive upper bound.
-
-    Raises:
-        ConfigurationError: the value is not valid.
 
     Example:
         >>> check_number("target", 0.88, "a number")
@@ -88,32 +77,20 @@ def check_number(
 
 
 def check_whole(name: str, value: Any, what: str, low: int = 0, high: int | None = None) -> None:
-    """Raise an error unless a value is a whole number from ``low`` to ``high``; see `check_number`.
-
-    Raises:
-        ConfigurationError: the value is not valid.
-    """
+    """Raise `ConfigurationError` unless a value is a whole number from ``low`` to ``high``; see `check_number`."""
     is_whole = isinstance(value, Integral) and not isinstance(value, bool)
     if not is_whole or value < low or (high is not None and value > high):
         raise _refused(name, value, what)
 
 
 def check_kind(name: str, value: Any, kinds: type | tuple[type, ...], what: str) -> None:
-    """Raise an error unless a value has one of these classes; see `check_number`.
-
-    Raises:
-        ConfigurationError: the value has another class.
-    """
+    """Raise `ConfigurationError` unless a value has one of these classes; see `check_number`."""
     if not isinstance(value, kinds):
         raise _refused(name, value, what)
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Raise an error unless a value is one of these words.
-
-    Raises:
-        ConfigurationError: the value is another one.
-    """
+    """Raise `ConfigurationError` unless a value is one of these words."""
     if value not in choices:
         *others, last = (f'"{choice}"' for choice in choices)
         raise _refused(name, value, f"{', '.join(others)} or {last}")

@@ -1,8 +1,7 @@
 """The pairs of features that do not work together, as one table, which every refusal of a pair consults.
 
-A pair works if each of its features is a wrapper, a value or a message of its own. A pair that would need code of its
-own is refused at construction: `refuse_pairs` names both, with a remedy. docs/reference/combinations.md prints the
-table, and tests/test_combinations.py tries every pair.
+A pair that would need code of its own is refused at construction, with a remedy. docs/reference/combinations.md prints
+the table, and tests/test_combinations.py tries every pair.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Trait(NamedTuple):
     Args:
         label: its name in the docs.
         has: returns whether a method has it.
-        setting: the setting of the method that causes it; an empty string if all methods of this kind have it.
+        setting: the setting of the method that causes it; empty if all methods of this kind have it.
     """
 
     label: str
@@ -66,14 +65,7 @@ TRAITS = {
 
 
 class Pair(NamedTuple):
-    """Two features that do not work together.
-
-    Args:
-        first: key of a feature or trait.
-        second: key of another.
-        reason: the reason, for the message.
-        remedy: the arguments to pass instead.
-    """
+    """Two features or traits that do not work together; ``remedy`` names the arguments to pass instead."""
 
     first: str
     second: str
@@ -191,9 +183,7 @@ PAIRS = (
 def refused_pairs(method: Method, given: Mapping[str, str]) -> Iterator[tuple[Pair, str]]:
     """Yield each pair of features that do not work together, with its message.
 
-    Args:
-        method: the method.
-        given: the other features by their keys in `FEATURES`, each as the user wrote it.
+    ``given`` has the features beside the method by their keys in `FEATURES`, each as the user wrote it.
 
     Example:
         >>> [(pair, message)] = refused_pairs(LocalSGD(), {"overlap": "overlap=True"})

@@ -104,10 +104,7 @@ _FAILED = "failed: "
 
 
 def is_failure_reason(reason: str) -> bool:
-    """Return whether a rank has ended by an exception, and not by a death, a cut link or a person who evicts its group.
-
-    Args:
-        reason: reason of its loss.
+    """Return whether a rank was lost by an exception, and not by a death, a cut link or a person who evicts its group.
 
     Example:
         >>> is_failure_reason("rank 3 failed: ValueError"), is_failure_reason("rank 3 was interrupted (Ctrl-C)")

@@ -1,4 +1,4 @@
-"""The colours of all plots (runs, searches, devices, examples), with one colour for each meaning; and their files.
+"""The colours of all plots, one for each meaning, and their files.
 
 The origins of settings have the colours of Okabe and Ito, methods and the parts of a step those of Tol, which people
 with colour blindness can distinguish. Numbers (of groups, learning rates) are shades of viridis.
@@ -61,11 +61,7 @@ _MOST_WIDTH = 3.6
 
 
 def method_colours(names: Sequence[str], groups: Sequence[int]) -> list[str]:
-    """Return a colour for each run.
-
-    Args:
-        names: their methods, as ``"softsync:n=2@4"``.
-        groups: their numbers of groups.
+    """Return a colour for each run, from its method's name and its number of groups.
 
     Example:
         >>> method_colours(["async_sgd@1", "softsync:n=2", "async_sgd"], [1, 8, 8]) == [
@@ -122,19 +118,13 @@ _MISSING = "pictures need matplotlib; install it with: pip install 'lightning-om
 
 
 def can_draw() -> bool:
-    """Return whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def check_can_draw(option: str = "", remedy: str = "") -> None:
-    """Raise an error if matplotlib is missing, before time is spent on the data of a figure.
+    """Raise `ConfigurationError` if matplotlib is missing, before time is spent on the data of a figure.
 
-    Args:
-        option: option that requests a figure, before the message.
-        remedy: another remedy, after the message.
-
-    Raises:
-        ConfigurationError: matplotlib is missing.
+    ``option`` and ``remedy`` precede and follow its message.
     """
     if not can_draw():
         raise ConfigurationError(f"{option}{_MISSING}{remedy}")
@@ -154,22 +144,13 @@ def new_figure(width: float, height: float, **options: Any) -> Any:
 
 
 def plot_interval(axes: Any, places: Sequence[float], estimates: Sequence[Any], colour: str, label: str = "") -> None:
-    """Draw a curve of values, and the band of their intervals.
-
-    Args:
-        axes: axes of matplotlib.
-        places: positions of the values.
-        estimates: objects with ``value``, ``low`` and ``high``.
-        colour: colour of curve and band.
-        label: label of the curve.
-    """
+    """Draw a curve of estimates (with ``value``, ``low`` and ``high``), and the band of their intervals."""
     axes.plot(places, [each.value for each in estimates], color=colour, marker="o", markersize=4, label=label)
     lows, highs = ([getattr(each, end) for each in estimates] for end in ("low", "high"))
     axes.fill_between(places, lows, highs, color=colour, alpha=0.16, linewidth=0)
 
 
 def png_of(figure: Any) -> bytes:
-    """Return a figure as the bytes of a PNG file."""
     file = io.BytesIO()
     figure.savefig(file, format="png")
     return file.getvalue()

@@ -73,7 +73,6 @@ class Registry(Generic[Kind]):
             raise ConfigurationError(f"{self.argument}={value!r}: {error}") from error
 
     def from_wire(self, plain: Mapping[str, Any]) -> Kind:
-        """Return a value from plain data."""
         kind = self.known.get(str(plain.get("name")))
         if kind is None:
             raise MalformedMessage(
@@ -100,7 +99,6 @@ class Registry(Generic[Kind]):
         return kind
 
     def load(self, path: str) -> type[Kind]:
-        """Import and register a kind by its path ``module:Class``."""
         module, _, name = path.partition(":")
         try:
             kind = getattr(importlib.import_module(module), name)

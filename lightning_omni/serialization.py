@@ -1,4 +1,4 @@
-"""`Serializable`: dataclasses that are saved in JSON files, by their annotations."""
+"""Dataclasses that are saved in JSON files, by their annotations."""
 
 from __future__ import annotations
 

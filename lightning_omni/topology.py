@@ -19,9 +19,9 @@ RECORDER = 0
 
 @dataclass(frozen=True)
 class GroupId:
-    """The identity of a group: its name, and its incarnation among the groups of that name.
+    """A group's name, and its incarnation among the groups of that name, which together are unique in a run.
 
-    Group numbers are array indices and are reused; a name with its incarnation is unique in a run.
+    Group numbers are array indices and are reused.
 
     Attributes:
         name: constant for as long as a group uses it, through all regrouping; by default the group's number.
@@ -47,8 +47,8 @@ class Topology:
     *leader*, the only one that exchanges tensors with the parameter server.
 
     Attributes:
-        groups: the ranks of each group, in ascending order. Group ``i`` is ``groups[i]``; an evicted group keeps its
-            index as an empty tuple, so that group numbers never change within a topology.
+        groups: the ranks of each group, in ascending order. An evicted group keeps its index as an empty tuple, so that
+            group numbers never change within a topology.
 
     Raises:
         ConfigurationError: a rank is in two groups, or no group has a rank.
@@ -76,7 +76,7 @@ class Topology:
         Args:
             world_size: number of ranks N.
             groups: number of compute groups g, ``1 <= g <= N / together``.
-            together: number of neighbouring ranks that always stay in one group, such as those that hold one model.
+            together: number of neighbouring ranks that stay in one group, such as those that hold one model.
 
         Raises:
             ConfigurationError: ``groups`` is out of range, or the ranks are no multiple of ``together``.
@@ -100,7 +100,7 @@ class Topology:
         Neighbours that stay together count with the speed of the slowest of them.
 
         Args:
-            speeds: each rank's speed, in samples per second or any other unit.
+            speeds: each rank's speed, in any unit.
             groups: number of compute groups.
             together: as in `even`.
 
@@ -180,7 +180,7 @@ class Topology:
         return self.groups[group][0]
 
     def without(self, group: int) -> Topology:
-        """Return the topology with one group evicted. The numbers of the others do not change."""
+        """Return the topology with one group evicted; the numbers of the others do not change."""
         return Topology(tuple(() if index == group else members for index, members in enumerate(self.groups)))
 
 

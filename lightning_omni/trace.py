@@ -54,11 +54,10 @@ class Trace:
     - ``epoch``: number of the epoch;
     - ``steps``: its local steps, each of one batch.
 
-    A trace may also hold durations, in the order in which a group's steps ended. One row of `steps` is one local step
-    of a group: ``group``, ``time`` (its end), ``seconds`` (since the end of the step before, without waits for other
-    groups between two epochs) and ``exchange`` (the seconds of these after its gradient was computed). One row of
-    `work` is one rank's part of one step: ``rank``, ``samples`` and ``seconds`` (its own forward and backward pass,
-    without waits).
+    A trace may also hold durations. One row of `steps` is one local step of a group, in the order of their ends:
+    ``group``, ``time`` (its end), ``seconds`` (since the end of the step before, without waits for other groups between
+    two epochs) and ``exchange`` (the seconds of these after its gradient was computed). One row of `work` is one rank's
+    part of one step: ``rank``, ``samples`` and ``seconds`` (its own forward and backward pass, without waits).
 
     Args:
         rows: the columns.
@@ -137,9 +136,9 @@ class Trace:
         """Return useful device time over all device time, 0 to 1; NaN if not measured.
 
         Useful time is that of gradients that reached the other groups: in an applied push or, where groups exchange
-        only with one another, in a local step. Other time is waits, computation that a group did not push before it
-        died or the run ended, and the time for which a device was dead. If the server dies and restarts from its last
-        save, repeated training is useful once, and a lost update is not. A device that is slow for a while is in use.
+        only with one another, in a local step. Waits, computation that was never pushed, and the time for which a
+        device was dead are not. If the server restarts from its last save, repeated training is useful once, and a lost
+        update is not. A device that is slow for a while is in use.
 
         References:
             Douillard et al. 2026, "Decoupled DiLoCo for Resilient Distributed Pre-training", arXiv:2604.21428.
@@ -170,9 +169,7 @@ class Trace:
     def time_to(self, metric: str, value: float) -> float:
         """Return the seconds until the first evaluation that reaches a value; NaN if none does.
 
-        Args:
-            metric: name of a metric of the evaluations; one with "loss" or "error" in its name is reached from above.
-            value: the value to reach.
+        A metric with "loss" or "error" in its name is reached from above.
 
         Raises:
             ConfigurationError: the evaluations have no such metric.
@@ -180,7 +177,7 @@ class Trace:
         return self._first("time", metric, value)
 
     def updates_to(self, metric: str, value: float) -> float:
-        """Return the updates until the first evaluation that reaches a value; NaN if none does. See `time_to`."""
+        """Return the updates until the first evaluation that reaches a value, as for `time_to`."""
         return self._first("update", metric, value)
 
     def _first(self, column: str, metric: str, value: float) -> float:
@@ -256,12 +253,10 @@ class Trace:
 
 
 def reaches(metric: str, reading: float, value: float) -> bool:
-    """Return whether a metric is at most ``value`` for a loss or an error, else at least that."""
     return bool(reading <= value if "loss" in metric or "error" in metric else reading >= value)
 
 
 def figure_of(trace: Trace, title: str = "") -> Any:
-    """Return the figure of a trace, for matplotlib."""
     figure = new_figure(11, 7.4)
     (over_time, over_updates), (histogram, timeline) = figure.subplots(2, 2)
     _draw_course(over_time, trace, "time", trace.time_axis)
@@ -279,7 +274,6 @@ def figure_of(trace: Trace, title: str = "") -> Any:
 
 
 def _draw_pushes(axes: Any, trace: Trace, figure: Any) -> None:
-    """Draw the first pushes of each group over time."""
     shown = trace.rows["time"] <= trace.rows["time"][:_PUSHES].max(initial=0)
     times, groups, staleness = (trace.rows[name][shown] for name in ("time", "group", "staleness"))
     points = axes.scatter(times, groups, s=5, c=staleness, cmap=QUANTITY)
@@ -292,7 +286,6 @@ def _draw_pushes(axes: Any, trace: Trace, figure: Any) -> None:
 
 
 def _draw_course(axes: Any, trace: Trace, over: str, unit: str) -> None:
-    """Draw losses on the left axis, other metrics on the right one."""
     if len(trace.rows["loss"]):
         axes.plot(*_course(trace, "training loss", over), color=FAINT, label="training loss")
     axes.set(xlabel=unit, ylabel="loss")
@@ -343,7 +336,6 @@ def plot_comparison(
 
 
 def comparison_of(traces: Mapping[str, Trace], title: str = "", target: tuple[str, float] | None = None) -> Any:
-    """Return the figure of several runs, for matplotlib; see `plot_comparison`."""
     metrics = _metrics_of(traces.values())
     shown = metrics if "loss" in metrics else ["training loss", *metrics]
     figure = new_figure(11, 1.4 + 3.2 * len(shown))
@@ -381,7 +373,6 @@ def _label(name: str, trace: Trace) -> str:
 
 
 def _tell_apart(axes: Any, traces: Iterable[Trace]) -> None:
-    """Use a logarithmic axis of updates if their numbers differ much."""
     updates = [trace.updates for trace in traces if trace.updates]
     if updates and max(updates) > _MANY_TIMES * min(updates):
         axes.set_xscale("log")
@@ -402,7 +393,7 @@ def _leave_out_divergence(axes: Any, traces: Iterable[Trace], name: str) -> None
 
 
 def _course(trace: Trace, name: str, over: str) -> tuple[Array, Array]:
-    """Return a metric over ``"time"`` or ``"update"``; training losses are averaged over a hundredth of the pushes."""
+    """Return a metric over ``"time"`` or ``"update"``; training losses are means over a hundredth of the pushes."""
     if name != "training loss":
         moments = trace.evaluated.get(over, np.empty(0))
         return moments, trace.evaluated.get(name, np.full(len(moments), np.nan))

@@ -1,7 +1,7 @@
 """The subcommands of ``lightning-omni``: one function each, whose parameters are its options.
 
-Nothing heavy is imported at the top, so that ``--help`` does not wait for torch. The work of a command is in the
-module of its name.
+Nothing heavy is imported at the top, so that ``--help`` does not wait for torch. The work of a command is in the module
+of its name.
 """
 
 from __future__ import annotations
@@ -408,11 +408,7 @@ def serve(
 
 
 def _listed(option: str, given: str) -> tuple[str, ...]:
-    """Return the class paths in an option's text, which commas separate.
-
-    Raises:
-        ConfigurationError: one of them is not of the form module:Class.
-    """
+    """Return the class paths in an option's text, which commas separate."""
     paths = tuple(path.strip() for path in given.split(",")) if given else ()
     for path in paths:
         module, _, name = path.partition(":")

@@ -119,8 +119,6 @@ _AVERAGE = "diloco:outer_lr=1.0,outer_momentum=0"
 
 
 class _Ways(NamedTuple):
-    """The ways to train with a package: methods, wire formats, and formats of the all-reduce."""
-
     methods: tuple[str, ...]
     wires: tuple[str, ...]
     all_reduces: tuple[str, ...]
@@ -167,13 +165,9 @@ class _KnownEvidence(PlannedEvidence):
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """The prediction for one way to train.
+    """The prediction for one way to train. ``samples`` and ``time`` to the target are relative to DDP's.
 
-    Args:
-        samples_per_second: of all devices.
-        samples: samples to the target, relative to DDP's.
-        time: time to the target, relative to DDP's, with an interval of probability 0.8.
-        per_node: whether each node has a server, and not rank 0 alone.
+    ``time`` has an interval of probability 0.8. With ``per_node``, each node has a server, and not rank 0 alone.
     """
 
     name: str
@@ -217,7 +211,6 @@ class _Predictions:
         momentum: float,
         is_adaptive: bool,
     ) -> _Predictions:
-        """Return the predictions for a description's profile, and for those with other assumptions."""
         ranks = len(machines.speeds)
         start, batch = Setting(1, momentum, 1.0, all_reduce="fp32"), ranks * machines.batch_size
         groups = tuple(sorted({*group_counts(ranks), machines.sites})) if ways.methods else (1,)
@@ -248,7 +241,7 @@ class _Predictions:
 
 @dataclass(frozen=True)
 class MachineComparison:
-    """The rows that matter: DDP, the best of this package, the best peer; ``pays`` if the gain is worth a change."""
+    """DDP, the best of this package and the best peer; ``pays`` if the gain is worth a change."""
 
     title: str
     rows: tuple[ComparedRow, ComparedRow, ComparedRow]
@@ -256,7 +249,6 @@ class MachineComparison:
 
     @classmethod
     def of(cls, machines: DescribedMachines, momentum: float, is_adaptive: bool) -> MachineComparison:
-        """Compare on the machines that a user describes."""
         profiles = [each.profile() for each in (machines, *(replace(machines, **other) for other in _ASSUMPTIONS))]
         # An all-reduce sends as many bytes over each link as exchanges with a server at each node.
         nodes = machines.sites if machines.sites > 1 else len(machines.speeds)
@@ -291,13 +283,11 @@ class MachineComparison:
 
     @property
     def has_hook(self) -> bool:
-        """Return whether DDP with a hook of torch's is what pays."""
         setting = self.rows[1].setting
         return self.pays and setting.groups == 1 and not setting.rebalance
 
     @property
     def verdict(self) -> str:
-        """Return what to use, and why."""
         ours = self.rows[1]
         if not self.pays and ours.setting == self.rows[0].setting:
             return "use DDP: no setting of lightning-omni is predicted to be faster"
@@ -313,7 +303,6 @@ class MachineComparison:
 
     @property
     def _beside_peer(self) -> str:
-        """Compare this package with the best peer, whose prediction is as uncertain."""
         _, ours, peer = self.rows
         text = f"{peer.name}: {_gain(peer.time)}"
         if peer.time.low <= ours.time.value <= peer.time.high or ours.time.low <= peer.time.value <= ours.time.high:
@@ -322,7 +311,6 @@ class MachineComparison:
 
     @property
     def snippet(self) -> str:
-        """Return what to write."""
         if not self.pays:
             return 'Trainer(strategy="ddp", ...)'
         if self.has_hook:
@@ -358,7 +346,6 @@ def described(setting: Setting) -> str:
 
 
 def strategy_text(setting: Setting, per_node: bool = False) -> str:
-    """Return the strategy with a setting, as users write it."""
     given = [f"groups={setting.groups}"]
     if setting.groups > 1 and setting.method:
         given.append(f'method="{text_of(with_period(method_named(setting.method), setting.period))}"')

@@ -45,7 +45,6 @@ def table_of(
     title: str | None = None,
     bold: int | None = None,
 ) -> Table:
-    """Return a table with a row for each mapping from heads to cells; a missing cell is a dash."""
     heads = heads or list(dict.fromkeys(head for row in rows for head in row))
     columns = [Column(head, justify="left" if head in left else "right", no_wrap=True) for head in heads]
     table = Table(*columns, title=title)
@@ -60,7 +59,6 @@ def print_line(line: str) -> None:
 
 
 def print_sentence(sentence: str) -> None:
-    """Print a sentence, broken at the terminal's width."""
     console = _output()
     console.print(Text(sentence), soft_wrap=not console.is_terminal)
 
@@ -95,7 +93,7 @@ _SOON = 1.0
 
 
 class CommandOutput(NamedTuple):
-    """The output of a command: functions that print a result, and that announce the next wait."""
+    """Functions that print a result, and that announce the next wait."""
 
     show: Callable[[RenderableType], None]
     wait_for: Callable[[str], None]
@@ -105,8 +103,8 @@ class CommandOutput(NamedTuple):
 def command_output() -> Iterator[CommandOutput]:
     """Show results when they are found, and announce each wait in between.
 
-    On a terminal, the announcement is a line that disappears. Otherwise it is a line on standard error for each wait of
-    more than a second, unlike a command that hangs.
+    On a terminal, the announcement is a line that disappears; otherwise a line on standard error for each wait of more
+    than a second.
     """
     console, timers = _output(), list[threading.Timer]()
 
@@ -155,7 +153,6 @@ def check_file(option: str, path: Path) -> None:
 
 
 def make_folder(option: str, folder: Path) -> None:
-    """Create a folder if it is missing, and check that it can be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=folder).close()

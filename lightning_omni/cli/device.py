@@ -24,7 +24,6 @@ _SYNTHETIC_BATCHES = 4
 
 
 def measure(module: Any, given: dict[str, Any], batches: list[Any] | None, **options: Any) -> DeviceReport:
-    """Measure the fastest settings of the device for a model, with its data (as for `Trainer.fit`) or ``batches``."""
     with _quiet():
         probe = tuner_module(type(module)).DeviceProbe
         report: DeviceReport = probe.measure(module, given, batches, **options)
@@ -32,7 +31,6 @@ def measure(module: Any, given: dict[str, Any], batches: list[Any] | None, **opt
 
 
 def made_from(text: str, what: str, arguments: dict[str, Any] | None = None) -> Any:
-    """Call a class or function by its name."""
     try:
         make = workload._function(text)
     except ConfigurationError as error:  # its message is about workloads
@@ -95,7 +93,6 @@ def bf16_of(text: str) -> Bf16:
 
 
 def write(report: DeviceReport, path: Path | None) -> None:
-    """Write the report as JSON."""
     if path is None:
         return
     try:
@@ -116,7 +113,6 @@ def _quiet() -> Iterator[None]:
 
 
 def lines_of(report: DeviceReport) -> str:
-    """Return the lines to paste into a script."""
     setting = report.setting
     names = ("keep_memory", "channels_last", "compiled")
     values = {name: getattr(setting, name) for name in names}

@@ -53,8 +53,6 @@ class Failed(Exception):
 
 
 class Checkup:
-    """The results of a checkup, shown step by step."""
-
     def __init__(self, tell: CommandOutput) -> None:
         self._tell = tell
         self._remedies: list[str] = []
@@ -83,7 +81,6 @@ class Checkup:
         self._expected.append(sentence)
 
     def _show(self, kind: str, step: str, what: str) -> None:
-        """Show a step as a table of one row, before other rows are known."""
         mark, style = _MARKS[kind]
         row = Table(Column(width=1), Column(width=_WIDEST_STEP), Column(), show_header=False, show_edge=False)
         row.add_row(Text(mark, style), Text(step), Text(what))
@@ -309,7 +306,6 @@ def _expect(checkup: Checkup, server: m.ServerDescription, latency: float, to: f
 
 
 def _interface(own: str) -> str:
-    """Describe this machine's address by its interface, speed and MTU where known."""
     name = _name_of(own)
     if not name:
         return own
@@ -322,7 +318,6 @@ def _interface(own: str) -> str:
 
 
 def _name_of(own: str) -> str:
-    """Return the interface of an address (IPv4, on Linux), if any."""
     if sys.platform != "linux" or ipaddress.ip_address(own.partition("%")[0]).version != 4:
         return ""
     siocgifaddr = 0x8915

@@ -64,7 +64,6 @@ class _Parser(ArgumentParser):
         return super().add_argument(*names, **options)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print a wrong option in one line, and exit."""
         if not self.exit_on_error:  # one of several types that a value may have is tried
             super().error(message, ex)
         command = f"{self.prog.partition(' [')[0]} {self.prog.rpartition('] ')[2]}" if "[" in self.prog else self.prog

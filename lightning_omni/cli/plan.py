@@ -25,7 +25,6 @@ _Read = TypeVar("_Read")
 def exchanges_of(
     known: PlanSource, method: str | None, wire: str | None, period: int | None, all_reduce: str | None = None
 ) -> PossibleExchanges:
-    """Return the possible exchanges, from the file and the user's options."""
     if period is not None:
         _as_option(
             "period", lambda: check_whole("period", period, "local steps between two exchanges, 1 or more", low=1)
@@ -70,7 +69,6 @@ def _asked_all_reduce(all_reduce: str, known: PlanSource) -> tuple[str, ...]:
 
 
 def _as_option(option: str, read: Callable[[], _Read]) -> _Read:
-    """Call ``read``, and name the option in its error."""
     try:
         return read()
     except ConfigurationError as error:

@@ -1,4 +1,4 @@
-"""A standalone server that takes one run after the other (its start, its end), and its log."""
+"""A standalone server that takes one run after the other, and its log."""
 
 from __future__ import annotations
 
@@ -60,7 +60,6 @@ class RunLog:
         self._due = 0.0
 
     def write(self, at_once: bool = False) -> None:
-        """Write new events, if they are due or ``at_once``."""
         now = time.monotonic()
         if now < self._due and not at_once:
             return
@@ -89,7 +88,6 @@ class Options:
 
     Attributes:
         here: servers on this machine that share the weights, with this one.
-        data_port: port of the data socket; 0 selects a free one.
         encryption: encryption of ZeroMQ, unless ``settings.transports`` names a transport of the user's.
         http: port of the status pages; None if there are none.
         key_file: file of the key; None for the environment.
@@ -105,8 +103,6 @@ class Options:
 
 
 class StopSignals:
-    """The received signals, of SIGINT and SIGTERM."""
-
     def __init__(self) -> None:
         self._numbers: list[int] = []
         self._on_stop: list[Callable[[], None]] = []
@@ -183,7 +179,6 @@ class StandaloneServer:
         signals.listen(self._stopped.set)
 
     def _listen(self, settings: ServerSettings) -> Any:
-        """Return the driver of the state machine, bound to its ports."""
         ports = settings.host, settings.port, self._options.data_port
         if coordinator := settings.coordinator:
             log(self._console, f"waiting for the server at {coordinator}, up to {server.CONNECT_TIME:.0f} s")
@@ -210,7 +205,6 @@ class StandaloneServer:
     # --- Run ---------------------------------------------------------------------------------------------------------
 
     def run(self) -> int:
-        """Serve until a signal, an error, or with ``once`` the end of the first run."""
         self._announce()
         try:
             self._server.run(until=self._is_over)
@@ -253,7 +247,6 @@ class StandaloneServer:
         return self._stopped.is_set()
 
     def _run_over(self) -> None:
-        """Log the end of a run, and discard its saved state."""
         outcome = ""
         if self._log is not None:  # servers of other shares do not count lost ranks
             self._log.write(at_once=True)

@@ -163,7 +163,6 @@ def run(names: Sequence[str], settings: SimulationSettings, together: bool = Fal
 
 
 def _runs(entrants: Sequence[Entrant], task: Task, finds_rates: bool) -> tuple[list[Run], int]:
-    """Run one method after the other until Ctrl-C."""
     runs: list[Run] = []
     with progress_bar() as shown:
         try:
@@ -183,7 +182,6 @@ def _runs(entrants: Sequence[Entrant], task: Task, finds_rates: bool) -> tuple[l
 
 
 def _run_method(entrant: Entrant, task: Task, finds_rates: bool, progress: OnProgress) -> Run:
-    """Run a method with the rate that suits it, or with the best of the user's rates."""
     own = task.own_rate
     if finds_rates and own is not None:
         began = time.perf_counter()
@@ -249,7 +247,6 @@ class _Files:
         self._together = together
 
     def check(self, names: Sequence[str], draws: bool) -> None:
-        """Raise an error if a file cannot be written, before any computation."""
         make_folder("--out", self.picture.parent)
         for path in (*([self.picture] if draws else []), *map(self.trace, names)):
             check_file("--out", path)
@@ -280,7 +277,6 @@ def _report(runs: Sequence[Run], task: Task, together: bool) -> None:
 
 
 def _of_rates(runs: Sequence[Run], task: Task) -> str:
-    """Return a sentence about the choice of learning rates, and which methods it favours."""
     momentum = task.workload.optimizer(task.workload.model.parameters()).param_groups[0].get("momentum")
     shared = task.momentum or momentum
     rest = f"; all have momentum {shared:g}, which suits fewer groups better than many" if shared else ""
@@ -305,7 +301,6 @@ def _listed(rates: Sequence[float], between: str = ", ") -> str:
 
 
 def _tall_table(rows: Sequence[Mapping[str, str]]) -> Table:
-    """Return a table with a column for each run."""
     first, *heads = dict.fromkeys(head for row in rows for head in row)
     columns = [Column(Text(row[first]), justify="right", overflow="fold") for row in rows]
     table = Table(Column(first, no_wrap=True), *columns)

@@ -89,7 +89,6 @@ class Task:
         return float(rate) if rate else None
 
     def optimizer(self, rate: float | None) -> Callable[[Any], Optimizer]:
-        """Return a function that creates the workload's optimizer, with the user's momentum and any ``rate``."""
         given = {name: value for name, value in (("lr", rate), ("momentum", self.momentum)) if value is not None}
 
         def make(parameters: Any) -> Optimizer:
@@ -128,7 +127,6 @@ def cluster_of(settings: SimulationSettings) -> Cluster:
 
 
 def jitter_of(given: str) -> Jitter:
-    """Return the scatter of a text such as ``"lognormal:0.2"``."""
     kind, _, by = given.partition(":")
     if kind in ("normal", "lognormal", "gamma") and not by:
         raise ConfigurationError(f"--jitter {given}: by how much? pass {kind}:0.2 for a fifth of the mean")
@@ -177,7 +175,6 @@ def periods_of(settings: SimulationSettings, cluster: Cluster, workload: Workloa
 
 
 def rates_of(settings: SimulationSettings) -> tuple[float, ...]:
-    """Return the user's learning rates, each once, and check them and the momentum."""
     if settings.lr == []:
         raise ConfigurationError("--lr []: pass at least one learning rate")
     rates = settings.lr if isinstance(settings.lr, list) else [] if settings.lr is None else [settings.lr]
@@ -188,7 +185,6 @@ def rates_of(settings: SimulationSettings) -> tuple[float, ...]:
 
 
 def target_of(text: str | None, workload: Workload) -> tuple[str, float] | None:
-    """Return name and value of the metric that ends a run."""
     if text is None:
         return None
     name, _, value = text.partition("=")

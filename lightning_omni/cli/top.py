@@ -61,7 +61,6 @@ class Rates:
         self._seen: deque[tuple[float, Overview]] = deque()
 
     def add(self, now: float, overview: Overview) -> None:
-        """Record the counters of an overview at ``now``, in seconds on a monotonic clock."""
         if self._seen and _counted_in(self._seen[-1][1]) != _counted_in(overview):
             self._seen.clear()  # the counters have restarted
         self._seen.append((now, overview))
@@ -69,7 +68,6 @@ class Rates:
             self._seen.popleft()
 
     def of(self, counter: Callable[[Overview], float | None]) -> float | None:
-        """Return the increase of a counter per second, if it is known."""
         if len(self._seen) < 2:
             return None
         (began, first), (ended, last) = self._seen[0], self._seen[-1]
@@ -116,7 +114,6 @@ class GroupsTable:
         yield next(fitting, self._table(len(_LEFT_OUT)))
 
     def _table(self, left_out: int) -> Table:
-        """Return the table without the first ``left_out`` of the optional columns."""
         heads = [head for head in _HEADS if head not in _LEFT_OUT[:left_out]]
         table = Table(*(Column(head, justify="left" if head in _TEXTS else "right", no_wrap=True) for head in heads))
         for cells, style in self._rows:
@@ -146,7 +143,6 @@ def _cells(group: GroupOverview, rates: Rates, total: float) -> dict[str, str]:
 
 
 def _work(group: GroupOverview) -> float:
-    """Return a group's work since groups were formed: samples if counted, or pushes."""
     return group.samples if group.samples is not None else group.status.updates
 
 
@@ -278,11 +274,7 @@ class Actions(Protocol):
 
 @dataclass(frozen=True)
 class View:
-    """The state of the display.
-
-    Attributes:
-        asked: group to evict if the next key confirms it.
-    """
+    """The state of the display; ``asked`` is the group to evict if the next key confirms it."""
 
     chosen: int = 0
     asked: GroupStatus | None = None
@@ -292,7 +284,6 @@ class View:
 
 
 def press(view: View, key: str, overview: Overview | None, actions: Actions) -> View:
-    """Return the view after a pressed key."""
     groups = overview.groups if overview is not None else ()
     if view.asked is not None:
         note = actions.evict(view.asked, view.bars) if key == YES else f"group {view.asked.name} stays"

@@ -48,11 +48,7 @@ def rate_of(name: str, given: Quantity) -> float:
 
 
 def bytes_of(name: str, given: Quantity) -> int:
-    """Return a number of bytes.
-
-    Args:
-        name: as in `rate_of`.
-        given: bytes, or a number with ``B`` and k, M, G or T before it, as in `rate_of`.
+    """Return a number of bytes, given as such, or as a number with a prefix as in `rate_of` and ``B``.
 
     Example:
         >>> bytes_of("--model-size", "50MB"), bytes_of("--model-size", 4e6)
@@ -67,11 +63,7 @@ def bytes_of(name: str, given: Quantity) -> int:
 
 
 def seconds_of(name: str, given: Quantity) -> float:
-    """Return seconds.
-
-    Args:
-        name: as in `rate_of`.
-        given: seconds, or a number with ``ns``, ``us``, ``ms``, ``s``, ``min`` or ``h``.
+    """Return seconds, given as such, or as a number with ``ns``, ``us``, ``ms``, ``s``, ``min`` or ``h``.
 
     Example:
         >>> seconds_of("--latency", "5ms"), seconds_of("--latency", "2 min"), seconds_of("--latency", 1e-4)

@@ -1,9 +1,6 @@
-"""The methods by which groups exchange and merge gradients or weights.
+"""The methods by which groups exchange and merge gradients or weights; docs/reference/methods.md compares them.
 
-docs/reference/methods.md explains how to choose one.
-
-Pass one to ``OmniStrategy(method=...)``, by its name in `METHODS` or as a value: ``methods.DiLoCo(period=50)``. Each
-method has a file of its own, without sockets, clocks or Lightning.
+Pass one to ``OmniStrategy(method=...)``, by its name in `METHODS` or as a value: ``methods.DiLoCo(period=50)``.
 """
 
 from __future__ import annotations
@@ -90,20 +87,16 @@ def method_named(text: str) -> Method:
 
 
 def checked(method: Method) -> Method:
-    """Return the same method after a check of the types of its settings.
+    """Check the types of a method's settings, and return it.
 
     Raises:
-        ConfigurationError: a setting has the wrong type, which msgspec does not check at construction.
+        ConfigurationError: a setting has the wrong type; msgspec does not check types at construction.
     """
     return REGISTRY.checked(method)
 
 
 def text_of(method: Method, without: Collection[str] = ()) -> str:
-    """Return the text from which `method_named` makes the method.
-
-    Args:
-        method: a registered method.
-        without: names of settings to leave out.
+    """Return the text from which `method_named` makes the method, without the settings named in ``without``.
 
     Example:
         >>> text_of(method_named("local_sgd:period=4,warmup_steps=10"), without=("period",))
@@ -113,7 +106,7 @@ def text_of(method: Method, without: Collection[str] = ()) -> str:
 
 
 def load(path: str) -> type[Method]:
-    """Import and register a method by its path ``module:Class``, as a server does for the methods that it serves.
+    """Import and register a method by its path ``module:Class``.
 
     Raises:
         ConfigurationError: the path cannot be imported, or is no method.
@@ -126,10 +119,10 @@ def load(path: str) -> type[Method]:
 
 
 def register(kind: type[Method]) -> type[Method]:
-    """Register a custom method under its tag. Used as a class decorator.
+    """Register a custom method under its tag, as a class decorator.
 
-    The embedded server imports the module of a run's method; for a standalone server, pass ``lightning-omni serve
-    --method module:Class``.
+    The embedded server imports the module of a run's method; a standalone server needs ``lightning-omni serve --method
+    module:Class``.
 
     Raises:
         ConfigurationError: the name is taken.

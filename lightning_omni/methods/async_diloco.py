@@ -43,7 +43,7 @@ class _Fragment:
 
 
 class _DelayedNesterov(ServerSide):
-    """A server side that steps by delayed Nesterov, with a block and momentum for each fragment."""
+    """A server side that steps by delayed Nesterov."""
 
     method: AsyncDiLoCo
 
@@ -129,13 +129,13 @@ class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
     fragment.
 
     Args:
-        period: H, local steps of the fastest group between two exchanges of the same weight, in steps.
+        period: H, local steps of the fastest group between two exchanges of the same weight.
         outer_lr: :math:`\epsilon`, above 0. One arrival moves the weights by 1/N of it.
         outer_momentum: :math:`\beta`, from 0 to less than 1.
         buffer: N, arrivals in one block, in pushes; None takes the number of groups.
         activation: c, 0 to 1/N: the part of the momentum that is applied with every arrival.
         dynamic_steps: whether slow groups make fewer steps.
-        min_steps: the fewest local steps of any group, in steps. With fragments a group makes at least P.
+        min_steps: the fewest local steps of any group; with fragments, at least P.
         fragments: P, fragments of equal bytes that are exchanged one after the other; P divides H.
 
     The model that is evaluated is the server's outer weights.
@@ -189,10 +189,6 @@ class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
         return max(1, int(memory.get("period", self.period)) // self.fragments - int(memory.get("steps", 0)))
 
     def group_side(self, replica: Replica) -> GroupSide:
-        """Make the server's number of local steps, push the change, and load the outer weights.
-
-        With fragments, the steps are divided among them, and each exchange is that of the next fragment.
-        """
         memory = replica.memory
         while True:
             gradient = yield NextGradient()
@@ -212,7 +208,6 @@ class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
                 memory["period"] = int(pulled.note)
 
     def _exchange_fragment(self, replica: Replica, outer: Sequence[Tensor], step_time: float) -> GroupSide:
-        """Push the change of the next fragment, and overwrite it with the answer."""
         memory, of = replica.memory, self.fragments
         number = memory.get("next", 0)
         read_at = memory.setdefault("read_at", [replica.clock] * of)

@@ -69,14 +69,13 @@ class AsyncSGD(Method, frozen=True, kw_only=True, tag="async_sgd"):
 
     .. math:: w_{t+1} = \mathrm{step}\bigl(w_t,\; g(w_{t-\tau})\bigr), \qquad t \leftarrow t + 1
 
-    where ``step`` is one step of the torch optimizer that the user configured (with one state, such as a momentum
-    buffer, for all groups), ``g`` the mean gradient of one compute group's batch, and :math:`\tau` its staleness: the
-    updates that other groups made between this group's read and its write. With random step times and g groups, the
-    mean of :math:`\tau` is g-1, and asynchrony adds momentum of about 1 - 1/g.
+    where ``step`` is one step of the user's torch optimizer (with one state, such as a momentum buffer, for all
+    groups), ``g`` the mean gradient of one compute group's batch, and :math:`\tau` its staleness: the updates that
+    other groups made between this group's read and its write. With random step times and g groups, the mean of
+    :math:`\tau` is g-1, and asynchrony adds momentum of about 1 - 1/g.
 
     Args:
-        staleness_aware: divide the learning rate of every step by :math:`\max(1, \tau)`, so that stale gradients weigh
-            less.
+        staleness_aware: divide the learning rate of every step by :math:`\max(1, \tau)`.
         bound: number of pushes by which a group may be ahead of the slowest one; a group that is further ahead waits
             for its answer (stale-synchronous parallel). 0 is bulk-synchronous; None is unbounded.
 

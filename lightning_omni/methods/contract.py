@@ -2,15 +2,14 @@
 
 The *group side* is a generator that reads as the paper's pseudo-code of a worker. It yields requests (the next
 gradient, an exchange with the server, a peer's weights), and its driver sends it the answers, in real or virtual time.
-Every rank of a group runs it on the same answers.
-
-The *server side* receives a push and returns replies to the groups that now get an answer.
+Every rank of a group runs it on the same answers. The *server side* receives a push and returns replies to the groups
+that now get an answer.
 
 Rule 1: both sides keep all their state in `Replica.memory` and `ServerSide.state`; a driver may discard a generator and
 start a new one whenever it requests a gradient.
 Rule 2: only the server side counts staleness, when a push arrives, against `Master.clock`.
-Rule 3: time is an event like any other. A server side reads it from `ServerSide.now` and requests a time in
-`ServerSide.due`; its driver, in real or virtual time, calls `ServerSide.expire` then.
+Rule 3: time is an event: a server side reads it from `ServerSide.now` and requests a time in `ServerSide.due`, at which
+its driver calls `ServerSide.expire`.
 Rule 4: no code changes weights behind the replica's or the master's back: both sides hand tensors over, and a side that
 keeps a tensor keeps a copy.
 """
@@ -64,7 +63,7 @@ class Total:
         self._counts.extend([0] * missing)
 
     def add(self, tensors: Sequence[Tensor | None], weight: float = 1.0) -> None:
-        """Add ``weight * tensors`` of one push; tensors that it keeps are copied."""
+        """Add ``weight * tensors`` of one push; the total shares no memory with them."""
         self.reach(len(tensors))
         for index, tensor in enumerate(tensors):
             if tensor is None:
@@ -79,7 +78,7 @@ class Total:
         self.weight += weight
 
     def scaled(self, factor: float) -> list[Tensor | None]:
-        """Return the sum times a factor, in place; the total may only be cleared afterwards."""
+        """Return the sum times a factor, in place: only `clear` may follow."""
         if factor != 1.0:  # skips a pass over the tensors
             for tensor in self._sum:
                 if tensor is not None:
@@ -87,7 +86,7 @@ class Total:
         return self._sum
 
     def means(self) -> list[Tensor | None]:
-        """Return each tensor's mean over the pushes that had it, all of weight 1; in place, like `scaled`."""
+        """Return each tensor's mean over the pushes that had it, in place, like `scaled`; all weights must be 1."""
         for tensor, count in zip(self._sum, self._counts, strict=True):
             if tensor is not None and count > 1:
                 tensor.mul_(1 / count)
@@ -124,7 +123,7 @@ class Gradient(msgspec.Struct, frozen=True):
     Attributes:
         tensors: one for each parameter.
         hyperparameters: the worker's hyperparameters at this step.
-        samples: number of samples in the group's batch; 0 if unknown, for data that are not leased.
+        samples: samples in the group's batch; 0 if unknown, as for data that are not leased.
     """
 
     tensors: Tensors
@@ -142,14 +141,13 @@ class Exchange(msgspec.Struct, frozen=True):
     """A request to push ``tensors`` to the server and wait for its answer. Answer: `Pulled`.
 
     Attributes:
-        tensors: a gradient, weights or a difference of weights, depending on the method.
+        tensors: a gradient, weights or a difference of weights, by the method.
         read_at: clock of the weights that they were computed from.
         hyperparameters: the values for this step of the server's optimizer; empty if it has none.
         note: one number for the server side.
-        pull: whether the answer is to contain tensors.
-        fragment: number of the fragment, among the method's ``fragments``, that push and answer belong to; None for all
-            parameters. With a fragment, ``tensors`` and the answer hold one tensor for each of its pieces
-            (`lightning_omni.methods.model.fragments`).
+        pull: whether the answer contains tensors.
+        fragment: number of the exchanged fragment (`lightning_omni.methods.model.fragments`), for each of whose pieces
+            push and answer hold one tensor; None for all parameters.
     """
 
     tensors: Tensors
@@ -163,10 +161,9 @@ class Exchange(msgspec.Struct, frozen=True):
 class Send(msgspec.Struct, frozen=True):
     """A request to begin an exchange without waiting for its answer. Answer: None, at once.
 
-    The exchange travels while the group computes its next gradients; `Receive` returns its answer. One exchange may be
-    in flight: until its answer has been received, the group side sends nothing else to the server. Where a group must
-    stop computing (at a synchronization point of all groups, for example), the driver receives the answer early and
-    passes it to `Method.apply_answer`.
+    The exchange travels while the group computes its next gradients; `Receive` returns its answer. Until then, the
+    group side sends nothing else to the server. Where a group must stop computing (at a synchronization point of all
+    groups, for example), the driver receives the answer early and passes it to `Method.apply_answer`.
 
     Attributes:
         exchange: the exchange; its tensors are copied before this request is answered.
@@ -176,7 +173,7 @@ class Send(msgspec.Struct, frozen=True):
 
 
 class Receive(msgspec.Struct, frozen=True):
-    """A request for the answer of the exchange in flight, with a wait if necessary. Answer: `Pulled`."""
+    """A request to wait for the answer of the exchange in flight. Answer: `Pulled`."""
 
 
 class Fetch(msgspec.Struct, frozen=True):
@@ -200,7 +197,7 @@ class ReadPeer(msgspec.Struct, frozen=True):
 
 
 class SendPeer(msgspec.Struct, frozen=True):
-    """A request to put weights into the inbox of ``group``, which does not wait. Answer: the weights that it will see.
+    """A request to put weights into the inbox of ``group``, without waiting for it. Answer: the weights as received.
 
     A message to this group itself is not sent.
     """
@@ -214,7 +211,7 @@ class ReadInbox(msgspec.Struct, frozen=True):
 
 
 class Inbox(msgspec.Struct, frozen=True):
-    """The messages that peers have sent since the inbox was last read.
+    """The messages of peers since the inbox was last read.
 
     Attributes:
         total: their sum, tensor by tensor; None without messages.
@@ -233,15 +230,12 @@ GroupSide = Generator[Need, Any, None]
 
 
 class Push(msgspec.Struct, frozen=True):
-    """A group's push, as the server side receives it.
+    """A group's push, as the server side receives it; `Exchange` has the other attributes.
 
     Attributes:
-        group: number of the group.
         read_at: clock of the weights that ``tensors`` were computed from.
-        tensors: as in `Exchange`; only valid until `ServerSide.receive` returns.
-        hyperparameters: as in `Exchange`.
-        note: as in `Exchange`.
-        fragment: as in `Exchange`; `Master.fragment` has the same pieces of the master weights.
+        tensors: only valid until `ServerSide.receive` returns.
+        fragment: `Master.fragment` has the same pieces of the master weights.
     """
 
     group: int
@@ -256,10 +250,9 @@ class Reply(msgspec.Struct, frozen=True):
     """The server side's answer to a group.
 
     Attributes:
-        group: number of the group.
-        staleness: updates between the read that its push was computed from and the arrival of the push.
-        tensors: the tensors to send, where a None is sent as zeros; None sends the present master weights, or those of
-            the fragment that was pushed.
+        staleness: updates between the read that the push was computed from and its arrival.
+        tensors: the tensors to send, where a None is sent as zeros; None in their place sends the present master
+            weights, or those of the pushed fragment.
         note: one number for the group side.
     """
 
@@ -279,10 +272,10 @@ class ServerSide(ABC):
 
     Attributes:
         groups: the groups that are alive.
-        idle_groups: the groups among them that have nothing to push for now, because they wait for others at the end of
-            an epoch or at a synchronization point of all ranks. No group may wait for a push of theirs.
-        as_sent: maps tensors of an answer to the values that the group receives; where both sides apply the answer,
-            both apply these values.
+        idle_groups: the groups among them that wait for others, at the end of an epoch or at a synchronization point of
+            all ranks. No group may wait for a push of theirs.
+        as_sent: maps the tensors of an answer to the values that the group receives, which both sides must apply if
+            both apply the answer.
         now: time of the current event, in seconds on a monotonic clock; set by the driver.
         due: time of the next call of `expire`, on the same clock; infinite for never.
     """
@@ -299,7 +292,7 @@ class ServerSide(ABC):
         self.setup()
 
     def setup(self) -> None:  # noqa: B027  # most methods remember nothing
-        """Initialize the side's own state, at construction."""
+        """Initialize the side's own state."""
 
     @property
     def working(self) -> set[int]:
@@ -315,7 +308,7 @@ class ServerSide(ABC):
         return []
 
     def expire(self) -> list[Reply]:
-        """Handle the time `due`. A push at the same time may arrive before this call, but no later event."""
+        """Handle the time `due`. Pushes at the same time may arrive before this call, but no later event."""
         return []
 
     def idle(self, group: int) -> list[Reply]:
@@ -347,11 +340,11 @@ class ServerSide(ABC):
         """Handle a group's first read of the parameters from index ``start`` on."""
 
     def staleness_of(self, push: Push) -> int:
-        """Return the updates since the weights that a push was computed from."""
+        """Return the number of updates since the read that a push was computed from."""
         return self.master.clock - push.read_at
 
     def state(self) -> dict[str, Any]:
-        """Return the side's state, without the master, as plain values and live tensors."""
+        """Return the side's state, without the master's, as plain values and live tensors."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027  # nothing remembered, nothing to load
@@ -361,8 +354,8 @@ class ServerSide(ABC):
 class Barrier(ServerSide):
     """A server side that sums the pushes of the working groups, merges the total once all have pushed, and answers all.
 
-    It does not wait for a group that is idle or gone: the total is then that of the others. Each fragment has its own
-    total; groups that resume from the ends of different epochs may push different fragments.
+    It does not wait for groups that are idle or gone. Each fragment has its own total; groups that resume from the ends
+    of different epochs may push different fragments.
     """
 
     def setup(self) -> None:
@@ -372,7 +365,7 @@ class Barrier(ServerSide):
 
     @abstractmethod
     def merge(self, total: Total, last: Push) -> None:
-        """Update the master, or ``last.fragment``, once from the pushes of all groups; ``last`` arrived last."""
+        """Update the master, or ``last.fragment`` of it, once from the pushes of all groups; ``last`` arrived last."""
 
     def receive(self, push: Push) -> list[Reply]:
         self._totals[push.fragment or 0].add(push.tensors)
@@ -404,7 +397,7 @@ class Barrier(ServerSide):
         return state_of([self.state_of_fragment(number) for number in range(self.method.fragments)])
 
     def state_of_fragment(self, number: int) -> dict[str, Any]:
-        """Return the state of one fragment; 0 without fragments."""
+        """Return the state of fragment ``number``, which is 0 without fragments."""
         return {"total": self._totals[number].state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -431,14 +424,13 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
         answers_changes: whether answers are changes of weights, which both sides apply, and not weights.
         elementwise: whether the server side treats each number of the weights separately, so that several servers may
             each hold a part of a tensor. Its state per parameter must then be in lists with one entry per parameter, or
-            in mappings by parameter index, as in the state of torch's optimizers. With several fragments, the state is
-            a list of such states under the key "fragments": see `lightning_omni.methods.model.fragments.state_of`.
+            in mappings by parameter index, as in the state of torch's optimizers; with several fragments, see
+            `lightning_omni.methods.model.fragments.state_of`.
         talks_to_peers: whether group sides use `Publish`, `ReadPeer`, `SendPeer` or `ReadInbox`.
-        resyncs: whether a group that has read newer weights than those of a server that went back to an earlier state
-            has its push refused (`Pulled.refused`) and restarts from the present weights; otherwise such a push is an
-            error.
-        fragments: number of fragments of the parameters that are exchanged one by one; 1 exchanges all at once. With
-            several, the server side must compute element-wise, because cuts go through tensors.
+        resyncs: whether the server refuses a push computed from newer weights than its own (it went back to an earlier
+            state), and the group restarts from the present weights; otherwise such a push is an error.
+        fragments: number of fragments of the parameters that are exchanged one by one. With several, the server side
+            must compute element-wise, because cuts go through tensors.
         side: class of the server side.
     """
 
@@ -458,11 +450,7 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
         return int(getattr(self, "period", 1)) // self.fragments
 
     def steps_to_push(self, replica: Replica) -> int:
-        """Return the number of local steps that a group makes before its next push of any fragment.
-
-        Args:
-            replica: the group's replica, while the group waits for its next gradient.
-        """
+        """Return the local steps of a group, which waits for its next gradient, until its next push of any fragment."""
         return self.push_period - int(replica.memory.get("steps", 0)) % self.push_period
 
     @property
@@ -484,7 +472,7 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
         """Raise `ConfigurationError` if the method cannot work with this number of groups."""
 
     def group_side(self, replica: Replica) -> GroupSide:
-        """Run the worker's half: an endless generator of needs.
+        """Run the worker's half, an endless generator of requests.
 
         By default it computes a gradient at the weights last read, pushes it, and loads the master weights.
         """
@@ -493,21 +481,20 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
             replica.load((yield Exchange(gradient.tensors, replica.clock, gradient.hyperparameters)))
 
     def updates_per_batch(self, groups: int) -> int:
-        """Return the number of updates of the master weights while all ranks, in ``groups`` groups, train one batch.
+        """Return the updates of the master weights in which all ranks, in ``groups`` groups, train one batch.
 
         By default this is one for each group if the server steps for each push, and else 1.
         """
         return groups if self.steps_at == "server" else 1
 
     def changes_with_period(self, period: int) -> dict[str, Any]:
-        """Return the settings that change with ``period``. The number of fragments becomes one that divides it."""
+        """Return the settings that change with ``period``, with a number of fragments that divides it."""
         return {"period": period, **({"fragments": math.gcd(self.fragments, period)} if self.fragments > 1 else {})}
 
     def apply_answer(self, replica: Replica, pulled: Pulled) -> None:
-        """Apply the answer of an exchange in flight that arrives before `group_side` requests it.
+        """Apply the answer of an exchange in flight that arrives before `group_side` requests it; by default, load it.
 
-        `group_side` starts again afterwards, so this method reads and leaves its state in the replica's memory. By
-        default it loads the answer.
+        `group_side` starts again afterwards, so this method keeps its state in the replica's memory.
         """
         replica.load(pulled)
 
@@ -532,7 +519,7 @@ def check_fragments(fragments: int, period: int) -> None:
 
 
 def with_period(method: Method, period: int) -> Method:
-    """Return the method with this many local steps between two exchanges, if it has a period."""
+    """Return the method with another period, if it has one."""
     if getattr(method, "period", period) == period:
         return method
     return msgspec.structs.replace(method, **method.changes_with_period(period))

@@ -36,8 +36,8 @@ class _Round:
     """The parts of one fragment that have arrived since its last merge.
 
     Attributes:
-        total: sum of the changes, each times the weight of its group in units of ...
-        unit: ... this weight, the first that arrived.
+        total: sum of the changes, weighted by their groups' weights over ``unit``.
+        unit: the weight that arrived first.
         came: groups whose parts are in the total.
         in_time: the groups among them that had read the last merge.
         merged_at: clock of the last merge.
@@ -189,14 +189,14 @@ class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco")
     the next merge. The inner optimizer's state stays at the worker.
 
     Args:
-        period: H, inner steps between two exchanges of the same fragment, in steps.
+        period: H, inner steps between two exchanges of the same fragment.
         fragments: P, of equal bytes; divides ``period``.
         quorum: K, groups that a merge needs; None for more than half of the live groups. The smaller it is, the more
             often a fragment is merged, each time with the whole outer step.
-        grace: how long a merge that has its quorum waits for more groups, as a fraction (from 0 to less than 1) of the
-            time until the first of the waiting groups needs its answer; 0 to wait for none.
-        delay: number of steps after which the merged fragment is loaded; None for H/P, when the next one is sent. With
-            0 a group waits for the merge, as in `DiLoCo`.
+        grace: time that a merge with a quorum waits for more groups, as a fraction (from 0 to less than 1) of the time
+            until the first of the waiting groups needs its answer.
+        delay: steps after which the merged fragment is loaded; None for H/P, when the next one is sent. With 0 a group
+            waits for the merge, as in `DiLoCo`.
         outer_lr: :math:`\eta_o`, above 0.
         outer_momentum: :math:`\beta`, from 0 to less than 1.
 
@@ -249,7 +249,7 @@ class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco")
             )
 
     def changes_with_period(self, period: int) -> dict[str, Any]:
-        """Return the settings that change with ``period``; the delay stays below the steps between two exchanges."""
+        """Return the settings that change with ``period``; the delay stays below H/P."""
         changes = super().changes_with_period(period)
         if self.delay is not None:
             changes["delay"] = min(self.delay, period // changes.get("fragments", 1) - 1)
@@ -267,7 +267,6 @@ class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco")
         return self.period // self.fragments
 
     def group_side(self, replica: Replica) -> GroupSide:
-        """Make inner steps; every H/P of them, send the change of one fragment and later load the merged one."""
         memory, delay = replica.memory, self._stride if self.delay is None else self.delay
         while True:
             gradient = yield NextGradient()

@@ -65,15 +65,16 @@ class DiLoCo(Streaming, frozen=True, kw_only=True, tag="diloco"):
     0` is DiLoCo.
 
     Args:
-        period: H, inner steps between two outer ones of the same weight, in steps.
+        period: H, inner steps between two outer ones of the same weight.
         outer_lr: :math:`\eta_o`, above 0.
         outer_momentum: :math:`\beta`, from 0 to less than 1.
         fragments: P, fragments of equal bytes that are exchanged one after the other; P divides H.
-        delay: :math:`\tau`, steps that a group makes while an exchange is in flight, fewer than H/P; 0 waits.
+        delay: :math:`\tau`, steps that a group makes while a fragment is in flight, fewer than H/P; 0 waits. Above 0
+            only if P is above 1.
         alpha: :math:`\alpha`, the weight that a group gives to its own parameters, from 0 to less than 1. With 0 a
             group loses its last :math:`\tau` steps.
         keep_steps: whether the group keeps these steps by adding their change to :math:`\theta_p`.
-        dynamic_steps: whether slow groups make fewer steps between two exchanges, in proportion to their speed.
+        dynamic_steps: whether slow groups make fewer steps, in proportion to their speed.
 
     The model that is evaluated is the server's outer weights.
 
@@ -101,7 +102,6 @@ class DiLoCo(Streaming, frozen=True, kw_only=True, tag="diloco"):
         check_outer(self.outer_lr, self.outer_momentum)
 
     def group_side(self, replica: Replica) -> GroupSide:
-        """Make ``period`` inner steps, push their change, and load the outer weights."""
         if self.streams:
             yield from self.stream(replica)
         memory = replica.memory
@@ -126,7 +126,7 @@ class DiLoCo(Streaming, frozen=True, kw_only=True, tag="diloco"):
 
 
 def outer_sgd(parameters: Sequence[Parameter], lr: float, momentum: float) -> torch.optim.SGD:
-    """Return the outer optimizer; a server's share may lack some fragments, so ``parameters`` may be empty."""
+    """Return the outer optimizer; ``parameters`` may be empty, since a server's share may lack some fragments."""
     return torch.optim.SGD([{"params": list(parameters)}], lr=lr, momentum=momentum, nesterov=momentum > 0)
 
 

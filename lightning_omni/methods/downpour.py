@@ -61,9 +61,9 @@ class Downpour(Method, frozen=True, kw_only=True, tag="downpour"):
         n_push: steps between two pushes.
         n_fetch: steps between two fetches.
         send: ``"gradients"`` or ``"updates"``.
-        warm_start: server updates that are made in lock-step, with the mean of all groups' gradients or updates, before
-            asynchrony begins: from random weights, asynchronous steps often make no progress. (To start from a partly
-            trained model, as the GPU A-SGD paper does, train it with one group and load its checkpoint.)
+        warm_start: server updates made in lock-step, with the mean of all groups' gradients or updates, before
+            asynchrony begins: from random weights, asynchronous steps often make no progress. (The GPU A-SGD paper
+            starts from a partly trained model instead: load the checkpoint of one group.)
 
     ``n_push = n_fetch = 1`` with gradients is `AsyncSGD`. The model that is evaluated is the server's.
 
@@ -98,7 +98,6 @@ class Downpour(Method, frozen=True, kw_only=True, tag="downpour"):
 
     @property
     def steps_at(self) -> Literal["server", "worker"]:  # type: ignore[override]  # depends on a setting
-        """Return ``"server"`` for gradients and ``"worker"`` for updates."""
         return "server" if self.send == "gradients" else "worker"
 
     @property
@@ -121,7 +120,6 @@ class Downpour(Method, frozen=True, kw_only=True, tag="downpour"):
         return self.warm_start > 0
 
     def group_side(self, replica: Replica) -> GroupSide:
-        """Descend; push every n_push steps; fetch every n_fetch."""
         return self._gradients(replica) if self.send == "gradients" else self._updates(replica)
 
     def _gradients(self, replica: Replica) -> GroupSide:

@@ -64,7 +64,7 @@ class ElasticAveraging(Method, frozen=True, kw_only=True, tag="elastic_averaging
     look-ahead.
 
     Args:
-        period: local steps between two exchanges, in steps.
+        period: local steps between two exchanges.
         moving_rate: :math:`\alpha`, 0 to 1; None takes 0.9 divided by the number of groups.
 
     The model that is evaluated is the centre.
@@ -99,7 +99,6 @@ class ElasticAveraging(Method, frozen=True, kw_only=True, tag="elastic_averaging
             check_number("moving_rate", self.moving_rate, rate, 0, 1)
 
     def group_side(self, replica: Replica) -> GroupSide:
-        """Make local steps; before every ``period``-th, move towards the centre."""
         memory = replica.memory
         while True:
             gradient = yield NextGradient()

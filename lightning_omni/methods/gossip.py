@@ -54,7 +54,7 @@ class Gossip(Method, frozen=True, kw_only=True, tag="gossip"):
 
     Args:
         kind: ``"pull"`` or ``"push"``.
-        period: local steps between two exchanges, in steps.
+        period: local steps between two exchanges.
         seed: seed of the random choice of peers.
 
     The model that is evaluated is the exact mean of all groups' weights.
@@ -91,7 +91,6 @@ class Gossip(Method, frozen=True, kw_only=True, tag="gossip"):
             )
 
     def group_side(self, replica: Replica) -> GroupSide:
-        """Make local steps; after every ``period``-th, gossip."""
         memory = replica.memory
         while True:
             gradient = yield NextGradient()

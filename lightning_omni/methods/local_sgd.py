@@ -26,13 +26,13 @@ class LocalSGD(Streaming, frozen=True, kw_only=True, tag="local_sgd"):
     at every average, but H times less often than in synchronous training.
 
     Args:
-        period: H, local steps between two averages, in steps.
-        warmup_steps: initial steps with an average after each (post-local SGD), in steps.
+        period: H, local steps between two averages.
+        warmup_steps: initial steps with an average after each (post-local SGD).
         fragments: P, fragments of the weights that are averaged one by one, every H/P steps; P divides H.
         delay: 0; only `DiLoCo` trains on while a fragment travels.
         alpha: part of its own weights that a group keeps at an average, from 0 to less than 1.
         keep_steps: False, because it needs a delay.
-        dynamic_steps: whether slow groups make fewer steps between two averages, in proportion to their speed.
+        dynamic_steps: whether slow groups make fewer steps, in proportion to their speed.
 
     The model that is evaluated is the exact mean of all groups' weights.
 
@@ -46,7 +46,7 @@ class LocalSGD(Streaming, frozen=True, kw_only=True, tag="local_sgd"):
     References:
         Stich 2019, "Local SGD Converges Fast and Communicates Little", arXiv:1805.09767;
         Lin et al. 2020, "Don't Use Large Mini-batches, Use Local SGD", arXiv:1808.07217 (post-local);
-        Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", arXiv:2501.18512 (fragments, delay and
+        Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", arXiv:2501.18512 (fragments and
         alpha).
     """
 
@@ -71,7 +71,6 @@ class LocalSGD(Streaming, frozen=True, kw_only=True, tag="local_sgd"):
         return 1 if replica.clock < self.warmup_steps else super().steps_to_push(replica)
 
     def group_side(self, replica: Replica) -> GroupSide:
-        """Make local steps; after every ``period``-th, load the mean of all groups."""
         if self.streams:
             yield from self.stream(replica)
         memory = replica.memory

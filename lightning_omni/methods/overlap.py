@@ -83,7 +83,7 @@ class PacedBarrier(Barrier):
         return [msgspec.structs.replace(each, note=float(self._local_steps(each.group))) for each in replies]
 
     def _local_steps(self, group: int) -> int:
-        """Return a group's steps until its next exchange; all while its speed is unknown."""
+        """Return a group's steps until its next exchange; the full number while its speed is unknown."""
         every = self.method.push_period
         means = {number: mean for number, (mean, _) in self._step_times.items() if number in self.groups}
         return max(1, round(every * min(means.values()) / means[group])) if group in means else every
@@ -109,26 +109,17 @@ class Streaming(Method, frozen=True, kw_only=True):
     r"""A method of local steps that can exchange one of P fragments every H/P steps.
 
     Fragment p is captured after step t and travels while further steps are made; the group mixes in the answer after
-    step t + :math:`\tau`:
+    step t + :math:`\tau` (``delay``):
 
     .. math:: x_{i,p} \leftarrow \alpha\, x_{i,p} + (1 - \alpha)\, \theta_p
 
-    or, with ``keep_steps=True``, keeps its progress in these :math:`\tau` steps:
+    or, with ``keep_steps=True`` and a copy of one fragment, keeps its progress in these :math:`\tau` steps:
 
     .. math:: x_{i,p} \leftarrow \theta_p + (x_{i,p} - x_{i,p}^{\text{captured}})
 
     The server's clock determines the next fragment, so that all groups exchange the same one at a barrier, and each
     fragment every H steps. With ``dynamic_steps=True`` slower groups make fewer steps, at least one between two
-    exchanges, so that all arrive at the barrier at about the same time.
-
-    Args:
-        period: H, local steps between two exchanges of the same weight, in steps.
-        fragments: P; it divides H.
-        delay: :math:`\tau`, steps that a group makes while an exchange is in flight, fewer than H/P; 0 waits.
-        alpha: :math:`\alpha`, the part of its own weights that a group keeps, from 0 to less than 1. With 0 a group
-            loses its last :math:`\tau` steps.
-        keep_steps: whether the group keeps these steps instead, which takes a copy of one fragment.
-        dynamic_steps: whether slow groups make fewer steps, in proportion to their speed.
+    exchanges, so that all arrive at the barrier at about the same time. `DiLoCo` describes the arguments.
 
     References:
         Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", arXiv:2501.18512 (algorithm 2); steps
@@ -174,14 +165,14 @@ class Streaming(Method, frozen=True, kw_only=True):
         return {**changes, "delay": delay, "keep_steps": self.keep_steps and delay > 0}
 
     def begin(self, replica: Replica) -> None:
-        """Store the values that the group needs from before its step."""
+        """Store values that the group needs from before its step."""
 
     def given(self, replica: Replica, fragment: int | None) -> Tensors:
         """Return the tensors that an exchange of a fragment, or of all parameters, sends."""
         return replica.offered(replica.part(fragment, self.fragments), fragment, self.fragments)
 
     def keep(self, replica: Replica, pulled: Pulled) -> None:
-        """Store the values that the group needs from an answer, before its own weights are mixed with it."""
+        """Store values of an answer that the group needs, before its own weights are mixed with it."""
 
     def stream(self, replica: Replica) -> GroupSide:
         """Make local steps; after every H/P-th, send a fragment, and mix in the answer `delay` steps later.

@@ -90,7 +90,7 @@ class RayOmniStrategy(OmniStrategy):
     @property
     @override
     def world_size(self) -> int:
-        """Return the number of ranks of the process group that Ray has made: all workers, or one replica group."""
+        """Return the size of the process group that Ray has made: all workers, or one replica group."""
         return dist.get_world_size() if self.parts.current_world is None else self.world.size
 
     @property

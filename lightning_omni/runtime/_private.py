@@ -45,6 +45,9 @@ def new_named_group(name: str, ranks: Sequence[int], timeout: timedelta) -> Any:
         name: the same on all members, and never used before with this default process group.
         ranks: the members.
         timeout: time after which an incomplete collective is an error.
+
+    Raises:
+        UnsupportedError: this release of torch names process groups in another way.
     """
     if not hasattr(distributed_c10d, "_process_group_name"):
         raise UnsupportedError(
@@ -59,8 +62,8 @@ def new_named_group(name: str, ranks: Sequence[int], timeout: timedelta) -> Any:
 def check_reduced(module: DistributedDataParallel) -> None:
     """Raise torch's error if a backward pass has left gradients unaveraged, as the next forward pass would.
 
-    All members of the module's group call it. After the first backward pass it rebuilds the buckets, as that forward
-    pass would; the members agree on them by a collective.
+    All members of the module's group call it: after the first backward pass it rebuilds the buckets, as that forward
+    pass would, on which the members agree by a collective.
     """
     reducer = getattr(module, "reducer", None)  # DDP has none if it delays the averages of all parameters
     if reducer is not None and reducer._rebuild_buckets():
@@ -68,7 +71,6 @@ def check_reduced(module: DistributedDataParallel) -> None:
 
 
 def ignored_by_ddp(module: Module) -> frozenset[str]:
-    """Return the names of parameters and buffers that the user has excluded from DistributedDataParallel."""
     return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
@@ -76,9 +78,9 @@ def ignored_by_ddp(module: Module) -> frozenset[str]:
 def unbound(default: Any) -> Iterator[None]:
     """Create process groups in this context as if the default process group were not bound to a device.
 
-    With Lightning it is bound to the rank's device, except on the CPU. torch then splits the communicator of each
-    further group off that of the default group, in which all ranks would have to participate, and some may be dead. For
-    a group without a backend for that device, such as `LiveWorld`, torch raises an error.
+    With Lightning it is bound to the rank's device, except on the CPU. torch then splits each further group's
+    communicator off the default group's, which needs all ranks, and some may be dead; for a group without a backend for
+    that device, such as `LiveWorld`, torch raises an error.
     """
     bound, default.bound_device_id = default.bound_device_id, None
     try:
@@ -88,7 +90,6 @@ def unbound(default: Any) -> Iterator[None]:
 
 
 def store_of(group: Any) -> Any:
-    """Return the store with which a process group was created."""
     return distributed_c10d._world.pg_map[group][1]
 
 
@@ -111,8 +112,8 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def forget_meshes() -> None:
     """Clear torch's caches of sharding, so that a new mesh is not mistaken for an equal one of an earlier run.
 
-    Meshes of the same ranks are equal, so the result of an operation would be on the earlier mesh, whose process groups
-    are gone if that run has failed.
+    Meshes of the same ranks are equal: an operation's result would be on the earlier mesh, whose process groups are
+    gone if that run has failed.
     """
     with suppress(AttributeError):
         DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
@@ -125,7 +126,6 @@ def forget_meshes() -> None:
 
 
 def all_reduce_hook_of(module: Any) -> Any:
-    """Return the hook last passed to ``set_all_reduce_hook`` of an FSDPModule, or None."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     hooks = (getattr(group, "_all_reduce_hook", None) for group in groups)
@@ -158,8 +158,8 @@ def wait_for_gloo_at_exit() -> None:
     or in a process that ends right after a collective.
 
     Destroying the process groups, as torch advises, does not help: their threads live as long as a
-    DistributedDataParallel holds the group, and joining them waits for ranks that may be dead. Only Linux reports the
-    state of a thread; elsewhere the exit is not delayed.
+    DistributedDataParallel holds the group, and joining them waits for ranks that may be dead. Only Linux reports a
+    thread's state; elsewhere the exit is not delayed.
     """
     atexit.register(_wait_for_gloo)
 

@@ -36,17 +36,14 @@ EVERY = 5
 class Balance:
     """The measurement of this rank's speed, and its group's agreement on each rank's part of the batch.
 
-    Args:
-        rebalance: ``"auto"`` measures and rebalances, ``"off"`` does nothing.
-        info: logs a message for the user, on rank 0.
-        only_measures: whether the split is left to other code, which reads ``measured``.
-        clock: the source of timestamps; None for the device's own.
+    With ``only_measures``, the split is left to other code, which reads ``measured``; ``clock`` is the device's own by
+    default.
 
     Attributes:
         measured: this rank's samples and compute seconds of every batch so far, if it ``only_measures``.
-        loading: seconds of waiting for the data loader so far; they are part of the compute time.
-        squares: squared lengths of this rank's gradient and of its group's mean, if it ``only_measures``: those of the
-            backward passes of this batch, still multiplied by the square of the loss scale.
+        loading: seconds of waiting for the data loader so far, a part of the compute time.
+        squares: squared lengths of this rank's gradient and of its group's mean in this batch, if it ``only_measures``,
+            multiplied by the square of the loss scale.
     """
 
     def __init__(
@@ -81,7 +78,6 @@ class Balance:
 
     @property
     def speed(self) -> float:
-        """Return this rank's samples per second; 0.0 if unknown."""
         return self._throughput.speed
 
     # --- The run -----------------------------------------------------------------------------------------------------
@@ -89,11 +85,8 @@ class Balance:
     def begin(self, world: World, module: Module, leases: Callable[[], RankLeases | None], samples: int = 0) -> None:
         """Start measuring, when training begins.
 
-        Args:
-            world: this rank's world.
-            module: the trained module.
-            leases: returns this rank's view of the data; None if it is not leased.
-            samples: samples in each batch of data that is not leased; 0 measures nothing then.
+        ``leases`` returns this rank's view of leased data, or None. Batches of other data have ``samples`` each; 0
+        measures nothing then.
         """
         self._samples = samples
         if not self.is_on:
@@ -114,19 +107,16 @@ class Balance:
             self._own.start()
 
     def end(self) -> None:
-        """Stop measuring, when training ends, and remove the hooks from the module."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
         self._world = self._module = None
 
     def regrouped(self) -> None:
-        """Restart the balancing with new peers; the measured speed is kept."""
         self._balancer, self._until_agreement = Balancer(), c.SPLIT_FEWEST
         self._own.skip()
 
     def begin_epoch(self) -> None:
-        """Begin an epoch; its first batch is not measured, because it takes longer than others."""
         self._own.skip()
         self._watch()
 
@@ -151,7 +141,6 @@ class Balance:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Pause in this context, in which the rank waits for others."""
         is_running = self._world is not None and self._own.is_running
         if is_running:
             self._own.pause()
@@ -173,7 +162,6 @@ class Balance:
                 self.squares[1] = sum(map(squared_length, means))
 
     def end_batch(self) -> None:
-        """Finish the measurement of a batch; every few batches, agree with the group on a new split."""
         leases = self._leases()
         if self._world is None or (leases is None and not self._samples):
             return
@@ -193,7 +181,6 @@ class Balance:
         self._own.start()
 
     def after_validation(self) -> None:
-        """Restart the timer, because the time since the last batch was not this rank's training."""
         if self._world is not None:
             self._own.start()
 
@@ -206,7 +193,6 @@ class Balance:
     # --- How ---------------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Register hooks on the module, and on all parameters that have become trainable since the last call."""
         if self._module is None:
             return
         if self._module not in self._hooks:
@@ -216,7 +202,7 @@ class Balance:
                 self._hooks[parameter] = parameter.register_hook(self._gradient)
 
     def _gradient(self, gradient: Tensor) -> None:
-        """Record the time of a gradient, and the seconds of the collectives before it, in which this rank waited."""
+        """Record the time of a gradient, and the seconds that this rank waited in collectives before it."""
         if self._only_measures:
             self.squares[0] += squared_length(gradient)
         self._own.gradient()
@@ -260,14 +246,13 @@ class Balance:
 
 
 def squared_length(gradient: Tensor) -> Tensor:
-    """Return the squared length of a gradient, in single precision or better."""
     values = gradient.detach().coalesce().values() if gradient.is_sparse else gradient.detach()
     length: Tensor = torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32))
     return length.square()
 
 
 def gather(world: World, numbers: Sequence[float]) -> list[list[float]]:
-    """Return these numbers of every member of this rank's group, in rank order. All members call it."""
+    """Return every member's numbers, in rank order. All members of the group call it."""
     return [row.tolist() for row in _gathered(world, torch.tensor(list(numbers), dtype=torch.float64))]
 
 
@@ -279,7 +264,7 @@ def _gathered(world: World, mine: Tensor) -> list[Tensor]:
 
 
 def gather_values(world: World, value: Any, kind: Any) -> list[Any]:
-    """Return a value of every member of this rank's group, in rank order, encoded by msgspec. All members call it."""
+    """Return every member's value, encoded by msgspec, in rank order. All members of the group call it."""
     mine = msgspec.msgpack.encode(value)
     lengths = [int(length) for [length] in gather(world, [len(mine)])]
     rows = _gathered(world, torch.frombuffer(bytearray(mine.ljust(max(lengths), b"\0")), dtype=torch.uint8))
@@ -307,7 +292,6 @@ class OwnTime:
         self.work()
 
     def skip(self) -> None:
-        """Exclude the batch that is being timed."""
         self._is_whole = False
 
     @property
@@ -325,7 +309,6 @@ class OwnTime:
         self._gradient = self._clock.mark(instead_of=self._gradient)
 
     def pause_since_gradient(self) -> None:
-        """Stop the timer as of the last gradient, since which the rank has waited."""
         if self._gradient is not None:
             self._pause_from(self._gradient)
             self._was_backward = True
@@ -336,14 +319,10 @@ class OwnTime:
         self._since = self._gradient = None
 
     def finish(self, samples: int, elsewhere: float = 0.0) -> list[tuple[int, float]]:
-        """Finish a batch. Time after its last pause does not count, nor does a batch without gradients.
+        """Finish a batch; return samples and seconds of each batch whose time is known now.
 
-        Args:
-            samples: this rank's samples in the batch.
-            elsewhere: seconds of waiting during which the timer ran.
-
-        Returns:
-            Samples and seconds of each batch whose time is known now.
+        Time after the last pause does not count, nor does a batch without gradients. ``elsewhere`` are seconds of
+        waiting during which the timer ran.
         """
         if self._is_whole and self._was_backward:
             self._unread.append((samples, elsewhere, self._intervals))

@@ -57,11 +57,7 @@ _loops = count()
 
 
 class ExitCheck:
-    """A check that the members of this rank's group leave a loop together. All ranks create one for each loop.
-
-    Attributes:
-        steps: number of steps that this rank has begun.
-    """
+    """A check that the members of this rank's group leave a loop together. All ranks create one for each loop."""
 
     def __init__(self, parallel: ParallelState) -> None:
         self._parallel = parallel
@@ -71,23 +67,18 @@ class ExitCheck:
         self.renew()
 
     def renew(self) -> None:
-        """Count from here, where other groups were formed: their members have made different numbers of steps so far.
-
-        All ranks call it.
-        """
+        """Count from here, where other groups were formed of members with different step counts. All ranks call it."""
         self._loop, self._times = next(_loops), 0
         self._earlier = self.steps
         self.step_done()
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Watch in this context for Ctrl-C, and for members that leave the loop while this rank waits for them."""
         with self.watch_others(), self._noting():
             yield
 
     @contextmanager
     def watch_others(self) -> Iterator[None]:
-        """Watch in this context for members that leave the loop while this rank waits for them."""
         is_over = threading.Event()
         threading.Thread(target=self._watch_others, args=(is_over,), name="omni-leaving", daemon=True).start()
         try:
@@ -97,7 +88,7 @@ class ExitCheck:
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
-        """Note Ctrl-C in this context, where Python's own handler raises a KeyboardInterrupt, and raise it as well."""
+        """Note Ctrl-C in this context, and raise the KeyboardInterrupt of Python's own handler as well."""
         is_ours = threading.current_thread() is threading.main_thread()
         if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             yield
@@ -184,7 +175,6 @@ class ExitCheck:
 
     @property
     def _steps_here(self) -> int:
-        """Return the steps since `renew`, in which the members of a group agree."""
         return self.steps - self._earlier
 
     @property
@@ -200,7 +190,6 @@ class ExitCheck:
         return f"lightning-omni/left/{self._loop}/{times}/{self._parallel.members[0]}/{what}"
 
     def _count(self) -> int:
-        """Return the number of collectives inside its compute group that this rank has begun."""
         try:
             return sum(map(collectives_of, self._parallel.groups_inside))
         except KeyError:  # other groups are being formed
@@ -208,7 +197,6 @@ class ExitCheck:
 
 
 def _are_there(store: Any, keys: list[str]) -> bool:
-    """Return whether a store has these keys, within the time of a poll."""
     until = time.monotonic() + POLL_S
     while not store.check(keys):
         if time.monotonic() > until:
@@ -225,12 +213,8 @@ def forget(group: Any, rank: int) -> None:
 def failed_at_one_place(group: Any, rank: int, ranks: Sequence[int], where: str, within: float) -> bool:
     """Return whether all of these ranks report a failure at the same line of the program; each waits for the others.
 
-    Args:
-        group: a process group that contains these ranks.
-        rank: this rank.
-        ranks: all of them, including this one.
-        where: position of this rank's failure; see `place_of`.
-        within: seconds to wait for the others' reports.
+    ``where`` describes the position of this rank's failure (`place_of`). The others' reports are awaited for ``within``
+    seconds.
     """
     store, keys = store_of(group), [_key(each) for each in ranks]
     try:
@@ -242,7 +226,6 @@ def failed_at_one_place(group: Any, rank: int, ranks: Sequence[int], where: str,
 
 
 def place_of(error: BaseException) -> str:
-    """Return the position in the program at which an error was raised."""
     frames = (f"{frame.f_code.co_filename}:{line}" for frame, line in traceback.walk_tb(error.__traceback__))
     return f"{type(error).__name__} at {' '.join(frames)}"
 
@@ -272,7 +255,6 @@ class RawStepGuard:
         self._stranger = ""
 
     def wrapped(self, module: Module) -> None:
-        """Record that the world has wrapped a module, whose weights its groups are to train together."""
         self._wrapped.append(ref(module))
         if self._executor().exchanges:
             _watch_outside()
@@ -324,7 +306,6 @@ class RawStepGuard:
             )
 
     def _refuse(self, optimizer: Optimizer, *_: Any) -> None:
-        """Refuse the step of an optimizer that would move weights without an exchange."""
         parallel, executor = self._parallel, self._executor()
         if not executor.exchanges or executor.is_called or (parallel.steps_at_worker and not parallel.is_computing):
             return
@@ -354,7 +335,6 @@ class RawStepGuard:
                 yield from alive.parameters()
 
     def _sums(self) -> list[int]:
-        """Return a sum over the bytes of each weight, which changes when the weight moves."""
         return [int(local_of(each).contiguous().view(-1).view(torch.uint8).sum()) for each in self._weights()]
 
 

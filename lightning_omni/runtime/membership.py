@@ -1,7 +1,4 @@
-"""A rank's part in its run: its connection to the server, compute groups, and groups that join the run late.
-
-The server is embedded, started by rank 0 for this run, or a standalone one.
-"""
+"""A rank's part in its run: its connection to the server, compute groups, and groups that join the run late."""
 
 from __future__ import annotations
 
@@ -51,7 +48,7 @@ class Connection:
         self._closed.clear()
 
     def start_server(self) -> None:
-        """Start this rank's embedded servers without waiting, so that they start up while the model is built."""
+        """Start this rank's embedded servers without waiting: they start up while the model is built."""
         self._parallel.server.start(self._parallel.method, self._parallel.parts)
 
     # --- To join -----------------------------------------------------------------------------------------------------
@@ -65,8 +62,7 @@ class Connection:
     def try_to_join(self) -> str:
         """Join the server if all ranks can, and undo this otherwise. All ranks call it, while they are one group.
 
-        Returns:
-            The reason why a rank could not, the same on all ranks; empty on success.
+        Return the reason why a rank could not, the same on all ranks; empty on success.
         """
         parallel, groups = self._parallel, self._parallel.process_groups
         if parallel.control is not None:
@@ -131,7 +127,7 @@ class Connection:
 
     @property
     def _division(self) -> str:
-        """Return a description of how a group's members share the parameters; empty if each exchanges all of them."""
+        """Return how a group's members divide the parameters, in words; empty if each exchanges all of them."""
         parallel = self._parallel
         if not parallel.is_sharded:
             return ""
@@ -149,9 +145,7 @@ class Connection:
     def leave(self, reason: str = "", has_finished: bool = False) -> None:
         """Leave the server, if this rank has joined it.
 
-        Args:
-            reason: why the run cannot continue without this rank; empty if it can.
-            has_finished: whether this rank has trained to the end.
+        A ``reason`` tells why the run cannot continue without this rank; it is empty if it can.
         """
         self._closed.set()
         if self._parallel.control is not None:
@@ -188,7 +182,7 @@ _log = logging.getLogger(__name__)
 
 
 class GroupJoin:
-    """The group of this rank, if it joins a run on its own. `GroupRegistration` has reserved its rank numbers."""
+    """The group of this rank, if it joins a run on its own, with rank numbers that `GroupRegistration` has reserved."""
 
     def __init__(self, parallel: ParallelState, exchange: ServerExchange, connection: Connection) -> None:
         self._parallel, self._exchange, self._connection = parallel, exchange, connection
@@ -197,8 +191,7 @@ class GroupJoin:
         """Join a running run, as soon as its groups train separately. All ranks of this group call it.
 
         Returns:
-            The server's answer. `ServerStore.read_run_state` reads further state, and weights are read when training
-            begins.
+            The server's answer. `ServerStore.read_run_state` reads further state; `read_weights`, the weights.
 
         Raises:
             ConfigurationError: the run exchanges with other settings than this group.
@@ -224,7 +217,7 @@ class GroupJoin:
         return joined
 
     def _ask_to_join(self) -> str:
-        """Wait until the group may join, on its leader; return the server's answer as text."""
+        """Wait on the leader until the group may join; return the server's answer as text."""
         parallel = self._parallel
         assert parallel.control is not None
         _log.info("waiting to join the run until its groups train again")
@@ -240,7 +233,6 @@ class GroupJoin:
                 raise ConfigurationError(f"{name}={own}: the run that this group joins has {other}; pass the same")
 
     def read_weights(self) -> None:
-        """Load the server's present weights into the group that has joined, without optimizer state."""
         for index, part in enumerate(self._parallel.parts):
             part.replica.load(self._exchange.fetch(index))
 
@@ -258,8 +250,6 @@ class GroupJoin:
 
 
 class GroupFormation:
-    """The procedure by which the ranks of a run form groups."""
-
     def __init__(self, parallel: ParallelState, exchange: ServerExchange) -> None:
         self._parallel, self._exchange = parallel, exchange
 
@@ -268,11 +258,9 @@ class GroupFormation:
     ) -> None:
         """Form groups, and set up this rank's own. All live ranks, which have joined the server, call it.
 
-        Args:
-            groups: the new number of groups; None forms the groups of ``ParallelState.topology``.
-            speeds: each live rank's samples per second, by which groups are formed. None forms them in the order of
-                ranks.
-            keeps_epoch: whether the new groups continue the epoch, whose trained part the server knows.
+        ``groups`` and ``speeds`` are as in `World.regroup`; None for ``groups`` forms those of
+        ``ParallelState.topology``. With ``keeps_epoch`` the new groups continue the epoch, whose trained part the
+        server knows.
         """
         parallel = self._parallel
         assert parallel.control is not None
@@ -301,7 +289,6 @@ class GroupFormation:
     def _form_until_accepted(
         self, groups: int | None, speeds: Mapping[int, float] | None, keeps_epoch: bool
     ) -> tuple[Topology, int]:
-        """Return the groups that the server has accepted, and their incarnation."""
         parallel = self._parallel
         while True:
             topology = parallel.topology if groups is None else self._topology_of_the_living(groups, speeds)
@@ -322,7 +309,6 @@ class GroupFormation:
                     raise
 
     def _request(self, message: m.Message, expect: type[Answer]) -> Answer:
-        """Send a request of any size on the control channel."""
         assert self._parallel.control is not None
         data = m.encode(message)
         if len(data) > m.LARGEST_INLINE:

@@ -30,17 +30,16 @@ class Server:
         address: ``"tcp://host:port"`` of a running server (``lightning-omni serve``). None starts the *embedded*
             server, a process beside rank 0.
         count: number of embedded servers, each of which holds a partition of the parameters, so that no single link
-            carries all pushes: a number, all on rank 0's node; or ``"per-node"``, one on each node. Then an exchange of
-            all groups sends no more bytes over any link than a ring all-reduce. See docs/how-to/servers.md.
+            carries all pushes: a number, all on rank 0's node; or ``"per-node"``, one on each node, with which an
+            exchange of all groups sends no more bytes over any link than a ring all-reduce. See docs/how-to/servers.md.
         host: address that the embedded server binds. None uses no port at all on one node (sockets in a directory that
             only this user may enter), and MASTER_ADDR on several.
         encryption: encryption of network connections: ``"curve"``, or ``"off"`` on a network whose every user you
-            trust. A server that runs already must use the same.
-        save: seconds between two saves of the embedded server's state. If the server dies, rank 0 starts another one,
-            which continues from the last save: see docs/explanation/resilience.md. With None nothing is saved, and the
-            run ends if the server dies.
-        record: file for a record of everything that changes the weights, written by the embedded server; the simulator
-            can replay it, see `lightning_omni.simulator.replay`. None records nothing.
+            trust. A running server must use the same.
+        save: seconds between two saves of the embedded server's state, from the last of which rank 0 restarts a server
+            that died: see docs/explanation/resilience.md. None saves nothing, and the run ends if the server dies.
+        record: file in which the embedded server records all that changes the weights, for
+            `lightning_omni.simulator.replay`. None records nothing.
         max_nonfinite_pushes: number of pushes in a row with NaN or infinite gradients that a group may make before the
             run ends.
         threads: number of threads for the embedded server's arithmetic.
@@ -155,15 +154,15 @@ class Elastic:
     """The rules by which groups join, leave and are evicted. True in its place is ``Elastic(join=True)``.
 
     Args:
-        join: whether the ranks of this launcher are one group of a run in which groups join and leave, each with its
-            own launcher. The group joins the run at the server's address, or begins it if it is the first, and may
-            leave at any time: see docs/how-to/joining.md. None means True if OmniStrategy takes the address from
-            LIGHTNING_OMNI_SERVER, because it was passed none, and otherwise False.
+        join: whether the ranks of this launcher are one group of a run in which groups, each with its own launcher,
+            join and leave at any time. The group joins the run at the server's address, or begins it if it is the
+            first: see docs/how-to/joining.md. None means True if OmniStrategy, passed no address, takes it from
+            LIGHTNING_OMNI_SERVER, and otherwise False.
         max_rejoins: with ``join``, how often in a row a group that was evicted by mistake (because its machine was
             suspended or its link failed) rejoins as a new group: if the script ends with that error, its process runs
             its command again, after 1, 2, 4, ... seconds. 0 disables this. Only OmniStrategy uses it.
-        timeout: seconds, at least 2, after which a group that answers heartbeats but makes no progress (no batch and
-            no validation batch) is evicted, because others would wait for it. The embedded server counts from the first
+        timeout: seconds, at least 2, after which a group that answers heartbeats but completes no training or
+            validation batch is evicted, because others would wait for it. The embedded server counts from the first
             trained batch on; ``lightning-omni serve`` has its own option. None disables this.
         heartbeat: seconds of silence after which a rank counts as dead, at least 2.
 
@@ -225,8 +224,6 @@ def sharding_of(given: object) -> Sharding:
 class WorldOptions:
     """All settings of a run except its size, for `World`. All ranks must pass the same.
 
-    `OmniStrategy` takes the same values, except that a mesh is Lightning's ModelParallelStrategy there.
-
     Args:
         groups: number of compute groups, or None for one group per node.
         method: how groups exchange, by name or as a `lightning_omni.methods.Method`.
@@ -234,11 +231,12 @@ class WorldOptions:
         overlap: whether a group computes its next gradient during an exchange, which makes it one step staler; for
             async_sgd.
         server: address of a running server; or ``"per-node"``, or a `Server`. None starts one beside rank 0.
-        elastic: how groups join, leave and are evicted: True lets the ranks of this launcher join the run at
-            ``server`` as a group of its own; or an `Elastic`.
+        elastic: how groups join, leave and are evicted: True lets the ranks of this launcher join the run at ``server``
+            as a group of its own; or an `Elastic`.
         model_parallel: how the members of a group hold the model: None, each the whole model; or sharded, each with a
             part of every parameter, which it exchanges with its own server: ``"fsdp"`` or an `FSDP`, in rows; or a
-            `ModelParallel`, for a module that is parallelized on the group's mesh.
+            `ModelParallel`, for a module that is parallelized on the group's mesh (OmniStrategy takes Lightning's
+            ModelParallelStrategy).
         timeout: time after which a collective that does not complete is an error.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The position of a rank in the run: this rank, its compute group, the live ranks, and their agreements."""
+"""The position of a rank in the run: its compute group, the live ranks, and the agreements among them."""
 
 from __future__ import annotations
 
@@ -35,14 +35,7 @@ from lightning_omni.wire.partition import Partition, is_elementwise
 
 
 class Communication(NamedTuple):
-    """The settings for the communication of gradients and weights.
-
-    Attributes:
-        method: how groups exchange.
-        wire_format: encoding of pushes.
-        overlap: whether exchanges overlap the groups' computation.
-        all_reduce: how the members of a group average their gradients.
-    """
+    """The settings for exchanges across groups, and for averages inside them (``all_reduce``)."""
 
     method: Method
     wire_format: WireFormat
@@ -51,14 +44,7 @@ class Communication(NamedTuple):
 
 
 def default_device(backend: str, current_gpu: Callable[[], int] = torch.cuda.current_device) -> torch.device:
-    """Return the device of the weights for a caller that names none.
-
-    The default process group decides: NCCL refuses tensors on the CPU, so a collective of flags would fail there.
-
-    Args:
-        backend: backend of the default process group.
-        current_gpu: returns the index of the GPU that this process computes on.
-    """
+    """Return the default device of the weights: NCCL's process groups refuse tensors on the CPU."""
     return torch.device("cuda", current_gpu()) if backend == dist.Backend.NCCL else torch.device("cpu")
 
 
@@ -66,36 +52,27 @@ class ParallelState:
     """The position of this rank among all ranks. The arguments are those of `World`.
 
     Attributes:
-        options: all settings; their ``groups`` is the requested number.
-        device: device of the model's weights.
         rank: this rank, as all groups of the run number it.
-        size: number of ranks that its launcher has started.
         torch_rank: this rank, as torch.distributed numbers it.
-        topology: the compute groups.
-        is_synchronous: whether there is one group only: plain synchronous training, with no server in the path.
+        is_synchronous: whether there is one group only, with no server in the path.
         group: number of this rank's group; -1 if it is in none, as it was lost.
         members: ranks of this rank's group; the first one leads.
         is_leader: whether this rank leads its group.
-        exchanges: whether this rank exchanges with the server, for its group or for its share of the parameters. These
-            are the ranks of the group's first replica; they pass the answers on to the others.
-        is_sharded: whether the members of a group shard the model.
+        exchanges: whether this rank exchanges with the server, as ranks of the group's first replica do, for the
+            others.
         generation: number of times that groups were formed.
         control: the connection by which ranks synchronize; None unless the server was joined.
         parts: the exchanged part of each optimizer.
         names: names of parameters in modules that a loop without Lightning has wrapped.
         steps: optimizer steps of the run in one group, which no server's clock counts.
-        core: this rank's view of its group.
-        server: the servers of the run.
         shards: number of ranks that hold one replica of the model together; 1 where each has all of it.
         holders: ranks, as torch numbers them, by the replica of the model that they hold together.
-        tensor_parallel: number of neighbours among these that get the same samples, and compute on them together.
-        process_groups: torch's process groups.
+        tensor_parallel: number of neighbours among these that compute on the same samples together.
         is_computing: whether the default process group is the compute group.
         is_entering: whether the group has joined others that train already, and is about to train.
-        is_new: whether the group has joined since the groups last synchronized.
+        joined_since_sync: whether the group has joined since the groups last synchronized.
         ever_lost: ranks that were lost in this loop or an earlier one.
         failures: reasons of those among them that have failed by themselves.
-        reduction: how the members of this rank's group average their gradients.
         where: returns this rank's position in its loop, in words, for messages to other ranks.
         registration: the reservation of a group that joins on its own, whose ranks are the only ones in
             torch.distributed; None where all ranks were started together.
@@ -161,7 +138,7 @@ class ParallelState:
 
     @property
     def method(self) -> Method:
-        """Return the method by which groups exchange. A new one applies when groups are formed next."""
+        """Return the method; a new one applies when groups are formed next."""
         return self.core.method
 
     @method.setter
@@ -170,7 +147,7 @@ class ParallelState:
 
     @property
     def communication(self) -> Communication:
-        """Return the settings for communication. New ones apply when groups are formed next."""
+        """Return the settings for communication; new ones apply when groups are formed next."""
         return Communication(self.core.method, self.core.wire_format, self.core.overlap, self.reduction.format)
 
     @communication.setter
@@ -192,15 +169,15 @@ class ParallelState:
 
     @property
     def torch_members(self) -> Sequence[int]:
-        """Return the ranks of this rank's group, as torch.distributed numbers them."""
+        """Return `members`, as torch.distributed numbers them."""
         return self.members if self.registration is None else range(self.size)
 
     @property
     def is_recorder(self) -> bool:
         """Return whether this rank is the recorder, which forms groups, transfers weights, logs and saves for the run.
 
-        Where groups join on their own, it is the lowest live rank. All ranks agree on it where they synchronize; while
-        they compute it stays the same until `follow_recorder`, because a checkpoint takes several calls.
+        Where groups join on their own, it is the lowest live rank, agreed on where ranks synchronize. While they
+        compute it changes only in `follow_recorder`, because a checkpoint takes several calls.
         """
         if self.registration is not None and self.control is not None and not self.is_computing:
             self._records = self.rank == self.process_groups.live.ranks[0]
@@ -217,8 +194,8 @@ class ParallelState:
     def is_with_recorder(self) -> bool:
         """Return whether this rank holds a replica of the model together with the recorder.
 
-        Where groups join on their own, all ranks agree on it where they synchronize. While they compute, the members of
-        a group agree on it in `World.agree_on_recorder`.
+        Where groups join on their own, ranks agree on it where they synchronize; while a group computes, its members do
+        in `World.agree_on_recorder`.
         """
         if self.registration is None:
             return RECORDER in self.members and self.exchanges
@@ -228,7 +205,7 @@ class ParallelState:
 
     @property
     def share(self) -> tuple[int, int] | None:
-        """Return index and number of shares, if each rank that holds a part of a model exchanges its own; or None."""
+        """Return index and number of this rank's share of a sharded model; None if it exchanges none."""
         if not self.is_sharded or (self.is_synchronous and self.registration is None and self.control is None):
             return None
         return self.members.index(self.rank) % self.shards, self.shards
@@ -245,14 +222,14 @@ class ParallelState:
 
     @property
     def owns_state(self) -> bool:
-        """Return whether this rank sends weights to the server and reads them back, or its share of them."""
+        """Return whether this rank sends weights, or its share of them, to the server and reads them back."""
         return self.is_recorder or (self.share is not None and self.is_with_recorder)
 
     @property
     def mesh(self) -> DeviceMesh:
-        """Return the mesh of the ranks with which this one holds a replica of the model.
+        """Return the mesh of the ranks with which this one holds a replica of the model, the same after a regrouping.
 
-        The first access is made by all ranks, before training begins. The mesh stays, whatever groups are formed.
+        All ranks make the first access, before training begins.
         """
         if self._mesh is None:
             for topology in self._parted:
@@ -283,7 +260,7 @@ class ParallelState:
 
     @property
     def has_replicas(self) -> bool:
-        """Return whether any group holds the model several times, in shards."""
+        """Return whether any group holds several replicas of a sharded model."""
         return self.is_sharded and any(len(members) > self.shards for members in self._compute_groups.groups)
 
     def make_groups(self, gather: Callable[[list[int]], list[list[int]]] | None = None) -> None:
@@ -297,18 +274,14 @@ class ParallelState:
 
     @property
     def groups_inside(self) -> list[Any]:
-        """Return this rank's process groups of members of its compute group, in which they wait for each other."""
+        """Return this rank's process groups inside its compute group."""
         if not self.is_sharded:
             return [self.compute_group]
         topologies = [self._compute_groups, *self._parted, *([self._alike] if self.has_replicas else [])]
         return list({id(group): group for group in map(self.process_groups.compute, topologies)}.values())
 
     def abandon_groups(self) -> None:
-        """Destroy the process groups inside this rank's compute group, because this rank has failed.
-
-        With gloo, members that wait for it then fail at once. A group of all ranks that torch knows is not destroyed:
-        its members fail when this process ends. The original process group becomes the default one.
-        """
+        """Destroy the process groups in this rank's compute group, which has failed: see `ProcessGroups.abandon`."""
         for topology in (self._compute_groups, self._alike, *self._parted):
             self.process_groups.abandon(topology)
 
@@ -351,17 +324,17 @@ class ParallelState:
 
     @property
     def server_address(self) -> str:
-        """Return the server's address, or an empty string without one."""
+        """Return the server's address; empty without one."""
         return self.control.address if self.control else ""
 
     @property
     def compute_group(self) -> Any:
-        """Return the process group of this rank's compute group, which `broadcast_initial` and `regroup` create."""
+        """Return the process group of this rank's compute group."""
         return self.process_groups.compute(self.topology)
 
     @property
     def replica_group(self) -> Any:
-        """Return the process group of the compute group's ranks that have the same part of the model as this one."""
+        """Return the process group of the members with the same part of the model as this rank."""
         return self.process_groups.compute(self._alike)
 
     @property
@@ -411,14 +384,13 @@ class ParallelState:
         return dict(self.process_groups.live.contribute("a text of rank 0", mine))[RECORDER].decode()
 
     def broadcast_text_at_launch(self, text: str) -> str:
-        """Return the text of the first rank that was launched on every rank that was, before any can be lost."""
+        """Return the first launched rank's text on every launched rank, before any can be lost."""
         return self.process_groups.broadcast_text(text, self.process_groups.original)
 
     def broadcast_from_recorder(self, tree: Any) -> Any:
-        """Return the recorder's tree on every live rank; this rank's own, if the recorder has died meanwhile.
+        """Return the recorder's tree of plain values and tensors on every live rank; its own if the recorder has died.
 
-        Args:
-            tree: plain values and tensors; small ones, because each byte is sent as a number.
+        Each byte is sent as a number, so the tree should be small.
         """
         packed, buffer = pack(tree)
         mine = msgspec.msgpack.encode((packed, bytes(buffer.numpy()))) if self.is_recorder else b""

@@ -1,14 +1,12 @@
 """torch.distributed's process groups: one for each compute group, one of all live ranks, and the current default.
 
-Compute groups are kept for the life of the process, because a later fit of the same script would have to create them
-again. All live ranks decide together whether a topology's groups exist or must be created, from the groups that each of
-them holds; the groups that a rank has created or destroyed before do not matter.
+Compute groups are kept for the life of the process, for later fits of the same script. All live ranks decide together
+whether a topology's groups exist or must be created, from the groups that each of them holds.
 
-The live world: a torch process group whose collectives the server carries out.
-
-The server knows which ranks are alive, so no collective waits for dead ranks, and all survivors get the same
-contributions. Small payloads (metrics, flags, names of checkpoints) are sent over the server's control socket, larger
-ones over its data socket, and gradients never. Ranks are numbered by their index among the live ranks.
+The group of all live ranks, `LiveWorld`, has its collectives carried out by the server, which knows the live ranks: no
+collective waits for dead ones, and all survivors get the same contributions. Small payloads (metrics, flags, names of
+checkpoints) are sent over the server's control socket, larger ones over its data socket, and gradients never. Ranks are
+numbered by their index among the live ranks.
 """
 
 from __future__ import annotations
@@ -40,8 +38,6 @@ Gather = Callable[[list[int]], list[list[int]]]
 
 @dataclass
 class _Made:
-    """A process group, and the number by which its members identify it."""
-
     number: int
     group: ref[Any]
 
@@ -81,7 +77,7 @@ def check_none_lost() -> None:
     """Check that the default process group still has all ranks with which the script has begun.
 
     Raises:
-        RankLost: an earlier fit, or loop, has lost some, and Lightning and loaders would still count them.
+        RankLost: an earlier fit or loop has lost some; Lightning and loaders would still count them.
     """
     if _survivors is None or _survivors[0]() is not dist.group.WORLD:
         return
@@ -94,7 +90,6 @@ def check_none_lost() -> None:
 
 
 def _cache_beside(default: Any) -> _Cache:
-    """Return the cache of a default process group, and drop that of an earlier one."""
     global _cache
     if _cache is None or _cache.default() is not default:
         _cache = _Cache(default)
@@ -102,14 +97,10 @@ def _cache_beside(default: Any) -> _Cache:
 
 
 class ProcessGroups:
-    """All process groups of a rank. No other class switches the default process group.
+    """All process groups of a rank, of ``size`` ranks in all. No other class switches the default process group.
 
-    Args:
-        rank: this rank.
-        size: number of ranks, dead or alive.
-        timeout: time after which an incomplete collective is an error.
-        device: device of tensors for the collectives of torch's own groups.
-        is_group: whether the default process group is that of one compute group, which has joined on its own.
+    ``size`` counts dead ranks, too. ``device`` holds the tensors of torch's own collectives. With ``is_group``, the
+    default process group is that of one compute group, which has joined on its own.
     """
 
     def __init__(self, rank: int, size: int, timeout: timedelta, device: torch.device, is_group: bool = False) -> None:
@@ -135,12 +126,10 @@ class ProcessGroups:
 
     @property
     def had_several(self) -> bool:
-        """Return whether ranks of this process have trained in several groups before."""
         return self._cache.live is not None
 
     @property
     def live(self) -> LiveWorld:
-        """Return the group of all live ranks, which exists once the server was joined."""
         live = self._cache.live() if self._cache.live is not None else None
         assert live is not None
         return live
@@ -148,10 +137,8 @@ class ProcessGroups:
     def make(self, topology: Topology, gather: Gather | None = None, stays: bool = False) -> None:
         """Create the process groups of a topology, unless all ranks have them. All live ranks call it.
 
-        Args:
-            topology: the topology; every rank of it calls this.
-            gather: exchanges numbers between the ranks; None uses the default process group as it was found.
-            stays: whether the groups are kept to the end of the run, whatever others are created.
+        ``gather`` exchanges numbers between the ranks, by default over the original process group. With ``stays`` the
+        groups are kept to the end of the run, whatever others are created.
         """
         members, kept = self._members(topology), self._cache
         if stays:
@@ -177,7 +164,6 @@ class ProcessGroups:
             kept.destroy(groups)
 
     def compute(self, topology: Topology) -> Any:
-        """Return the process group of this rank's group in a topology, which `make` has created."""
         if (made := self._cache.compute.get(topology.groups)) is not None:
             return made.group()
         if len(self._members(topology)) != self._size:
@@ -185,7 +171,6 @@ class ProcessGroups:
         return self.original
 
     def _members(self, topology: Topology) -> Sequence[int]:
-        """Return the ranks of this rank's group, as torch numbers them."""
         if self._is_group and self._rank not in topology.ranks:  # the numbers are those of the run
             return range(self._size)
         return topology.members(topology.group_of(self._rank))
@@ -195,20 +180,13 @@ class ProcessGroups:
         dist.GroupMember.WORLD = group
 
     def join(self, synchronize: Synchronize, rank: int) -> None:
-        """Create the group of all live ranks, and connect it to the function that carries out its collectives.
-
-        All ranks call it, and wait for each other.
-
-        Args:
-            synchronize: the function, see `LiveWorld.connect`.
-            rank: this rank's number in the run.
-        """
+        """Create and connect the group of all live ranks. All ranks call it, and wait for each other."""
         self.make_live_world()
         self.live.connect(synchronize, rank)
         dist.barrier()
 
     def make_live_world(self) -> None:
-        """Create the group of all live ranks, unless it exists; the default process group is the original one."""
+        """Create the group of all live ranks, unless it exists; the original process group becomes the default one."""
         register()
         self.use(self.original)
         if self._cache.live is None:
@@ -227,7 +205,6 @@ class ProcessGroups:
         self._cache.destroy(topology.groups)
 
     def leave(self) -> None:
-        """End the run; the next run finds its own default process group."""
         self._found = self._beside = None
         self._stay.clear()
 
@@ -240,7 +217,6 @@ class ProcessGroups:
         self.use(before)
 
     def largest(self, numbers: Sequence[int], group: Any) -> list[int]:
-        """Return the largest of each number over a group."""
         device = torch.device("cpu") if isinstance(group, LiveWorld) else self._device
         tensor = torch.tensor(list(numbers), dtype=torch.int64, device=device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
@@ -248,7 +224,7 @@ class ProcessGroups:
         return largest
 
     def broadcast_text(self, text: str, group: Any, by: int = 0) -> str:
-        """Return the text of one rank, as torch numbers them, on every rank of a group of torch's own."""
+        """Return the text of rank ``by``, in torch's numbering, on every rank of a group of torch's own."""
         data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self._device)  # may be empty
         size = torch.tensor(data.numel(), device=self._device)
         dist.broadcast(size, src=by, group=group)
@@ -282,8 +258,6 @@ _REDUCE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class _Done(dist.Work):
-    """The work of a collective that has finished when the call returns."""
-
     def __init__(self, result: Any) -> None:
         super().__init__()
         self._future: torch.futures.Future[Any] = torch.futures.Future()
@@ -313,12 +287,7 @@ def _not_offered(name: str) -> Callable[..., dist.Work]:
 
 
 class LiveWorld(dist.ProcessGroup):
-    """A process group of all live ranks.
-
-    Args:
-        rank: this rank's global number.
-        size: number of ranks at the start.
-    """
+    """A process group of all live ranks."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg, unused-ignore]
@@ -328,18 +297,11 @@ class LiveWorld(dist.ProcessGroup):
         self._name = ""
 
     def connect(self, synchronize: Synchronize, rank: int) -> None:
-        """Set the function that carries out the collectives, and this rank's number.
-
-        Args:
-            synchronize: the function.
-            rank: this rank's number in the run, as in the results of ``synchronize``; not its index among the live
-                ranks.
-        """
+        """Set the function that carries out the collectives, and this rank's number in its results."""
         self._synchronize, self._global_rank = synchronize, rank
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Return the numbers of the live ranks, as of the last collective."""
         return self._live
 
     @ranks.setter
@@ -377,7 +339,6 @@ class LiveWorld(dist.ProcessGroup):
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
-        """Reduce as `allreduce` does; only the root keeps the result."""
         op = _op(opts)
         root = self._live[opts.rootRank]  # before ranks may die in the collective
         for tensor in tensors:
@@ -395,7 +356,7 @@ class LiveWorld(dist.ProcessGroup):
         return _Done(list(tensors))
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
-        """Gather every rank's tensor on every rank. If ranks have died meanwhile, the last outputs are zeros."""
+        """Gather every rank's tensor. If ranks have died meanwhile, the last outputs are zeros."""
         for places, tensor in zip(outputs, inputs, strict=True):
             parts = list(self._gather(f"all_gather({_signature(tensor)})", tensor).values())
             for index, place in enumerate(places):
@@ -403,7 +364,7 @@ class LiveWorld(dist.ProcessGroup):
         return _Done(list(outputs))
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        """Gather every rank's tensor on every rank, concatenated. If ranks have died meanwhile, the end is zeros."""
+        """Gather every rank's tensor, concatenated. If ranks have died meanwhile, the end is zeros."""
         parts = list(self._gather(f"all_gather_single({_signature(input)})", input).values())
         flat = output.view(-1)
         flat.zero_()
@@ -416,7 +377,6 @@ class LiveWorld(dist.ProcessGroup):
     def allgather_into_tensor_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
-        """Call `all_gather_single` for each of several tensors; functional collectives use it."""
         for output, tensor in zip(outputs, inputs, strict=True):
             self.all_gather_single(output, tensor)
         return _Done(list(outputs))
@@ -462,14 +422,9 @@ class LiveWorld(dist.ProcessGroup):
         return gathered
 
     def contribute(self, what: str, payload: bytes = b"") -> list[tuple[int, bytes]]:
-        """Wait for all live ranks, and return their payloads.
+        """Wait for all live ranks, and return their payloads as (global rank, bytes) in rank order.
 
-        Args:
-            what: description of the collective; if other ranks call another one, all ranks raise an error.
-            payload: this rank's bytes for the others.
-
-        Returns:
-            The payloads of all, as (global rank, bytes) in rank order.
+        If other ranks call it for another collective (``what``), all ranks raise an error.
         """
         if self._synchronize is None:
             raise RuntimeError("the live world is not connected to a parameter server yet")
@@ -479,7 +434,6 @@ class LiveWorld(dist.ProcessGroup):
 
 
 def register() -> None:
-    """Register the backend ``"omni"``, with which ``torch.distributed.new_group`` returns a `LiveWorld`."""
     if not hasattr(dist.Backend, BACKEND.upper()):
         dist.Backend.register_backend(BACKEND, _create, devices=device_types(torch.accelerator.current_accelerator()))
 
@@ -487,7 +441,7 @@ def register() -> None:
 def device_types(accelerator: torch.device | None) -> list[str]:
     """Return the types of the devices whose tensors a `LiveWorld` takes.
 
-    The type of an accelerator without a default backend of torch is left out: torch would take this one as its default.
+    An accelerator without a default backend of torch is left out: torch would take this one as its default.
     """
     types = ["cpu", "cuda"]
     if accelerator is not None and accelerator.type in dist.Backend.default_device_backend_map:

@@ -46,7 +46,6 @@ def return_to(run: str, count: int, is_saved: bool) -> str:
 
 
 def run_is_saved() -> bool:
-    """Return whether another server could continue the run that this group was evicted from."""
     return _UNSAVED not in os.environ.get(COMES_BACK, "").split(" ")[2:]
 
 
@@ -60,7 +59,6 @@ class GroupRegistration:
         broadcast_text: returns the text of rank 0 on every rank of the group.
 
     Attributes:
-        run: name of the run.
         first: number of the group's first rank; the others' follow.
         announced: number of ranks in the group that has begun the run.
         begins: whether this group begins the run.
@@ -142,19 +140,15 @@ class GroupRegistration:
             raise RankLost(f"the run is over: {reason}")
 
     def close(self) -> None:
-        """Release the reservation, once the group participates or never will."""
         if self._observer is not None:
             self._observer.close()
             self._observer = None
 
 
 def ask_for_all(broadcast_text: Callable[[str], str], asks: bool, ask: Callable[[], Any]) -> Any:
-    """Send a request from rank 0 of a group; return the answer, or raise the refusal, on all of its ranks.
+    """Return the answer to rank 0's request, or raise its refusal, on all ranks of a group.
 
-    Args:
-        broadcast_text: returns the text of rank 0 on every rank of the group.
-        asks: whether this is rank 0.
-        ask: sends the request; returns plain values.
+    ``asks`` is true on rank 0, whose ``ask`` returns plain values.
     """
     failure: OmniError | None = None
     result: dict[str, Any] = {}

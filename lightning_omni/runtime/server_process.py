@@ -1,4 +1,4 @@
-"""The parameter servers of a run: processes that its ranks start, or a server that runs already at an address."""
+"""The parameter servers of a run: processes that its ranks start, or a running server at an address."""
 
 from __future__ import annotations
 
@@ -32,12 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class ServerKeeper:
-    """A thread that restarts the embedded server when its process (with its supervisor) has ended and the run has not.
-
-    Args:
-        process: the server's process.
-        again: settings of the server that replaces it.
-    """
+    """A thread that restarts the embedded server when its process has ended and the run has not."""
 
     def __init__(self, process: ServerProcess, again: ServerSettings) -> None:
         self._process, self._again = process, again
@@ -74,17 +69,15 @@ class ServerKeeper:
 
 
 class RunServer:
-    """The server of a run, or its servers with a partition of the parameters each: it starts, finds and ends them.
+    """The servers of a run, each with a partition of the parameters: it starts, finds and ends them.
 
     Args:
         rank: this rank. Rank 0 starts the server; with one server per node, the first rank of each node starts that.
         options: the run's options.
         ranks_per_node: number of ranks on each node.
-        shares: required number of servers, one for each share, where ranks hold a model together; None for the number
-            in the options.
+        shares: required number of servers, one for each share of a sharded model; None for the number in the options.
 
     Attributes:
-        transport: the transport to the servers.
         process: process of the embedded server, on rank 0; a process that was started in advance may be set here.
     """
 
@@ -104,7 +97,6 @@ class RunServer:
 
     @property
     def count(self) -> int:
-        """Return the number of servers, each of which holds a partition of the parameters, if the run starts them."""
         if self._needed is not None:
             return self._needed
         count = self._options.server.count
@@ -139,11 +131,10 @@ class RunServer:
 
     @property
     def is_on_this_node_only(self) -> bool:
-        """Return whether all ranks are on the node of rank 0."""
         return self.nodes == 1
 
     def check(self, servers: int, address: str) -> None:
-        """Raise `ConfigurationError` if ``servers``, the number of servers at an address, is not the required one."""
+        """Raise `ConfigurationError` unless the address has the required number of servers."""
         if self._needed is None or servers == self._needed:
             return
         if self._options.elastic.join:
@@ -159,7 +150,6 @@ class RunServer:
         )
 
     def start(self, method: Method, parts: Iterable[Part]) -> None:
-        """Start this rank's servers without waiting, so that they start up meanwhile."""
         if self._options.server.address is not None:
             return
         self._taught = method, list(parts)
@@ -182,7 +172,7 @@ class RunServer:
             self._failure = error
 
     def share(self, address: str, key: bytes) -> None:
-        """Configure the further servers that this rank has started to join the coordinating one, and wait for them.
+        """Let the further servers of this rank join the coordinating one, and wait for them.
 
         Raises:
             ConfigurationError: a server could not be started.
@@ -210,8 +200,7 @@ class RunServer:
     def stop(self, has_failed: bool = False) -> None:
         """End the embedded servers, and wait for them and for those that were dismissed.
 
-        Args:
-            has_failed: whether this rank has failed, and not the run: its further servers then continue.
+        If this rank has failed, and not the run, its further servers continue.
         """
         if self._keeper is not None:
             self._keeper.stop()
@@ -277,7 +266,6 @@ class RunServer:
         return key
 
     def published(self, address: str) -> str:
-        """Return an address of this machine as the other ranks can reach it."""
         return address.replace("//0.0.0.0:", f"//{_main_host()}:")
 
     def _settings(self, method: Method, parts: Sequence[Part]) -> ServerSettings:

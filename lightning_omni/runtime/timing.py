@@ -9,10 +9,9 @@ import torch
 
 
 class HostClock:
-    """The clock of the processor, for devices that the host waits for."""
+    """The processor's clock, for devices that the host waits for."""
 
     def mark(self, instead_of: Any = None) -> Any:
-        """Return the current time, in seconds."""
         return time.perf_counter()
 
     def seconds(self, since: Any, until: Any) -> float | None:
@@ -26,7 +25,7 @@ class EventClock:
     """The clock of a CUDA stream, whose timestamps are read when the device has reached them."""
 
     def mark(self, instead_of: Any = None) -> Any:
-        """Return a timestamp for the completion of all operations launched so far; ``instead_of`` is an old one."""
+        """Return a timestamp for the completion of all operations launched so far, reusing ``instead_of``."""
         event = instead_of or torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -36,7 +35,6 @@ class EventClock:
         return float(since.elapsed_time(until)) / 1e3 if until.query() else None
 
     def wait(self, since: Any, until: Any) -> float:
-        """Return the seconds between two timestamps; the host waits until the device has reached the later one."""
         if not until.query():
             until.synchronize()
         return float(since.elapsed_time(until)) / 1e3
@@ -46,15 +44,10 @@ Clock = HostClock | EventClock
 
 
 def clock_of(device: torch.device) -> Clock:
-    """Return the clock by which work on a device is timed."""
     return EventClock() if device.type == "cuda" else HostClock()
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until a device has completed the current stream; then the host's clock shows the device's time.
-
-    Args:
-        device: a CUDA device, for which the host waits; or the CPU, of which it never runs ahead.
-    """
+    """Wait until a CUDA device has completed the current stream; the host never runs ahead of the CPU."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

@@ -1,10 +1,7 @@
-"""A rank's position in the run: its group, its phases, and the synchronization points of all ranks.
+"""`World`: a rank's group, its phases, and the synchronization points of all ranks.
 
-`OmniOptimizer` and the Lightning strategy are built on `World`. It does no arithmetic on weights, and does not depend
-on Lightning. One rule governs everything here: inside the training epoch the default process group of torch.distributed
-is the compute group; elsewhere it is the whole live world.
-
-Each part of the world, in the order of its constructor, gets those before it, and none depends on the world.
+Inside the training epoch torch.distributed's default process group is the compute group; elsewhere it is the whole live
+world. Each part of the world gets those before it in the constructor; none depends on the world.
 """
 
 from __future__ import annotations
@@ -62,8 +59,8 @@ class World(ParallelState):
 
     Args:
         groups: number of compute groups, or None for one group per node.
-        device: device of the model's weights. By default it is the CPU, and with NCCL the process's current GPU, that
-            of ``torch.cuda.set_device``.
+        device: device of the model's weights. By default the CPU, or with NCCL the current GPU
+            (``torch.cuda.set_device``).
         options: all other settings; ``groups`` overrides their ``groups``.
         ranks_per_node: number of ranks on each node, in rank order; by default that of torchrun.
 
@@ -78,7 +75,8 @@ class World(ParallelState):
         ConfigurationError: an argument is wrong.
 
     Example:
-        A loop without Lightning, run by ``torchrun --nproc-per-node 4 train.py``::
+        A loop run by ``torchrun --nproc-per-node 4 train.py``; docs/how-to/loops.md has one with epochs and
+        checkpoints::
 
             dist.init_process_group("gloo")
             world = World(groups=2)
@@ -89,8 +87,6 @@ class World(ParallelState):
                     optimizer.zero_grad()
                     loss(model(x), y).backward()
                     optimizer.step()
-
-        docs/how-to/loops.md has one with epochs, validation and checkpoints.
     """
 
     def __init__(
@@ -123,18 +119,18 @@ class World(ParallelState):
 
     @property
     def executor(self) -> Executor:
-        """Return the way in which the ranks train together, for the present groups."""
+        """Return the executor of the present groups: local for synchronous training, otherwise the exchanging one."""
         return self._local if self.is_synchronous and self.registration is None else self._exchanging
 
     # --- Life --------------------------------------------------------------------------------------------------------
 
     def dismiss_server(self) -> None:
-        """End a server that was started because it might be needed, if there is one group and no rank has joined it."""
+        """End a server that was started as a precaution, if there is one group and no rank has joined."""
         if self.control is None and not self.executor.exchanges:
             self.server.dismiss()
 
     def check_method(self, groups: int) -> None:
-        """Raise an error if the method does not allow this number of groups, or the server cannot import its class."""
+        """Raise an error unless the method allows this number of groups and the server can import its class."""
         self.method.check(groups)
         for name, kind in (("method", type(self.method)), ("wire_format", type(self.core.wire_format))):
             if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
@@ -152,11 +148,8 @@ class World(ParallelState):
     ) -> int:
         """Attach an optimizer, before training begins, and return its number.
 
-        Args:
-            optimizer: the optimizer.
-            parameters: its exchanged parameters, by name.
-            names: returns the names of all the model's parameters, for those that are added mid-run.
-            outside: its other parameters.
+        ``parameters`` are its exchanged parameters by name, ``outside`` its others; ``names`` returns the names of all
+        the model's parameters, including those added mid-run.
 
         Raises:
             UnsupportedError: a parameter is in another optimizer already.
@@ -172,18 +165,12 @@ class World(ParallelState):
         return number
 
     def attach_head(self, name: str, model: Module, optimizers: Sequence[Optimizer]) -> RemoteHead:
-        """Attach a submodule as a merged head, before training begins.
+        """Attach the submodule ``name`` of the whole ``model`` as a merged head, before training begins.
 
-        `attach` attaches the optimizer that holds its parameters, too, for the other parameters: see
-        `lightning_omni.server.parameters.store`.
-
-        Args:
-            name: the submodule's name in the model.
-            model: the whole model.
-            optimizers: all optimizers; one of them holds all parameters of the submodule.
+        One of the optimizers holds all its parameters; `attach` still attaches that optimizer.
 
         Raises:
-            ConfigurationError: the submodule cannot be merged; the message names the reason.
+            ConfigurationError: the submodule cannot be merged.
         """
         refuse_pairs(self.method, {**self.options.features, "merged": f"merged={name!r}"})
         module = check_mergeable(name, model)
@@ -205,7 +192,7 @@ class World(ParallelState):
         self._exchanging.check_optimizer(optimizer)
 
     def detach_all(self) -> None:
-        """Forget the wrapped models and their optimizers."""
+        """Forget the attached optimizers and heads."""
         self.parts = []
         self.heads.clear()
         self.core.detach_all()
@@ -234,12 +221,12 @@ class World(ParallelState):
             self.registration.close()
 
     def take_part(self) -> m.Joined:
-        """Join a running run with this rank's group: see `GroupJoin.take_part`. All of its ranks call it."""
+        """Join a running run with this rank's group, on all of its ranks: see `GroupJoin.take_part`."""
         self.executor.check_parts()
         return self.late_group.take_part()
 
     def agree_on_recorder(self) -> None:
-        """Agree inside a group on the recorder, which may change while groups compute. All members call it."""
+        """Agree on the recorder, which may change while groups compute. All members of the group call it."""
         if self.registration is not None and self.share is not None and self.is_computing:
             self._is_with_recorder = self.exchange.members.broadcast_bytes(str(self.is_recorder).encode()) == b"True"
 
@@ -260,19 +247,17 @@ class World(ParallelState):
     def training(self) -> Iterator[World]:
         """Provide the context for a training loop without Lightning. At its end every rank has the weights to evaluate.
 
-        It starts the server, and each group trains separately at once. Buffers (BatchNorm's statistics) stay each
-        rank's own; `enter_world` with the model merges them.
-
-        Inside it `torch.distributed` has the ranks of this compute group, and so has a DistributedSampler that is
-        created there: to divide the samples among all ranks, create it before.
+        It starts the server and trains each group separately. Buffers (BatchNorm's statistics) stay each rank's own;
+        `enter_world` with the model merges them. Inside, `torch.distributed` and any DistributedSampler created there
+        see the ranks of this compute group: to divide samples among all ranks, create the sampler before.
 
         Raises:
             UnsupportedError: a wrapped optimizer steps by itself while groups exchange; DDP over ranks of several
                 groups is called; or ``elastic=True`` was passed, which works with Lightning only.
             ConfigurationError: the members of a group have not averaged their gradients; weights have moved without an
                 OmniOptimizer of this world, so that groups exchange nothing; or this is inside another loop.
-            RankLost: ranks have died in an earlier loop; or in this one, and it cannot continue without them; or the
-                members of a group have made different numbers of steps.
+            RankLost: an earlier loop has lost ranks; this one has, and cannot continue without them; or the members of
+                a group have made different numbers of steps.
         """
         if self.registration is not None:
             raise UnsupportedError(
@@ -313,7 +298,7 @@ class World(ParallelState):
             raise
 
     def _forget_own(self) -> None:
-        """Drop the state that only this group has (an exchange in flight, for example): no further loop may use it."""
+        """Drop the group's own state, such as an exchange in flight, which no further loop may use."""
         self.is_computing = False
         for part in self.parts:
             part.replica.abandon()
@@ -323,7 +308,6 @@ class World(ParallelState):
         return [part.replica.clock for part in self.parts]
 
     def _warn_of_no_update(self, steps: int) -> None:
-        """Warn if groups have trained in a loop without an update of the server, whose weights all ranks have now."""
         if steps and self.executor.exchanges and self.method.evaluated != "mean" and self.is_recorder:
             _log.warning(
                 "world.training(): the parameter server has made no update in the %d steps of this rank's group, none"
@@ -334,7 +318,6 @@ class World(ParallelState):
 
     @contextmanager
     def _guarded(self) -> Iterator[ExitCheck]:
-        """Refuse in this context whatever would let groups train without exchanges."""
         if not self.options.is_sharded:
             self.first_steps = ReductionCheck(self.members, self.compute_group, self.reduction.check_reduced)
         self._is_in_loop = True
@@ -359,11 +342,7 @@ class World(ParallelState):
             self._watching.enter_context(self._leaving.watch_others())
 
     def check_left(self) -> None:
-        """Wait for the members of this group where all groups synchronize, if they are watched.
-
-        Raises:
-            RankLost: they have made different numbers of steps; see `ExitCheck.check`.
-        """
+        """Wait for the watched members of this group where all groups synchronize: see `ExitCheck.check`."""
         if self._leaving is not None:
             self._leaving.check()
 
@@ -380,10 +359,9 @@ class World(ParallelState):
             take_from_rank_zero(named for part in self.parts for named in part.replica.parameters.items())
 
     def check_step(self) -> None:
-        """Raise `ConfigurationError` if a loop without Lightning steps while the groups are synchronized.
+        """Raise `ConfigurationError` if a loop without Lightning steps between `enter_world` and `enter_compute`.
 
-        They stay so until `enter_compute`. Later calls of `enter_world` would do nothing, and ranks would evaluate
-        other weights.
+        Later calls of `enter_world` would do nothing, and ranks would evaluate different weights.
         """
         if self._leaving is not None:
             self._leaving.steps += 1
@@ -413,7 +391,7 @@ class World(ParallelState):
             error.args = (f"{cause} (here: {error})",)
 
     def fail(self, error: BaseException, where: str = "") -> None:
-        """End this rank's run with an error, and report it to the server, so that no other rank waits for this one."""
+        """End this rank's run with an error, which is reported to the server, so that no other rank waits for it."""
         self.is_begun = False
         how = f"has lost its group: {error}" if _is_of_a_loss(error) else end_reason(error)
         # A rank that has trained to the end has not failed, whatever happens afterwards.
@@ -454,10 +432,10 @@ class World(ParallelState):
     # --- Phases ------------------------------------------------------------------------------------------------------
 
     def enter_compute(self) -> None:
-        """Begin to train each group separately, at the start of an epoch or after a validation inside it.
+        """Train each group separately from here, at the start of an epoch or after a validation inside it.
 
         Raises:
-            ConfigurationError: several groups train only inside ``with world.training():``.
+            ConfigurationError: this is outside ``with world.training():``.
         """
         if self.executor.exchanges and not self.is_begun:
             raise ConfigurationError(
@@ -470,14 +448,14 @@ class World(ParallelState):
     def enter_world(self, module: Module | None = None) -> None:
         """Synchronize the groups: every rank gets the weights to evaluate. This waits for all ranks.
 
-        Tensors that no optimizer moves become the same on all ranks: running statistics, and the parameters of a
-        `torch.optim.swa_utils.AveragedModel`, the mean over the groups; other buffers, and other parameters that were
-        written (a target network's, for example), those of rank 0. If the method has groups with weights of their own,
-        `enter_compute` restores these. If any rank ``wants_stop``, ``on_stop`` is called on all.
+        Tensors that no optimizer moves become the same on all ranks: running statistics and the parameters of a
+        `torch.optim.swa_utils.AveragedModel` are averaged over the groups; other buffers, and other parameters that
+        were written (a target network's, for example), become rank 0's. Groups with weights of their own get these back
+        in `enter_compute`. If any rank ``wants_stop``, ``on_stop`` is called on all.
 
         Args:
-            module: the model, with all that belongs to it (a ``ModuleList`` of the model and an average of its weights,
-                for example); with None each group keeps its own tensors.
+            module: the model, with all that belongs to it (a ``ModuleList`` of the model and its average, for example);
+                with None each group keeps its own tensors.
         """
         if self._is_in_loop and self.is_computing:
             self.check_left()
@@ -491,10 +469,10 @@ class World(ParallelState):
             self.on_stop()
 
     def wrap(self, module: Module, **ddp_options: Any) -> Module:
-        """Wrap a module in DistributedDataParallel over the compute group.
+        """Wrap a module in DistributedDataParallel over the compute group, with rank 0's initial weights.
 
-        Initial weights are rank 0's. In a group of one rank the module itself is returned, and also where the members
-        of a group hold the model together: then it is sharded here, or was sharded on `mesh` before.
+        In a group of one rank, and where the members of a group hold the model together (sharded here, or on `mesh`
+        before), the module itself is returned.
 
         Args:
             module: the model.
@@ -543,8 +521,8 @@ class World(ParallelState):
     ) -> tuple[tuple[int, int], ...]:
         """Change the number of groups, and keep weights and optimizer state. All live ranks call it, at the same step.
 
-        In a loop without Lightning, `wrap` the module again afterwards: ``model = world.wrap(net)``. A module that was
-        wrapped before averages gradients in the earlier groups, and a step with these is refused.
+        In a loop without Lightning, `wrap` the module again afterwards: ``model = world.wrap(net)``. The former wrapper
+        averages gradients in the earlier groups, and a step with these is refused.
 
         Args:
             groups: the new number of groups.
@@ -611,10 +589,10 @@ def _is_of_a_collective(error: BaseException) -> bool:
 
 
 def _raised_first(error: BaseException) -> BaseException:
-    """Return the error of a collective in the place of that of torch's logging, which looks for this rank by a number.
+    """Return the error of a collective, also where torch's logging has replaced it.
 
-    While a group computes, the default process group is the group's, and numbers its ranks from 0; a process group of
-    some of its members, such as FSDP2's, knows them by their numbers in the run.
+    While a group computes, the default process group numbers its ranks from 0; a process group of some of its members,
+    such as FSDP2's, numbers them as in the run, so torch's logging does not find this rank.
     """
     is_of_logging = type(error) is ValueError and "is not part of group" in str(error)
     return error.__context__ if is_of_logging and error.__context__ is not None else error

@@ -21,7 +21,6 @@ class Admission:
     """The service that admits ranks and their data connections.
 
     Args:
-        random: returns a number of random bytes (nonces).
         data_port: returns the port of the data socket, which every admitted rank is sent.
         standing: returns for how many seconds ranks look for a server that is gone, the updates so far, and the start
             time in ms.
@@ -62,7 +61,7 @@ class Admission:
         raise Refused("stranger", "say Hello first: this connection has not been admitted")
 
     def leader_peer(self, group: int) -> Peer:
-        """Return the data connection of the member of a group that exchanges with this server."""
+        """Return the data connection of the group's member that exchanges with this server."""
         return self._data_peers[self._roster.formed.exchanges_with(group, self._replication.number)]
 
     def data_connection(self, rank: int) -> tuple[Peer, bytes] | None:
@@ -99,7 +98,6 @@ class Admission:
         return [Out(sender.peer, m.DATA, m.AttachChallenge(nonce=challenge))]
 
     def attach(self, sender: Sender, message: m.AttachProof, payload: Payload) -> list[Out]:
-        """Admit a data connection of the rank's own process."""
         attach, challenge = self._attaching.pop(sender.peer, (None, b""))
         member = self._roster.members.get(attach.rank) if attach is not None else None
         secret = member.session if member is not None else b""

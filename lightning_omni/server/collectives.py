@@ -61,10 +61,7 @@ class Collectives:
     def contribute(
         self, number: int, rank: int, what: str, payload: bytes | Tensor, where: str = "", is_stopping: bool = False
     ) -> None:
-        """Add a rank's contribution to a collective.
-
-        ``what`` is the collective with its signature, ``where`` the rank's position in the program, for a message.
-        If a group has requested a stop, a mismatch is no sign of uneven data.
+        """Add a rank's contribution; a mismatch after a stop was requested is no sign of uneven data.
 
         Raises:
             ProtocolError: the rank waits at too many others.
@@ -90,7 +87,6 @@ class Collectives:
 
     @property
     def contributed(self) -> set[int]:
-        """Return the ranks that wait for others at a collective."""
         return {rank for present in self._open.values() for rank in present}
 
     def forget(self, ranks: Collection[int]) -> None:
@@ -99,7 +95,7 @@ class Collectives:
                 present.pop(rank, None)
 
     def complete(self, live: Collection[int]) -> list[tuple[int, list[tuple[int, bytes | Tensor]]]]:
-        """Remove the complete collectives, and return their numbers and the ranks' payloads in rank order."""
+        """Remove the complete collectives, and return each one's number and payloads in rank order."""
         ready = []
         for number in sorted(self._open):
             present = self._open[number]
@@ -116,12 +112,7 @@ Forward = Callable[[Sender, bytes, Payload], list[Out]]
 class CollectiveService(Service):
     """The service that gathers contributions of all live ranks.
 
-    Args:
-        training: notified of groups that wait meanwhile.
-        forward: handles control messages that arrived on the data channel.
-
-    Attributes:
-        completed: number of completed collectives.
+    ``forward`` handles control messages that arrived on the data channel. ``completed`` counts the collectives.
     """
 
     def __init__(self, run: RunContext, training: Training, forward: Forward) -> None:
@@ -157,7 +148,7 @@ class CollectiveService(Service):
         return out
 
     def _answer(self, peer: Peer) -> Out:
-        """Return the last completed collective as an answer; large payloads are collected separately."""
+        """Return the last completed collective; large payloads are downloaded separately."""
         gathered = self._gathered
         sizes = tuple(map(len, gathered.payloads))
         must_download = max(sizes, default=0) > m.LARGEST_INLINE
@@ -186,7 +177,6 @@ class CollectiveService(Service):
         return _checked_size(message.nbytes, m.LARGEST_UPLOAD)
 
     def upload(self, sender: Sender, message: m.Upload, payload: Payload) -> list[Out]:
-        """Store bytes to which the rank's next control message refers."""
         self._uploads[sender.rank] = payload
         return [Out(sender.peer, m.DATA, m.Uploaded())]
 
@@ -202,7 +192,6 @@ class CollectiveService(Service):
         return [Out(sender.peer, m.DATA, m.Downloaded(nbytes=sum(map(nbytes_of, parts))), parts)]
 
     def check_long(self, sender: Sender, message: m.LargeMessage) -> int:
-        """Check the size of a message that the transport assembles from several frames, and return it."""
         return _checked_size(message.nbytes, m.LONGEST)
 
     def _take_upload(self, rank: int) -> Payload:

@@ -1,7 +1,5 @@
 """The server's state machine: messages and times are its input, messages its output.
 
-`router` specifies the messages, their senders and their services; `membership` forms and ends groups.
-
 Rule 1: a peer that has not been admitted may only send the table's messages of strangers; others are refused and
 counted.
 Rule 2: the outgoing weights are the live ones: the driver sends (or copies) them before the next message.
@@ -59,13 +57,13 @@ class ServerCore:
         record: function that takes every event of the weights, in order.
         rows: messages in addition to the table, for ``services``.
         services: your own services: classes that are constructed once for every run, with this core.
-        servers: number of servers that hold a partition of the parameters each.
+        servers: number of servers with a partition of the parameters each.
         number: number of this server; 0 coordinates the others.
 
     Attributes:
         journal: decisions since the state was saved; the code that saves the `state` sets its destination.
-        reconnect_timeout: seconds for which ranks look for this server again when it is gone; 0 if no other continues.
-            The code that saves its state sets it.
+        reconnect_timeout: seconds for which ranks look for this server when it is gone; 0 if no other continues. The
+            code that saves its state sets it.
         resumed: whether it has continued the run of an earlier server.
         on_save: called with the number of the save, on a server that holds a partition, when all must save.
         on_run_over: called when the coordinating server reports the end of the run, before this server forgets the run.
@@ -194,7 +192,6 @@ class ServerCore:
             raise
 
     def keeps_payload(self, message: m.Message) -> bool:
-        """Return whether a payload is kept; if not, its memory may be reused after the answer."""
         return self._router.keeps_payload(message)
 
     def receive(self, channel: m.Channel, peer: Peer, message: m.Message, payload: Payload, now: float) -> list[Out]:
@@ -212,7 +209,6 @@ class ServerCore:
             return self._sent([Out(peer, channel, m.RefusedMessage(code="protocol", reason=str(error)))])
 
     def follow(self, message: m.Message) -> list[Out]:
-        """Handle a message of the coordinating server."""
         replication = self.replication
         assert isinstance(replication, Follower)
         if not isinstance(message, sm.ServerCommand):
@@ -271,7 +267,7 @@ class ServerCore:
         return out + self.replication.drain()
 
     def handed_over(self) -> None:
-        """End the measurement of the last message, whose answers have been passed to the socket."""
+        """Stop measuring the last message, whose answers have been passed to the socket."""
         self._status_service.end()
 
     def refuse(self, channel: m.Channel, peer: Peer, reason: str) -> list[Out]:
@@ -291,15 +287,12 @@ class ServerCore:
 
     @property
     def due(self) -> float:
-        """Return the time at which a method needs a `tick`."""
         return math.inf if self.replication.number else self._training.due
 
     def lose(self, rank: int, reason: str) -> list[Out]:
-        """Evict the group of a dead rank."""
         return self._sent(self._membership.lose(rank, reason))
 
     def hang_up(self, peer: Peer) -> list[Out]:
-        """Handle the end of a control connection without a goodbye."""
         self._observers.forget(peer)
         self.roster.numbers.withdraw(peer)
         return self._sent(self._membership.hang_up(peer) + self.replication.hang_up(peer))
@@ -346,10 +339,7 @@ class ServerCore:
     def load(self, state: Mapping[str, Any], journal: Iterable[Entry], now: float) -> None:
         """Continue a run with the weights of a `state`, and with all decisions that ranks have received since.
 
-        Args:
-            state: the state of a server that is gone.
-            journal: the journal since then.
-            now: seconds on the clock of this server.
+        ``now`` is in seconds on the clock of this server.
 
         Raises:
             ConfigurationError: this server cannot continue from the state.
@@ -379,8 +369,8 @@ class ServerCore:
     def peers(self) -> list[Peer]:
         """Return the control connections of ranks that have not left, of other servers, and of observers.
 
-        They include groups that have requested rank numbers, even if displaced by further observers, because the end
-        of these connections must be noticed.
+        Groups that have requested rank numbers stay included even if displaced by further observers, because the end of
+        their connections must be noticed.
         """
         if self.replication.number:
             return []
@@ -400,7 +390,6 @@ class ServerCore:
         return self._observers.has(peer)
 
     def data_connection(self, rank: int) -> tuple[Peer, bytes] | None:
-        """Return a rank's data connection, and the secret that has opened it."""
         return self._admission.data_connection(rank)
 
     @property
@@ -409,7 +398,7 @@ class ServerCore:
 
     @property
     def clock(self) -> int:
-        """Return the updates so far, over all optimizers; those of a merged head belong to the body's."""
+        """Return the updates so far, over all optimizers but merged heads."""
         return self._store.clock
 
     def status(self, sent: float) -> m.Status:
@@ -420,7 +409,6 @@ class ServerCore:
 
     @property
     def now(self) -> float:
-        """Return the time of the last message or `tick`."""
         return self._now
 
     @property
@@ -440,12 +428,11 @@ class ServerCore:
 
     @property
     def missing_servers(self) -> int:
-        """Return how many other servers have not joined yet; ranks wait for them."""
+        """Return how many other servers have not joined yet."""
         return self.replication.missing if isinstance(self.replication, Coordinator) else 0
 
     @property
     def is_coordinator(self) -> bool:
-        """Return whether this server coordinates, and so has the status of the whole run."""
         return self.replication.number == 0
 
     @property

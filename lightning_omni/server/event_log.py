@@ -1,4 +1,4 @@
-"""The record of a run: the server's events in order, enough to replay the run step by step without its devices."""
+"""The record of a run: the server's events in order, from which the run is replayed without its devices."""
 
 from __future__ import annotations
 
@@ -33,29 +33,28 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Attributes:
         kind: ``"seed"``: the server received weights, for existing groups; ``"form"``: other groups were formed on the
             same weights; ``"restructure"``: a group's optimizer changed to other parameter groups, or more parameters;
-            ``"push"``; ``"expire"``: the method continued at a time that it had requested; ``"train"``: a group
-            reported that it has begun to train batches that no push has reported; ``"fetch"``: a group read the master
-            weights outside an exchange; ``"rest"``, ``"resume"``, ``"retire"`` (evicted): see
-            `lightning_omni.methods.ServerSide`; ``"leave"``: a group left at the end of its run; ``"join"``: a group
-            joined.
+            ``"push"``; ``"expire"``: the method continued at a time that it had requested; ``"train"``: a group has
+            begun to train batches that no push has reported; ``"fetch"``: a group read the master weights outside an
+            exchange; ``"rest"``, ``"resume"``, ``"retire"`` (evicted): see `lightning_omni.methods.ServerSide`;
+            ``"leave"``: a group left at the end of its run; ``"join"``: a group joined.
         read_at: for a push, the clock of the weights that it was computed from.
         clock: updates in the master weights after the event.
         refused: whether the push was refused, for instance because it was not finite.
         epoch: for a push or training, the epoch; -1 if its data is not leased.
         spans: for a push or training, the positions trained since the last such event, one range per batch.
         note: for a push, its note; at a merged head, the value for gradient clipping.
-        groups: for a seed or form, the ranks of each group; for a join, the ranks of the new group.
+        groups: for a seed or form, the ranks of each group; for a join, those of the new group.
         method: for a seed or form, the method as plain data.
-        wire_format: for a seed or form, the wire format as plain data; empty for raw tensors.
+        wire_format: for a seed or form, as plain data; empty for raw tensors.
         overlap: for a seed or form, whether exchanges overlap the groups' computation.
         servers: for a seed or form, the number of servers with a partition each; the first one records.
         parameters: for a restructuring, the names of the group's new parameters.
         param_groups: for a restructuring, the settings of each parameter group, with the indices of its parameters as
             ``params``; empty if the optimizer steps at the workers.
-        present: for a push, one flag for each parameter (or entry of the first server's share): whether it has a
-            tensor. Left out if equal to that of the group's last push or, in its first, if all have one.
-        elsewhere: with several servers, the same for each of the others; empty where all entries have a tensor.
-            Recorded with ``present``, if either differs from the group's last push.
+        present: for a push, whether each parameter (or entry of the first server's share) has a tensor. Left out if
+            equal to that of the group's last push or, in its first, if all have one.
+        elsewhere: the same for each of several other servers; empty where all entries have a tensor. Recorded with
+            ``present``, if either differs from the group's last push.
     """
 
     kind: Kind
@@ -84,10 +83,9 @@ Recorder = Callable[[Event], None]
 
 
 class RecordFile:
-    """A record on disk, with one event per line of JSON; an existing file is overwritten.
+    """A record on disk, one event per line of JSON, which overwrites an existing file.
 
-    If a write fails, for instance because the disk is full, the record ends with a warning after its last whole
-    line.
+    If a write fails, for instance because the disk is full, the record ends with a warning after its last whole line.
 
     Raises:
         ConfigurationError: the file cannot be opened.
@@ -148,8 +146,6 @@ def read_record(path: str | Path) -> Iterator[Event]:
 
 
 class Presence(NamedTuple):
-    """The tensors that a push has, at this server and at others; see `Event`."""
-
     present: tuple[bool, ...]
     elsewhere: tuple[tuple[bool, ...], ...]
 
@@ -159,14 +155,9 @@ class Presence(NamedTuple):
 
 
 class EventRecorder:
-    """The event log of one run.
+    """The event log of one run: ``record`` takes each event; None records nothing.
 
-    Args:
-        record: function that takes each event; None to record nothing.
-        store: the parameters that the events concern.
-        epochs: source of the newly trained batches.
-        now: returns the time of the current message.
-        servers: number of servers that hold a partition of the parameters each.
+    ``servers`` is the number of servers with a partition of the parameters each.
     """
 
     def __init__(
@@ -185,7 +176,6 @@ class EventRecorder:
         self._present.clear()
 
     def seed(self, number: int, groups: tuple[tuple[int, ...], ...], message: m.FormGroups) -> None:
-        """Record the upload of an optimizer's weights, for the existing groups."""
         self.note("seed", -1, number, groups=groups, **self._agreed(message))
 
     def note(self, kind: Kind, group: int, optimizer: int, **more: Any) -> None:
@@ -202,7 +192,6 @@ class EventRecorder:
         return self._epochs.new_spans(group, message.epoch, message.trained)
 
     def train(self, group: int, epoch: int, spans: Spans) -> None:
-        """Record that a group has begun to train batches that no push has reported."""
         if spans:
             for number, _ in self._store.pushed:
                 self.note("train", group, number, epoch=epoch, spans=spans)

@@ -1,7 +1,4 @@
-"""The service for merged heads: groups get exclusive access, and gradients are applied where they are computed.
-
-`lightning_omni.server.parameters.store` defines an access and its effect on the weights.
-"""
+"""The service for merged heads: groups get exclusive access, and gradients are applied where they are computed."""
 
 from __future__ import annotations
 
@@ -16,11 +13,7 @@ from lightning_omni.wire.codec import check_specs, pack, unpack
 
 
 class MergedHeadService(Service):
-    """The service that grants exclusive access to the merged heads.
-
-    Args:
-        clock: returns seconds, for the duration of the server's arithmetic.
-    """
+    """The service that grants exclusive access to the merged heads; ``clock`` times the server's arithmetic."""
 
     def __init__(self, run: RunContext, clock: Callable[[], float]) -> None:
         self._roster, self._store, self._events = run.roster, run.store, run.events
@@ -42,7 +35,6 @@ class MergedHeadService(Service):
         return self._check_packed(message)
 
     def forward(self, sender: Sender, message: m.HeadForward, payload: Payload) -> list[Out]:
-        """Run a group's batch through the head, once it has the access that it requests."""
         head = self._store.head(message.optimizer)
         # The connection owns the memory, and sends nothing else before the answer.
         request = HeadRequest(sender.group, sender.peer, message, unpack(message.packed, as_tensor(payload)))
@@ -53,7 +45,6 @@ class MergedHeadService(Service):
         return self._serve(message.optimizer)
 
     def backward(self, sender: Sender, message: m.HeadBackward, payload: Payload) -> list[Out]:
-        """Step the head along the gradients of its output, and end the access."""
         head, group, number = self._store.head(message.optimizer), sender.group, message.optimizer
         spans = self._events.new_spans(group, message)
         try:

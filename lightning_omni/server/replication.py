@@ -1,9 +1,9 @@
 """Several servers that hold a partition of the parameters each and act as one; or one server, on its own.
 
 Every server runs the whole state machine of training on its partition. Server 0 coordinates: ranks join it, and it
-decides the order of events. It sends the others each event (a rank was admitted, groups were formed, a group is dead
-or waits) and the next request, and all handle these in the same order. So clocks, staleness and the decisions of a
-method are the same at all servers, and every moment between two requests is a consistent cut.
+decides the order of events. It sends the others each event (a rank was admitted, groups were formed, a group is dead or
+waits) and the next request, and all handle these in the same order. So clocks, staleness and the decisions of a method
+are the same at all servers, and every moment between two requests is a consistent cut.
 
 Rule 1: a request of a rank has one part for each server. Either all servers handle it, once all parts have arrived, or
 none does: a push that is not finite in one part, that a server refuses, or whose leader dies before all parts arrive.
@@ -12,8 +12,8 @@ Rule 3: if other ranks may act at the other servers upon an answer of the coordi
 have executed the commands.
 Rule 4: where each member of a group has its own partition, the parts arrive from different ranks, and count as those of
 their leader.
-Rule 5: the loss of a server is the loss of its partition, and ends the run. If all servers save their states, the
-others end, too, and new servers continue from the last save, which is of one moment.
+Rule 5: the loss of a server is the loss of its partition, and ends the run. If all servers save their states, new
+servers continue from the last save, which is of one moment.
 """
 
 from __future__ import annotations
@@ -43,13 +43,6 @@ Handle = Callable[[Sender], list[Out]]
 
 
 class HeldPart(NamedTuple):
-    """A part of a request that waits for the other parts.
-
-    Attributes:
-        sender: sender of the request.
-        handle: function that handles the part.
-    """
-
     sender: Sender
     handle: Handle
 
@@ -75,7 +68,6 @@ class Replication(Service, ABC):
         return out
 
     def drain(self) -> list[Out]:
-        """Return the messages to other servers, in order."""
         return []
 
     def tick(self, now: float) -> list[Out]:
@@ -87,7 +79,6 @@ class Replication(Service, ABC):
         return []
 
     def hang_up(self, peer: Peer) -> list[Out]:
-        """Handle the end of a connection, perhaps of another server's."""
         return []
 
     def check_addressee(self, message: type[m.Message], in_parts: bool) -> None:
@@ -121,8 +112,6 @@ class NoReplication(Replication):
 
 
 class _PartitionedReplication(Replication):
-    """The base of servers that hold a partition each."""
-
     def __init__(self, number: int, count: int) -> None:
         self.number, self.count = number, count
         self._out: list[Out] = []
@@ -203,7 +192,7 @@ class _FollowerLink:
 
 @dataclass
 class _Parts:
-    """The parts of a request: the servers that have theirs, with its presence, and whether all are finite so far."""
+    """The servers that have their part of a request, with its presence, and whether all are finite so far."""
 
     here: dict[int, tuple[bool, ...]] = field(default_factory=dict)
     finite: bool = True
@@ -212,10 +201,7 @@ class _Parts:
 class _Candidates:
     """The servers that have sent a hello, and must still prove that they hold the key.
 
-    Args:
-        key: the run's shared secret.
-        random: returns a number of random bytes (nonces).
-        most: the most servers remembered, which bounds the memory that strangers can occupy.
+    ``most`` of them are remembered, which bounds the memory that strangers can occupy.
     """
 
     def __init__(self, key: bytes, random: Callable[[int], bytes], most: int) -> None:
@@ -242,12 +228,9 @@ class Coordinator(_PartitionedReplication):
     """The server that decides the order of events.
 
     Args:
-        key: the run's shared secret.
-        random: returns a number of random bytes (nonces).
         count: number of servers, including this one.
         heartbeat_timeout: seconds of silence after which a server counts as gone.
         join_timeout: seconds for the other servers to join once a rank has requested their addresses.
-        now: returns the time of the current message.
         continues: returns whether new servers continue when one of these is gone.
     """
 
@@ -380,7 +363,7 @@ class Coordinator(_PartitionedReplication):
         return []
 
     def ended(self, number: int, how: str) -> None:
-        """Record how a server's process has ended; if the server has not joined, it is not awaited any more."""
+        """Record how a server's process has ended; if it has not joined, it is not awaited any more."""
         self._ended[number] = how
 
     def _description_of(self, number: int) -> str:
@@ -408,7 +391,6 @@ class Coordinator(_PartitionedReplication):
         return self._lose(self._number_of(sender), f"failed: {message.reason}")
 
     def commands_done(self, sender: Sender, message: sm.CommandsDone, payload: Payload) -> list[Out]:
-        """Record a server's sign of life, with the number of commands that it has executed."""
         link = self._links[self._number_of(sender)]
         link.last_seen = self._now()
         link.done = max(link.done, message.count)
@@ -423,7 +405,6 @@ class Coordinator(_PartitionedReplication):
     # --- Requests ----------------------------------------------------------------------------------------------------
 
     def ready(self, sender: Sender, message: sm.PartReady, payload: Payload) -> list[Out]:
-        """Record that another server has its part of a request, or has refused it."""
         number = self._number_of(sender)
         key = message.rank, message.request
         if message.rank not in self._live():  # the rank has died meanwhile
@@ -512,5 +493,4 @@ class Follower(_PartitionedReplication):
 
 
 def refusal_of(error: OmniError) -> m.RefusedMessage:
-    """Return the refusal, the same at all servers, of a request that one of them cannot handle."""
     return m.RefusedMessage(code=error.code if isinstance(error, Refused) else "protocol", reason=str(error))

@@ -46,8 +46,6 @@ STATE, STATE_VERSION = "lightning_omni.server_state", 3
 
 
 class Restore:
-    """The saving and loading of a run's state, which is that of all ``services`` that have one."""
-
     def __init__(
         self,
         run: RunContext,
@@ -67,7 +65,7 @@ class Restore:
         self._collective_service, self._validation_service = synchronization, evaluations
 
     def state(self) -> dict[str, Any]:
-        """Return the state as plain values and live tensors. Call this between two messages only."""
+        """Return the state as plain values and live tensors; call this between two messages only."""
         services = {type(each).__name__: each.state() for each in self._services}
         return {
             "name": STATE,
@@ -80,8 +78,6 @@ class Restore:
 
     def load(self, state: Mapping[str, Any], journal: Iterable[Entry], now: float) -> None:
         """Continue from the `state` of a server that is gone and the journal since then, in a run that has not begun.
-
-        ``now`` is in seconds on the clock of this server.
 
         Raises:
             ConfigurationError: the run cannot continue from them.

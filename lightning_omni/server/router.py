@@ -59,9 +59,6 @@ class Row:
     """A message's row in the table.
 
     Attributes:
-        message: type of the message.
-        channel: channel of the message.
-        role: role of its sender.
         service: type of the service that handles it.
         handle: method that answers it, called with the service, a `Sender`, the message and the payload; None if the
             transport converts it to another message.
@@ -72,8 +69,8 @@ class Row:
         resolves: whether pending answers may be possible afterwards.
         when_lost: whether a rank is answered although its group is gone.
         when_over: whether a rank is answered although the run is over.
-        does: for a message of the recorder, its effect, as text for an error.
-        in_parts: whether each of several servers that hold a partition gets a part of it.
+        does: effect of a message of the recorder, as text for an error.
+        in_parts: whether each of several servers with a partition gets a part of it.
         is_finite: method that returns whether such a part is finite, called like ``handle``; None if it need not be.
         check: method that raises an error if all servers must refuse such a part, called like ``payload``.
         on_all_servers: whether the other servers must handle it, too, before it is answered.
@@ -199,11 +196,9 @@ def types_on(channel: m.Channel, rows: Iterable[Row] = TABLE) -> tuple[type[m.Me
 
 
 class Router:
-    """The router of messages to services, as the table specifies.
+    """The router of messages to services, one of each type in the table.
 
-    Args:
-        services: one service of each type in the table.
-        servers: the other servers that hold a partition each; None for one server.
+    ``servers`` is the relation to the other servers; None for one server.
 
     Raises:
         ValueError: a message has two rows, or a row has no service.
@@ -297,7 +292,7 @@ class Router:
         return self._handle(self._row(CONTROL, message, is_relayed=True), sender, message, b"")
 
     def forward(self, sender: Sender, data: bytes, payload: Payload) -> list[Out]:
-        """Handle a control message that arrived on the data channel, as if it had arrived on its own."""
+        """Handle a control message that arrived on the data channel."""
         message = self.decode(CONTROL, data)
         row = self._row(CONTROL, message)
         if row.role in (Role.STRANGER, Role.OBSERVER) or row.message is m.ReadUpload:

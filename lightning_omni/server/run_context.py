@@ -18,9 +18,8 @@ class RunContext(NamedTuple):
     """The shared state of one run.
 
     Attributes:
-        store: master weights, and the methods' server sides.
         journal: the decisions that ranks receive; it also marks when the state should be saved.
-        replication: the relation to the other servers, to which changes that concern all of them are sent.
+        replication: the relation to the other servers.
         now: returns the time of the current message.
     """
 

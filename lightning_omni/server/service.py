@@ -1,7 +1,7 @@
-"""The base of the server's services, with the sender of a message and the answers.
+"""The base of the server's services, each a part of the server with its own state.
 
-A service is a part of the server with its own state. It answers the messages that the table in `router` assigns to
-it, is notified of changes of groups, and reaches other services only through its constructor's arguments.
+A service answers the messages that the table in `router` assigns to it, is notified of changes of groups, and reaches
+other services only through its constructor's arguments.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Out(msgspec.Struct, frozen=True):
     """A message to send, with the parts of its payload.
 
     Attributes:
-        may_take_long: whether only its receiver waits for it, so that messages to others may be sent first.
+        may_take_long: whether only its receiver waits for it, so that other messages may be sent first.
     """
 
     peer: Peer
@@ -42,7 +42,7 @@ class Sender(NamedTuple):
         peer: connection of the message.
         rank: the admitted rank, or -1.
         group: number of this rank's group, or -1.
-        finite: whether all parts of the request are finite, of which this server has one; None without parts.
+        finite: whether all servers' parts of the request are finite; None without parts.
         elsewhere: for a push in parts, for each other server: which entries of its share have a tensor; empty where all
             have one.
     """

@@ -1,4 +1,4 @@
-"""Snapshots: uploads and downloads of a consistent state of all optimizers."""
+"""Uploads and downloads of a consistent state of all optimizers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ from lightning_omni.wire.messages import SnapshotId
 
 
 class SnapshotContents(NamedTuple):
-    """A complete and consistent state, as it is sent."""
-
     cut: SnapshotId
     packed: Packed
     buffer: Tensor
@@ -74,7 +72,6 @@ class Snapshots(Service):
         return message.nbytes
 
     def seed(self, sender: Sender, message: m.UploadWeights, payload: Payload) -> list[Out]:
-        """Store the master weights and optimizer states that the recorder uploads."""
         if self._method is None or self._formed is None:
             raise ProtocolError("form groups first")
         tree = unpack(message.packed, as_tensor(payload))
@@ -94,7 +91,6 @@ class Snapshots(Service):
         return [Out(sender.peer, m.DATA, m.WeightsUploaded())]
 
     def store_group_state(self, sender: Sender, message: m.GroupState, payload: Payload) -> list[Out]:
-        """Store a group's own state for the next snapshot."""
         # It is unpacked now and packed again for the snapshot, so it cannot contain anything that a snapshot must not.
         self._group_states[sender.group] = unpack(message.packed, as_tensor(payload).clone())
         return [Out(sender.peer, m.DATA, m.GroupStateStored())]
@@ -105,7 +101,6 @@ class Snapshots(Service):
             raise ProtocolError(f"there is no validation {message.version} yet; {last} were given to groups")
 
     def take(self, sender: Sender, message: m.TakeSnapshot, payload: Payload) -> list[Out]:
-        """Answer with the current state, or with that of a validation."""
         self.check_version(sender, message)
         if not message.version:
             contents = self._contents(message.with_state)
@@ -116,7 +111,6 @@ class Snapshots(Service):
         return [Out(sender.peer, m.DATA, answer, (contents.buffer,))]
 
     def release(self, sender: Sender, message: m.ReleaseVersion, payload: Payload) -> list[Out]:
-        """Drop the snapshots kept for validations up to this one."""
         self._versions = {number: kept for number, kept in self._versions.items() if number > message.number}
         self._epochs.validations.save(message.number)
         self._journal.note(SavedEntry(message.number))
@@ -163,6 +157,5 @@ class Snapshots(Service):
 
 
 def _weights_of(contents: SnapshotContents) -> SnapshotContents:
-    """Return the same state, without the states of optimizers and methods."""
     parts = unpack(contents.packed, contents.buffer)["parts"]
     return SnapshotContents(contents.cut, *pack({"parts": [{**part, "state": {}, "method": {}} for part in parts]}))

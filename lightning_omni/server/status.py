@@ -33,8 +33,6 @@ class StatusService(Service):
     """The service that measures the server and collects the ranks' step times.
 
     Args:
-        run: the run.
-        clock: returns seconds, for the duration of the server's arithmetic.
         strangers: returns the number of messages refused as malformed, or from a sender that was not admitted.
         handled: returns the number of handled pushes, including those of earlier groups.
 
@@ -94,7 +92,6 @@ class StatusService(Service):
             self._rate.popleft()
 
     def heartbeat(self, sender: Sender, message: m.Heartbeat, payload: Payload) -> list[Out]:
-        """Record a rank's step times, and answer with the status."""
         self._roster.members[sender.rank].update(message)
         return [Out(sender.peer, m.CONTROL, self.status(message.sent))]
 
@@ -164,16 +161,12 @@ LONGEST_LOG = 256
 
 
 class RunEvent(NamedTuple):
-    """An entry of the run's log: its time on the server's clock, its kind (see `LogEntry`), and its text."""
-
     at: float
     kind: str
     text: str
 
 
 class Observers:
-    """The admitted observers, independent of any run."""
-
     def __init__(self, key: bytes, random: Callable[[int], bytes]) -> None:
         self._key, self._random = key, random
         self._challenged: dict[Peer, tuple[m.Observe, bytes]] = {}

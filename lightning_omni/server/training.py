@@ -48,7 +48,7 @@ class Training(Service):
     """The service that merges and answers pushes.
 
     Attributes:
-        handled: for each group, the number of pushes handled since groups were formed, including refused ones.
+        handled: each group's pushes handled since groups were formed, including refused ones.
         pushes: number of all pushes handled so far.
     """
 
@@ -99,7 +99,6 @@ class Training(Service):
 
     @property
     def due(self) -> float:
-        """Return the earliest time that a method waits for."""
         return min((served.method_side.due for _, served in self._store.pushed), default=math.inf)
 
     def set_time(self, now: float) -> None:
@@ -212,7 +211,6 @@ class Training(Service):
         return decode(self._wire_format, payload, layout, self._memory)
 
     def fetch(self, sender: Sender, message: m.FetchMessage, payload: Payload) -> list[Out]:
-        """Answer a rank that reads the master weights outside an exchange."""
         served, group = self._store.optimizer(message.optimizer), sender.group
         if group >= 0:
             spans = self._events.new_spans(group, message)
@@ -235,7 +233,6 @@ class Training(Service):
         return message.nbytes
 
     def average(self, sender: Sender, message: m.AverageMessage, payload: Payload) -> list[Out]:
-        """Add a group's own weights to the mean; it is answered once all groups have sent theirs."""
         self._store.optimizer(message.optimizer).average(
             sender.group, as_tensor(payload), sender.finite, message.absent
         )
@@ -257,7 +254,6 @@ class Training(Service):
         return message.nbytes
 
     def restructure(self, sender: Sender, message: m.Restructure, payload: Payload) -> list[Out]:
-        """Change a group's optimizer to other parameter groups, or more parameters."""
         group, served = sender.group, self._store.optimizer(message.optimizer)
         tree = unpack(message.packed, as_tensor(payload))
         try:
@@ -296,7 +292,6 @@ class Training(Service):
         return [*self._notify_sides("idle", group, "rest"), *self.resolve_pending()]
 
     def resume(self, rank: int) -> None:
-        """Mark a leader's group as continuing; ignore other ranks."""
         if self._roster.formed.is_leader(rank):
             self._replication.send_to_all(sm.ResumeLeader(rank=rank))
             self._idle.discard(group := self._roster.formed.group_of(rank))
@@ -362,7 +357,6 @@ class Training(Service):
 
 
 def _master_weights(served: ServedParameters, group: int) -> tuple[Tensor]:
-    """Return the master weights that a group has, without a copy."""
     layout = served.layout_of(group)
     return (served.buffer if layout is served.layout else served.buffer[: layout.nbytes],)
 

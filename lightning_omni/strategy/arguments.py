@@ -76,7 +76,6 @@ def refuse_unknown(
 
 
 def refuses_unknown(init: _Init) -> _Init:
-    """Decorate a constructor so that it rejects unknown keyword arguments."""
     known = [name for name in inspect.signature(init).parameters if name != "self"]
 
     @functools.wraps(init)
@@ -134,7 +133,6 @@ class FitOptions:
         check_choice("validation", self.validation, ("wait", "published"))
 
     def check(self, world: WorldOptions, ddp: Mapping[str, Any]) -> None:
-        """Reject arguments that exclude each other."""
         all_reduce = world.compression.all_reduce
         if all_reduce != "fp32" and ddp.get("ddp_comm_hook") is not None:
             raise ConfigurationError(
@@ -153,7 +151,6 @@ class FitOptions:
             self._check_sharded(world.model_parallel, ddp)
 
     def _check_sharded(self, sharding: Sharding, ddp: Mapping[str, Any]) -> None:
-        """Reject arguments of DistributedDataParallel for a sharded model."""
         own = {"timeout", "process_group_backend", "start_method", "accelerator", "parallel_devices"}
         own |= {"cluster_environment", "checkpoint_io", "precision_plugin"}
         defaults = inspect.signature(DistributedDataParallel).parameters  # LightningCLI passes all of them
@@ -186,10 +183,6 @@ class RequestedOptions:
     Args:
         server: as passed. The environment names a server if this one has no address.
         elastic: as passed; ``join=None`` joins the run of a server that the environment names.
-
-    Attributes:
-        server: the server.
-        elastic: how groups join, with ``join`` as it is used.
 
     Raises:
         ConfigurationError: LIGHTNING_OMNI_GROUPS is no number, or an argument is wrong.

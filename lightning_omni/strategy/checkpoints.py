@@ -96,8 +96,8 @@ class Checkpoints:
         """Return the module's state, with the weights that the method evaluates instead of this group's own.
 
         At a synchronization point every rank participates, and the states that only groups hold are collected. At other
-        times the recorder saves its own state and the server's: the module holds the server's weights while ``read`` is
-        called.
+        times, or if this rank has failed (``is_alone``), the recorder saves its own state and the server's: the module
+        holds the server's weights while ``read`` is called.
 
         Args:
             world: this rank's world.
@@ -136,7 +136,7 @@ class Checkpoints:
         return state
 
     def _complete_groups(self, snapshot: ServerSnapshot, groups: Collection[int]) -> ServerSnapshot:
-        """Return the snapshot, without all groups' states if one is missing: they are restored in order."""
+        """Drop all groups' states if one is missing, because they are restored in order."""
         missing = [str(group) for group in groups if group not in snapshot.groups]
         if not missing:
             return snapshot
@@ -165,10 +165,7 @@ class Checkpoints:
         epochs: EpochDriver,
         tensors: dict[str, Any] | None = None,
     ) -> None:
-        """Add the state of server and groups to a checkpoint, in place.
-
-        If each member saves its shards, the added tensors go to ``tensors``.
-        """
+        """Add the state of server and groups to a checkpoint, in place; to ``tensors`` where members save shards."""
         snapshot, self._snapshot = self._snapshot, None
         groups, more = len(world.topology.alive), dict[str, Any]()
         samples = 0 if epochs.leases is None else epochs.leases.dataset_size
@@ -221,13 +218,12 @@ class Checkpoints:
     # --- Resuming ----------------------------------------------------------------------------------------------------
 
     def read(self, checkpoint: Mapping[str, Any]) -> None:
-        """Read the run's entry of a checkpoint of any strategy."""
         self.resumed = replace(
             RunCheckpoint.from_plain(checkpoint.get(ENTRY, {})) or RunCheckpoint(), folder=self.folder
         )
 
     def open_folder(self, path: Path, module: Module, **options: Any) -> dict[str, Any]:
-        """Read a checkpoint that is a folder, without the states of optimizers. All ranks call it.
+        """Read a checkpoint folder except for optimizer states. All ranks call it.
 
         The weights are read into the module's own memory; ``options`` are for ``torch.load`` of everything else.
         """
@@ -312,13 +308,12 @@ def _address_of(tensor: Tensor) -> int:
 class WholeFileHooks(_Base):
     """A Lightning checkpoint plugin that writes a local file next to the old one, then renames it.
 
-    Lightning's own moves a temporary file from elsewhere. Between file systems that is a copy, which on a full disk
+    Lightning's own moves a temporary file from elsewhere: between file systems that is a copy, which on a full disk
     replaces the old file by a truncated one.
     """
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Save a checkpoint; if that fails, an older file of that name is unchanged."""
         if storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -386,7 +381,7 @@ SAVING = 10.0
 
 
 class CheckpointHooks:
-    """What the strategy's hooks for checkpoints do beside those of DDPStrategy.
+    """The additions of the strategy's checkpoint hooks to those of DDPStrategy.
 
     Attributes:
         is_writing: whether this rank is writing a checkpoint, without waiting for others.
@@ -400,18 +395,15 @@ class CheckpointHooks:
 
     @property
     def saves_folders(self) -> bool:
-        """Return whether each member of a group writes its shards to a folder."""
         return self._sharding is not None and self._sharding.distributed_checkpoint
 
     @property
     def given_folders(self) -> str:
-        """Return the argument that makes `saves_folders` true, for messages."""
         if isinstance(self._sharding, FSDP):
             return "FSDP(distributed_checkpoint=True)"
         return "ModelParallelStrategy(save_distributed_checkpoint=True)"
 
     def check_plugin(self) -> None:
-        """Reject a CheckpointIO of the user's where each rank writes its share by itself."""
         plugin = type(self._parts.strategy.checkpoint_io)
         if self.saves_folders and plugin is not self._parts.namespace.plain_checkpoint_io:
             raise UnsupportedError(
@@ -430,9 +422,8 @@ class CheckpointHooks:
     def module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the module's state, with the weights that the method evaluates instead of this group's own.
 
-        At a synchronization point every rank participates: see `Checkpoints.collect`. At other times rank 0 saves its
-        own state and the server's; if the method evaluates the mean of all groups' weights, such a checkpoint has those
-        of rank 0's group.
+        See `Checkpoints.collect`. Between synchronization points, if the method evaluates the mean of all groups'
+        weights, the checkpoint has those of rank 0's group.
         """
         parts = self._parts
         if self._run_states.is_described:
@@ -520,14 +511,12 @@ class CheckpointHooks:
     # --- Loading -----------------------------------------------------------------------------------------------------
 
     def weights_to_load(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a checkpoint with this rank's rows of the weights of a sharded model."""
         module = self._parts.pl_module
         if self._sharding is None or not is_sharded(module):
             return checkpoint
         return {**checkpoint, "state_dict": named_rows(checkpoint["state_dict"], tensors_of(module).items())}
 
     def optimizer_states_to_load(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a checkpoint with this rank's rows of the optimizer states."""
         optimizers = self._parts.strategy.optimizers
         states = self.contents.optimizer_states(checkpoint, optimizers, self._parts.pl_module)
         if self._sharding is not None:

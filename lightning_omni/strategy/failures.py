@@ -33,7 +33,6 @@ class Failures:
             self._rejoin_if_cut_off(exception)
 
     def explain(self, exception: BaseException) -> None:
-        """Complete the error's message before Lightning adds to it."""
         explain_unused(exception)
         if isinstance(exception, RankLost):
             end_in_one_line(exception)
@@ -74,6 +73,5 @@ class Failures:
         return self._rejoining.arm(error, reason, parts.world_options.elastic.max_rejoins, strategy.world_size)
 
     def start_again(self, error: OmniError) -> None:
-        """Restart this process, which is out of the run and blocked."""
         if self._rejoin(error, error):
             self._rejoining.start_again()

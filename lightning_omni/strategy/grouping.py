@@ -51,12 +51,7 @@ _log = logging.getLogger(__name__)
 class Grouping:
     """The compute groups of a fit.
 
-    Args:
-        ddp_options: as the user passed them.
-        wrap: wraps the model into DistributedDataParallel, as DDPStrategy does.
-
     Attributes:
-        ddp_options: as passed.
         has_had_groups: whether this process has trained in one of several groups, in any fit.
     """
 
@@ -109,7 +104,6 @@ class Grouping:
 
     @property
     def loss_scaler(self) -> torch.amp.GradScaler | None:
-        """Return the loss scaler of precision="16-mixed"."""
         scaler: torch.amp.GradScaler | None = getattr(self._parts.strategy.precision_plugin, "scaler", None)
         return scaler if scaler is not None and scaler.is_enabled() else None
 
@@ -144,7 +138,6 @@ class Grouping:
         edits.reattach = self._reattach
 
     def _others(self) -> Iterator[BufferSync]:
-        """Yield all parameters, and the averages of WeightAveraging."""
         reshard(self._parts.world.wrapper.sharded)
         for name, parameter in self._parts.pl_module.named_parameters():
             yield BufferSync(name, parameter, Merge.FIRST)
@@ -178,7 +171,6 @@ class Grouping:
             show_progress_bar(parts.trainer, parts.epochs.is_open)
 
     def joined(self, is_recorder: bool) -> None:
-        """Note that this rank's group has joined a run."""
         self._is_told_to_record, self._took_over = is_recorder, False
 
     def explain_take_over(self, exception: BaseException) -> None:
@@ -195,10 +187,7 @@ class Grouping:
             self.form(1)
 
     def form(self, groups: int, speeds: Mapping[int, float] | None = None) -> None:
-        """Form groups without the checks of `regroup`.
-
-        ``speeds`` of all live ranks put similar ones into one group; None uses the order of ranks.
-        """
+        """Form groups without the checks of `regroup`, of ranks of similar ``speeds`` or in the order of ranks."""
         world, parts = self._parts.world, self._parts
         before, spans = world.executor, parts.epochs.before_regroup()
         parts.proxies.unguard()
@@ -237,7 +226,6 @@ class Grouping:
         leases.set_batch_shares(apportion(leases.batch_size * len(world.members), speeds), from_number=handed)
 
     def announce(self) -> None:
-        """Log the groups that were formed."""
         parts, world = self._parts, self._parts.world
         # Only a tuner has this method.
         is_chosen = any(hasattr(callback, "on_omni_launch") for callback in callbacks_of(parts.trainer))
@@ -250,7 +238,6 @@ class Grouping:
             parts.namespace.info(text)
 
     def regroup(self, groups: int, by_speed: bool) -> None:
-        """Change the number of groups: see `OmniStrategy.regroup`."""
         parts, world = self._parts, self._parts.world
         if not is_fitting(parts.trainer) or not parts.proxies:
             raise ConfigurationError(
@@ -282,8 +269,6 @@ class Grouping:
 
 
 class UserGroups(NamedTuple):
-    """The groups of the user, and how they exchange."""
-
     topology: Topology
     communication: Communication
     balance: Balance
@@ -291,14 +276,11 @@ class UserGroups(NamedTuple):
 
 
 class UserGroupsStash:
-    """The stored groups of the user for one strategy."""
-
     def __init__(self, parts: SharedParts, grouping: Grouping) -> None:
         self._parts, self._grouping = parts, grouping
         self._users: UserGroups | None = None
 
     def stash(self) -> None:
-        """Store the user's groups and communication settings before a tuner replaces them."""
         if self._users is None:
             parts, world = self._parts, self._parts.world
             self._users = UserGroups(world.topology, world.communication, parts.balance, parts.merged)
@@ -366,7 +348,6 @@ class OneGroup:
 
     @property
     def sentence(self) -> str:
-        """Return the message after the groups were formed."""
         options = self._parts.world.options
         formats = replace(options.compression, all_reduce="fp32")  # which have no effect with one group
         given = [formats.given] if formats != Compression() else []
@@ -381,13 +362,10 @@ class OneGroup:
 
     @property
     def advice(self) -> str:
-        """Return an addition to that message for runs without a tuner."""
         return ". Pass groups= for asynchronous groups"
 
 
 class SeveralGroups(OneGroup):
-    """The behaviour of the hooks where several groups train and exchange."""
-
     @override
     def check(self, trainer: Trainer) -> None:
         strategy = self._parts.strategy
@@ -467,7 +445,6 @@ class SeveralGroups(OneGroup):
 
 
 def _held_by(world: World) -> str:
-    """Return in words how the members of a group hold the model."""
     if world.wrapper.sharded is None:
         return "DistributedDataParallel"
     shards = f" with {world.shards} shards" if world.has_replicas else ""

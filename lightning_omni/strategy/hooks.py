@@ -1,7 +1,7 @@
 """`OmniStrategy`: Lightning's hooks, translated into calls on the world. It has no arithmetic and no sockets.
 
-The class here serves both of Lightning's namespaces: it is mixed into each namespace's own DDPStrategy (see
-``pytorch_lightning.py`` and ``lightning.py`` in this package).
+The class is mixed into each namespace's own DDPStrategy (``pytorch_lightning.py`` and ``lightning.py`` in this
+package).
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class OmniStrategyHooks(_Base):
             group, at any time; or an `Elastic`. See docs/how-to/joining.md.
         model_parallel: how the members of a group hold the model. None: each holds the whole model. ``"fsdp"`` or an
             `FSDP`: each holds a shard. ``ModelParallelStrategy(data_parallel_size=..., tensor_parallel_size=...)`` of
-            Lightning: the module's ``configure_model`` parallelizes and shards it on the group's
-            ``self.device_mesh``. See docs/how-to/large-models.md.
+            Lightning: the module's ``configure_model`` parallelizes and shards it on the group's ``self.device_mesh``.
+            See docs/how-to/large-models.md.
         validation: ``"wait"``: all groups synchronize and validate together. ``"published"``: one group does a
             validation inside an epoch, with the weights of that time, while the others train on; see
             docs/how-to/validation.md.
@@ -106,9 +106,9 @@ class OmniStrategyHooks(_Base):
         **ddp: arguments of DDPStrategy (``find_unused_parameters``, ``timeout``, ``start_method``, ...).
 
     Attributes:
-        namespace: what it uses of the namespace of Lightning that it belongs to.
+        namespace: the names that it uses from its namespace of Lightning.
         parts: its parts in this process, which the hooks call; for callbacks of this package and for extensions.
-        world_options: how its ranks train, without what concerns Lightning.
+        world_options: how its ranks train, without Lightning's concerns.
         ddp_options: DDPStrategy's own arguments, as they were passed.
 
     Raises:
@@ -478,10 +478,10 @@ class OmniStrategyHooks(_Base):
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks of the default process group, unless this rank has failed.
 
-        The first barrier after Lightning has registered its signal handlers installs ours. Saving ends with a barrier,
-        also where a callback saves because of an error: peers without one wait elsewhere, and the server would not
-        learn of it. If all ranks have failed at once, the recorder may still be fetching state, and the run is over as
-        soon as another rank of its group has left.
+        The first barrier after Lightning has registered its signal handlers installs ours. A rank that has failed does
+        not wait in the barrier that ends a callback's save: its peers are elsewhere, and the server would not learn of
+        the failure. If all ranks have failed, it gives the recorder time to fetch state, since the run is over as soon
+        as another rank of that group has left.
         """
         parts = self.parts
         if name == FIRST_BARRIER and is_fitting(parts.trainer) and not parts.nested.is_running:
@@ -508,9 +508,9 @@ class OmniStrategyHooks(_Base):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the default process group, without counting the wait as compute time.
 
-        Lightning divides a metric of an epoch by the mean number of batches, which torch would round to an integer;
-        this reduces it as a float. A ``sync_dist_group=dist.group.WORLD`` of the training step, then the compute group,
-        is replaced by the group of all ranks.
+        Lightning divides an epoch's metric by the mean number of batches, which torch would round to an integer: it is
+        reduced as a float. A ``sync_dist_group=dist.group.WORLD`` of the training step, then the compute group, is
+        replaced by the group of all ranks.
         """
         world = self.parts.current_world
         if self.parts.grouping.has_had_groups and world is not None and world.is_begun and not world.is_computing:
@@ -599,7 +599,6 @@ class OmniStrategyHooks(_Base):
         return self.parts.epochs.data.process(loader, self.global_rank, self._objection) if is_trained else loader
 
     def _objection(self, loader: DataLoader[Any]) -> str:
-        """Return why a plain DataLoader cannot be leased, or nothing."""
         if draws_batches(self.parts.pl_module.training_step):
             return "training_step draws from it (dataloader_iter)"
         return "" if has_lightning_sampler(loader) else "it has a DistributedSampler of its own"

@@ -88,7 +88,6 @@ class RunStates:
         self.is_described = False
 
     def check(self, trainer: Trainer) -> None:
-        """Reject features of this fit that do not work with groups that join."""
         if self._parts.world.registration is None:
             return
         if runs_lr_finder(trainer):
@@ -175,10 +174,9 @@ class RunStates:
         }
 
     def _configured(self) -> dict[str, str]:
-        """Return in words the settings that must be equal in all groups.
+        """Return in words the settings that must be equal in all groups, lest they wait in different collectives.
 
-        Otherwise groups would wait for each other in different collectives, for example. The hyperparameters of
-        optimizers and schedulers are not among them: a joining group gets those of the run.
+        Hyperparameters of optimizers and schedulers are not among them: a joining group gets those of the run.
         """
         parts, trainer = self._parts, self._parts.trainer
         schedulers = [_in_words(config) for config in trainer.lr_scheduler_configs]
@@ -263,8 +261,8 @@ class RunStates:
     def hooks_are_over(self) -> None:
         """Load the run's state again after the hooks of the epoch's start.
 
-        The run had called them before this group joined. Loading undoes their second effect here, on learning rates,
-        for example.
+        The run had called them before this group joined: loading undoes their second effect, on learning rates for
+        example.
         """
         if (tree := self._again) is None:
             return
@@ -289,7 +287,6 @@ class RunStates:
             fill(tensors_of(module), tree["shared"])
 
     def training_begins(self) -> None:
-        """Load the optimizers' parameters and settings after the hooks before training."""
         if self._again is not None:
             self.take_over_optimizers()
             self._parts.world.parameter_groups.begin_with(self._again["layouts"])
@@ -298,7 +295,7 @@ class RunStates:
         """Train the parameters that the run trains, with its settings.
 
         All ranks of the group call it after ``on_fit_start``, in which a callback may have frozen parameters that the
-        run has unfrozen since. Weights of parameters that this adds to an optimizer are read before the first batch.
+        run has unfrozen since. Weights that this adds to an optimizer are read before the first batch.
         """
         if (run := self._again) is None:
             return
@@ -318,7 +315,6 @@ class RunStates:
 
 
 def _in_words(config: Any) -> str:
-    """Return in words a scheduler and when it is stepped."""
     name, inside = described(config.scheduler)
     within = f"({', '.join(one or 'of its own' for one, _ in inside)})" if inside else ""
     when = config.interval if config.frequency == 1 else f"{config.frequency} {config.interval}s"
@@ -332,7 +328,6 @@ def _names_in(optimizer: Optimizer, module: Module) -> list[list[str]]:
 
 
 def _hold(optimizer: Optimizer, held: Sequence[Sequence[str]], module: Module) -> None:
-    """Give an optimizer the parameter groups of the run, which a callback has changed."""
     known, before = dict(module.named_parameters()), optimizer.param_groups
     if missing := [name for group in held for name in group if name not in known]:
         raise ConfigurationError(
@@ -364,7 +359,6 @@ def _problem(tree: Any) -> str:
 
 
 def _as_here(own: Any, value: Any) -> Any:
-    """Return a hyperparameter of the run, on the device of this group's own value."""
     return value.to(own.device) if isinstance(value, Tensor) and isinstance(own, Tensor) else value
 
 
@@ -409,7 +403,6 @@ class Rejoining:
         self.is_armed = False
 
     def enlisted(self, run: str) -> None:
-        """Note that the group is about to join a run."""
         if run != self._run:
             self._run, self._is_saved = run, True  # assumed until `took_part`
 
@@ -423,13 +416,9 @@ class Rejoining:
         os.environ.pop(COMES_BACK, None)
 
     def arm(self, error: BaseException, reason: BaseException, most: int, ranks: int) -> bool:
-        """Prepare to rejoin if the script ends with the error of the fit; return whether the group can.
+        """Prepare to rejoin if the script ends with ``error``, that of the fit; return whether the group can.
 
-        Args:
-            error: the error that the fit raises.
-            reason: why the group is out of the run.
-            most: how often in a row the group may rejoin.
-            ranks: number of ranks of the group.
+        A group rejoins at most ``most`` times in a row; ``reason`` tells why it is out of the run.
         """
         if not most or not self._run:
             return False
@@ -504,7 +493,6 @@ def _obstacle(ranks: int) -> str:
 
 
 def _behind(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and its causes and contexts."""
     seen: set[int] = set()
     next_one: BaseException | None = error
     while next_one is not None and id(next_one) not in seen:

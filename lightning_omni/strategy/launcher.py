@@ -177,7 +177,6 @@ class OmniProcessesHooks(_ProcessesBase):
 
     @override
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
-        """Return the report and the results of callbacks, in rank 0's process."""
         extra: dict[str, Any] = super().get_extra_results(trainer)
         strategy: Any = trainer.strategy
         report = strategy.last_report
@@ -202,7 +201,6 @@ def _with_results(trainer: Trainer) -> list[Any]:
 
 
 def _refuse_initialized_cuda(method: str) -> None:
-    """Reject a fork of a process that has used CUDA."""
     if method != "spawn" and torch.cuda.is_initialized():
         remedy = "restart the kernel" if is_interactive() else 'pass start_method="spawn"'
         raise ConfigurationError(
@@ -212,12 +210,6 @@ def _refuse_initialized_cuda(method: str) -> None:
 
 
 class Launching:
-    """The start of a strategy's ranks.
-
-    Args:
-        is_rejoining: returns whether this process restarts its command, so that its children end.
-    """
-
     def __init__(self, parts: SharedParts, is_writing: Callable[[], bool], is_rejoining: Callable[[], bool]) -> None:
         self._parts, self._is_writing, self._is_rejoining = parts, is_writing, is_rejoining
 
@@ -235,7 +227,6 @@ class Launching:
         set_start_method(strategy, "fork")
 
     def check_groups(self) -> None:
-        """Check the number of groups against the number of ranks."""
         parts, strategy = self._parts, self._parts.strategy
         environment = strategy.cluster_environment
         groups, sharding = parts.world_options.groups, parts.world_options.model_parallel
@@ -257,7 +248,6 @@ class Launching:
             sizes_in(evenly(ranks, groups, sharding), sharding, nodes)
 
     def launcher(self) -> OmniLauncherHooks | OmniProcessesHooks:
-        """Return the launcher for the strategy's start method."""
         parts, strategy = self._parts, self._parts.strategy
         if (method := start_method(strategy)) != "popen":
             processes: OmniProcessesHooks = parts.namespace.processes(strategy, method)
@@ -324,7 +314,7 @@ class Launching:
 class ChildObserver(threading.Thread):
     """A thread that watches a launcher's children.
 
-    Lightning's own ends everything when one child fails. This one first asks the strategy whether the run can continue.
+    Lightning's own ends everything when one child fails; this one first asks the strategy whether the run can continue.
     """
 
     def __init__(
@@ -344,13 +334,11 @@ class ChildObserver(threading.Thread):
         return len(self._children)
 
     def finish(self) -> None:
-        """Wait at the end of this process's script for those of the children."""
         self._is_finishing = True
         if not hasattr(sys, "last_value"):  # if this script has failed, children may wait for it in vain
             self.join(GRACE)
 
     def dismiss(self) -> None:
-        """Kill the children and ignore their deaths."""
         self._is_dismissed = True
         for child in self._children:
             child.kill()
@@ -422,7 +410,6 @@ def end_children() -> None:
 
 
 def describe_exit(code: int) -> str:
-    """Return an exit code in words."""
     if code < 0:
         try:
             return f"signal {signal.Signals(-code).name}"

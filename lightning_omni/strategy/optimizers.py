@@ -1,14 +1,10 @@
 """The user's optimizers in a fit with groups: proxies whose step is an exchange, and checks of what they train.
 
-The parameters that DistributedDataParallel averages, and those frozen, unfrozen or added after the wrapping.
+DDP reads only when it wraps the module which parameters are trainable. Gradients of those trained later are not
+averaged, without a warning: `Trainable` notices them.
 
-DDP reads once, when it wraps the module, which parameters are trainable. It does not average the gradients of those
-that are trained later: each rank continues with its own, without a warning.
-
-A check of users' modules that have a process group of their own, in the module or in a callback.
-
-Rule 1: a training epoch has no collective of several groups. They train different numbers of batches, and would wait
-    for each other in each such collective, finally without end.
+A training epoch has no collective of several groups, which train different numbers of batches and would finally wait
+without end: `check_wrapped` refuses users' modules that have one.
 """
 
 from __future__ import annotations
@@ -65,7 +61,6 @@ class Proxies:
         return {id(each) for each in optimizers} == set(self._of)
 
     def of(self, optimizer: Optimizer) -> OmniOptimizer:
-        """Return the optimizer that steps in place of an attached one."""
         if id(optimizer) not in self._of:
             raise UnsupportedError(
                 "strategy.optimizers was changed inside an epoch, while several groups train: change it at an epoch's"
@@ -90,7 +85,6 @@ class Proxies:
                 ignore_missing_step(optimizer)
 
     def unguard(self) -> None:
-        """Restore the optimizers' own ``step``, and remove the hook."""
         for optimizer, own in self._own_steps.items():
             del optimizer.step
             if own is not None:
@@ -158,7 +152,6 @@ class MergedSubmodule:
         return list(module.get_submodule(self.name).parameters())
 
     def attach(self, world: World, module: Module, optimizers: Sequence[Optimizer], trainer: Trainer) -> None:
-        """Attach the submodule, with the Trainer's gradient clipping."""
         if self.name is None:
             return
         self._head = world.attach_head(self.name, module, optimizers)
@@ -288,7 +281,6 @@ def check_wrapped(trainer: Trainer, members: Collection[int]) -> None:
 
 
 def _modules(trainer: Trainer) -> Iterator[tuple[str, Module]]:
-    """Yield the modules with the names that users know."""
     yield from trainer.lightning_module.named_modules()
     for callback in callbacks_of(trainer):
         for attribute, value in vars(callback).items():

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 class FitParts(SharedParts):
     """The parts of a strategy, which exist once per process and are never sent to another one.
 
-    Args:
-        wrap: wraps the strategy's model into DistributedDataParallel, as DDPStrategy does.
-
     Attributes:
         user_groups: the groups that the user chose, while a tuner chooses others.
         nested: runs of the loop inside one of its hooks.
@@ -61,7 +58,6 @@ class FitParts(SharedParts):
         self.listener = Listener(self, trainer, self.grouping, self.run_states, self.nested, self.failures.note)
 
     def finish(self) -> None:
-        """Release what belongs to one fit."""
         self.failures.at = None
         if self.listener is not None:
             self.listener.close()

@@ -44,8 +44,6 @@ class SharedParts:
     Attributes:
         strategy: the strategy, of which the parts use Lightning's own attributes only.
         current_world: this rank's view of the run; None before there is one.
-        trainable: the parameters that were trainable when the module was wrapped.
-        proxies: the optimizers that step in place of the user's.
         server_process: the process of the embedded server before there is a world.
     """
 

@@ -182,7 +182,6 @@ class Signals:
         raise self._terminated(128 + signal.SIGTERM)
 
     def _wanted(self) -> int:
-        """Return the action that this rank's signals request, or another rank's."""
         world = self._world
         assert world is not None
         status = world.control.status if world.control is not None and world.registration is None else None
@@ -230,7 +229,6 @@ class Signals:
 
 
 def _requeue_job() -> None:
-    """Ask SLURM to requeue this process's job; SLURM then ends it by SIGTERM."""
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
     job = os.environ["SLURM_JOB_ID"] if task is None else f"{os.environ['SLURM_ARRAY_JOB_ID']}_{task}"
     try:
@@ -278,7 +276,6 @@ def training_position(trainer: Trainer) -> str:
 
 
 def waiting_sentence(rank: int, seconds: float, where: str) -> str:
-    """Return a warning about a rank without progress; ``where`` names the call."""
     return (
         f"rank {rank} has waited for {seconds:.0f} s in {where}: not all ranks have called it. If a hook calls it every"
         " n batches, let it count by batch_idx or trainer.global_step, in which the ranks of a group agree. Counts of"
@@ -288,7 +285,7 @@ def waiting_sentence(rank: int, seconds: float, where: str) -> str:
 
 
 def end_in_one_line(error: BaseException) -> None:
-    """Replace the traceback by one line where this error ends the process: an eviction has no place in the script."""
+    """Print an error that ends the process in one line: the traceback of an eviction points nowhere in the script."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], raised: BaseException, traceback: TracebackType | None) -> None:

@@ -1,7 +1,4 @@
-"""A rank's connections, as both sides of a transport use them. No sockets, clocks or threads.
-
-See `lightning_omni.transport.registry`.
-"""
+"""A rank's connections, as both sides of a transport use them. No sockets, clocks or threads."""
 
 from __future__ import annotations
 
@@ -53,10 +50,8 @@ class Control(ABC):
         on_end: called once, from any thread, when this rank must stop.
 
     Attributes:
-        status: last received status.
         failures: reasons of ranks that have failed by themselves.
-        signal: signal received by this rank, to report with the next heartbeat.
-        servers: number of servers that hold a partition of the parameters each; see `attach_all`.
+        servers: number of servers with a partition of the parameters each; see `attach_all`.
         has_finished: whether the run is at its end when this rank leaves.
         progress: count of this rank's progress, and of its checks while it waits for the server.
         metrics: numbers to report with the next heartbeat; replaced as a whole, because another thread reads them.
@@ -111,7 +106,7 @@ class Control(ABC):
     def attach(self, timeout: float = 300.0, address: str = "") -> Data:
         """Open this rank's data connection, to this server or to the ``address`` of another one's data socket.
 
-        ``timeout`` is the seconds to wait for each answer.
+        ``timeout`` is in seconds, for each answer.
         """
 
     def empty(self, nbytes: int) -> Tensor:
@@ -142,11 +137,9 @@ class Control(ABC):
     # --- Common to all transports ------------------------------------------------------------------------------------
 
     def attach_all(self, timeout: float = 300.0, share: int | None = None) -> list[Data]:
-        """Open this rank's data connections to the servers that hold a partition each, or only to number ``share``.
+        """Open this rank's data connections to all servers, or to the coordinating one and number ``share``.
 
-        Returns:
-            The first connection is to the coordinating server. With ``share``, the last one is to that server; the two
-            may be the same connection.
+        The first connection is to the coordinating server, the last one to ``share``; both may be the same.
         """
         if self.reconnect_timeout:
             numbers = range(self.servers) if share is None else sorted({0, share})
@@ -164,7 +157,6 @@ class Control(ABC):
 
     @property
     def records(self) -> bool:
-        """Return whether this rank logs for the run."""
         return self.rank == (self.status.recorder if self.status is not None else 0)
 
     def is_same_server(self, server_epoch: int) -> bool:
@@ -221,8 +213,7 @@ class Control(ABC):
     def report_progress(self, has_trained: bool = False) -> None:
         """Record progress of this rank, for instance a batch.
 
-        Args:
-            has_trained: whether it was a batch of training, after which the server expects further ones.
+        After a batch of training (``has_trained``), the server expects further ones.
         """
         self.progress += 1
         self._has_trained |= has_trained
@@ -270,9 +261,7 @@ class Control(ABC):
 class Data(ABC):
     """A rank's data connection, for tensors, used by one thread.
 
-    Attributes:
-        moved: bytes of payload sent and received so far.
-        shared: those of them in memory that both sides share, if the transport has such memory.
+    ``moved`` counts bytes of payload sent and received, ``shared`` those of them in memory that both sides share.
     """
 
     moved: int = 0
@@ -317,8 +306,7 @@ class Data(ABC):
 class ReconnectingData(Data):
     """A data connection that outlasts its server: an unanswered message is repeated to the server that continues.
 
-    Args:
-        find: returns the server's address, perhaps slowly; the server may be replaced meanwhile.
+    ``find`` returns the server's address, perhaps slowly; the server may be replaced meanwhile.
     """
 
     def __init__(self, control: Control, find: Callable[[], str], open: Callable[[str], Data]) -> None:
@@ -412,7 +400,7 @@ class ReconnectingData(Data):
 
 
 class Address(msgspec.Struct, frozen=True):
-    """The address at which a group's leader listens. All leaders receive it through the control channel."""
+    """The address at which a group's leader listens, which all leaders receive through the control channel."""
 
     group: int
     address: str

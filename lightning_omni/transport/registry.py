@@ -1,8 +1,8 @@
 """The transports between ranks and server, and their registry. No sockets, clocks or threads.
 
 A transport provides for a rank its control connection (`Control`), its data connection (`Data`) and a leader's
-connections to other leaders (`Peers`), and for the server the driver of its state machine (`Served`). The transport of
-a run is one value, a `Transport`. The default is ZeroMQ.
+connections to other leaders (`Peers`), and for the server the driver of its state machine (`Served`). The default is
+ZeroMQ.
 
 Rule 1: messages on a control connection arrive in order, and so do messages on a data connection.
 Rule 2: a request has one answer. A refusal is raised as `Refused`, and the end of the run as the error that caused it.

@@ -62,12 +62,7 @@ class Requests:
         return sum(map(attrgetter("shared"), self._all))
 
     def send(self, outgoing: Sequence[Outgoing], into: Sequence[Tensor | None] | None = None) -> None:
-        """Send each server its part of a request.
-
-        Args:
-            outgoing: one part for each server, as for `lightning_omni.transport.connections.Data.send`.
-            into: memory for the answers' payloads, as there.
-        """
+        """Send each server its part of a request, as for `lightning_omni.transport.connections.Data.send`."""
         self._number += 1
         rooms = into or [None] * self.count
         if self._in_parts:
@@ -122,7 +117,6 @@ class _Again:
         self._is_out = False
 
     def send(self, parts: Sequence[_Part]) -> None:
-        """Send all parts of this rank."""
         if self._server_epoch is None:
             self._reconnect()
         self._parts, self._is_out = parts, all(each.server_epoch == self._server_epoch for each in self._connections)
@@ -133,7 +127,6 @@ class _Again:
             self._is_out = False
 
     def receive(self, expect: type[Answer], memories: Sequence[Tensor | None]) -> list[tuple[Answer, Tensor] | Refused]:
-        """Wait for all answers or refusals."""
         while True:
             received = self._receive(expect, memories)
             if self._largest(int(received is None)) == 0:

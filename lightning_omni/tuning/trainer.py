@@ -19,17 +19,15 @@ if TYPE_CHECKING:
 
 
 def tuner_module(kind: type) -> Any:
-    """Return the tuner module for the namespace of a class, such as that of a Trainer, or of its nearest base class."""
+    """Return the tuner module for the namespace of a class, or of its nearest base class."""
     return module_in("tuning.callback", namespace_of(kind) or NAMESPACES[-1])
 
 
 def names_for(trainer: object) -> Any:
-    """Return the `Names` of the namespace that a Trainer belongs to."""
     return tuner_module(type(trainer)).Names
 
 
 def log(trainer: Trainer, metrics: Mapping[str, float]) -> None:
-    """Log metrics to all loggers."""
     for logger in trainer.loggers:
         logger.log_metrics(dict(metrics), step=trainer.global_step)
 
@@ -61,11 +59,7 @@ def log_nothing(*_: Any, **__: Any) -> None:
 
 
 def check_tunable(trainer: Trainer) -> None:
-    """Reject a fit that cannot be tuned.
-
-    Raises:
-        ConfigurationError: it cannot be tuned; the message states why.
-    """
+    """Raise a `ConfigurationError` that states why a fit cannot be tuned."""
     if is_fast_dev_run(trainer):
         raise ConfigurationError("fast_dev_run trains too little")
     if not trainer.lightning_module.automatic_optimization:

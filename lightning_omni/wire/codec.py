@@ -1,6 +1,6 @@
 """The encoding of trees of plain data and tensors (optimizer states, snapshots) as bytes, without pickle.
 
-Rule: the tree is encoded as MessagePack. Its tensors are in one flat buffer; the tree holds their indices.
+The tree is encoded as MessagePack; its tensors are in one flat buffer, and the tree holds their indices.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ class Packed(msgspec.Struct, frozen=True):
 
     @property
     def layout(self) -> Layout:
-        """Return the layout of the tensors in the buffer."""
         return Layout(self.specs)
 
 
@@ -35,10 +34,10 @@ def pack(tree: Any) -> tuple[Packed, Tensor]:
     """Split a tree into plain data and one flat buffer.
 
     Args:
-        tree: dicts, lists, tuples, numbers, strings, bytes, None and tensors, nested.
+        tree: nested dicts, lists, tuples, numbers, strings, bytes, None and tensors.
 
     Returns:
-        The plain part, and a uint8 buffer ``(nbytes,)`` with the tensors' values (a copy).
+        The plain part, and a uint8 buffer ``(nbytes,)`` with a copy of the tensors' values.
 
     Raises:
         MalformedMessage: the tree holds something else.
@@ -79,13 +78,10 @@ def pack(tree: Any) -> tuple[Packed, Tensor]:
 
 
 def unpack(packed: Packed, buffer: Tensor, copy: bool = False) -> Any:
-    """Rebuild a tree.
+    """Rebuild a tree from its plain part and its uint8 buffer.
 
-    Args:
-        packed: the plain part.
-        buffer: the tensors' values, uint8 ``(nbytes,)``.
-        copy: whether each tensor gets its own memory, as ``torch.save`` requires for several dtypes. Otherwise all
-            tensors share the buffer's memory.
+    With ``copy``, each tensor gets its own memory, as ``torch.save`` requires for several dtypes; otherwise all share
+    the buffer's.
 
     Raises:
         MalformedMessage: the bytes are no tree, or do not fit the buffer.
@@ -122,7 +118,7 @@ def unpack(packed: Packed, buffer: Tensor, copy: bool = False) -> Any:
 def _check_nesting(tree: Any) -> None:
     """Raise `ValueError` if lists and dicts are nested so deeply that recursion over them might fail.
 
-    Python before 3.12 refuses to decode below its recursion limit; later versions do not.
+    Only Python before 3.12 itself refuses to decode below its recursion limit.
     """
     level = [tree]
     for _ in range(_MOST_NESTED):

@@ -73,28 +73,24 @@ Memory = MutableMapping[Hashable, Unsent]
 class AllReduce(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
     """A way to average gradients over the members of a group.
 
-    Attributes:
-        messages: the most consecutive all-reduces of one gradient.
+    ``messages`` is the most consecutive all-reduces of one gradient.
     """
 
     messages: ClassVar[int] = 1
 
     def nbytes(self, shapes: Iterable[Sequence[int]]) -> int:
-        """Return the encoded size of a member's gradient, for float32 parameters of these shapes, in bytes."""
+        """Return the bytes that encode a member's gradient for float32 parameters of these shapes."""
         raise NotImplementedError(f"{type(self).__name__} does not say how many bytes travel")
 
     def share(self, shapes: Iterable[Sequence[int]]) -> float:
-        """Return the encoded size of a gradient as a fraction of its size in float32; see `nbytes`."""
+        """Return the encoded size of a gradient as a fraction of its size in float32."""
         shapes = tuple(shapes)
         return self.nbytes(shapes) / (4 * sum(map(math.prod, shapes)))
 
     def average(self, gradients: Sequence[Tensor], keys: Sequence[Hashable], memory: Memory) -> Steps:
-        """Average a member's gradients with those of the others, in place.
+        """Average a member's gradients, of one device and dtype, with those of the others, in place.
 
-        Args:
-            gradients: gradients of some parameters, on one device and of one dtype.
-            keys: keys of these parameters in the memory.
-            memory: this member's memory.
+        ``keys`` are those of the parameters in ``memory``, this member's own.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot average")
 
@@ -110,8 +106,6 @@ class Exact(AllReduce, frozen=True, kw_only=True, tag="fp32"):
 
 
 class _HalfPrecision(AllReduce, frozen=True, kw_only=True):
-    """An average in 16 bits per number."""
-
     dtype: ClassVar[torch.dtype]
 
     def nbytes(self, shapes: Iterable[Sequence[int]]) -> int:
@@ -136,15 +130,15 @@ class RoundedFP16(_HalfPrecision, frozen=True, kw_only=True, tag="fp16"):
 class PowerSGD(AllReduce, frozen=True, kw_only=True, tag="powersgd"):
     """An average of gradient matrices as products of two thin ones, with error feedback and warm start.
 
-    A gradient of shape (n, ...) counts as a matrix of n rows. One step of subspace iteration from the last factor Q
+    A gradient of shape (n, ...) counts as a matrix M of n rows. One step of subspace iteration from the last factor Q
     gives P = mean(M Q), with orthonormal columns, and Q = mean(Mᵀ P). P Qᵀ approximates the mean, and each member adds
     the remainder of its own gradient to its next one. Gradients that would not shrink to half their size are sent
     whole.
 
     Args:
         rank: columns of the thin matrices, 1 or more: a larger rank is more accurate and needs more bytes.
-        dtype: dtype of all messages: ``"fp32"``, or ``"bf16"`` for half the bytes. The rounding of the thin matrices is
-            part of the error feedback; gradients sent whole stay rounded, as with the format ``"bf16"``.
+        dtype: dtype of all messages: ``"fp32"``, or ``"bf16"`` for half the bytes. Error feedback covers the rounding
+            of the thin matrices, but not that of gradients sent whole.
 
     Raises:
         ConfigurationError: the rank is not above 0, or the dtype is unknown.
@@ -217,19 +211,14 @@ def resumed(steps: Steps, mean: Tensor) -> Tensor | None:
 
 
 def run_through(steps: Steps, mean: Callable[[Tensor], Tensor]) -> None:
-    """Average to the end.
-
-    Args:
-        steps: generator of `AllReduce.average`.
-        mean: returns the mean over the members of a tensor that one of them yields; it may overwrite that tensor.
-    """
+    """Run the steps of `AllReduce.average` to the end; ``mean`` may overwrite the tensor that it averages."""
     message: Tensor | None = next(steps)
     while message is not None:
         message = resumed(steps, mean(message))
 
 
 def _remembered(unsent: Unsent | None, gradient: Tensor, columns: int, dtype: torch.dtype) -> Unsent:
-    """Return a parameter's memory; its factor is drawn again, equally on all members, if it has other columns."""
+    """Return a parameter's memory; a factor of other shape is drawn again, equally on all members."""
     width = gradient[0].numel()
     if unsent is not None and unsent.factor.shape == (width, columns) and unsent.factor.device == gradient.device:
         return unsent
@@ -262,10 +251,7 @@ _registry = Registry(
 
 
 def all_reduce_of(given: str | AllReduce) -> AllReduce:
-    """Return the all-reduce format that a user requests.
-
-    Args:
-        given: a name, with settings after a colon, or a value.
+    """Return the all-reduce format of a name, with settings after a colon, or of a value.
 
     Raises:
         ConfigurationError: it is no all-reduce format.
@@ -284,7 +270,6 @@ def all_reduce_of(given: str | AllReduce) -> AllReduce:
 
 
 def text_of(format_: AllReduce) -> str:
-    """Return the text that `all_reduce_of` parses to this value."""
     return _registry.text_of(format_)
 
 
@@ -338,10 +323,10 @@ class Compression:
 
     @classmethod
     def of(cls, given: str | WireFormat | Compression) -> Compression:
-        """Return the formats for a user's argument: a format of pushes, or all formats.
+        """Return the formats for a user's argument, which may be the format of pushes alone.
 
         Raises:
-            ConfigurationError: the argument is neither.
+            ConfigurationError: it is no format.
         """
         wanted = 'a name such as "int8", or formats such as Compression(push="int8", pull="bf16")'
         check_kind("compression", given, (str, WireFormat, Compression), wanted)
@@ -355,12 +340,12 @@ class Compression:
 
     @property
     def all_reduce_format(self) -> AllReduce:
-        """Return the format of averages as a value."""
+        """Return the all-reduce format as a value."""
         return all_reduce_of(self.all_reduce)
 
     @property
     def features(self) -> dict[str, str]:
-        """Return the features of `lightning_omni.combinations` that these formats use, each as the user wrote it."""
+        """Return the features of `lightning_omni.combinations` in use, each as the user wrote it."""
         used = {
             "lossy": (self.wire_format != RAW, self.given),
             "lossy_pull": (self.wire_format.answers != RAW, self.given),

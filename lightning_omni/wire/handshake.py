@@ -5,7 +5,6 @@ Rule 2: a process without the key learns nothing but version and nonces.
 Rule 3: every other secret is derived from the run's key for one purpose, and is never sent.
 Rule 4: a data connection is opened by a proof over fresh nonces with a key of that rank's process alone, so that
 overheard bytes open nothing.
-Callers draw the nonces and pass them as arguments.
 """
 
 from __future__ import annotations
@@ -42,10 +41,7 @@ Request = Callable[[Message, type[Any]], Any]
 
 
 def hello_of(run: str, rank: int, world_size: int, layout: Layout, nonce: bytes, returns: bool = False) -> Hello:
-    """Return the first message of a rank; all ranks must have the same ``layout``, of the parameters of all optimizers.
-
-    ``returns`` is true if an earlier server, which is gone, had admitted the rank.
-    """
+    """Return a rank's first message; ``layout`` is that of all optimizers' parameters."""
     return Hello(
         version=VERSION,
         run=run,
@@ -89,7 +85,7 @@ def attach(request: Request, secret: bytes, number: int, nonce: bytes) -> None:
 
 
 def observe(request: Request, key: bytes, nonce: bytes, where: str = "") -> None:
-    """Perform an observer's side of the handshake; ``where`` is as in `join`.
+    """Perform an observer's side of the handshake.
 
     Raises:
         Refused: the server does not hold the key.
@@ -110,7 +106,7 @@ def server_mac(key: bytes, hello: Hello, challenge: bytes) -> bytes:
 
 
 def session_key(key: bytes, hello: Hello, challenge: bytes) -> bytes:
-    """Return the secret that a rank's process shares with the server; it opens its data connection."""
+    """Return the secret of a rank's process and the server that opens its data connection."""
     return derive(key, b"session", msgspec.msgpack.encode((hello, challenge)))
 
 
@@ -155,9 +151,9 @@ def join_as_follower(request: Request, key: bytes, hello: FollowerHello, where: 
 
 
 def derive(key: bytes, purpose: bytes, salt: bytes = b"", length: int = 32) -> bytes:
-    """Derive a secret of at most 8160 bytes for one purpose, by HKDF with SHA-256 (RFC 5869).
+    """Derive a secret of at most 8160 bytes by HKDF with SHA-256 (RFC 5869).
 
-    Secrets for other purposes, or with another ``salt``, are unrelated.
+    Secrets for another ``purpose`` or ``salt`` are unrelated.
     """
     extracted = hmac.digest(salt or bytes(hashlib.sha256().digest_size), key, hashlib.sha256)
     block, derived = b"", b""

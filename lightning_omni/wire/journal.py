@@ -1,8 +1,7 @@
-"""The journal of decisions since the server's state was saved, as far as ranks have received them.
+"""The journal of decisions that ranks have received since the server's state was last saved.
 
-When a server dies, its weights return to the last save, but decisions sent to ranks must stay valid: the samples
-that a group has drawn, its next step, the completed collectives, the lost ranks. They are recorded before they are
-sent, and a server that continues from the save replays them.
+When a server dies, its weights return to the last save, but decisions sent to ranks must stay valid: drawn samples,
+next steps, completed collectives, lost ranks. A server that continues from the save replays them.
 
 Rule: an entry is written before the answer that follows from it leaves the server.
 """
@@ -38,8 +37,6 @@ class DrawnEntry(Entry, frozen=True):
 
 
 class AskedEntry(Entry, frozen=True):
-    """A rank's question for the next step."""
-
     group: int
     rank: int
     question: AskNext
@@ -63,8 +60,6 @@ class GatheredEntry(Entry, frozen=True):
 
 
 class ClaimedEntry(Entry, frozen=True):
-    """A group's passing of a validation point."""
-
     group: int
     epoch: int
     passed: int
@@ -95,7 +90,7 @@ class LostEntry(Entry, frozen=True):
 
 
 class LeftEntry(Entry, frozen=True):
-    """A rank's orderly departure, perhaps at the end of the run."""
+    """A rank's orderly departure."""
 
     rank: int
     finished: bool
@@ -113,8 +108,6 @@ class JoinedEntry(Entry, frozen=True):
 
 
 class RestructuredEntry(Entry, frozen=True):
-    """A change of a group's optimizer to other parameter groups or more parameters, which its later pushes assume."""
-
     group: int
     optimizer: int
     packed: Packed
@@ -130,7 +123,7 @@ class SeededEntry(Entry, frozen=True):
 
 
 class RestartedEntry(Entry, frozen=True):
-    """A server's restart from the save; the training after the save does not count any more."""
+    """A server's restart from the save; training after the save does not count any more."""
 
 
 AnyEntry = (
@@ -162,7 +155,6 @@ class Journal:
     Attributes:
         write: function that takes each entry; None while nothing is saved.
         is_due: whether to save the state soon, because of a change that the journal does not contain.
-        saves: number of saves of the state.
     """
 
     def __init__(self) -> None:

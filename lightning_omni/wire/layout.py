@@ -1,4 +1,4 @@
-"""The layout of named tensors in one flat buffer of bytes, its fingerprint, and its growth by parameters.
+"""The layout of named tensors in one flat buffer of bytes, its fingerprint, and its growth.
 
 Rule 1: both sides derive offsets from the same layout; offsets are never sent.
 Rule 2: a layout grows only at its end, and each growth gives a new version; earlier versions are prefixes of it.
@@ -42,7 +42,6 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     """One tensor, or a part of it.
 
     Attributes:
-        name: name of the tensor.
         shape: shape of the whole tensor.
         dtype: name of the dtype, without ``torch.``.
         range: start and stop of this part in the flattened tensor; None for the whole tensor.
@@ -61,12 +60,10 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Return the tensor's own shape, or one dimension for a part."""
         return self.shape if self.range is None else (self.range[1] - self.range[0],)
 
     @property
     def numel(self) -> int:
-        """Return the number of elements in this entry."""
         return prod(self.local_shape)
 
     @property
@@ -76,12 +73,10 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def nbytes(self) -> int:
-        """Return the size of this entry in bytes."""
         return self.numel * DTYPES[self.dtype].itemsize
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Return the contiguous strides of this entry, in elements."""
         shape = self.local_shape
         return tuple(prod(shape[axis + 1 :]) for axis, _ in enumerate(shape))
 
@@ -106,11 +101,10 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     """A sequence of tensors, or parts of them, in a flat buffer of bytes.
 
     Attributes:
-        specs: the entries, in order.
-        version: number of times that entries were added; a push names the version of its tensors' layout.
-        first: number of entries in the first version; 0 if this is the first. Fragments divide these.
-        division: how the members of a group share these tensors, as a text that must be the same for all groups; empty
-            if each member exchanges all of them.
+        version: number of times that entries were added.
+        first: number of entries in the first version, which fragments divide; 0 if this is the first.
+        division: text, equal in all groups, of how a group's members share these tensors; empty if each member
+            exchanges all of them.
         servers: number of servers, each of which holds a share of these tensors. Fragments divide the shares.
 
     Example:
@@ -127,7 +121,6 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Layout:
-        """Return the layout of named tensors, in the mapping's order."""
         return cls(tuple(spec_of(name, tensor) for name, tensor in tensors.items()))
 
     @cached_property
@@ -154,17 +147,14 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def nbytes(self) -> int:
-        """Return the size of the whole buffer in bytes."""
         return self.offsets[-1] + self.specs[-1].nbytes if self.specs else 0
 
     @cached_property
     def dtypes(self) -> tuple[str, ...]:
-        """Return the names of the dtypes in use."""
         return tuple({spec.dtype: None for spec in self.specs})
 
     @cached_property
     def numel(self) -> int:
-        """Return the number of elements in all entries."""
         return sum(prod(spec.local_shape) for spec in self.specs)
 
     @cached_property
@@ -183,7 +173,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return Layout((*self.specs, *specs), self.version + 1, self.first or len(self.specs), servers=self.servers)
 
     def subset(self, present: Sequence[bool]) -> Layout:
-        """Return the layout of the tensors whose flag is set. The last few results are cached."""
+        """Return the layout of the tensors whose flag is set; the last `SUBSETS` are cached."""
         if all(present):
             return self
         flags = tuple(present)
@@ -200,20 +190,16 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return {}
 
     def pieces(self, number: int, of: int) -> Pieces:
-        """Return a fragment's part of each entry, in elements relative to the entry, which may be a part itself."""
+        """Return a fragment's part of each entry, in elements relative to the entry."""
         if of not in self._pieces:
             self._pieces[of] = cut(self.sizes, of, self.first, self.servers)
         return self._pieces[of][number]
 
     def fragment(self, number: int | None, of: int) -> Layout:
-        """Return the layout of one of ``of`` fragments; its entries are whole ones and ranges.
+        """Return the layout of one of ``of`` fragments, whose entries are whole ones and ranges; this one for None.
 
         Fragments of the first version's tensors have equal bytes, up to rounding. A tensor that was added later is
         whole in one fragment.
-
-        Args:
-            number: number of the fragment, from 0; None for the whole layout.
-            of: number of fragments.
 
         Example:
             >>> [spec.range for spec in Layout.of({"w": torch.ones(6), "b": torch.ones(2)}).fragment(1, of=2).specs]
@@ -229,8 +215,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     def chunks(self, nbytes: int) -> Sequence[tuple[Pieces, Layout]]:
         """Return the pieces and the layout of each chunk of the flat buffer, in order.
 
-        Args:
-            nbytes: bytes of a chunk, a multiple of `ALIGNMENT`; the last one may have fewer.
+        A chunk has ``nbytes``, a multiple of `ALIGNMENT`; the last one may have fewer.
         """
         if nbytes not in self._chunks:
             self._chunks[nbytes] = [self._chunk(begin, begin + nbytes) for begin in range(0, self.nbytes, nbytes)]
@@ -257,15 +242,11 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return {}
 
     def empty(self) -> Tensor:
-        """Return a new buffer: uint8, ``(nbytes,)``. It is zeroed, because the gaps between tensors are sent, too."""
+        """Return a new buffer, uint8 ``(nbytes,)``, zeroed because the gaps between tensors are sent, too."""
         return torch.zeros(self.nbytes, dtype=torch.uint8)
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """Return tensors that share the memory of a buffer.
-
-        Args:
-            buffer: uint8, at least ``(nbytes,)``, contiguous.
-        """
+        """Return the tensors as views of a buffer: uint8, at least ``(nbytes,)``, contiguous."""
         # One call for each tensor: with many small tensors, views dominate the cost of a push.
         flat: dict[str, tuple[Tensor, int]] = {}
         views = []
@@ -308,9 +289,8 @@ class Structure(msgspec.Struct, frozen=True):
     """The structure of one optimizer at one time of the run.
 
     Attributes:
-        size: number of parameters in its layout.
-        groups: for each parameter group, the indices of its parameters in that layout. Empty if the optimizer steps at
-            the workers, because the server then does not need parameter groups.
+        groups: each parameter group's indices of parameters in that layout; empty if the optimizer steps at the
+            workers.
 
     Example:
         >>> before, after = Structure(2, ((0, 1),)), Structure(3, ((0, 1), (2,)))
@@ -322,7 +302,7 @@ class Structure(msgspec.Struct, frozen=True):
     groups: tuple[tuple[int, ...], ...]
 
     def extends(self, other: Structure) -> bool:
-        """Return whether this is the other structure with parameters or parameter groups added behind existing ones."""
+        """Return whether this is the other structure with parameters or parameter groups added behind its own."""
         mine = self.groups[: len(other.groups)]
         begins = [group[: len(old)] for group, old in zip(mine, other.groups, strict=False)]
         return self.size >= other.size and begins == list(other.groups)
@@ -334,11 +314,7 @@ class Structure(msgspec.Struct, frozen=True):
 
 
 class Structures:
-    """The structures of one optimizer so far, and the current one of each compute group.
-
-    Args:
-        first: structure when groups were formed.
-    """
+    """The structures of one optimizer since groups were formed, and the current one of each compute group."""
 
     def __init__(self, first: Structure) -> None:
         self._all = [first]
@@ -350,11 +326,9 @@ class Structures:
         return self._all[-1]
 
     def of(self, group: int) -> Structure:
-        """Return a group's current structure."""
         return self._all[self._at.get(group, 0)]
 
     def form(self) -> None:
-        """Start new groups, which begin with the newest structure."""
         self._all, self._at = self._all[-1:], {}
 
     def find(self, group: int, structure: Structure) -> int | None:
@@ -400,8 +374,7 @@ def read_structure(tree: Any, known: int) -> tuple[Structure, list[dict[str, Any
         known: number of parameters that the group had before; the weights are those of later ones.
 
     Returns:
-        The structure; settings and indices of each parameter group; weights of the parameters that are new to the
-        group; and their optimizer state.
+        The structure; settings and indices of each parameter group; weights and optimizer state of the new parameters.
 
     Raises:
         MalformedMessage: the description is invalid.
@@ -430,12 +403,10 @@ def read_structure(tree: Any, known: int) -> tuple[Structure, list[dict[str, Any
 
 
 def specs_of(weights: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
-    """Return the specifications of named tensors."""
     return tuple(spec_of(name, value) for name, value in weights.items())
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter group without its parameters."""
     return {key: value for key, value in group.items() if key != "params"}
 
 

@@ -1,13 +1,11 @@
 """Division of one optimizer's parameters, and of their states, over several servers.
 
-Rule 1: both sides of a run derive the same division from layout, number of servers and optimizer; it is never
-sent.
+Rule 1: both sides derive the same division from layout, number of servers and optimizer; it is never sent.
 Rule 2: if the optimizer treats each element independently, servers hold ranges of equal bytes, and a tensor may be cut.
 Otherwise, or if this is not known, they hold whole parameters.
 Rule 3: a cut is at a multiple of 64 elements of its tensor (`lightning_omni.methods.model.fragments.divide`), so that
-vectors of the processor are not cut, and a share is stepped to the same bits as the whole.
-Rule 4: if parameters are exchanged in fragments, each server cuts its own share into fragments. A fragment of all
-parameters consists of a fragment of each share, so it is divided as they are.
+vectors of the processor are not cut, and stepping a share is bitwise equal to stepping the whole.
+Rule 4: each server cuts its own share into fragments, so a fragment of all parameters is divided as they are.
 """
 
 from __future__ import annotations
@@ -47,8 +45,7 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
     """A division of one optimizer's parameters over servers.
 
     Attributes:
-        layout: layout of all parameters.
-        shares: for each server, the layout of its share: an entry is a whole tensor, or a range of its elements.
+        shares: each server's layout, whose entries are tensors or ranges of their elements.
         places: for each entry of each share, the index of its parameter in ``layout``.
 
     Example:
@@ -78,7 +75,6 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
 
     @classmethod
     def whole(cls, layout: Layout, servers: int = 1) -> Partition:
-        """Return a division with everything on the first server."""
         none = Layout((), layout.version)
         others = servers - 1
         return cls(layout, (layout, *[none] * others), (tuple(range(len(layout.specs))), *[()] * others))
@@ -102,7 +98,7 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
         return {}
 
     def within(self, layout: Layout) -> Partition:
-        """Return the same division of other entries: some of these parameters, or ranges of them."""
+        """Return the same division of some of these entries, or of ranges of them."""
         by_name: dict[str, list[int]] = {}
         for place, spec in enumerate(layout.specs):
             by_name.setdefault(spec.name, []).append(place)
@@ -123,7 +119,7 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def fractions(self) -> list[float]:
-        """Return each server's fraction of the bytes; equal ones for an empty layout."""
+        """Return each server's fraction of the bytes; equal fractions for an empty layout."""
         sizes = [sum(spec.nbytes for spec in share.specs) for share in self.shares]
         return [size / sum(sizes) if any(sizes) else 1 / len(sizes) for size in sizes]
 
@@ -142,7 +138,7 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
         ]
 
     def merged(self, parts: Sequence[Tensors]) -> list[Tensor | None]:
-        """Merge each server's part into one tensor for each parameter; None if a server's part of it is None."""
+        """Merge each server's part into one tensor for each parameter; None where a part is None."""
         pieces: list[list[Tensor | None]] = [[] for _ in self.layout.specs]
         for places, part in zip(self.places, parts, strict=True):
             for place, tensor in zip(places, part, strict=True):
@@ -150,19 +146,14 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
         return [_joined(spec, each) for spec, each in zip(self.layout.specs, pieces, strict=True)]
 
     def memories(self, into: Tensor) -> list[Tensor] | None:
-        """Return each share's range in flat memory of the whole; None if shares are not laid out as ranges of it."""
+        """Return each share's range in flat memory of the whole; None if shares are not laid out as its ranges."""
         if not self._is_contiguous:
             return None
         ends = zip(self._begins, self.shares, strict=True)
         return [into[begin : begin + share.nbytes] for begin, share in ends]
 
     def write(self, into: Tensor, parts: Sequence[Tensor]) -> None:
-        """Copy flat memory of each share into flat memory of the whole.
-
-        Args:
-            into: uint8, laid out as `layout`.
-            parts: uint8, one for each server, laid out as its share; parts that are ranges from `memories` are not
-                copied.
+        """Copy flat memory of each share into flat memory of the whole; parts that are ranges from `memories` stay.
 
         Raises:
             MalformedMessage: a part has another size than its share.
@@ -182,7 +173,7 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def _offsets(self) -> list[list[int]]:
-        """Return the start of each entry of each share in flat memory of the whole, in bytes."""
+        """Return where each entry of each share starts in flat memory of the whole, in bytes."""
         return [
             [
                 self.layout.offsets[place] + _begin(spec, self.layout.specs[place]) * DTYPES[spec.dtype].itemsize
@@ -205,7 +196,6 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
     # --- States of senders -------------------------------------------------------------------------------------------
 
     def sender_parts(self, state: State) -> list[State]:
-        """Split the state of a sender of pushes into one state for each server."""
         if len(self.shares) == 1:
             return [state]
         own = state.get(_SENDERS, ())
@@ -216,7 +206,6 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
         return [{**each, RESIDUAL: part} for each, part in zip(rest, self.parts(owed), strict=True)]
 
     def merged_sender(self, states: Sequence[State]) -> State:
-        """Merge a sender's states for each server into one state."""
         if len(states) == 1:
             return states[0]
         rest = [{key: value for key, value in state.items() if key != RESIDUAL} for state in states]
@@ -253,8 +242,8 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
     def tree_parts(self, tree: Any) -> list[Any]:
         """Split a tree, as in `lightning_omni.methods.ServerSide.state`, into one tree for each server.
 
-        A list with one entry per parameter is divided, and so is a dict keyed by their indices, as in the state of
-        torch's optimizers; every server gets all other values. Each fragment is divided as `fragment` divides it.
+        A list with one entry per parameter is divided, and so is a dict keyed by their indices, as in torch's optimizer
+        states; every server gets all other values.
         """
         return [self._cut(tree, server) for server in range(len(self.shares))]
 
@@ -281,7 +270,6 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
         return tree
 
     def merged_tree(self, trees: Sequence[Any]) -> Any:
-        """Merge one tree of each server."""
         first = trees[0]
         if any(_is_by_place(tree) and tree for tree in trees):
             return self._merged_places(trees)
@@ -302,12 +290,9 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
         return first
 
     def recut(self, tree: Any) -> Any:
-        """Convert states of fragments that were cut for another number of servers.
+        """Convert states of fragments, from `merged_tree`, that were cut for another number of servers.
 
         Pushes to fragments that were not merged yet are dropped, because a total has one count for all of its elements.
-
-        Args:
-            tree: from `merged_tree`; without fragments, or with the same cuts, it is returned unchanged.
         """
         servers = tree.get(_SERVERS, 1) if FRAGMENTS in tree else len(self.shares)
         if servers == len(self.shares):
@@ -364,12 +349,9 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
 
 
 def over_parameters(tree: Any, specs: Sequence[TensorSpec], make: Callable[[Any, int | None], Any]) -> Any:
-    """Apply a function to each value of a tree as in `Partition.tree_parts`.
+    """Apply ``make`` to each value of a tree as in `Partition.tree_parts`, of the whole or of one server.
 
-    Args:
-        tree: tree of the whole, or of one server.
-        specs: the corresponding entries.
-        make: function of a value and the index of its parameter, which is None for a value of no parameter.
+    ``make`` also gets the index of the value's parameter in ``specs``, None for a value of no parameter.
     """
     if _is_by_place(tree):
         return {place: {key: make(value, place) for key, value in values.items()} for place, values in tree.items()}
@@ -388,9 +370,9 @@ def is_elementwise(method: Method, optimizer: Optimizer | None) -> bool:
 
 
 def check_by_parts(method: Method, optimizer: Optimizer, inside: str) -> None:
-    """Raise `UnsupportedError` if the user's optimizer cannot step parts of parameters at several servers.
+    """Raise `UnsupportedError` if the optimizer cannot step parts of parameters at several servers.
 
-    ``inside`` is the way in which members of a group hold the parameters, as the user has passed it.
+    ``inside`` is the user's argument by which a group's members hold parts of the parameters.
     """
     if method.steps_at == "server" and not is_elementwise(method, optimizer):
         raise UnsupportedError(
@@ -405,7 +387,6 @@ def _beside_fragments(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _recut(trees: Sequence[Any], before: Sequence[Layout], after: Sequence[Layout]) -> Sequence[Any]:
-    """Return the states of all fragments for other cuts; see `Partition.recut`."""
     first, count = trees[0], len(trees)
     if isinstance(first, Mapping) and first.keys() == Total().state().keys():
         return [Total().state() for _ in range(count)]
@@ -439,7 +420,7 @@ def _moved(values: Sequence[Sequence[Any]], before: Sequence[Layout], after: Seq
 
 
 def _gathered(spec: TensorSpec, pieces: Sequence[tuple[TensorSpec, Any]]) -> Any:
-    """Return an entry's value from pieces that may overlap it: zeros where none does, None if none overlaps."""
+    """Return an entry's value from overlapping pieces, with zeros in the gaps; None if none overlaps."""
     whole: Tensor | None = None
     for held, value in pieces:
         part = _overlap(spec, held)
@@ -480,7 +461,7 @@ def _piece(tensor: Tensor, whole: TensorSpec, part: TensorSpec) -> Tensor:
 
 
 def _overlap(spec: TensorSpec, held: TensorSpec) -> TensorSpec | None:
-    """Return a server's part of an entry, if it holds the tensor of that name or a range of it; otherwise None."""
+    """Return the part of an entry in a held range of the same tensor, if any."""
     start, stop = spec.bounds
     begin, end = max(start, held.bounds[0]), min(stop, held.bounds[1])
     if (begin, end) == (start, stop):
@@ -489,7 +470,6 @@ def _overlap(spec: TensorSpec, held: TensorSpec) -> TensorSpec | None:
 
 
 def _begin(part: TensorSpec, whole: TensorSpec) -> int:
-    """Return the start of a part relative to the whole, which may itself be a range of a tensor."""
     return (part.range[0] if part.range else 0) - (whole.range[0] if whole.range else 0)
 
 

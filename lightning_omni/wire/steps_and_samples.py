@@ -1,8 +1,7 @@
 """Progress of a run in samples, from which steps are derived.
 
-Groups differ in speed, and each counts its own steps, but all share one count: the samples that they have trained
-together. One step of DDP trains a reference batch, so this number of samples is one step of the run, whichever group
-trained them.
+Each group counts its own steps, but all share the count of trained samples: one step of the run is a reference batch of
+them, the samples of one step of DDP, whichever group trained them.
 """
 
 from __future__ import annotations
@@ -13,12 +12,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ReferenceBatch:
-    """The samples of one step of DDP, with all ranks in one group.
+    """The samples of one step of DDP, with all ranks of the run's start in one group.
 
-    Attributes:
-        ranks: number of ranks at the start of the run.
-        batch_size: samples in one rank's batch.
-        window: batches whose gradients are accumulated for one step.
+    ``window`` is the number of batches whose gradients are accumulated for one step.
 
     Example:
         >>> ReferenceBatch(ranks=4, batch_size=8, window=2).samples
@@ -31,12 +27,11 @@ class ReferenceBatch:
 
     @property
     def samples(self) -> int:
-        """Return the samples in one step of all ranks."""
         return self.window * self.batch
 
     @property
     def batch(self) -> int:
-        """Return the samples in one batch of all ranks; a step may consist of several."""
+        """Return the samples in one batch of all ranks."""
         return self.ranks * self.batch_size
 
 
@@ -47,8 +42,8 @@ class Progress:
     Attributes:
         batches: batches of each rank in an epoch of DDP.
         epochs: number of finished epochs.
-        samples: trained samples of the current epoch, of all groups.
-        past: steps of DDP in the finished epochs; None if these had batches like the current one's.
+        samples: samples of the current epoch trained by all groups.
+        past: steps of DDP in the finished epochs; None if these were like the current one.
         past_batches: batches of each rank of DDP in the finished epochs; None as for ``past``.
 
     Example:
@@ -71,23 +66,21 @@ class Progress:
 
     @property
     def steps_an_epoch(self) -> int:
-        """Return the optimizer steps in an epoch of DDP."""
         return -(-self.batches // self.reference.window)
 
     @property
     def steps(self) -> int:
-        """Return the optimizer steps that DDP would have taken."""
         return self.steps_before(self.epochs) + min(self.steps_an_epoch, self.samples // self.reference.samples)
 
     def steps_before(self, epoch: int) -> int:
-        """Return the steps of DDP before an epoch; later epochs are assumed to be like the current one."""
+        """Return the steps of DDP before an epoch; later epochs count as the current one."""
         past = self.epochs * self.steps_an_epoch if self.past is None else self.past
         return past + (epoch - self.epochs) * self.steps_an_epoch
 
     def batches_before(self, epoch: int) -> int:
-        """Return the batches of each rank of DDP before an epoch, assumed as for `steps_before`.
+        """Return the batches of each rank of DDP before an epoch.
 
-        Steps do not determine this number: they may have accumulated more or fewer batches.
+        Steps do not determine them: a step may have accumulated more or fewer.
         """
         past = self.epochs * self.batches if self.past_batches is None else self.past_batches
         return past + (epoch - self.epochs) * self.batches
@@ -100,8 +93,8 @@ class Progress:
 
         Args:
             frequency: batches between two steps of the schedule.
-            steps: optimizer steps since the start of the epoch. For a moment before it they are negative, and so is
-                the result; the last epoch is then assumed to have been like this one.
+            steps: optimizer steps since the start of the epoch; negative before it, as is the result: the last epoch
+                then counts as one like this.
 
         Example:
             >>> progress = Progress(ReferenceBatch(4, 8), batches=10)
@@ -119,6 +112,6 @@ class Progress:
         return max(0, steps - self.steps_before(epoch))
 
     def budget(self, total: int, epoch: int, steps: int = -1) -> int:
-        """Return the samples to train in an epoch, of ``total``; DDP makes ``steps`` in the run, -1 for no limit."""
+        """Return the samples of ``total`` to train in an epoch, if DDP makes ``steps`` in the run (-1: no limit)."""
         whole = min(total, self.samples_an_epoch)
         return whole if steps == -1 else min(whole, self.steps_left(steps, epoch) * self.reference.samples)

@@ -20,6 +20,7 @@ class Piece(NamedTuple):
     """A part of one tensor in a fragment.
 
     Attributes:
+        place: index of the tensor.
         range: start and stop in the flattened tensor; None for the whole tensor.
     """
 
@@ -42,8 +43,8 @@ def cut(sizes: Sequence[tuple[int, int]], of: int, first: int = 0, servers: int 
     Args:
         sizes: elements of each tensor, and bytes of one of them.
         of: number of fragments.
-        first: number of tensors before any were added, each whole in one fragment; 0 for all.
-        servers: number of servers, each with a share as from `divide`. If there are several, no tensors are added.
+        first: number of tensors before any were added mid-run; 0 for all.
+        servers: number of servers, which `divide` the tensors. With several, no tensors are added mid-run.
 
     Example:
         >>> cut([(6, 4), (2, 4)], of=2)
@@ -82,9 +83,9 @@ def _cut(sizes: Sequence[tuple[int, int]], of: int, first: int, servers: int) ->
 
 
 def divide(sizes: Sequence[tuple[int, int]], servers: int) -> list[list[Piece]]:
-    """Divide tensors of ``sizes``, as in `cut`, into shares of equal bytes.
+    """Divide tensors of ``sizes``, as in `cut`, into shares of equal bytes, cut at multiples of `UNIT` elements.
 
-    A tensor is cut at multiples of `UNIT` elements. An empty tensor joins the share of the tensor before it.
+    An empty tensor joins the share of the tensor before it.
 
     Example:
         >>> divide([(192, 4), (4, 4)], servers=2)
@@ -122,7 +123,7 @@ def _within(piece: Piece, where: tuple[int, int] | None) -> Piece:
 
 
 def state_of(fragments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a server side's state from its states per fragment."""
+    """Return a server side's state from its states per fragment: with several, a list under `FRAGMENTS`."""
     return dict(fragments[0]) if len(fragments) == 1 else {FRAGMENTS: [dict(each) for each in fragments]}
 
 
@@ -132,7 +133,6 @@ def states_in(state: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def sizes_of(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Return each tensor's elements, and the bytes of one of them."""
     return [(tensor.numel(), tensor.element_size()) for tensor in tensors]
 
 

@@ -73,7 +73,7 @@ class MergedHead:
         Args:
             args: positional arguments of the submodule: trees of tensors and plain values.
             kwargs: keyword arguments, likewise.
-            training: whether the submodule is in training mode; or one value for each submodule, as from `modes_of`.
+            training: training mode of the submodule, or of each of its submodules, as from `modes_of`.
             autocast: the dtype of automatic mixed precision, if any.
             exclusive: whether a backward pass will follow.
 
@@ -101,7 +101,7 @@ class MergedHead:
     def backward(self, gradients: Sequence[Tensor | None], scale: float = 1.0) -> HeadBackwardPass:
         """End the access with a gradient for each tensor of the output; None where it took no part in the loss.
 
-        ``scale`` is a factor of the parameters' gradients, but not of those of the inputs.
+        ``scale`` multiplies the gradients of the parameters, but not those of the inputs.
         """
         inputs, outputs = self._inputs, self._outputs
         self.abandon()
@@ -152,7 +152,7 @@ def modes_of(module: nn.Module) -> tuple[bool, ...]:
 
 
 class HeadConnection(Protocol):
-    """A connection to a merged head, for inputs and outputs, and for their gradients."""
+    """A connection to a merged head."""
 
     def bring(self, tree: Any, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the output's tensors for ``tree`` (arguments, keyword arguments) with these tensors in it."""

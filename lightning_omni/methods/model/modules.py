@@ -1,8 +1,8 @@
 """A torch module as plain data, from which another process can rebuild it without pickle.
 
-A module reaches the server as a *description*: class path, plain attributes, buffers, and the descriptions of its
-children. It contains no code: classes are imported by name, and only from ``torch.nn`` and from modules that the server
-was started to allow.
+The *description* has a module's class path, plain attributes and buffers, and the descriptions of its children. It
+contains no code: classes are imported by name, and only from ``torch.nn`` and from modules that the server was started
+to allow.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def admitting(
     Args:
         base: their base class.
         home: torch's module of such classes, and the prefix of its submodules.
-        what: name of the kind of class, for messages.
+        what: the kind of class, for messages.
         option: option of ``lightning-omni serve`` that allows a class.
         allowed: class paths.
     """
@@ -66,7 +66,7 @@ def admitting(
 def import_class(path: str) -> type:
     """Return the class at ``module:Class``, or ``module:Outer.Inner``.
 
-    Every step of the path must be a class: it cannot lead from a module to that module's imports.
+    Every step of the path must be a class, so that it cannot lead to a module's own imports.
     """
     module, _, name = path.partition(":")
     found: Any = importlib.import_module(module)
@@ -192,7 +192,6 @@ def rebuild_module(
 
 
 def module_resolver(allowed: Sequence[str]) -> ResolveModule:
-    """Return a resolver that admits only ``torch.nn`` and the class paths in ``allowed``."""
     return admitting(nn.Module, ("torch.nn", "torch.nn.modules."), "module class", "--allow-module", allowed)
 
 
@@ -202,7 +201,6 @@ def class_paths(description: Mapping[str, Any]) -> set[str]:
 
 
 def _encode(value: Any, module: nn.Module, where: str, key: str) -> Any:
-    """Return an attribute as plain data; dtypes and torch's functions become names."""
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return value
     if isinstance(value, torch.dtype):

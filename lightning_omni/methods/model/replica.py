@@ -23,7 +23,7 @@ class Pulled(msgspec.Struct, frozen=True):
 
     Attributes:
         tensors: one for each parameter, in the optimizer's order; empty if none were requested. They are only valid
-            until the group side's next need.
+            until the group side's next request.
         clock: number of updates that the master weights contain.
         note: one number from the server side.
         refused: whether the push was refused (not finite, or computed from newer weights than the server has, see
@@ -39,10 +39,7 @@ class Pulled(msgspec.Struct, frozen=True):
 
 
 class Drift:
-    """An exact record of the weights that a group has moved since it received them from the server, by fragment.
-
-    Weights are identified by their index among the parameters.
-    """
+    """A record of the weights, by parameter index, that a group has moved since it received them, by fragment."""
 
     def __init__(self) -> None:
         self._now = 0
@@ -50,7 +47,6 @@ class Drift:
         self._read: dict[int | None, int] = {}
 
     def move(self, places: Iterable[int]) -> None:
-        """Record that the group has moved these weights."""
         self._now += 1
         self._moved.update(dict.fromkeys(places, self._now))
 
@@ -83,8 +79,7 @@ class Replica:
 
     Attributes:
         first: number of the parameters that existed before training began.
-        servers: number of servers, each of which holds a partition of the parameters; fragments are cut from the
-            shares.
+        servers: number of servers; fragments are cut from their shares of the parameters.
         clock: the server's clock when the weights were read.
         peers: numbers of the groups that are alive, this one included.
         drift: the weights that differ from the server's.
@@ -109,7 +104,7 @@ class Replica:
         self.arguments: Mapping[str, Any] = {}
 
     def here(self, tensor: Tensor) -> Tensor:
-        """Return the part of a parameter, its gradient or its optimizer state that this rank exchanges: all of it."""
+        """Return the part of a parameter, gradient or optimizer state that this rank exchanges: all of it."""
         return tensor.detach()
 
     def weights(self) -> list[Tensor]:
@@ -182,10 +177,7 @@ class Replica:
         return evaluated
 
     def _versions(self) -> list[tuple[int, int]]:
-        """Return versions of weights and gradients, which change when they are written.
-
-        The list is empty for torch's optimizers, which call the closure first.
-        """
+        """Return versions of weights and gradients; none for torch's optimizers, which call the closure first."""
         if type(self.optimizer).__module__.startswith("torch.optim."):
             return []
         tensors = [tensor for each in self.ordered for tensor in (each, each.grad) if tensor is not None]
@@ -197,11 +189,11 @@ class Replica:
         return [place for place, (each, part) in enumerate(pairs) if part is not None or each.requires_grad]
 
     def part(self, fragment: int | None, of: int) -> list[Tensor]:
-        """Return the weights' pieces of a fragment; None for the weights."""
+        """Return the weights' pieces of a fragment; None for all weights."""
         return read(self.weights(), self.pieces(fragment, of))
 
     def overwrite(self, values: Sequence[Tensor], fragment: int | None = None, of: int = 1) -> None:
-        """Overwrite the weights' pieces of a fragment, one value for each; None for the weights."""
+        """Overwrite the weights' pieces of a fragment, one value for each; None for all weights."""
         write(self.weights(), self.pieces(fragment, of), values)
         self.drift.read(fragment)
 
@@ -218,7 +210,7 @@ class Replica:
         self.drift.read(pulled.fragment)
 
     def agreed(self, fragment: int | None = None, of: int = 1) -> list[bool]:
-        """Return whether each piece of a fragment, or of all parameters, is frozen and equals the server's."""
+        """Return, for each piece of a fragment or of all parameters, whether it is frozen and equals the server's."""
         return [self._is_agreed(piece.place, fragment) for piece in self.pieces(fragment, of)]
 
     def _is_agreed(self, place: int, fragment: int | None = None) -> bool:
@@ -230,7 +222,7 @@ class Replica:
         return [None if known else weight for weight, known in zip(weights, agreed, strict=True)]
 
     def exactly(self, pulled: Pulled, of: int) -> Pulled:
-        """Return an answer in a lossy wire format with the exact own values of agreed pieces, without rounding."""
+        """Return an answer of a lossy wire format, with the exact own values in place of agreed pieces."""
         if not pulled.tensors or not any(agreed := self.agreed(pulled.fragment, of)):
             return pulled
         each = zip(self.part(pulled.fragment, of), pulled.tensors, agreed, strict=True)
@@ -242,7 +234,7 @@ class Replica:
         return [place for place, each in enumerate(self.ordered) if not each.requires_grad and self.drift.has(place)]
 
     def take_frozen(self, pulled: Pulled) -> None:
-        """Load the frozen weights that are `loose` from an answer with the server's weights."""
+        """Load the `loose` weights from an answer with the server's weights."""
         weights, loose = self.weights(), self.loose
         for place in loose:
             weights[place].copy_(pulled.tensors[place])
@@ -335,20 +327,19 @@ def optimizer_state_of(optimizer: Optimizer) -> dict[Any, Any]:
 
 
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
-    """Load a state from `optimizer_state_of` into an optimizer of the same kind; its hyperparameters stay."""
+    """Load the result of `optimizer_state_of`; the optimizer's hyperparameters stay."""
     own = optimizer.state_dict()
     optimizer.load_state_dict({**own, "state": state} if "state" in own else dict(state))
 
 
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return detached copies."""
     return [tensor.detach().clone() for tensor in tensors]
 
 
 def all_finite(tensors: Sequence[Tensor] | None) -> bool:
     """Return whether tensors are present and all finite: a peer that diverged must not spoil the others.
 
-    All members of a group that have the model in shares must get the same result.
+    All members of a group must get the same result, even if each holds a shard of the model.
     """
     if not tensors:
         return tensors is not None
@@ -358,5 +349,4 @@ def all_finite(tensors: Sequence[Tensor] | None) -> bool:
 
 
 def minus(first: Sequence[Tensor], second: Sequence[Tensor]) -> list[Tensor]:
-    """Return the differences, tensor by tensor."""
     return list(torch._foreach_sub(list(first), list(second))) if len(first) else []

@@ -37,8 +37,7 @@ class Master:
     """Master weights, their optimizer, and their clock: one tick for each applied update.
 
     Args:
-        parameters: name and initial value of every parameter that the optimizer moves; the values are used in place,
-            not copied.
+        parameters: every parameter that the optimizer moves, by name; used in place, not copied.
         optimizer: the user's optimizer over exactly these parameters; None if the workers' own optimizers step.
         clock: number of updates that the values already contain.
         first: number of the parameters that existed before training began; None for all.
@@ -195,11 +194,11 @@ class Master:
         self.clock += 1
 
     def weights(self, fragment: int | None = None) -> list[Tensor]:
-        """Return the live weights, in order, or a fragment's pieces of them. The next update changes them in place."""
+        """Return the live weights, in order, or a fragment's pieces of them; updates change them in place."""
         return [parameter.detach() for parameter in self.fragment(fragment)]
 
     def snapshot(self) -> dict[str, Any]:
-        """Return weights, optimizer state and clock after the same update. The tensors are the live ones."""
+        """Return weights, optimizer state and clock after the same update. The tensors are live."""
         return {
             "weights": {name: parameter.detach() for name, parameter in self.parameters.items()},
             "state": self._state() if self.optimizer is not None else {},
@@ -207,7 +206,6 @@ class Master:
         }
 
     def _state(self) -> dict[Any, Any]:
-        """Return the optimizer's state by index among all parameters."""
         assert self.optimizer is not None
         places = {id(parameter): place for place, parameter in enumerate(self._ordered)}
         held = [id(parameter) for parameter in held_by(self.optimizer)]
@@ -265,7 +263,7 @@ def hyperparameters_of(
     Args:
         optimizer: the optimizer.
         of: parameters of which a returned group holds some; None returns all groups.
-        are_needed: whether an optimizer is to step with them; otherwise values that are not plain are left out.
+        are_needed: whether an optimizer is to step with them; if not, values that are not plain are left out.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -323,7 +321,7 @@ def describe(optimizer: Optimizer, names: Mapping[Tensor, str], with_state: bool
 
     Args:
         optimizer: any optimizer whose ``step`` needs no closure.
-        names: names of the parameters that the copy is to move.
+        names: the parameters that the copy is to move.
         with_state: whether to include its state.
     """
     check_servable(optimizer)
@@ -352,18 +350,17 @@ def _marks_of(names: Mapping[Tensor, str]) -> dict[str, dict[str, Any]]:
 
 
 def _is_mark(name: str, value: Any) -> bool:
-    """Return whether an attribute, a number or a text with no meaning in torch, is sent."""
+    """Return whether an attribute is sent: a number or text that has no meaning in torch."""
     is_number = isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 63)
     return (value is None or is_number or isinstance(value, str)) and not hasattr(Parameter, name)
 
 
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Return an optimizer's attributes without those of any torch optimizer."""
+    """Return the attributes that an optimizer has beside those of every torch optimizer."""
     return {key: value for key, value in vars(optimizer).items() if key not in _torch_attributes()}
 
 
 def plain_attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Return a copy of an optimizer's own plain attributes."""
     return {key: _plain(value) for key, value in attributes_of(optimizer).items() if _is_plain(value)}
 
 
@@ -413,7 +410,6 @@ def state_of(optimizer: Optimizer, of: Container[Tensor]) -> dict[int, Any]:
 
 
 def places_of(optimizer: Optimizer, of: Container[Tensor]) -> list[int]:
-    """Return these parameters' indices among all of the optimizer's."""
     return [place for place, parameter in enumerate(held_by(optimizer)) if parameter in of]
 
 
@@ -452,7 +448,6 @@ def rebuild(
 
 
 def resolver(allowed: Sequence[str]) -> Resolve:
-    """Return a resolver that admits only ``torch.optim`` and the class paths in ``allowed``."""
     return admitting(Optimizer, ("torch.optim", "torch.optim."), "optimizer", "--allow-optimizer", allowed)
 
 
@@ -497,7 +492,6 @@ def _checked(kind: type[Optimizer], where: str, key: str, value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as plain data; one-element tensors become numbers."""
     if isinstance(value, numpy.generic) or (isinstance(value, Tensor) and value.numel() == 1):
         return value.item()
     if isinstance(value, _PLAIN):

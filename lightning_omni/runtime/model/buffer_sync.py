@@ -1,11 +1,10 @@
 """Tensors that no optimizer moves (buffers, frozen parameters, averages), and their merge where groups synchronize.
 
-Inside an epoch they are each group's own; then all ranks continue with the same ones. Running statistics of
-normalization layers become the mean over the groups, because each group has seen other samples of the same
-distribution. A group in which they are not finite is left out: its push was refused then, and its weights are finite
-again. All others become those of the recorder's group, as under DDP those of rank 0: a mean of two queues, two
-codebooks or two vectors of unit length has no meaning, and tensors that belong together (a queue and its pointer, a
-scale and its zero point) stay together.
+Inside an epoch they are each group's own. Running statistics of normalization layers become the mean over the groups,
+which have seen other samples of the same distribution; a group in which they are not finite is left out: its push was
+refused then, and its weights are finite again. All others become those of the recorder's group, as under DDP those of
+rank 0: a mean of two queues, two codebooks or two vectors of unit length has no meaning, and tensors that belong
+together (a queue and its pointer, a scale and its zero point) stay together.
 """
 
 from __future__ import annotations
@@ -36,8 +35,6 @@ _BATCHES = "num_batches_tracked"
 
 
 class Merge(Enum):
-    """A rule for merging a tensor of which each group has its own."""
-
     MEAN = auto()
     LARGEST = auto()
     FIRST = auto()
@@ -45,13 +42,7 @@ class Merge(Enum):
 
 @dataclass(frozen=True, eq=False)
 class BufferSync:
-    """A tensor that no optimizer moves.
-
-    Attributes:
-        name: name in the module.
-        tensor: the tensor.
-        merge: the rule for merging it at a synchronization point.
-    """
+    """A tensor that no optimizer moves, with its name in the module and the rule for merging it."""
 
     name: str
     tensor: Tensor
@@ -59,7 +50,6 @@ class BufferSync:
 
 
 def buffers_of(module: Module) -> Iterator[BufferSync]:
-    """Yield the buffers of a module, in its order."""
     for name, buffer in module.named_buffers():
         own = name.rpartition(".")[2]
         if own == _BATCHES:
@@ -77,7 +67,6 @@ def average_of(module: Module) -> Iterator[BufferSync]:
 
 
 def parameters_of(module: Module) -> Iterator[BufferSync]:
-    """Yield the parameters of a module, in its order, except sharded ones."""
     averages = {id(held) for each in module.modules() if isinstance(each, AveragedModel) for held in each.parameters()}
     for name, parameter in module.named_parameters():
         if not isinstance(parameter, DTensor):
@@ -85,7 +74,6 @@ def parameters_of(module: Module) -> Iterator[BufferSync]:
 
 
 def check_dense(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise `UnsupportedError` for a sparse tensor, which torch.distributed does not transfer."""
     for name, tensor in named:
         if tensor.layout != torch.strided:
             raise UnsupportedError(
@@ -96,11 +84,7 @@ def check_dense(named: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def merge(parallel: ParallelState, untrained: Iterable[BufferSync]) -> None:
-    """Merge the groups' own tensors, so that all ranks have the same. All ranks call it, as one process group.
-
-    Args:
-        parallel: this rank's position in the run.
-        untrained: the tensors, in one order on all ranks.
+    """Merge the groups' own tensors, in one order on all ranks, which call it as one process group.
 
     Raises:
         UnsupportedError: one of them is sparse, or has another shape on another rank.
@@ -159,8 +143,7 @@ def _average(parallel: ParallelState, untrained: Sequence[BufferSync]) -> None:
 def _counts(parallel: ParallelState) -> bool:
     """Return whether this rank's group counts in a mean over the groups. All ranks call it.
 
-    A group that has joined since the last synchronization began with its mean, from which the others have
-    continued.
+    A group that has joined since the last synchronization began with its mean, from which the others have continued.
     """
     if parallel.registration is None:
         return True
@@ -177,7 +160,7 @@ def _take_largest(untrained: Sequence[BufferSync]) -> None:
 
 
 def _take_first(parallel: ParallelState, untrained: Sequence[BufferSync]) -> None:
-    """Copy the recorder's tensors to all ranks where they differ. Equal ones (a mask, for example) need not be sent."""
+    """Copy the recorder's tensors to all ranks where they differ; equal ones, such as a mask, are not sent."""
     are_one = _are_one(parallel, fingerprints(each.tensor for each in untrained))
     differ = [each for each, is_one in zip(untrained, are_one, strict=True) if not is_one]
     if differ:

@@ -37,8 +37,8 @@ class ExternalWrites:
 
     Attributes:
         buffers: returns the model's buffers.
-        others: returns the model's parameters, and averages of them that a callback keeps; some are written although no
-            optimizer moves them (a target network, for example).
+        others: returns the model's parameters, and averages of them that a callback keeps: a target network, for
+            example, is written although no optimizer moves it.
         switched: returns whether the user has replaced attached optimizers.
         reattach: attaches the present optimizers.
         are_validations_apart: whether one group validates while others train, so that no validation is for all groups.
@@ -57,12 +57,12 @@ class ExternalWrites:
         self._attributes_seen: dict[Optimizer, dict[str, Any]] = {}
 
     def watch(self, module: Module | None) -> None:
-        """Watch the buffers and parameters of a module, in a loop without Lightning; of none if it is None."""
+        """Watch the buffers and parameters of a module, or of none, in a loop without Lightning."""
         self.buffers = tuple if module is None else lambda: buffers_of(module)
         self.others = tuple if module is None else lambda: parameters_of(module)
 
     def begin(self) -> None:
-        """Record that all ranks and the server have the present values, when training begins or new groups start."""
+        """Record that all ranks and the server have the present values, as training begins or new groups start."""
         for part in self._parallel.parts:
             part.replica.know()
         self._know_states()
@@ -83,7 +83,6 @@ class ExternalWrites:
         return found
 
     def others_followed(self) -> None:
-        """Record that the groups are synchronized: buffers and ``others`` are the same on all ranks."""
         self._buffers_seen, self._others_seen = _marks(self.buffers()), _marks(self.others())
 
     def follow(self) -> None:
@@ -165,7 +164,6 @@ class ExternalWrites:
         ]
 
     def _know_states(self) -> None:
-        """Record that the server has the present state and attributes of the optimizers."""
         self._states_seen = {part.optimizer: part.optimizer.state for part in self._parallel.parts}
         served = [] if self._parallel.steps_at_worker else self._parallel.parts
         self._attributes_seen = {part.optimizer: plain_attributes_of(part.optimizer) for part in served}
@@ -204,7 +202,6 @@ class ExternalWrites:
             part.replica.clock = clock
 
     def _hand_over(self, keep_states: bool) -> None:
-        """Send the recorder's weights to the server, and let every group continue from them."""
         parallel = self._parallel
         for part in parallel.parts:
             part.replica.abandon()
@@ -224,7 +221,6 @@ class ExternalWrites:
             part.replica.load(self._exchange.fetch(index))
 
     def _share_loose(self) -> None:
-        """Copy the recorder's buffers, and its parameters that no optimizer moves, to all ranks."""
         others = list(self.others())
         trained = {id(parameter) for part in self._parallel.parts for parameter in part.replica.ordered}
         _check_whole(compress(others, self._are_written(others, trained)))
@@ -232,7 +228,7 @@ class ExternalWrites:
         self._share((each.name, each.tensor) for each in whole)
 
     def _are_written(self, others: Sequence[BufferSync], known: Set[int]) -> list[bool]:
-        """Return which of ``others`` were written since the last synchronization, without identities in ``known``."""
+        """Return which of ``others``, without the ``known`` identities, were written since the last synchronization."""
         seen = self._others_seen if len(self._others_seen) == len(others) else [0] * len(others)
         marks = iter(_marks(each for each in others if id(each.tensor) not in known))
         return [id(each.tensor) not in known and next(marks) != then for each, then in zip(others, seen, strict=True)]
@@ -251,7 +247,6 @@ def _marks(untrained: Iterable[BufferSync]) -> list[int]:
 
 
 def _check_whole(written: Iterable[BufferSync]) -> None:
-    """Raise `UnsupportedError` if a sharded tensor that no optimizer moves was written: each rank has rows of it."""
     if any(isinstance(each.tensor, DTensor) for each in written):
         raise UnsupportedError(
             "a parameter that no optimizer moves was written in mid-run, and each rank of a group has a part of it;"

@@ -33,15 +33,6 @@ _Answer = TypeVar("_Answer", bound=m.Message)
 class RemoteHead:
     """A replacement of a submodule's ``forward``, while several groups train.
 
-    Args:
-        parallel: this rank's position in the run.
-        channel: its exchanges with the server.
-        parameter_groups: follows changes of the optimizer's parameter groups.
-        part: the head's part of the exchange.
-        number: its number among the parts.
-        name: the submodule's name in the model.
-        module: the submodule.
-
     Attributes:
         side: this group's messages for the head, and whether it has exclusive access.
     """
@@ -66,7 +57,7 @@ class RemoteHead:
         self._shapes: list[tuple[tuple[int, ...], torch.dtype]] = []
 
     def install(self) -> None:
-        """Replace the submodule's forward pass by the server's, for several groups. A second call changes nothing."""
+        """Replace the submodule's forward pass by the server's. A second call changes nothing."""
         if self._module.forward is not self:
             self._module.forward = self
             for parameter in self._parameters:
@@ -77,7 +68,6 @@ class RemoteHead:
             del self._module.forward
 
     def release(self) -> None:
-        """Release an exclusive access without a backward pass."""
         if self.side.has_access:
             message = self.side.release()
             if self._parallel.is_leader:
@@ -128,9 +118,7 @@ class RemoteHead:
     def bring(self, tree: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Send the group's batch to the head, and return this rank's rows of each tensor of the output.
 
-        Args:
-            tree: arguments and keyword arguments.
-            tensors: the tensors that replace those of the tree.
+        ``tensors`` replace those of the ``tree`` of arguments and keyword arguments.
         """
         parallel = self._parallel
         with self._exchange.timed():
@@ -165,9 +153,7 @@ class RemoteHead:
     ) -> list[Any]:
         """Send the gradients of the output to the head, which makes a step; return those of this rank's inputs.
 
-        Args:
-            gradients: one for each tensor of the output; None if it took no part in the loss.
-            inputs: shape and dtype of each input tensor.
+        A gradient is None if its output took no part in the loss; ``inputs`` are shape and dtype of each input tensor.
         """
         parallel = self._parallel
         self.side.end()
@@ -246,7 +232,7 @@ class RemoteHead:
         return [torch.cat(block) for block in blocks]
 
     def _scatter(self, whole: Sequence[Tensor], shapes: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
-        """Send each member its rows from the leader, the only one with all, and return them on this rank's device."""
+        """Send each member its rows from the leader, and return them on this rank's device."""
         parallel, group = self._parallel, self._parallel.compute_group
         if not self._is_shared:
             return [tensor.to(parallel.device) for tensor in whole]

@@ -23,8 +23,8 @@ DATA, TENSOR = "data_parallel", "tensor_parallel"
 class FSDP:
     """The settings of fully sharded data parallelism inside each compute group (torch's ``fully_shard``).
 
-    Every rank of a group holds a shard, with rows of every parameter, for models that no single device can hold. Each
-    exchanges its own shard, and no rank ever has the whole model: see docs/how-to/large-models.md.
+    Every rank of a group holds and exchanges a shard, with rows of every parameter; no rank ever has the whole model:
+    see docs/how-to/large-models.md.
 
     Args:
         shards: number of ranks that hold one replica of the model together, 2 or more. A group has one or more
@@ -62,8 +62,8 @@ class ModelParallel:
     """The settings of Lightning's ModelParallelStrategy for each compute group: FSDP2 and tensor parallelism inside it.
 
     Args:
-        data_parallel_size: ranks of the group that get samples of their own; ``"auto"`` is the number of nodes that the
-            group is on.
+        data_parallel_size: ranks of the group that get samples of their own; ``"auto"`` is the number of the group's
+            nodes.
         tensor_parallel_size: ranks that compute one batch together; ``"auto"`` is the number of the group's ranks on
             each node.
         distributed_checkpoint: whether each rank writes its shard of a checkpoint, as with `FSDP`.
@@ -100,16 +100,13 @@ class ModelParallel:
 
     @property
     def product(self) -> int | None:
-        """Return the number of ranks that hold a model together; None if it depends on the nodes that a group is on."""
+        """Return the number of ranks that hold a model together; None if it depends on a group's nodes."""
         if self.data_parallel_size == "auto" or self.tensor_parallel_size == "auto":
             return None
         return self.data_parallel_size * self.tensor_parallel_size
 
     def sizes(self, ranks: Sequence[int]) -> tuple[int, int]:
-        """Return both sizes as numbers.
-
-        Args:
-            ranks: number of ranks of one group on each of its nodes.
+        """Return both sizes as numbers, for the ranks of one group on each of its nodes.
 
         Raises:
             ConfigurationError: the number of ranks is no multiple of the sizes' product; or differs from it, if a size
@@ -130,17 +127,11 @@ Sharding = FSDP | ModelParallel | None
 
 
 def shown(sharding: Sharding) -> str:
-    """Return the argument as a user writes it, for messages."""
     return 'model_parallel="fsdp"' if sharding == FSDP() else f"model_parallel={sharding}"
 
 
 def evenly(ranks: int, groups: int, sharding: Sharding) -> Topology:
     """Return groups whose sizes differ as little as possible, in units of neighbours that hold a model together.
-
-    Args:
-        ranks: number of ranks.
-        groups: number of compute groups.
-        sharding: how their members hold the model.
 
     Raises:
         ConfigurationError: that number of groups is impossible.
@@ -160,11 +151,7 @@ def sizes_in(
 ) -> tuple[int, int]:
     """Return data-parallel and tensor-parallel size of a replica of the model; groups hold one or more replicas.
 
-    Args:
-        topology: the compute groups.
-        sharding: how their members hold the model.
-        ranks_per_node: number of ranks on each node, in rank order.
-        joins: whether this is one group of a run that others join.
+    ``joins`` tells whether this is one group of a run that others join.
 
     Raises:
         ConfigurationError: members of these groups cannot hold a model together, in the same shares.
@@ -211,10 +198,7 @@ def sizes_in(
 
 
 def rows_of(topology: Topology, length: int) -> Topology:
-    """Return a topology whose groups are the rows of these groups: each row is ``length`` consecutive ranks.
-
-    ``length`` divides the size of every group.
-    """
+    """Return each group's rows of ``length`` consecutive ranks, a divisor of every group's size."""
     each = (topology.members(group) for group in topology.alive)
     return Topology(tuple(members[i : i + length] for members in each for i in range(0, len(members), length)))
 
@@ -229,11 +213,8 @@ def columns_of(topology: Topology, length: int) -> Topology:
 def mesh_of(members: Sequence[int], groups: Sequence[Any], tensor: int, device: str) -> DeviceMesh:
     """Return the mesh of ranks that hold a model together. The default process group must be that of all ranks.
 
-    Args:
-        members: these ranks.
-        groups: process groups: of all of them; for two dimensions, also of this rank's column and row.
-        tensor: number of ranks in a row.
-        device: kind of device.
+    ``groups`` are the process group of all ``members`` and, for two dimensions, those of this rank's column and row of
+    ``tensor`` ranks.
     """
     if len(groups) == 1:
         return DeviceMesh.from_group(groups[0], device, mesh_dim_names=(DATA,))

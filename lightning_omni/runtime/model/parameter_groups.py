@@ -81,7 +81,6 @@ class ParameterGroups:
         self.renew()
 
     def _held(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield each exchanged parameter with its name in error messages."""
         for number, part in enumerate(self._parallel.parts):
             known = self._parallel.names
             names = {parameter: known.get(parameter, name) for name, parameter in part.replica.parameters.items()}
@@ -113,18 +112,16 @@ class ParameterGroups:
             part.into = None
 
     def follow_all(self) -> bool:
-        """Follow changes of all optimizers. Return whether parameters were added."""
         grown = [self.follow(index) for index in range(len(self._parallel.parts))]
         return any(grown)
 
     def follow(self, index: int) -> bool:
-        """Follow a change of one optimizer. All ranks of a group call it between two gradients.
+        """Follow a change of one optimizer; return whether parameters were added.
 
-        Returns:
-            Whether parameters were added.
+        All ranks of a group call it between two gradients.
 
         Raises:
-            UnsupportedError: the change cannot be followed; the message names the reason.
+            UnsupportedError: the change cannot be followed.
         """
         part = self._parallel.parts[index]
         arrangement = part.arrangement
@@ -164,7 +161,6 @@ class ParameterGroups:
         return bool(fresh)
 
     def check_alike(self) -> None:
-        """Raise `ConfigurationError` at a synchronization point unless all ranks hold the same parameters."""
         mine = _digest(repr([(list(part.replica.parameters), self._places(part)) for part in self._parallel.parts]))
         largest, smallest = self._parallel.all_reduce_max([mine, -mine])
         if largest != -smallest:
@@ -174,10 +170,7 @@ class ParameterGroups:
             )
 
     def read_beyond(self) -> None:
-        """Load weights that only other groups train so far, for an evaluation at a synchronization point.
-
-        Only parameters that have a name in the model can be found.
-        """
+        """Load weights that only other groups train so far, by their names in the model, to evaluate them."""
         sizes = [len(part.replica.ordered) for part in self._parallel.parts]
         if self._parallel.all_reduce_max(sizes) == sizes:
             return
@@ -190,7 +183,7 @@ class ParameterGroups:
 
     @staticmethod
     def room_of(part: Part) -> int:
-        """Return the bytes of the model's parameters that the part does not hold, and that may be added to it."""
+        """Return the bytes of the model's parameters that may be added to the part."""
         return sum(
             parameter.numel() * parameter.element_size()
             for parameter in part.names()
@@ -211,7 +204,6 @@ class ParameterGroups:
 
     @staticmethod
     def _named(part: Part, known: Mapping[str, Parameter]) -> dict[str, Parameter]:
-        """Return the parameters of the optimizer that are not known, by name, in its order."""
         names, found = part.names(), dict[str, Parameter]()
         seen = {*known.values(), *part.outside}
         for number, group in enumerate(part.optimizer.param_groups):
@@ -281,11 +273,7 @@ class ParameterGroups:
             raise UnsupportedError(f"{_UNLIKE}; they hold other parameters now")
 
     def _announce(self, index: int, tree: Any, nbytes: int) -> tuple[int, Tensor]:
-        """Send a change to the server.
-
-        Returns:
-            The version of the layout, and the master weights that are new to this group, on every member.
-        """
+        """Send a change to the server; return the layout's version and, on every member, the added master weights."""
         parallel, theirs, reason, version = self._parallel, torch.zeros(nbytes, dtype=torch.uint8), "", 0
         if parallel.is_leader:
             packed, buffer = pack(tree)
@@ -312,7 +300,6 @@ def _wait(work: dist.Work | None, timeout: timedelta) -> None:
 
 
 def _structure_of(tree: Any) -> str:
-    """Return a description of a change, which must be equal on all members of a group."""
     places = [group["params"] for group in tree["groups"]]
     return repr((places, [(name, *value.shape, value.dtype) for name, value in tree["weights"].items()]))
 

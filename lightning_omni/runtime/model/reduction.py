@@ -43,9 +43,6 @@ short."""
 class Reduction:
     """The averaging of a rank's gradients over its group, whatever groups are formed.
 
-    Args:
-        format_: the all-reduce format.
-
     Attributes:
         format: the all-reduce format of modules that are wrapped from now on.
         seconds: seconds of collectives on a CPU so far.
@@ -60,7 +57,7 @@ class Reduction:
         self._wrapped: list[ref[DistributedDataParallel]] = []
 
     def ddp_options(self, module: torch.nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of DistributedDataParallel: the user's, to which others may be added."""
+        """Return the user's arguments of DistributedDataParallel; an inexact format has larger buckets on a CPU."""
         on_cpu = all(each.device.type == "cpu" for each in module.parameters())
         is_open = not isinstance(self.format, Exact) and on_cpu and "bucket_cap_mb" not in given
         return {**given, "bucket_cap_mb": BUCKET_MB} if is_open else dict(given)
@@ -68,7 +65,7 @@ class Reduction:
     def install(self, module: Any, group: Any) -> None:
         """Install the hook by which DDP averages a wrapped module's gradients in the present format.
 
-        The exact format needs none, and neither does a module that DDP does not wrap, as in a group of one.
+        The exact format needs none, nor does a module that DDP does not wrap, as in a group of one.
         """
         if not isinstance(module, DistributedDataParallel):
             self._wrapped = []
@@ -88,7 +85,7 @@ class Reduction:
         """Raise torch's error if a backward pass has left gradients unaveraged, for which other members wait.
 
         torch finds it in the next forward pass, before which the members would wait for each other in an exchange.
-        Other modules than that of ``parameters`` are left out, because their backward pass may still follow.
+        Modules without these ``parameters`` are left out, because their backward pass may still follow.
         """
         wrapped = [module for each in self._wrapped if (module := each()) is not None]
         for module in wrapped:
@@ -100,7 +97,6 @@ class Reduction:
         self.memory.clear()
 
     def _hook(self, state: tuple[AllReduce, Any], bucket: Any) -> torch.futures.Future[Tensor]:
-        """Replace one bucket of gradients (a ``torch.distributed.GradBucket``) by the mean."""
         flat = bucket.buffer()
         if flat.is_sparse:  # of one parameter; few of its rows have values, and only these are sent
             future: torch.futures.Future[Tensor] = allreduce_hook(state[1], bucket)
@@ -135,7 +131,6 @@ class Reduction:
 
 
 def timed_part(items: Iterable[T], nbytes: Callable[[T], int]) -> list[T]:
-    """Return the largest items that fit into `TIMED_BYTES` together, because memory may be short."""
     found, left = list[T](), TIMED_BYTES
     for item in sorted(items, key=nbytes, reverse=True):
         if nbytes(item) <= left:
@@ -147,11 +142,7 @@ def timed_part(items: Iterable[T], nbytes: Callable[[T], int]) -> list[T]:
 def seconds_of_arithmetic(format_: AllReduce, shapes: Iterable[Sequence[int]], device: torch.device) -> float:
     """Return the seconds that a rank computes to average its gradients once, without communication.
 
-    Args:
-        format_: the all-reduce format.
-        shapes: shapes of all parameters. The largest that fit into `TIMED_BYTES` are timed, and the others
-            extrapolated.
-        device: device of the gradients.
+    The largest of the ``shapes`` of all parameters that fit into `TIMED_BYTES` are timed, and the others extrapolated.
     """
     shapes = list(shapes)
     timed = [torch.ones(tuple(shape), device=device) for shape in timed_part(shapes, lambda each: 4 * math.prod(each))]
@@ -203,15 +194,10 @@ TIMED_PUSHES = 3
 def seconds_of_push(optimizer: Optimizer) -> float:
     """Return the seconds that a server takes for one push of the gradients of all parameters, without communication.
 
-    It copies the gradients, lets the optimizer step, and copies the weights for the answer: on the CPU, in one thread,
-    as a server does by default.
-
-    Args:
-        optimizer: the user's optimizer, which stays unchanged. The largest of its parameters that fit into
-            `TIMED_BYTES` are timed, and the others extrapolated.
-
-    Returns:
-        Seconds; 0 if no server can run this optimizer, or not without its state, or no parameter is trained.
+    On the CPU, in one thread, as a server does by default, it copies the gradients, lets the optimizer step, and copies
+    the weights for the answer. The largest parameters that fit into `TIMED_BYTES` are timed, and the others
+    extrapolated. The optimizer stays unchanged. The result is 0 if no server can run it, or not without its state, or
+    no parameter is trained.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(1000))
@@ -248,7 +234,6 @@ def _seconds_of_update(master: Master, twin: Optimizer) -> float:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute in one thread in this context, as a server does by default."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

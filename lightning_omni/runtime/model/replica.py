@@ -36,16 +36,12 @@ _FEW = 1 << 12
 
 
 class ModelReplica(Replica):
-    """The parameters of one optimizer on this rank.
+    """The parameters of one optimizer on this rank, by name and in the optimizer's order.
 
-    Args:
-        parameters: parameters by name, in the optimizer's order.
-        optimizer: the worker's own optimizer over them.
-        is_shared: whether the group's members hold the parameters together, and each exchanges its part of them.
+    With ``is_shared``, the group's members hold them together, and each exchanges its part.
 
     Attributes:
-        parameters: parameters by name, in the order of the layout.
-        ever_held: the set of these parameters, including those that the optimizer has released.
+        ever_held: these parameters, including those that the optimizer has released.
     """
 
     def __init__(self, parameters: Mapping[str, Parameter], optimizer: Optimizer, is_shared: bool = False) -> None:
@@ -62,7 +58,6 @@ class ModelReplica(Replica):
 
     @cached_property
     def layout(self) -> Layout:
-        """Return the flat layout of this rank's part of the parameters."""
         return self._layout_of({name: here(parameter) for name, parameter in self.parameters.items()})
 
     def described(self) -> dict[str, Any]:
@@ -97,7 +92,6 @@ class ModelReplica(Replica):
         return over_parameters(tree, self.layout.specs, part)
 
     def layout_with(self, more: Mapping[str, Parameter]) -> Layout:
-        """Return the layout of the whole parameters, with more of them at its end."""
         return self._layout_of({**self.parameters, **more})
 
     def _layout_of(self, tensors: Mapping[str, Tensor]) -> Layout:
@@ -110,7 +104,6 @@ class ModelReplica(Replica):
     # --- Parameters that come and go in mid-run ----------------------------------------------------------------------
 
     def hold(self, parameters: Mapping[str, Parameter]) -> None:
-        """Replace the parameters, and forget the state of earlier ones."""
         self.parameters, self.ordered = dict(parameters), list(parameters.values())
         self.first = len(self.ordered)
         self.ever_held, self._released = set(self.ordered), set()
@@ -119,7 +112,6 @@ class ModelReplica(Replica):
         self._lay_out()
 
     def begin_layout(self) -> None:
-        """Begin the first version of the layout, before a server receives the present parameters."""
         self._version, self.first = 0, len(self.ordered)
         self._lay_out()
 
@@ -180,14 +172,12 @@ class ModelReplica(Replica):
         complete(self.ordered)
 
     def agreed(self, fragment: int | None = None, of: int = 1) -> list[bool]:
-        """Return whether each piece is frozen, equals the server's, and was not written by this group."""
         own, names = self.own_frozen(), list(self.parameters)
         known = zip(super().agreed(fragment, of), self.pieces(fragment, of), strict=True)
         return [agreed and names[piece.place] not in own for agreed, piece in known]
 
     @property
     def loose(self) -> list[int]:
-        """Return the indices of frozen weights that differ from the server's, without those written by this group."""
         own, names = self.own_frozen(), list(self.parameters)
         return [index for index in super().loose if names[index] not in own]
 
@@ -197,7 +187,6 @@ class ModelReplica(Replica):
         self._writes.mark(self.ordered)
 
     def know(self) -> None:
-        """Record that the server has the present weights."""
         self.drift.read()
         self._writes.remember(self.ordered, copies(self.weights()))
 
@@ -213,12 +202,10 @@ class ModelReplica(Replica):
         self._writes.stepped(self.ordered)
 
     def forget(self) -> None:
-        """Forget the loaded weights and the last gradients, when no exchange follows."""
         self._writes.forget()
         self._given = []
 
     def written(self, in_passing: bool = False) -> list[str]:
-        """Return the names of trained weights that other code has written since the load; see `Writes.of_trained`."""
         return self._writes.of_trained(self.parameters, in_passing)
 
     def own_frozen(self) -> set[str]:
@@ -244,7 +231,6 @@ class ModelReplica(Replica):
         return gradients
 
     def step(self, gradient: Sequence[Tensor | None]) -> None:
-        """Make a step of the worker's own optimizer along this gradient, of this rank's part of the parameters."""
         if self._is_shared:
             gradient = [
                 parameter.grad if part is given else None if part is None else like(part, parameter)
@@ -256,15 +242,13 @@ class ModelReplica(Replica):
     # --- Synchronization: evaluated weights replace a group's own for a time ------------------------------------------
 
     def stash(self) -> None:
-        """Store the group's own weights while others are evaluated instead."""
         if self._stashed is None:
             self._stashed, self._stashed_drift = Pulled(copies(self.weights()), self.clock), deepcopy(self.drift)
 
     def restore(self, but_frozen: bool = False) -> None:
         """Restore the group's own weights, if they were stashed.
 
-        Args:
-            but_frozen: whether frozen weights are left out: all groups continue with the evaluated ones.
+        With ``but_frozen``, frozen weights are left out: all groups continue with the evaluated ones.
         """
         if self._stashed is None:
             return
@@ -306,8 +290,6 @@ class ModelReplica(Replica):
 
 @dataclass
 class Part:
-    """One optimizer's part of the exchange."""
-
     optimizer: Optimizer
     replica: ModelReplica
     into: Tensor | None = None
@@ -337,21 +319,18 @@ class Part:
         self._backs: list[Memory] = []
 
     def memory(self, before: int, empty: Callable[[int], Tensor]) -> Tensor:
-        """Return memory for the tensors of an answer, after ``before`` bytes; ``empty`` allocates it."""
         nbytes = before + self.replica.layout.nbytes
         if self.into is None or self.into.numel() != nbytes:
             self.into = empty(nbytes)
         return self.into
 
     def on_device(self, before: int, device: torch.device) -> Tensor:
-        """Return memory as `memory` does, on a device."""
         nbytes = before + self.replica.layout.nbytes
         if self.flat is None or self.flat.numel() != nbytes:
             self.flat = zeros_on(device)(nbytes)
         return self.flat
 
     def release(self) -> None:
-        """Free the device's memory of exchanges, when no exchange follows."""
         if self.flat is not None:
             self.flat = self.handed = None
             self._backs.clear()
@@ -381,9 +360,9 @@ def _as_many(memories: list[Memory], count: int, make: Callable[[], Memory]) -> 
 class Writes:
     """A record of the weights as they were loaded. Parameters are identified by their index, which never changes.
 
-    Trained weights are compared with the loaded ones. Of a frozen weight, which does not change in most steps, a few
-    elements are compared, unless torch has counted a write. A frozen weight that was written belongs to the group that
-    wrote it (a target network, for example).
+    Trained weights are compared with the loaded ones; of a frozen weight, which most steps do not change, a few
+    elements are compared, unless torch has counted a write. A frozen weight that was written (a target network's, for
+    example) belongs to the group that wrote it.
     """
 
     def __init__(self) -> None:
@@ -403,7 +382,7 @@ class Writes:
         self.mark(parameters)
 
     def follow(self, parameters: Sequence[Parameter], weights: Sequence[Tensor]) -> None:
-        """Record that the group's method has moved the loaded weights, in the memory in which they were loaded."""
+        """Record that the group's method has moved the loaded weights; the record is updated in place."""
         if len(self._loaded) < len(weights):
             self.remember(parameters, copies(weights))
         else:
@@ -411,13 +390,13 @@ class Writes:
             self.mark(parameters)
 
     def mark(self, parameters: Sequence[Parameter]) -> None:
-        """Record that only the group's method has written the parameters since they were loaded."""
+        """Record that only the method has written the parameters since they were loaded."""
         self._versions = [here(parameter)._version for parameter in parameters]
         marks = iter(fingerprints([parameter for parameter in parameters if not parameter.requires_grad], _FEW))
         self._marks = [0 if parameter.requires_grad else next(marks) for parameter in parameters]
 
     def stepped(self, parameters: Sequence[Parameter]) -> None:
-        """Record that only the group's method has written the trained parameters since they were loaded."""
+        """Record that only the method has written the trained parameters since they were loaded."""
         marks = zip(parameters, self._marks, strict=False)
         self._marks = [0 if parameter.requires_grad else mark for parameter, mark in marks]
         # The method does not step a weight that was frozen when it was loaded: others have written it, if anyone has.
@@ -427,10 +406,8 @@ class Writes:
     def of_trained(self, parameters: Mapping[str, Parameter], in_passing: bool = False) -> list[str]:
         """Return the names of trained weights that other code has written.
 
-        Args:
-            parameters: all of them, in order.
-            in_passing: whether to compare only an eighth of each large weight that is unwritten by torch's count,
-                another eighth at each call. (torch does not count writes through ``.data``.)
+        With ``in_passing``, each call compares another eighth of each large weight that is unwritten by torch's count,
+        which misses writes through ``.data``.
         """
         self._checks += in_passing
         pairs = {
@@ -475,7 +452,6 @@ class Writes:
         return False
 
     def _compared(self, index: int, parameter: Parameter, in_passing: bool) -> tuple[Tensor, Tensor]:
-        """Return the elements of a trained weight to compare, and the loaded ones."""
         mine, known = here(parameter), self._loaded[index].flatten()
         is_unwritten, mine = mine._version == self._versions[index], mine.flatten()
         if in_passing and is_unwritten and len(known) > _LARGE:
@@ -486,11 +462,9 @@ class Writes:
 
 
 def fingerprints(tensors: Iterable[Tensor], most: int | None = None) -> list[int]:
-    """Return a checksum of each tensor, by which a write is detected; all tensors come from a device in one copy.
+    """Return a checksum of each tensor, by which a write is detected; all tensors leave a device in one copy.
 
-    Args:
-        tensors: of any dtypes and sizes.
-        most: about how many elements of each are read, spread over it; all of them if it is None.
+    Of each tensor about ``most`` elements are read, spread over it; all of them if it is None.
     """
     if not (flats := [here(tensor).flatten() for tensor in tensors]):
         return []
@@ -503,7 +477,7 @@ def fingerprints(tensors: Iterable[Tensor], most: int | None = None) -> list[int
 
 
 def _are_equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
-    """Return whether all pairs are equal; False if in doubt. One number is read of a device."""
+    """Return whether all pairs are equal; False if in doubt. One number is read from a device."""
     pairs = list(pairs)
     devices = {tensor.device for pair in pairs for tensor in pair}
     if len(devices) != 1 or torch.device("cpu") in devices:

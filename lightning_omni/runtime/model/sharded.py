@@ -35,17 +35,15 @@ from lightning_omni.topology import RECORDER, Topology
 
 
 def is_sharded(module: Module) -> bool:
-    """Return whether any parameter of a module is sharded, by `shard` or by the user's ``configure_model``."""
     return any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
 def shard(module: Module, mesh: DeviceMesh) -> None:
     """Apply ``fully_shard`` to a module's children and to their blocks, unless a parameter is sharded already.
 
-    Blocks are the outermost entries of every ModuleList, ModuleDict and Sequential in a child, such as the layers of a
-    transformer. Entries without parameters are left out, and so are entries that share a parameter with any other
-    module of the child. The module itself and its own parameters are left as they are, because Lightning calls its
-    ``training_step`` and not its ``forward``.
+    Blocks are the outermost entries of every ModuleList, ModuleDict and Sequential in a child (the layers of a
+    transformer), without those that have no parameters or share one with another module of the child. The module itself
+    is left as it is, because Lightning calls its ``training_step`` and not its ``forward``.
 
     Raises:
         UnsupportedError: two children share a parameter.
@@ -69,11 +67,6 @@ def shard(module: Module, mesh: DeviceMesh) -> None:
 
 
 def _blocks(child: Module) -> Iterator[Module]:
-    """Yield the outermost entries of every ModuleList, ModuleDict and Sequential in a child.
-
-    Entries without parameters are left out, and so are entries that share a parameter with any other module of the
-    child.
-    """
     uses = Counter(parameter for _, parameter in child.named_parameters(remove_duplicate=False))
     for block in _listed(child):
         own = Counter(parameter for _, parameter in block.named_parameters(remove_duplicate=False))
@@ -94,11 +87,7 @@ def check_sharded(
 ) -> None:
     """Raise `UnsupportedError` unless ranks hold every exchanged parameter together.
 
-    Args:
-        parameters: parameters by name.
-        mesh: the mesh of these ranks.
-        sharding: as the user has passed it.
-        is_replicated: whether a group has several replicas of the model, whose gradients FSDP2 is to average.
+    With ``is_replicated``, FSDP2 is to average gradients over several replicas in a group.
     """
     for name, parameter in parameters.items():
         if not isinstance(parameter, DTensor):
@@ -132,16 +121,12 @@ def check_sharded(
 
 
 def division_of(parameters: Iterable[Tensor], mesh: DeviceMesh) -> str:
-    """Return a description of each member's part of each parameter, equal where all groups divide them alike.
-
-    It has the sizes of the group's mesh, and a digest of each parameter's placements on it.
-    """
+    """Describe each member's part of each parameter, equally where all groups divide them alike."""
     lies = [str(each.placements) for each in parameters if isinstance(each, DTensor)]
     return f"{' x '.join(map(str, mesh.shape))} ranks, {hashlib.sha256(repr(lies).encode()).hexdigest()[:8]}"
 
 
 def check_clipping(optimizers: Iterable[Optimizer], sharding: Sharding) -> None:
-    """Raise `UnsupportedError` if gradients cannot be clipped by the norm of all parameters of an optimizer."""
     for optimizer in optimizers:
         meshes = {each.device_mesh for each in held_by(optimizer) if isinstance(each, DTensor) and each.requires_grad}
         if len(meshes) > 1:
@@ -154,9 +139,9 @@ def check_clipping(optimizers: Iterable[Optimizer], sharding: Sharding) -> None:
 
 
 def reshard(module: Module | None) -> None:
-    """Release parameters that a forward pass without a backward pass has left gathered, because they may be outdated.
+    """Release parameters that a forward without a backward pass has left gathered, because they may be outdated.
 
-    Until then the module's parameters are the gathered ones. If the user has frozen or unfrozen these, so are the
+    Until then the module's parameters are the gathered ones; if the user has frozen or unfrozen these, so are the
     sharded ones afterwards.
     """
     if module is None:
@@ -173,10 +158,8 @@ def reshard(module: Module | None) -> None:
 def average_over_replicas(module: Module, mean: Callable[[Tensor], None] | None) -> None:
     """Install the hook by which FSDP2 averages gradients over replicas, after it has averaged them over the ranks.
 
-    Args:
-        module: a sharded module.
-        mean: replaces this rank's part of a gradient by the mean over the replicas; None with one replica, which
-            removes the hook.
+    ``mean`` replaces this rank's part of a gradient by the mean over the replicas; None, with one replica, removes the
+    hook.
 
     Raises:
         UnsupportedError: this release of torch cannot do it, or a user's own hook would be replaced.
@@ -237,7 +220,6 @@ def share_initial(module: Module, holders: Topology, rank: int) -> None:
 
 
 def is_part(tensor: Tensor) -> bool:
-    """Return whether the members of the group hold a tensor together."""
     return isinstance(tensor, DTensor)
 
 
@@ -257,7 +239,6 @@ def here(tensor: Tensor) -> Tensor:
 
 
 def _is_replicated(tensor: DTensor, dim: str) -> bool:
-    """Return whether ranks along a dimension of the group's mesh have the same part of a tensor."""
     mesh = tensor.device_mesh
     names = mesh.mesh_dim_names or (DATA,)
     return dim not in names or tensor.placements[names.index(dim)].is_replicate()
@@ -289,7 +270,6 @@ def complete(tensors: Iterable[Tensor]) -> None:
 
 
 def _exchange_in_row(tensors: Sequence[DTensor]) -> None:
-    """Complete copied tensors of one dtype in one collective."""
     number, of = _copy_of(tensors[0])
     flats = [local_of(tensor) for tensor in tensors]
     sizes = [-(-flat.numel() // of) for flat in flats]
@@ -305,7 +285,6 @@ def _exchange_in_row(tensors: Sequence[DTensor]) -> None:
 
 
 def fill(tensors: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> None:
-    """Overwrite this rank's part of some tensors, with values in the form of `local_of`."""
     with torch.no_grad():
         for name, part in parts.items():
             local = _memory_of(tensors[name])
@@ -349,9 +328,9 @@ def rows(whole: Tensor, parameter: Tensor) -> Tensor:
 
 
 def gradient_of(parameter: Parameter) -> Tensor | None:
-    """Return a parameter's gradient, with the placements of the parameter.
+    """Return a parameter's gradient with the parameter's placements, which sums partial ones.
 
-    Where each rank of a tensor-parallel row has computed a part of it, it is their sum: all of them call it.
+    All ranks of a tensor-parallel row call it.
     """
     gradient = parameter.grad
     if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
@@ -376,12 +355,11 @@ def _as_sharded(local: Tensor, parameter: DTensor) -> DTensor:
 
 
 def parts_of(tree: Any) -> Any:
-    """Return a tree in which `here` replaces each sharded tensor."""
     return tree_map(lambda leaf: here(leaf) if isinstance(leaf, DTensor) else leaf, tree)
 
 
 def state_like(state: Mapping[Any, Mapping[str, Any]], optimizer: Optimizer) -> dict[Any, dict[str, Any]]:
-    """Return a state of `here` parts, by parameter index, with tensors that are sharded as the optimizer's own."""
+    """Return a state of `here` parts, by parameter index, with tensors sharded as the optimizer's own."""
     return _converted(state, dict(enumerate(held_by(optimizer))), like)
 
 
@@ -419,9 +397,7 @@ def _converted(
 def whole(tree: Any, keeps: bool) -> Any:
     """Return a tree in which whole tensors on the CPU replace sharded ones. Every member of the group calls it.
 
-    Args:
-        tree: a tree that is the same on all of them, except for the values in its tensors.
-        keeps: whether this rank keeps the tensors; elsewhere None replaces sharded ones.
+    The trees differ only in values. Ranks that do not keep the tensors (``keeps``) get None in their places.
     """
 
     def gathered(leaf: Any) -> Any:
@@ -434,7 +410,7 @@ def whole(tree: Any, keeps: bool) -> Any:
 
 
 def in_order(tree: Any) -> Any:
-    """Return a tree with mappings by number (groups, indices) in ascending order, the same on all members."""
+    """Return a tree whose mappings by number are in ascending order on all members."""
     if isinstance(tree, Mapping):
         keys = sorted(tree) if all(isinstance(key, int) for key in tree) else list(tree)
         return {key: in_order(tree[key]) for key in keys}
@@ -444,7 +420,7 @@ def in_order(tree: Any) -> Any:
 
 
 def tensors_of(module: Module) -> dict[str, Any]:
-    """Return a module's own tensors by the names that they have in it, as torch reads them.
+    """Return a module's own tensors by name, as torch reads them.
 
     A user's class may have a ``state_dict()`` that takes no arguments, and returns copies or other names.
     """
@@ -452,7 +428,6 @@ def tensors_of(module: Module) -> dict[str, Any]:
 
 
 def named_rows(state: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
-    """Return a ``state_dict`` of whole tensors, each sharded as the module's own tensor of that name."""
     own = dict(tensors)
     return {
         name: rows(value, own[name]) if name in own and isinstance(value, Tensor) else value

@@ -27,9 +27,7 @@ from lightning_omni.runtime._private import ignored_by_ddp, put_in_order
 def contiguous(tensor: Tensor, name: str) -> Iterator[Tensor]:
     """Provide contiguous memory with a tensor's values for a collective; afterwards the tensor has the memory's.
 
-    Args:
-        tensor: strided; if it is contiguous, the memory is its own.
-        name: name for errors.
+    The memory is the strided tensor's own if that is contiguous; ``name`` is for errors.
 
     Raises:
         UnsupportedError: the tensor cannot have these values.
@@ -52,12 +50,7 @@ def contiguous(tensor: Tensor, name: str) -> Iterator[Tensor]:
 
 
 def write(tensor: Tensor, values: Tensor, name: str = "a tensor") -> None:
-    """Overwrite a tensor; a number that several of its elements share is written once.
-
-    Args:
-        tensor: strided.
-        values: values of its shape, on any device.
-        name: name for errors.
+    """Overwrite a strided tensor by values of its shape; a number that several of its elements share is written once.
 
     Raises:
         UnsupportedError: elements that share a number would get different values.
@@ -76,12 +69,10 @@ def write(tensor: Tensor, values: Tensor, name: str = "a tensor") -> None:
 
 
 def _copy(values: Tensor, like: Tensor) -> Tensor:
-    """Return values in contiguous memory, in the dtype and on the device of another tensor."""
     return torch.empty(like.shape, dtype=like.dtype, device=like.device).copy_(values)
 
 
 def _bytes(values: Tensor, like: Tensor) -> Tensor:
-    """Return values as bytes, which compare equal where they are NaN, too."""
     return _copy(values.detach(), like.detach()).view(-1).view(torch.uint8)
 
 
@@ -99,11 +90,7 @@ _MOST_RANKS = 1 << 31
 def make_alike(module: Module, rank: int, largest: Largest, may_reorder: bool = True) -> None:
     """Bring the tensors of a module into the same order on all ranks. All ranks call it.
 
-    Args:
-        module: this rank's model.
-        rank: this rank.
-        largest: the maximum over all ranks.
-        may_reorder: whether no code depends yet on the order of the tensors.
+    ``may_reorder`` is false if code depends on the order already.
 
     Raises:
         ConfigurationError: the module has other tensors on another rank, or another order that may not be changed.
@@ -130,14 +117,8 @@ def check_all_shared(module: Module) -> None:
 def agree(found: Mapping[str, str], rank: int, largest: Largest, remedy: str) -> list[str] | None:
     """Compare named descriptions with those of the other ranks. All ranks call it.
 
-    Args:
-        found: the description of each item, by name.
-        rank: this rank.
-        largest: the maximum over all ranks.
-        remedy: the end of an error message.
-
-    Returns:
-        None if all ranks have the same order; otherwise the names in the order of the first rank.
+    Return None if all ranks have the same order; otherwise the names in the order of the first rank. ``remedy`` ends an
+    error message.
 
     Raises:
         ConfigurationError: another rank has other items or descriptions.

@@ -1,7 +1,4 @@
-"""The model on the ranks of a group (in DistributedDataParallel, or a shard), and the check that these average alone.
-
-This is set up before training: wrapping, sharding, and the common initial weights.
-"""
+"""The model on the ranks of a group, in DistributedDataParallel or sharded, and a check that gradients are averages."""
 
 from __future__ import annotations
 
@@ -31,10 +28,6 @@ from lightning_omni.runtime.parallel_state import ParallelState
 class ModelWrapper:
     """The model, as the members of this rank's group hold it.
 
-    Args:
-        parallel: this rank's position in the run.
-        not_reduced: returns the parameters whose gradients DDP does not average.
-
     Attributes:
         sharded: the module that the members hold together; None if each has all of it.
     """
@@ -46,12 +39,7 @@ class ModelWrapper:
     # --- Held by each rank -------------------------------------------------------------------------------------------
 
     def wrap(self, module: Module, ddp_options: dict[str, Any]) -> Module:
-        """Wrap a module into DistributedDataParallel over the compute group; a group of one needs none.
-
-        Args:
-            module: the model, with its initial weights.
-            ddp_options: arguments of DistributedDataParallel.
-        """
+        """Wrap a module into DistributedDataParallel over the compute group; a group of one needs none."""
         parallel = self._parallel
         if len(parallel.members) == 1:
             parallel.reduction.install(module, parallel.compute_group)
@@ -92,8 +80,8 @@ class ModelWrapper:
     def shard(self, module: Module) -> None:
         """Shard a module over the ranks that hold a replica of it together. All ranks call it, before training.
 
-        Args:
-            module: see `lightning_omni.runtime.model.sharded.shard`. With a `ModelParallel` it is parallelized already.
+        With a `ModelParallel` the module is parallelized already; otherwise see
+        `lightning_omni.runtime.model.sharded.shard`.
 
         Raises:
             ConfigurationError: the module has other tensors on another rank.
@@ -105,7 +93,6 @@ class ModelWrapper:
         self.average_over_replicas()
 
     def average_over_replicas(self) -> None:
-        """Install or remove the hook by which a group's replicas of a sharded model average their gradients."""
         if self.sharded is not None:
             average_over_replicas(self.sharded, self._mean if self._parallel.replicas > 1 else None)
 
@@ -123,7 +110,6 @@ class ModelWrapper:
 
 
 def take_from_rank_zero(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy the values of rank 0 to all ranks of the default process group."""
     for name, tensor in named:
         with contiguous(tensor, name) as memory:
             dist.broadcast(memory, src=0)
@@ -162,10 +148,7 @@ def ranks_elsewhere(what: Module | Optimizer, members: Collection[int]) -> set[i
 class ReductionCheck:
     """A check of gradients at an optimizer's first step: of the loop, of new groups, and of unfrozen parameters.
 
-    Args:
-        members: ranks of this rank's group.
-        group: its process group.
-        check_reduced: raises an error if DDP has not averaged the gradients of these parameters, for which others wait.
+    ``check_reduced`` raises an error if DDP has not averaged the gradients of these parameters, for which others wait.
     """
 
     def __init__(
@@ -185,7 +168,7 @@ class ReductionCheck:
             self._forget_wrapped()
 
     def renew(self, members: Collection[int], group: Any) -> None:
-        """Check the first steps of newly formed groups; refuse modules that are still wrapped over the earlier ones."""
+        """Check the first steps of new groups; refuse modules that are still wrapped over the earlier ones."""
         self._members, self._group = members, group
         self._seen.clear()
         self._forget_wrapped()
@@ -209,11 +192,6 @@ class ReductionCheck:
         self, index: int, parameters: Iterable[Parameter], closure: Callable[[], Any] | None
     ) -> Callable[[], Any] | None:
         """Compare gradients in the first step of each parameter; return the closure of the step, if there is one.
-
-        Args:
-            index: number of the optimizer.
-            parameters: the parameters that it steps.
-            closure: computes their gradients; None if they are computed already.
 
         Raises:
             ConfigurationError: the members of the group have not averaged the gradients.

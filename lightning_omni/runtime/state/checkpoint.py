@@ -41,11 +41,7 @@ _TENSOR, _PLACE = "omni.tensor", "omni.place"
 
 
 def is_folder(path: Any) -> bool:
-    """Return whether a path is such a checkpoint.
-
-    Raises:
-        ConfigurationError: the path is an incomplete folder.
-    """
+    """Return whether a path is a checkpoint folder; raise `ConfigurationError` if it is incomplete."""
     if "://" in str(path) or not Path(path).is_dir():
         return False
     if not (Path(path) / METADATA).is_file():
@@ -60,16 +56,13 @@ def is_folder(path: Any) -> bool:
 
 
 def save(path: Path, tensors: Mapping[str, Any], plain: Mapping[str, Any], group: Any) -> None:
-    """Save a checkpoint. All ranks of a process group call it.
+    """Save a checkpoint in a folder of the same path on all ranks of a process group, which all call it.
 
-    Args:
-        path: path of the folder, the same on all of them.
-        tensors: a tree of this rank's sharded tensors, and of values that are the same on all ranks.
-        plain: all other data; those of the first rank are saved.
-        group: the process group.
+    ``tensors`` is a tree of this rank's sharded tensors and of values that are the same on all ranks; of all other
+    data, ``plain``, those of the first rank are saved.
 
     Raises:
-        OSError: the checkpoint could not be written, on all ranks; an earlier one is unchanged.
+        OSError: on all ranks: the checkpoint could not be written; an earlier one is unchanged.
     """
     from torch.distributed.checkpoint import state_dict_saver
     from torch.distributed.checkpoint.api import CheckpointException
@@ -116,8 +109,8 @@ def _free(partial: Path) -> str:
 def beside(path: Path, suffix: str) -> Path:
     """Return a path beside a checkpoint, for a folder that is not the checkpoint yet, or not any more.
 
-    A process that is killed leaves it. Lightning searches for the last ``hpc_ckpt_N.ckpt``, and takes all digits of
-    every name with ``ckpt_`` in it for such an N; this name contains none.
+    A killed process leaves such a folder behind. Lightning takes all digits of every name with ``ckpt_`` in it for the
+    N of an ``hpc_ckpt_N.ckpt``, so this name has no ``ckpt_``.
 
     Example:
         >>> beside(Path("hpc_ckpt_2.ckpt"), "17.partial").name
@@ -138,21 +131,16 @@ def _replace(partial: Path, path: Path) -> None:
 
 
 def by_names(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[Any, str]) -> dict[str, Any]:
-    """Return an optimizer's ``state_dict`` with names of parameters in place of their numbers."""
     held = [names[parameter] for parameter in held_by(optimizer)]
     groups = [{**group, "params": [held[index] for index in group["params"]]} for group in state["param_groups"]]
     return {"state": {held[index]: dict(values) for index, values in state["state"].items()}, "param_groups": groups}
 
 
 def without_tensors(tree: Any, layout: Layout, parameters: Sequence[Tensor], tensors: dict[str, Any]) -> Any:
-    """Return a tree as plain data, with references in place of its tensors, which are added to the checkpoint's.
+    """Return a tree as plain data: references replace its tensors, which are added to ``tensors``, the checkpoint's.
 
-    Args:
-        tree: this rank's part, with one entry for each parameter, as in
-            `lightning_omni.wire.partition.Partition.tree_parts`.
-        layout: layout of this rank's parts of the parameters.
-        parameters: the parameters, in the order of the layout.
-        tensors: tensors of the checkpoint; changed in place.
+    The tree is this rank's part, with one entry for each parameter, as in
+    `lightning_omni.wire.partition.Partition.tree_parts`.
     """
 
     def put(value: Any, index: int | None) -> Any:
@@ -178,7 +166,7 @@ class CheckpointFolder:
         self._known: Mapping[str, Any] = FileSystemReader(path).read_metadata().state_dict_metadata
 
     def metadata(self, **options: Any) -> dict[str, Any]:
-        """Return all data except weights and optimizer state; the options are those of ``torch.load``."""
+        """Return all data except weights and optimizer state; ``options`` are for ``torch.load``."""
         metadata: dict[str, Any] = torch.load(self.path / METADATA, map_location="cpu", **options)
         return metadata
 
@@ -187,9 +175,9 @@ class CheckpointFolder:
         return len({name.split(".")[0] for name in self._known if name.startswith("optimizer_")})
 
     def weights(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Read a module's weights into the memory of its ``state_dict``, sharded or not, and return one.
+        """Read the saved weights into the memory of a module's ``state_dict``, sharded or not, and return them.
 
-        It has the entries of the folder, with an empty tensor under each name that the module lacks.
+        A name that the module lacks has an empty tensor.
         """
         begin = "state_dict."
         saved = [name.removeprefix(begin) for name in self._known if name.startswith(begin)]
@@ -198,11 +186,6 @@ class CheckpointFolder:
 
     def optimizer_state(self, number: int, optimizer: Optimizer, names: Mapping[Any, str]) -> dict[str, Any]:
         """Return an optimizer's ``state_dict``, its tensors sharded as its parameters are.
-
-        Args:
-            number: number of the optimizer in the checkpoint.
-            optimizer: the optimizer that is to load it.
-            names: names of all parameters of the module.
 
         Raises:
             ConfigurationError: the checkpoint has another number of parameter groups.
@@ -294,10 +277,10 @@ class RunCheckpoint:
         method: how groups exchanged, as plain data; None, as are all that follow, if only weights were saved.
         parameters: names of the parameters of each optimizer.
         server: state of the method's server side, for each optimizer.
-        states: for each group, the state that only it has: memory and senders, for each optimizer, and its weights and
-            optimizer state where optimizers step at the workers. Empty if several groups were training.
-        schedules: for each scheduler, its count, and its count if it had kept pace until the exact moment of the save,
-            of which the saving rank knew less; nothing for one that counts no steps.
+        states: each group's own state: memory and senders for each optimizer and, where optimizers step at the workers,
+            weights and optimizer state. Empty if several groups were training.
+        schedules: for each scheduler, its count, and its count if it had kept pace until the exact moment of the save;
+            nothing for one that counts no steps.
         folder: the folder with the tensors of ``server`` and ``states``; None if these contain them.
     """
 
@@ -361,17 +344,16 @@ class RunCheckpoint:
 
 @dataclass(frozen=True)
 class RollbackPoint:
-    """The state to which a run in one group is rolled back when it has diverged with a chosen setting. All else stays.
+    """The state to which a run in one group is rolled back when it has diverged with a chosen setting.
 
-    It is kept for long, and holds values only: while several groups train, optimizer states that no rank uses are not
-    kept a second time.
+    Hyperparameters are not rolled back. Residuals that the senders have received since belong to weights that no longer
+    exist.
 
     Attributes:
         weights: parameters, and averages of them that callbacks keep, each with its value.
         buffers: buffers, each with its value.
-        optimizers: optimizers, each with its states by parameter. Hyperparameters are not rolled back.
-        senders: memory of the sender of the group's pushes, for each optimizer. Residuals that it has received since
-            belong to weights that no longer exist.
+        optimizers: optimizers, each with its states by parameter.
+        senders: memory of the sender of the group's pushes, for each optimizer.
     """
 
     weights: tuple[tuple[Tensor, Tensor], ...]
@@ -383,14 +365,7 @@ class RollbackPoint:
     def of(
         cls, module: nn.Module, optimizers: Sequence[Optimizer], core: GroupCore, averages: Iterable[Tensor] = ()
     ) -> RollbackPoint:
-        """Capture the present state.
-
-        Args:
-            module: the trained module.
-            optimizers: its optimizers, which the group has attached.
-            core: the group.
-            averages: averages of weights that callbacks keep.
-        """
+        """Capture the present state of a module, its attached optimizers and callbacks' averages of its weights."""
         return cls(
             weights=tuple((each, each.detach().clone()) for each in (*module.parameters(), *averages)),
             buffers=tuple((each, each.detach().clone()) for each in module.buffers()),
@@ -402,7 +377,7 @@ class RollbackPoint:
 
     @property
     def is_spoilt(self) -> bool:
-        """Return whether a number that was finite then is not now, as in an average of weights that were not."""
+        """Return whether a number that was finite then is not now, as in an average of weights that were not finite."""
         pairs = (*self.weights, *self.buffers)
         return any(bool((_are_finite(kept) & ~_are_finite(tensor.detach())).any()) for tensor, kept in pairs)
 
@@ -410,14 +385,13 @@ class RollbackPoint:
     def keep_weights(self) -> None:
         """Replace weights and buffers by the present ones, because the run has progressed well so far.
 
-        Optimizer states stay. While several groups train, the present ones are at the server or differ between groups,
-        and a few steps compensate for that.
+        Optimizer states stay: while several groups train, the present ones are at the server or differ between groups.
+        A few steps compensate for that.
         """
         for tensor, kept in (*self.weights, *self.buffers):
             kept.copy_(tensor)
 
     def restore(self, core: GroupCore) -> None:
-        """Roll the run back to this state, in one group."""
         with torch.no_grad():
             for tensor, kept in (*self.weights, *self.buffers):
                 write(tensor, kept)
@@ -430,10 +404,9 @@ class RollbackPoint:
 
 
 def _are_finite(tensor: Tensor) -> Tensor:
-    """Return which elements are finite, also of floats of 8 bits, for which torch does not support all kinds."""
+    """Return which elements are finite; torch does not support ``isfinite`` for all floats of 8 bits."""
     return (tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor).isfinite()
 
 
 def copied(tree: Any) -> Any:
-    """Copy a tree of plain data and tensors."""
     return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree)

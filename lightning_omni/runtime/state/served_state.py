@@ -1,4 +1,4 @@
-"""The state of an optimizer on a rank while the parameter server has it: empty, and aware of what user code does."""
+"""The state of an optimizer on a rank while the parameter server has it: empty, and aware of user code's accesses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ServedState(defaultdict[Any, Any]):
     """The empty ``state`` of an optimizer that steps at the parameter server.
 
     In an ordinary dict ``clear()``, ``update({p: {}})`` and the like would leave no trace, and code that reads the
-    state, or goes through it, would take it for that of a first step.
+    state would take it for that of a first step.
 
     Args:
         on_read: called at user code's first read of the state.
@@ -42,11 +42,9 @@ class ServedState(defaultdict[Any, Any]):
 
     @property
     def is_written(self) -> bool:
-        """Return whether user code has written or discarded the state of any parameter."""
         return self._is_cleared or bool(self._removed) or any(super().values())  # no read by user code
 
     def write_to(self, state: MutableMapping[Any, Any]) -> None:
-        """Repeat in the server's state what user code has done here."""
         if self._is_cleared:
             state.clear()
         for parameter in self._removed:
@@ -140,7 +138,6 @@ class ServedState(defaultdict[Any, Any]):
 
 
 def _is_called_by_library() -> bool:
-    """Return whether Lightning or this package reads the state, and not the user's code."""
     frame: FrameType | None = sys._getframe(3)  # the caller of the method that calls `_read`
     while frame is not None and (package := frame.f_globals.get("__name__", "").partition(".")[0]) in _PASSING_ON:
         frame = frame.f_back

@@ -56,9 +56,7 @@ class StateTransfer:
     def resume(self, saved: RunCheckpoint) -> None:
         """Continue from a checkpoint, when training begins.
 
-        Args:
-            saved: the run's state in the checkpoint. The states of server and groups count only if method, number of
-                groups and parameters are the same again.
+        The states of server and groups are used only with the same method, number of groups and parameters.
         """
         for part, clock in zip(self._parallel.parts, saved.cut.clocks, strict=False):
             part.replica.clock = clock
@@ -74,7 +72,7 @@ class StateTransfer:
             self._residuals.leave_out(saved.states)
 
     def _filled(self, saved: RunCheckpoint) -> RunCheckpoint:
-        """Return a saved state with its tensors, if a folder has them: the server's, and those of this rank's group."""
+        """Return a saved state with its folder's tensors: the server's, and those of this rank's group."""
         if saved.folder is None:
             return saved
         folder, parallel = saved.folder, self._parallel
@@ -88,13 +86,12 @@ class StateTransfer:
         return replace(saved, server=filled(saved.server), states=states)
 
     def forget(self) -> None:
-        """Drop the state to resume from, because training has begun."""
         self._resumed = RunCheckpoint()
 
     # --- Groups are formed -------------------------------------------------------------------------------------------
 
     def hand_out(self) -> None:
-        """Distribute the run's state, when several groups begin to train: to the server, and to each group its own."""
+        """Distribute the run's state when several groups begin to train: to the server, and to each group its own."""
         self.seed()
         states, group = self._resumed.states, self._parallel.group
         in_order = [states[number] for number in sorted(states)]  # numbers may have had gaps, where groups had died
@@ -107,8 +104,7 @@ class StateTransfer:
     def hand_over(self, was_synchronous: bool) -> tuple[tuple[int, int], ...]:
         """Move each piece of the state to its new holder, when other groups are formed. All of their ranks call it.
 
-        Returns:
-            The ranges of the epoch that the server knows to be trained, if there is one group from here on.
+        With one group from here on, return the ranges of the epoch that the server knows to be trained.
         """
         for part in self._parallel.parts:
             part.replica.abandon()  # memory, and a group's own weights
@@ -183,7 +179,6 @@ class StateTransfer:
                 part.replica.clock = clock
 
     def _take_back_everywhere(self) -> tuple[tuple[int, int], ...]:
-        """Call `take_back` on all ranks, which are one group; its first replica requests the state for all."""
         if self._parallel.share is None:
             return self.take_back()
         mine = self.take_back_in_groups()
@@ -193,8 +188,8 @@ class StateTransfer:
     def bring_to_all(self) -> None:
         """Load one state and the same hyperparameters of each optimizer on all live ranks, where several groups end.
 
-        They are the server's or, where optimizers step on the ranks, rank 0's. All ranks call it, at a synchronization
-        point. Groups that have joined on their own keep theirs.
+        They are the server's or, where optimizers step on the ranks, rank 0's; groups that have joined on their own
+        keep theirs. All ranks call it, at a synchronization point.
         """
         parallel = self._parallel
         if parallel.registration is None:
@@ -260,25 +255,24 @@ class StateTransfer:
     def take_back_in_groups(self) -> tuple[tuple[int, int], ...]:
         """Call `take_back` on a group's first replica, and load its state into the others. All ranks call it.
 
-        Returns:
-            The ranges of the epoch that are trained, on the rank that has requested the state.
+        The trained ranges of the epoch are returned on the first replica only.
         """
         mine = self.take_back() if self._parallel.exchanges else ()
         self._share([] if self._parallel.steps_at_worker else self._parallel.parts)
         return mine
 
     def take_back(self) -> tuple[tuple[int, int], ...]:
-        """Load the server's state into this rank's optimizers, which then step by themselves or are saved.
-
-        Returns:
-            The ranges of the epoch that are trained.
-        """
+        """Load the server's state into this rank's optimizers; return the ranges of the epoch that are trained."""
         snapshot = self._exchange.store.snapshot(with_state=not self._parallel.steps_at_worker)
         self._give_back(snapshot)
         return snapshot.cut.trained
 
     def gather_group_state(self) -> None:
-        """Store each group's own state for the next snapshot. All ranks call it, at a synchronization point."""
+        """Store each group's own state for the next snapshot. All ranks call it, at a synchronization point.
+
+        Raises:
+            UnsupportedError: an optimizer's state cannot be encoded.
+        """
         if self._parallel.exchanges:
             states = [
                 {**part.replica.own_state(whole=self._parallel.steps_at_worker), **self._residuals.saved(index)}
@@ -365,7 +359,7 @@ class Residuals:
         self._parallel = parallel
 
     def saved(self, index: int) -> dict[str, Any]:
-        """Return the leader's sender memory of one optimizer, for a checkpoint; nothing if its format has none."""
+        """Return the leader's sender memory of one optimizer, for a checkpoint; empty if its format has none."""
         if not self._parallel.core.wire_format.pushes.is_stateful:
             return {}
         state = dict(self._parallel.core.sender_state(index))
@@ -391,7 +385,6 @@ class Residuals:
             )
 
     def leave_out(self, states: Mapping[Any, Any]) -> None:
-        """Warn that residuals in a checkpoint are not restored."""
         senders = [each["sender"]["state"] for state in states.values() for each in state if "sender" in each]
         owed = max(map(_largest, senders), default=0.0)
         is_unread = any(isinstance(each, Mapping) for sender in senders for each in sender.get(RESIDUAL, ()))
@@ -412,7 +405,6 @@ class Residuals:
             self._parallel.core.load_sender_state(index, state)
 
     def warn_of_remainder(self) -> None:
-        """Warn of residuals that are not in the weights when training ends."""
         for index in range(len(self._parallel.parts)):
             if self._parallel.exchanges and (largest := _largest(self._parallel.core.sender_state(index))):
                 _log.warning(
@@ -424,7 +416,7 @@ class Residuals:
                 )
 
     def _total(self, index: int) -> list[Tensor | None]:
-        """Return the sum of residuals over this group's ranks with one share: a tensor or None for each parameter."""
+        """Return the sum of residuals over this group's ranks with one share; None for a parameter without any."""
         parallel = self._parallel
         parameters = parallel.parts[index].replica.ordered
         own: list[Tensor | None] = list(parallel.core.sender_state(index).get(RESIDUAL, ()))
@@ -446,7 +438,6 @@ class Residuals:
 
 
 def _mark(state: Mapping[Any, Any]) -> int:
-    """Return a checksum by which ranks compare their optimizer states."""
     tensors = [each for each in tree_leaves(state) if isinstance(each, Tensor)]
     return zlib.crc32(str(fingerprints(tensors, _SAMPLED)).encode())
 

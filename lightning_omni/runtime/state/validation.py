@@ -1,6 +1,6 @@
 """A group's part in validations while groups train: it claims one, evaluates a snapshot of the weights, and reports.
 
-Every rank of a group makes the same calls. The evaluation itself and the use of its result are not handled here.
+Every rank of a group makes the same calls.
 """
 
 from __future__ import annotations
@@ -25,18 +25,12 @@ _Answer = TypeVar("_Answer", bound=m.Message)
 
 
 class ValidationSnapshots:
-    """The published weights of validations, for one rank."""
-
     def __init__(self, parallel: ParallelState, exchange: ServerExchange, edits: ExternalWrites) -> None:
         self._parallel, self._exchange, self._external_writes = parallel, exchange, edits
         self._evaluated: list[list[int]] = []
 
     def claim(self, epoch: int, passed: int) -> int:
-        """Report that this group has passed ``passed`` validation points of the epoch.
-
-        Returns:
-            The number of the validation that it is to evaluate, or 0.
-        """
+        """Report how many validation points this group has passed; return the validation to evaluate, or 0."""
         message = m.ClaimValidation(epoch=epoch, generation=self._parallel.generation, passed=passed)
         return self._ask(message, m.ValidationClaimed).number
 
@@ -47,8 +41,7 @@ class ValidationSnapshots:
     def loaded(self, number: int) -> Iterator[SnapshotId]:
         """Load the weights of a validation, claimed by this group, in this context; then restore the group's own.
 
-        Yields:
-            The cut of the weights, on the leader; an empty one on its peers.
+        It yields the cut of the weights on the leader, and an empty one on its peers.
         """
         for part in self._parallel.parts:
             self._external_writes.check(part)
@@ -67,7 +60,7 @@ class ValidationSnapshots:
     def own_weights(self) -> Iterator[None]:
         """Keep the group's weights if hooks in this context restore those that they have saved when a validation began.
 
-        Those are weights of the validation, and outdated. Other writes in this context are edits, as elsewhere.
+        Those are weights of the validation, and outdated. Other writes in this context count as usual.
         """
         if not self._evaluated:
             yield
@@ -81,7 +74,6 @@ class ValidationSnapshots:
                 weight.copy_(value)
 
     def forget_evaluated(self) -> None:
-        """Forget the evaluated weights, once callbacks have handled the end of all validations of this group."""
         self._evaluated.clear()
 
     def _marks(self) -> list[int]:

@@ -70,7 +70,6 @@ class ValidationBook:
         self._lost: set[int] = set()  # validations under way whose weights are lost
 
     def form(self) -> None:
-        """Start with new groups, which makes validations of the earlier ones void."""
         for group in self.evaluating:
             self.evict(group)
         self._answers.clear()
@@ -110,7 +109,7 @@ class ValidationBook:
         self._end(number, None if number in self._lost else result)
 
     def evict(self, group: int) -> None:
-        """Remove a group, which makes validations that it evaluates void."""
+        """Remove a group; validations that it evaluates become void."""
         self._answers.pop(group, None)
         for number in [number for number, by in self._under_way.items() if by == group]:
             self.is_missed = True
@@ -164,8 +163,6 @@ class ValidationBook:
 
 
 class Epochs:
-    """The epochs of a run, of which at most one is open."""
-
     def __init__(self, journal: Journal | None = None) -> None:
         self._journal = journal or Journal()
         self.book: LeaseBook | None = None
@@ -257,13 +254,11 @@ class Epochs:
             self.book.check_trained(group, batches)
 
     def train(self, group: int, epoch: int, batches: int) -> None:
-        """Record how many batches a group has trained, as its push reports."""
         if self.book is not None and self.book.plan.epoch == epoch:
             self.book.train(group, batches)
             self._journal.note(TrainedEntry(group, epoch, batches))
 
     def draw(self, group: int, number: int, trained: int) -> list[Batch]:
-        """Return a group's batches from a number on, and record the number that it has trained."""
         assert self.book is not None
         self.train(group, self.book.plan.epoch, trained)
         self._dirty = self._dirty or not self.book.has_begun(group)  # batches kept for it may go to others now
@@ -272,7 +267,7 @@ class Epochs:
         return batches
 
     def repeated_decision(self, rank: int, question: AskNext) -> str:
-        """Return the decision that a rank received on this question before; empty for none."""
+        """Return a rank's earlier decision on this question; empty for none."""
         asked, decision = self._told.get(rank, (None, ""))
         return decision if asked == question else ""
 
@@ -285,7 +280,6 @@ class Epochs:
         self._asked.add(rank)
 
     def new_spans(self, group: int, epoch: int, batches: int) -> tuple[tuple[int, int], ...]:
-        """Return the group's batches, one range each, that `train` would add."""
         if self.book is None or self.book.plan.epoch != epoch:
             return ()
         return self.book.untrained_spans(group, batches)
@@ -318,9 +312,8 @@ class Epochs:
     def resolve_pending(self, all_answered: bool = True) -> list[tuple[int, str]]:
         """Return the decisions that are possible now: rank and decision.
 
-        Args:
-            all_answered: whether no group waits for the answer to a push. If one does, the epoch is not over, because
-                the answer may depend on the other groups being idle.
+        Unless ``all_answered``, a group waits for the answer to a push, and the epoch is not over, because the answer
+        may depend on the other groups being idle.
         """
         if not self._waiting:
             return []
@@ -366,7 +359,7 @@ class Epochs:
         self._dirty = True
 
     def go_back(self) -> None:
-        """Discard the training that was recorded after the state was saved, because the weights do not contain it.
+        """Discard the training since the state was saved, because the weights do not contain it.
 
         Batches trained since then return to the pool; a group keeps the batches that it has drawn and not trained.
         """
@@ -428,7 +421,6 @@ class Epochs:
         )
 
     def _has_more(self, group: int, question: AskNext) -> bool:
-        """Return whether the group has a batch to train before the next validation."""
         assert self.book is not None
         if not self.book.has(group):
             return False
@@ -449,8 +441,6 @@ class Epochs:
 
 
 class _Saved(NamedTuple):
-    """The progress of the run when its state was saved."""
-
     plan: EpochPlan | None
     trained: tuple[tuple[int, int], ...]
     samples: dict[int, int]

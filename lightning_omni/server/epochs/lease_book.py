@@ -30,7 +30,7 @@ class LeaseBook:
     """The record of one epoch's samples: free, leased or trained.
 
     Args:
-        samples: counter, for each group, of the positions that it was first to train; it continues.
+        samples: counter of the positions that each group was first to train; it continues.
 
     Example:
         >>> book = LeaseBook(EpochPlan(epoch=0, total=8, batch_size=2, budget=8), {0: 1, 1: 2})
@@ -80,12 +80,10 @@ class LeaseBook:
         return self._interval_of(self._free[0][0])
 
     def has_point_after(self, interval: int) -> bool:
-        """Return whether a validation point follows an interval, perhaps inside the last batches."""
         return self._interval_of(self.plan.budget - 1) > interval
 
     @property
     def is_drained(self) -> bool:
-        """Return whether no position is free; batches may still be leased."""
         return not self._free
 
     @property
@@ -114,8 +112,8 @@ class LeaseBook:
     def draw(self, group: int, number: int) -> list[Batch]:
         """Return a group's batches from a number on: drawn before, or a few new ones; none if the pool is empty.
 
-        A group that finds no batch left gets the epoch's first batch again: every group needs at least one batch in
-        each validation interval, to reach the validation, or the end of the epoch, together with the others.
+        A group without a batch in this validation interval that finds none left gets the epoch's first one again, to
+        reach the validation, or the end of the epoch, together with the others.
         """
         drawn = self._known(group)
         if not 0 <= number <= len(drawn):
@@ -142,7 +140,7 @@ class LeaseBook:
         self._trained[group] = max(batches, self._trained[group])
 
     def untrained_spans(self, group: int, batches: int) -> tuple[tuple[int, int], ...]:
-        """Return the ranges of a group's first ``batches`` batches that are not trained yet."""
+        """Return the untrained ranges of a group's first ``batches`` batches."""
         return tuple((batch.start, batch.stop) for batch in self._known(group)[self._trained[group] : batches])
 
     def check_trained(self, group: int, batches: int) -> None:
@@ -243,8 +241,8 @@ class LeaseBook:
     def _missing(self, rest: int, size: int) -> int:
         """Return how many samples to take off a batch of ``size``, so that the rest is enough for a group.
 
-        If the rest had fewer than two samples for each member, one of them might get a single sample, with which
-        BatchNorm cannot train. The batches of one group stay those of DistributedSampler.
+        With fewer than two samples for each member, one might get a single sample, with which BatchNorm cannot train.
+        The batches of one group stay those of DistributedSampler.
         """
         if rest <= 0 or len(self._sizes) == 1:
             return 0

@@ -1,4 +1,4 @@
-"""The services for an epoch: the leases of its samples, and validations while groups train."""
+"""The services for an epoch: leases of its samples, and validations while groups train."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from lightning_omni.wire.journal import ClaimedEntry, EvaluatedEntry, ReadEntry,
 
 
 class LeaseService(Service):
-    """The service that leases samples."""
-
     def __init__(self, run: RunContext, training: Training) -> None:
         self._roster, self._epochs, self._events = run.roster, run.epochs, run.events
         self._training = training
@@ -89,8 +87,6 @@ LARGEST = 256 << 20
 
 
 class ValidationService(Service):
-    """The service that assigns validations to groups."""
-
     def __init__(self, run: RunContext, training: Training) -> None:
         self._roster, self._epochs, self._journal = run.roster, run.epochs, run.journal
         self._training = training

@@ -100,7 +100,7 @@ class FormedGroups:
         return self.members(group)[server if self.by_member else 0]
 
     def counts_as(self, rank: int, server: int) -> int:
-        """Return the rank that a sender counts as: its leader, if it is the member that exchanges with this server."""
+        """Return the leader of a member that exchanges with this server; otherwise the rank itself."""
         group = self.group_of(rank) if self.by_member else -1
         return rank if group < 0 or self.exchanges_with(group, server) != rank else self.members(group)[0]
 
@@ -173,8 +173,8 @@ class RankNumbers:
             announced: number of announced ranks; 0 if the run has not begun.
 
         Returns:
-            The first number, or -1 while another group is about to begin the run; and the number of announced ranks, 0
-            if this group must begin the run.
+            The first number, or -1 while another group is about to begin the run; and ``announced``, 0 if this group
+            must begin the run.
         """
         first = max(self.given, announced)
         if not 0 < ranks < MOST_RANKS - first:
@@ -203,7 +203,6 @@ class RankNumbers:
             self._claim = None
 
     def has_given(self, given: int) -> None:
-        """Record that an earlier server has assigned all numbers below this one."""
         self.given = max(self.given, given)
 
     @property
@@ -229,7 +228,6 @@ class Member:
     Attributes:
         peer: its control connection; empty after a restart of the server, until the rank has reconnected.
         session: secret that it shares with the server; it is never sent.
-        since: time of its admission.
         got_on: last time at which it had made progress, or was exempt from the check for progress.
         host: address from which it has connected, if the transport provides it.
     """
@@ -247,7 +245,6 @@ class Member:
         self.since = self.got_on = self.last_seen
 
     def update(self, heartbeat: Heartbeat) -> None:
-        """Record a heartbeat, received at `last_seen`."""
         if heartbeat.progress == 0 or heartbeat.progress != self.timings.progress:
             self.got_on = self.last_seen
         self.timings = heartbeat
@@ -317,14 +314,12 @@ class Roster:
 
     @property
     def joined_groups(self) -> int:
-        """Return the number of participating groups if groups join on their own; otherwise 0."""
         return len(self.groups) if self.joining else 0
 
     def form(self, topology: Topology, names: Sequence[str] = (), by_member: bool = False) -> None:
         self.formed.form(topology, names, by_member)
 
     def register(self, peer: bytes, ranks: int, run: str) -> tuple[int, int]:
-        """Assign numbers to the ranks of a group that joins on its own; see `RankNumbers.register`."""
         if self.finished:
             raise Refused("over", TRAINED_TO_ITS_END)
         if self._first is not None and not self.joining:
@@ -367,10 +362,7 @@ class Roster:
             self._challenged.pop(next(iter(self._challenged)))
 
     def admit(self, peer: bytes, proof: Proof, now: float) -> tuple[Hello, bytes]:
-        """Check the answer to a challenge, and admit the rank.
-
-        Returns:
-            Its hello, and the challenge.
+        """Check the answer to a challenge, and admit the rank; return its hello, and the challenge.
 
         Raises:
             Refused: wrong key, another run, another model, an invalid rank, or an unknown run of an earlier server.
@@ -464,7 +456,6 @@ class Roster:
         return self.members.get(self._ranks.get(peer, -1))
 
     def silent(self, now: float, timeout: float, join_timeout: float) -> list[tuple[int, str]]:
-        """Return the live ranks that were silent for too long, each with a message."""
         late = []
         for rank in self.live:
             member = self.members.get(rank)
@@ -479,8 +470,8 @@ class Roster:
         """Return one rank of each group that is alive without progress for too long, with a message about it.
 
         The members of a group wait for one another, so a group is stalled only if none of its ranks makes progress.
-        Ranks in ``contributed`` wait at a synchronization point of all ranks, and do not count, because the others of
-        their group do not wait for them. Groups whose loss would end the run are skipped.
+        Ranks in ``contributed`` do not count: they wait for all ranks, and the others of their group not for them.
+        Groups whose loss would end the run are skipped.
         """
         late = []
         for group in self.groups:
@@ -497,10 +488,9 @@ class Roster:
         return not self.joining and (len(self.groups) == 1 or self.recorder in self.formed.members(group))
 
     def lose(self, rank: int, reason: str, barred: bool = False) -> tuple[int | None, bool]:
-        """Remove a dead rank's group from the run; if ``barred``, it must not rejoin by itself.
+        """Remove a dead rank's group; return its number, or None, and whether the run is over.
 
-        Returns:
-            The number of the evicted group, or None; and whether the run is over.
+        If ``barred``, it must not rejoin by itself.
         """
         group = self.formed.group_of(rank)
         if group < 0 or self.ends_with(group):

@@ -1,6 +1,6 @@
 """Membership: the forming and joining of groups, the loss and departure of ranks, and the end of the run.
 
-Rule 1: each service handles a loss itself; this module only decides which services are notified, and in which order.
+Rule 1: each service handles a loss itself; this module only decides the order in which they are notified.
 Rule 2: when the run cannot continue, every rank is notified once, and again at each later request.
 """
 
@@ -30,10 +30,7 @@ class Membership:
     """The participating ranks and groups of a run.
 
     Args:
-        run: the run.
         services: services to notify of changes of groups, in this order.
-        monitoring: reports new groups to ranks.
-        synchronization: holds the ranks that wait for all others.
 
     Attributes:
         generation: the recorder's count of formings of groups.
@@ -212,7 +209,7 @@ class Membership:
         return out + self._notify_of_end()
 
     def _notify_of_end(self) -> list[Out]:
-        """Notify groups that are about to join, if the last rank of a finished run is gone: the server may end."""
+        """Notify groups that are about to join once the last rank of a finished run is gone: the server may end."""
         roster = self._roster
         if not (roster.finished and roster.is_over):
             return []
@@ -222,7 +219,6 @@ class Membership:
     # --- Losses ------------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> list[Out]:
-        """Remove ranks that were silent for too long, and groups without progress."""
         out, roster, limits = list[Out](), self._roster, self._limits
         for rank, reason in roster.stalled(now, limits.progress, self._collective_service.contributed):
             out += self.lose(rank, reason)
@@ -233,7 +229,6 @@ class Membership:
         return out
 
     def hang_up(self, peer: Peer) -> list[Out]:
-        """Handle the end of a control connection whose rank has sent no goodbye."""
         member = self._roster.by_peer(peer)
         if member is None:
             return []
@@ -282,12 +277,6 @@ Admit = Callable[[Sender, m.Join, Payload], list[Out]]
 
 
 class Joining(Service):
-    """The service that admits groups that join on their own.
-
-    Args:
-        admit: admits a group.
-    """
-
     def __init__(
         self, run: RunContext, synchronization: CollectiveService, random: Callable[[int], bytes], admit: Admit
     ) -> None:

@@ -15,9 +15,9 @@ class TimeLimits:
         heartbeat: seconds of silence after which a rank counts as dead.
         join: seconds within which all ranks must join after the first one.
         progress: seconds without progress after which a group that has trained and is alive counts as dead.
-        joined_heartbeat: like ``heartbeat``, where groups join on their own and one that was evicted by mistake
-            rejoins; None for the same. If ``hears_connections``, it limits the silence of connections, and ranks may be
-            silent for at least `PATIENCE`.
+        joined_heartbeat: like ``heartbeat``, where groups join on their own and rejoin after a mistaken eviction; None
+            for the same. If ``hears_connections``, it limits the silence of connections, and ranks may be silent for at
+            least `PATIENCE`.
 
     Attributes:
         hears_connections: whether connections send signs of life without the rank's Python, and end without them; the
@@ -40,7 +40,7 @@ class TimeLimits:
         return self._joined_heartbeat if joining else self.heartbeat
 
     def silence_of(self, joining: bool) -> float:
-        """Return the seconds of a rank's silence after which the server considers it dead."""
+        """Return the seconds of silence after which the server considers a rank dead."""
         limit = self.heartbeat_of(joining)
         return max(limit, PATIENCE) if joining and self.hears_connections else limit
 

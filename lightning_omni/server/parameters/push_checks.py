@@ -52,10 +52,7 @@ class Deliveries:
         self._followed: set[tuple[int, int]] | None = None  # pairs with a push since the restart
 
     def check(self, group: int, identity: GroupId, message: PushMessage) -> Delivery | None:
-        """Return the last delivery if this push repeats it; None if the push is the next one; refuse it otherwise.
-
-        After a restart, the first push of a group may leave a gap: an earlier server has answered the missing ones.
-        """
+        """Return the last delivery if this push repeats it; None if the push is the next one; refuse it otherwise."""
         if message.incarnation != identity.incarnation:
             raise Refused(
                 "late",
@@ -77,7 +74,6 @@ class Deliveries:
         raise Refused("gap", f"push {message.sequence} of group {identity} came, and push {expected} has not")
 
     def count(self, group: int, message: PushMessage, applied: bool) -> None:
-        """Count a push that was merged, or refused because it is not finite."""
         key = group, message.optimizer
         if self._followed is not None and key not in self._followed:
             self._followed.add(key)

@@ -14,7 +14,7 @@ class PushCounts:
         staleness: number of pushes with each staleness.
         by_group: for each group, the same since groups were formed.
         refused: refused pushes and weights of groups so far.
-        refused_in_row: for each group, refused ones since the last finite one.
+        refused_in_row: each group's refused ones since the last finite one.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,6 @@ class PushCounts:
         self.refused_in_row.clear()
 
     def accept(self, group: int) -> None:
-        """Record a finite push, or finite weights, of a group."""
         self.refused_in_row[group] = 0
 
     def refuse(self, group: int) -> None:

@@ -1,7 +1,6 @@
 """One optimizer's master weights at the server, with the merging of pushes and the tensors of answers.
 
-Rule 1: the method counts staleness against the clock in `Master`, and only `counts` records it.
-Rule 2: a push that contains a NaN or an infinity is refused and counted, never applied.
+Rule: the method counts staleness against the clock in `Master`, and only `counts` records it.
 """
 
 from __future__ import annotations
@@ -54,16 +53,10 @@ class ServedParameters:
             the workers.
         weights: initial value of each of its parameters; copied.
         clock: number of updates that these already contain.
-        method: the method.
-        groups: numbers of the participating groups.
-        resolve: returns the class of the optimizer's class path.
         state: state of the method's server side to continue from.
         room: the most bytes of parameters added during the run.
         sizes: number of parameters of each version of the layout; empty for a first version.
         servers: number of servers whose partitions this represents together, as in a simulation.
-
-    Attributes:
-        is_head: whether its gradients are computed here, and no group pushes any.
     """
 
     is_head = False
@@ -148,7 +141,6 @@ class ServedParameters:
         return served
 
     def change_method(self, method: Method, groups: Iterable[int]) -> None:
-        """Start a new server side of the method on the same weights."""
         self.method_side = method.server_side(self.master, groups)
         self._answers = RAW
         self.structures.form()
@@ -159,7 +151,6 @@ class ServedParameters:
     # --- Parameters and their groups ---------------------------------------------------------------------------------
 
     def layout_of(self, group: int) -> Layout:
-        """Return the layout of a group's parameters, for its pushes and answers."""
         return self._layouts[self.structures.of(group).size]
 
     def check_room(self, nbytes: int) -> None:
@@ -168,7 +159,7 @@ class ServedParameters:
             raise Refused("structure", f"{nbytes} bytes came with added parameters, and {self._room} are left for such")
 
     def restructure(self, group: int, tree: Any) -> int:
-        """Change a group's optimizer to other parameter groups, or more parameters; see `read_structure` for the tree.
+        """Change a group's optimizer to other parameter groups, or more parameters, as `read_structure` reads them.
 
         Returns:
             The index of the first parameter that is new to the group.
@@ -297,14 +288,9 @@ class ServedParameters:
         layout: Layout | None = None,
         finite: bool | None = None,
     ) -> list[Reply] | None:
-        """Merge a push.
+        """Merge a push, whose ``payload`` is in flat memory; ``layout`` is its `layout_of_push`, if known.
 
-        Args:
-            group: number of the group.
-            message: the push.
-            payload: its tensors, in flat memory.
-            layout: their layout, if it is known: see `layout_of_push`.
-            finite: whether all parts of the push are finite; None if this is the whole push, and not checked yet.
+        ``finite`` tells whether all parts of the push are; None if this is the whole push, and not checked yet.
 
         Returns:
             The method's replies, or None if the push was refused because it is not finite, or was computed from newer
@@ -356,7 +342,6 @@ class ServedParameters:
             self.method_side.as_sent = self._as_sent
 
     def as_bytes(self, flat: Tensor, layout: Layout) -> Tensor:
-        """Encode flat memory as the payload of an answer."""
         if self._answers is RAW:
             return flat
         return self._answers.encode(layout.views(flat), layout, {}, self._out).payload.clone()  # several may be pending
@@ -407,7 +392,6 @@ class ServedParameters:
     # --- Mean of all groups' own weights -----------------------------------------------------------------------------
 
     def layout_of_average(self, group: int, absent: Collection[int]) -> Layout:
-        """Return the layout of a group's own weights, without absent ones."""
         known = self.layout_of(group)
         if not all(0 <= place < len(known.specs) for place in absent):
             raise MalformedMessage(f"the weights lack parameters {absent}, the optimizer has {len(known.specs)}")
@@ -428,7 +412,7 @@ class ServedParameters:
 
     @property
     def averaging(self) -> Collection[int]:
-        """Return the groups that have sent their own weights, and wait for the mean."""
+        """Return the groups that wait for the mean."""
         return self._averaging.keys()
 
     def averaged(self, live: Collection[int]) -> list[tuple[int, bool]]:
@@ -455,7 +439,6 @@ def _there(absent: Collection[int], count: int) -> list[bool]:
 
 
 def _versions(specs: tuple[TensorSpec, ...], sizes: Sequence[int], servers: int) -> list[Layout]:
-    """Return every version of a layout; the last one has all entries."""
     first, *others = sizes or (len(specs),)
     versions = [Layout(specs[:first], servers=servers)]
     for size in others:

@@ -48,7 +48,6 @@ class HeadStep:
     """The result of a step with a group's gradients.
 
     Attributes:
-        inputs: gradients of the head's inputs.
         read_at: updates in the head's weights when they were read.
         applied: whether the gradients of the weights were finite.
     """
@@ -64,7 +63,6 @@ class ServedHead(ServedParameters):
     Args:
         description: as for `ServedParameters`, as are most others; never None, because the head is stepped here.
         head: ``{"name": of the submodule, "module": from describe_module, "seed": of its random numbers}``.
-        resolve_module: returns the class for a module's class path.
 
     Attributes:
         access_time: recent mean duration of an access, in seconds.
@@ -108,7 +106,6 @@ class ServedHead(ServedParameters):
         self._waiting.append(request)
 
     def grant_access(self, now: float) -> HeadRequest | None:
-        """Return the next batch in the queue, if no group has access."""
         if self._holder is not None or not self._waiting:
             return None
         self._holder, self._began, self._read_at = self._waiting.popleft(), now, self.master.clock
@@ -171,7 +168,6 @@ class ServedHead(ServedParameters):
         return HeadStep(passed.inputs, self._read_at, applied)
 
     def release(self, now: float) -> None:
-        """End the access, and add its duration to the mean."""
         lasted = max(0.0, now - self._began)
         self.access_time = SMOOTHING * self.access_time + (1 - SMOOTHING) * lasted if self.access_time else lasted
         self._release()
@@ -193,9 +189,7 @@ class ServedHead(ServedParameters):
 class ParameterStore:
     """The optimizers that the server holds, by number; none before the recorder has uploaded the weights.
 
-    Attributes:
-        pushed: number and optimizer, of those that groups push to.
-        heads: number and optimizer, of the merged heads.
+    ``pushed`` are those that groups push to, ``heads`` the merged heads, each with its number.
     """
 
     def __init__(self) -> None:
@@ -215,7 +209,7 @@ class ParameterStore:
 
     @property
     def clock(self) -> int:
-        """Return the updates so far, over all optimizers; those of a merged head belong to the body's."""
+        """Return the updates so far, over all optimizers but merged heads."""
         return sum([optimizer.master.clock for _, optimizer in self.pushed])
 
     def optimizer(self, number: int) -> ServedParameters:

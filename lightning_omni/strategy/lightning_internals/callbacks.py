@@ -47,7 +47,6 @@ def deciding_callbacks(trainer: Trainer) -> list[str]:
 
 
 def without_rank_zero_only(function: Callable[[str], None]) -> Callable[[str], None]:
-    """Return the function that `rank_zero_only` decorates."""
     plain: Callable[[str], None] = inspect.unwrap(function)
     return plain
 
@@ -74,7 +73,6 @@ def call_rank_zero_hooks(trainer: Trainer) -> None:
 
 
 def show_progress_bar(trainer: Trainer, is_in_epoch: bool) -> None:
-    """Enable and start the progress bar on a new rank 0, perhaps inside an epoch."""
     bar = trainer.progress_bar_callback
     if bar is None:
         return
@@ -88,7 +86,6 @@ def show_progress_bar(trainer: Trainer, is_in_epoch: bool) -> None:
 
 
 def _is_for_rank_zero(function: Any) -> bool:
-    """Return whether `rank_zero_only` decorates a function, perhaps under other decorators."""
     while function is not None and getattr(function, "__code__", None) is not _FOR_RANK_ZERO:
         function = getattr(function, "__wrapped__", None)
     return function is not None
@@ -139,7 +136,6 @@ def add_listener(trainer: Trainer, listener: Any) -> None:
 
 
 def remove_listener(trainer: Trainer) -> None:
-    """Undo `add_listener`."""
     calls = call_module(trainer)
     relay = calls._call_callback_hooks
     if isinstance(relay, _CallbackRelay):
@@ -158,7 +154,6 @@ def is_fast_dev_run(trainer: Trainer) -> bool:
 
 
 def reloads(trainer: Trainer) -> bool:
-    """Return whether loaders are made again every few epochs."""
     return bool(cast(Any, trainer).reload_dataloaders_every_n_epochs)
 
 
@@ -187,7 +182,6 @@ def averaged_tensors(trainer: Trainer) -> Iterator[Tensor]:
 
 
 def copy_averages_to_module(trainer: Trainer) -> None:
-    """Copy the averages of callbacks into the module, as these do at the end of training."""
     for callback, average in _averaging(trainer):
         if isinstance(average, AveragedModel):
             callback._copy_average_to_current(trainer.lightning_module)
@@ -249,7 +243,6 @@ def load_checkpoint(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 
 
 def load_callback_states(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Load the callbacks' own states, after `load_checkpoint`."""
     call_module(trainer)._call_callbacks_load_state_dict(trainer, checkpoint)
 
 
@@ -274,7 +267,6 @@ def _plain_value(value: Any) -> Any:
 
 
 def set_output_folders(trainer: Trainer, theirs: Mapping[str, Any]) -> None:
-    """Use another group's folders for checkpoints and TensorBoard."""
     for callback in _folder_callbacks(trainer):
         for name, value in theirs["checkpoints"].get(callback.state_key, {}).items():
             setattr(callback, name, value)

@@ -25,7 +25,6 @@ def step_schedules_by_epoch(trainer: Trainer) -> None:
 
 
 def step_schedule(trainer: Trainer, scheduler: Any) -> None:
-    """Step a scheduler without a metric as the loop does."""
     call_module(trainer)._call_lightning_module_hook(trainer, "lr_scheduler_step", scheduler, None)
 
 
@@ -48,7 +47,6 @@ def intercept_scheduler_steps(trainer: Trainer, step: Callable[[Any, Callable[[]
 
 @contextmanager
 def with_schedulers(trainer: Trainer, configs: list[Any]) -> Iterator[None]:
-    """Return a context in which the loop has these schedulers and no others."""
     strategy = trainer.strategy
     before, strategy.lr_scheduler_configs = strategy.lr_scheduler_configs, configs
     try:
@@ -69,7 +67,6 @@ def ignore_missing_step(optimizer: Any) -> None:
 
 
 def replaces_scheduler(trainer: Trainer) -> bool:
-    """Return whether a callback replaces the user's learning-rate scheduler."""
     return any(hasattr(callback, "_swa_scheduler") for callback in callbacks_of(trainer))
 
 
@@ -92,7 +89,6 @@ else:
 
 
 def make_epoch_open_ended(trainer: Trainer) -> None:
-    """Make the epoch end with the leases instead of a number of batches."""
     fetcher: Any = trainer.fit_loop._data_fetcher
     fetcher.length = float("inf")
     fetcher.done = False
@@ -144,11 +140,11 @@ def seed_workers(trainer: Trainer, loader: object, rank: int) -> None:
 
 
 class LoopControl(Protocol):
-    """A controller of the loops: it decides when epochs begin and end, and when to validate."""
+    """The decisions about the loops: when epochs begin and end, and when to validate."""
 
     @property
     def step_limit(self) -> int | None:
-        """Return what the loops use as max_steps; None for their own."""
+        """Return the loops' max_steps; None for their own."""
 
     @property
     def is_open_ended(self) -> bool:
@@ -193,7 +189,7 @@ class LoopControl(Protocol):
         """Make ``step``, the loop's call of ``lr_scheduler_step``."""
 
     def own_batches(self, batches: float) -> float:
-        """Return the ``num_training_batches`` that user code reads in such an epoch; ``batches`` is Lightning's."""
+        """Return the ``num_training_batches`` that user code reads in an open-ended epoch, from Lightning's."""
 
 
 class _ControlledTrainer(_Trainer):
@@ -375,12 +371,10 @@ def progress_counters(trainer: Trainer) -> list[int]:
 
 
 def batches_started(trainer: Trainer) -> int:
-    """Return the batches that this rank has begun, in all epochs."""
     return int(trainer.fit_loop.epoch_loop.batch_progress.total.ready)
 
 
 def batches_trained(trainer: Trainer) -> int:
-    """Return the batches of the current epoch that this rank has trained."""
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress
     return int(progress.current.processed)
 
@@ -403,12 +397,10 @@ def accumulation_windows(trainer: Trainer, epochs: int) -> list[int]:
 
 
 def manual_steps(trainer: Trainer) -> int:
-    """Return the steps of all optimizers in manual optimization."""
     return int(trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total.completed)
 
 
 def set_progress_counters(trainer: Trainer, counters: list[int]) -> None:
-    """Set the counts that `progress_counters` returns."""
     current, total, *steps = counters
     batch: Any = trainer.fit_loop.epoch_loop.batch_progress
     for progress, ready in ((batch.current, current), (batch.total, total)):
@@ -430,7 +422,6 @@ def step_counters(trainer: Trainer) -> list[int]:
 
 
 def set_step_counters(trainer: Trainer, counters: list[int]) -> None:
-    """Set the counts that `step_counters` returns."""
     loop = trainer.fit_loop.epoch_loop
     automatic, manual, loop._batches_that_stepped = counters
     for steps, wanted in (
@@ -442,7 +433,6 @@ def set_step_counters(trainer: Trainer, counters: list[int]) -> None:
 
 
 def reload_epochs(trainer: Trainer) -> list[float]:
-    """Return the epochs in which the training and validation loaders were made last."""
     loop: Any = trainer.fit_loop
     return [loop._last_train_dl_reload_epoch, loop.epoch_loop.val_loop._last_val_dl_reload_epoch]
 
@@ -453,10 +443,7 @@ def set_reload_epochs(trainer: Trainer, epochs: list[float]) -> None:
 
 
 def start_fit_at_epoch(trainer: Trainer, epoch: int, counters: list[int]) -> None:
-    """Set the fit loop to begin with an epoch, without a sanity check.
-
-    ``counters`` are those of `progress_counters` but the first.
-    """
+    """Set the fit loop to begin with an epoch, without a sanity check, and `progress_counters` but the first."""
     progress: Any = trainer.fit_loop.epoch_progress
     for each in (progress.total, progress.current):
         each.ready = each.started = each.processed = each.completed = epoch

@@ -32,7 +32,6 @@ def cached_metrics(trainer: Trainer) -> dict[str, Any]:
 
 
 def logs_now(trainer: Trainer) -> bool:
-    """Return whether this batch's metrics go to the loggers."""
     return bool(trainer._logger_connector.should_update_logs)
 
 
@@ -48,14 +47,11 @@ def cached_metric_values(trainer: Trainer) -> dict[str, float]:
 
 
 def set_cached_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:
-    """Set the metrics that callbacks and schedulers read until there are newer ones."""
     known = {name: torch.tensor(value, device=trainer.strategy.root_device) for name, value in metrics.items()}
     trainer._logger_connector._callback_metrics.update(known)
 
 
 class _UnevenListGather:
-    """A replacement for torchmetrics' gather of states: see `patch_list_gather`."""
-
     def __init__(self, sync: Callable[..., None], is_needed: Callable[[], bool]) -> None:
         self.sync, self.is_needed = sync, is_needed
 
@@ -155,7 +151,6 @@ def collective_metrics(trainer: Trainer, group: Any) -> list[Any]:
 
 
 def _is_collective(result: Any, group: Any) -> bool:
-    """Return whether all ranks compute a result together."""
     sync = result.meta.sync
     if sync.rank_zero_only:
         return False
@@ -167,8 +162,8 @@ def _is_collective(result: Any, group: Any) -> bool:
 def align_collective_metrics(trainer: Trainer, group: Any, of_all: Sequence[list[Any]]) -> None:
     """Make all ranks reduce every metric that any rank has logged in the epoch, in the same order.
 
-    A group may not reach the batch in which a program logs a metric. Lightning reduces the metrics that each rank has
-    logged, so that different ones would be combined. ``of_all`` has the `collective_metrics` of all ranks.
+    A group may not reach the batch in which a program logs a metric, and Lightning would combine different metrics of
+    different ranks. ``of_all`` has the `collective_metrics` of all ranks.
 
     Raises:
         UnsupportedError: another rank has logged a metric object that the module does not have here.
@@ -187,7 +182,6 @@ def align_collective_metrics(trainer: Trainer, group: Any, of_all: Sequence[list
 
 
 def _placeholder_result(trainer: Trainer, group: Any, is_tensor: bool, reduced: Any, told: Mapping[str, Any]) -> Any:
-    """Return a result like another rank's, to which this rank adds nothing."""
     results: Any = trainer.fit_loop.epoch_loop._results
     made: Any = sys.modules[type(results).__module__]
     name, is_torchs, should, _ = reduced
@@ -281,7 +275,7 @@ def capture_metrics(trainer: Trainer) -> Iterator[dict[str, dict[str, Any]]]:
 def end_validation(trainer: Trainer, found: Mapping[str, Mapping[str, Any]], has_started: bool) -> None:
     """Pass metrics from `capture_metrics` to callbacks, progress bars and loggers.
 
-    The hooks of a validation's end are called, and those of its start if ``has_started`` is False.
+    The hooks of a validation's end are called, and unless it ``has_started`` those of its start.
     """
     connector: Any = trainer._logger_connector
     call = partial(call_module(trainer)._call_callback_hooks, trainer)

@@ -123,7 +123,6 @@ class EpochDriver:
         self.schedulers.resume(saved.schedules)
 
     def start(self) -> None:
-        """Start the run, after the groups were formed."""
         self._started, self._stopping = True, False
         self.data.adopt()
         self.run.start(self.world.tensor_parallel, self._entered.samples if self._entered is not None else None)
@@ -137,7 +136,6 @@ class EpochDriver:
         self._entered, self.schedulers.bases, self.run.past = entered, schedule, entered.progress
 
     def finish(self) -> None:
-        """Return the loops and the schedulers to Lightning."""
         self.run.step_limit, self._epoch.validates, self.is_open_ended = None, None, False
         self.schedulers.finish()
         self.is_open = self._started = False
@@ -169,7 +167,6 @@ class EpochDriver:
 
     @property
     def leases(self) -> RankLeases | None:
-        """Return this rank's leases; None if data is not leased."""
         return self.data.leases
 
     @leases.setter
@@ -241,7 +238,6 @@ class EpochDriver:
 
     @property
     def samples(self) -> int:
-        """Return the trained samples of the current epoch, as far as this rank knows."""
         return self.run.now().samples if self.run.progress is not None else 0
 
     @property
@@ -318,7 +314,6 @@ class EpochDriver:
         return self.run.limits.is_reached_by_hand(self.run.now())
 
     def end(self, module: Module) -> None:
-        """End an epoch, completed or not, and synchronize the groups."""
         trainer = self.trainer
         complete = self._epoch.is_over if self.is_open_ended else trainer.is_last_batch
         is_cut_short = int(not complete or self._epoch.is_skipped)
@@ -359,7 +354,7 @@ class EpochDriver:
             self._warn(f"OmniStrategy: {own.sentence(self.world)}")
 
     def expected_batches(self, done: int) -> int | None:
-        """Estimate this rank's batches in this epoch; None if Lightning knows it."""
+        """Estimate this rank's batches in this epoch; None if Lightning knows them."""
         plan = self._epoch.plan
         if plan is None or self.leases is None or not self.is_open_ended:
             return None
@@ -371,7 +366,6 @@ class EpochDriver:
         return self._plateaus.stepped_by_batches(self.trainer, configs)
 
     def _step_plateaus(self, before: dict[str, Any], is_at_end: bool = False) -> None:
-        """Step plateau schedulers after a validation, given the metrics ``before`` it."""
         plan = self._epoch.plan
         if plan is not None and self.is_open_ended:
             now = self.run.now()
@@ -379,9 +373,9 @@ class EpochDriver:
             self._plateaus.validated(self.trainer, before, plan, batches, now.reference.batch)
 
     def own_batches(self, batches: float) -> float:
-        """Return how many batches this rank trains in the epoch, as far as is known.
+        """Return how many batches this rank trains in the epoch, as far as is known, from their number under DDP.
 
-        ``batches`` is the number under DDP. A hook thus finds the rank's own last batch by its number.
+        A hook thus finds the rank's own last batch by its number.
         """
         trainer = self._trainer
         if trainer is None or not (self.is_open and self.is_open_ended) or loops_iterate(trainer):
@@ -403,7 +397,7 @@ class EpochDriver:
         self.world.enter_world(module)
 
     def leave(self, stop: str) -> None:
-        """End the epoch early in this group; for ``stop`` see `messages.Leave`."""
+        """End the epoch early in this group; for ``stop`` see `messages.LeaveEpoch`."""
         control = self.world.control
         if control is None:
             return
@@ -426,10 +420,7 @@ class EpochDriver:
         self._synchronize(module)
 
     def _synchronize(self, module: Module, is_end: bool = False) -> None:
-        """Synchronize all groups, and set their step counts to those of the recorder.
-
-        Names of checkpoints contain the step. ``is_end`` is false at a validation.
-        """
+        """Synchronize all groups, and set their step counts to the recorder's: names of checkpoints contain them."""
         if not self.world.is_computing:
             return
         self.published.end_all()
@@ -526,7 +517,6 @@ class EpochDriver:
         return validates_this_epoch(trainer) and (epoch.validates or should_stop_now(trainer))
 
     def _is_due_without_stop(self, is_due: Callable[[], bool]) -> bool:
-        """Return whether all groups would validate after this batch without this rank's stop."""
         if self._epoch.validates is not None:
             return self._epoch.validates and validates_this_epoch(self.trainer)
         self.trainer.should_stop = False
@@ -542,7 +532,6 @@ class EpochDriver:
         self.after_validation()
 
     def validate(self, run: Callable[[], Any]) -> Any:
-        """Run the validation loop on all live ranks, or on this group alone."""
         if self.published.evaluates:
             return self.published.run(run, self.run.now())
         if self._world is None or not self.is_open or self._world.executor.control is None:
@@ -576,12 +565,10 @@ class EpochDriver:
         return self.run.steps_at(self.run.now())
 
     def _pace(self) -> None:
-        """Make schedulers follow all groups' progress, if groups may differ in speed."""
         if self.leases is not None and self.data.kind == "dynamic":
             self.schedulers.keep_pace(self.data.is_dynamic or self.is_open_ended)
 
     def _follow_schedulers(self) -> None:
-        """Pace the current schedulers if they were replaced."""
         if self.schedulers.are_others:
             self.schedulers.release()
             self._pace()
@@ -597,7 +584,6 @@ class EpochDriver:
         return spans
 
     def after_regroup(self, spans: Spans, before: Executor) -> None:
-        """Continue the epoch with its remaining samples."""
         self.data.assign()
         plan = self._epoch.plan
         if self.is_open and self.leases is not None and plan is not None and self.data.kind == "dynamic":

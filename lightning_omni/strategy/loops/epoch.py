@@ -75,7 +75,6 @@ class LeasedData:
         self._world = world
 
     def start(self) -> None:
-        """Let the group's core report this rank's leases."""
         if self._world is not None:
             self._world.core.data = self.leases
 
@@ -162,7 +161,6 @@ class LeasedData:
                     each.is_local = True
 
     def _refuse_to_join(self) -> None:
-        """Reject data that cannot be leased if groups may join."""
         if self._world is not None and self._world.registration is not None:
             raise UnsupportedError(
                 "elastic=True deals the samples of an epoch out to the groups that there are, and this training data is"
@@ -191,7 +189,6 @@ class LeasedData:
         self.start()
 
     def assign(self, shares: Sequence[int] = ()) -> None:
-        """Set this rank's index in its group, and the group's unequal ``shares``, if any."""
         world = self._world
         if self.leases is not None and world is not None:
             self.leases.assign(*world.data_rank, world.executor.control, world.generation, shares)
@@ -207,7 +204,6 @@ class LightningRank(int):
 
 
 def has_lightning_sampler(loader: object) -> bool:
-    """Return whether a loader's sampler is Lightning's; False for an object that is not a DataLoader."""
     return isinstance(getattr(getattr(loader, "sampler", None), "rank", None), LightningRank)
 
 
@@ -248,7 +244,6 @@ class EntryPoint(NamedTuple):
     split: int
 
     def check(self, plan: EpochPlan, split: int) -> None:
-        """Reject data of a joining group with another plan or split."""
         if plan != self.plan:
             raise ConfigurationError(
                 f"this group's data is not that of the run that it joins, {plan} against {self.plan}: give all the"
@@ -308,7 +303,6 @@ class EpochEnd(NamedTuple):
     """The state of this rank at the end of an epoch.
 
     Attributes:
-        batches: trained batches of the epoch.
         unstepped: batches since the user's last step, in manual optimization.
         rates: learning rates of all parameter groups.
     """

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class FitLimits:
-    """Lightning's limits (max_steps, limit_train_batches, val_check_interval) for all ranks together.
+    """Lightning's limits for all ranks together.
 
     Lightning counts the batches and steps of one rank, which differ among groups. Limits are therefore those of DDP, in
     samples: see `lightning_omni.wire.steps_and_samples`.
@@ -89,11 +89,9 @@ class FitLimits:
 
     @staticmethod
     def cut_short(plan: EpochPlan, progress: Progress) -> bool:
-        """Return whether max_steps end the epoch early."""
         return plan.budget < progress.budget(plan.total, plan.epoch)
 
     def validates_at_end(self, plan: EpochPlan, progress: Progress) -> bool:
-        """Return whether val_check_interval requires a validation at the end of the epoch."""
         is_cut_short = self.cut_short(plan, progress)
         if self._trainer.val_check_batch == float("inf"):
             return not is_cut_short
@@ -121,7 +119,6 @@ class FitLimits:
         return max(0, self.max_steps - (taken if self.by_hand is None else self.by_hand.steps_of(taken)))
 
     def is_reached_by_hand(self, progress: Progress) -> bool:
-        """Return whether DDP would have taken ``max_steps`` in manual optimization."""
         if self.by_hand is None or self.max_steps == -1:
             return False
         return self.by_hand.steps_of(progress.steps) >= self.max_steps  # without accumulation, steps are batches
@@ -151,7 +148,6 @@ class StepsByHand:
         self.unstepped = 0 if taken else self.unstepped + 1
 
     def steps_of(self, batches: int) -> int:
-        """Return the steps in a number of batches, by this rank's ratio."""
         counted, steps = self.counts
         return batches * steps // max(1, counted)
 

@@ -109,7 +109,6 @@ class Listener:
         return self._parts.epochs.own_batches(batches)
 
     def run(self, run: Callable[[], None]) -> None:
-        """Run the fit loop for the Trainer, or nested inside a hook."""
         if is_inside_hook(self._trainer):
             self._nested.run(run)
         else:
@@ -160,7 +159,6 @@ class Listener:
             self._run_states.training_begins()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Begin a batch before any callback does."""
         if self._nested.is_running:
             return
         parts, traffic = self._parts, self._parts.world.exchange.traffic
@@ -178,7 +176,6 @@ class Listener:
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """End a batch before any callback does, and log the live metrics."""
         if self._nested.is_running:
             return
         parts, world = self._parts, self._parts.world
@@ -210,7 +207,6 @@ class Listener:
             self._grouping.follow_recorder()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Synchronize the groups, and log the metrics of the epoch."""
         if self._nested.is_running:
             return
         self._parts.epochs.end(pl_module)
@@ -310,7 +306,6 @@ class NestedRuns:
             self._grouping.wrap()
 
     def form_groups_again(self) -> None:
-        """Form the groups that a nested run has merged, when an epoch begins."""
         groups, self._groups = self._groups, 1
         if groups > 1:
             self._grouping.form(min(groups, len(self._parts.world.live_ranks)))

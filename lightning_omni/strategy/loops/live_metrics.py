@@ -47,8 +47,8 @@ class _TimedBatch:
 class StepTimes:
     """The running means of this rank's times, in seconds, and the bytes that it exchanged.
 
-    Timestamps are the device's; the host may run ahead of it. The means are over batches that the device has completed.
-    `begin` and `end` enclose each batch; time between two batches belongs to the second one.
+    Timestamps are the device's; the means are over batches that the device has completed. `begin` and `end` enclose
+    each batch; time between two batches belongs to the second one.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -60,13 +60,12 @@ class StepTimes:
         self._means: tuple[float, float, float] | None = None
 
     def begin(self, exchanged: float, moved: int) -> None:
-        """Begin a batch, given the seconds spent in exchanges and the bytes moved in the run so far."""
+        """Begin a batch, given the seconds of exchanges and the bytes moved in the run so far."""
         if self._batch is None:
             self._batch = _TimedBatch(self.clock.mark())
         self._exchanged_before, self._moved_before = exchanged, moved
 
     def interrupt(self) -> None:
-        """Exclude the time until the next `begin`."""
         self._batch = None
 
     @contextmanager
@@ -86,7 +85,6 @@ class StepTimes:
             batch.forward, batch.in_forward = self.clock.mark(), exchanged - self._exchanged_before
 
     def end(self, exchanged: float, moved: int) -> None:
-        """End a batch; arguments are as for `begin`."""
         self._moved += moved - self._moved_before
         self._batches += 1
         now, batch = self.clock.mark(), self._batch
@@ -97,7 +95,6 @@ class StepTimes:
         self._read()
 
     def _read(self) -> None:
-        """Add completed batches to the means, in order."""
         while self._unread:
             batch, seconds = self._unread[0], self.clock.seconds
             step = seconds(batch.since, batch.until)
@@ -123,7 +120,6 @@ class StepTimes:
 
 
 def live_metrics(status: Status | None, staleness: Staleness, step_times: StepTimes) -> dict[str, float]:
-    """Return the metrics that are logged during training."""
     _, step, exchange = step_times.means
     values = {
         "omni/step_time": step,
@@ -152,7 +148,6 @@ def live_metrics(status: Status | None, staleness: Staleness, step_times: StepTi
 
 
 def gathering_sentence(world: World) -> str:
-    """Return a warning about the ranks in a training step's gather."""
     return (
         f"OmniStrategy: all_gather in a training step sees the {len(world.members)} rank(s) of its compute group, not"
         f" all {len(world.topology.ranks)}: a contrastive loss over the gathered batch, say, is not that of DDP, and a"
@@ -166,8 +161,6 @@ _NO_STATUS = Status(sent=0, clock=0, updates_per_second=0, refused=0, strangers=
 
 
 class Reporting:
-    """The source of the run's report, with the server's last status."""
-
     def __init__(self) -> None:
         self.begin()
 
@@ -176,7 +169,6 @@ class Reporting:
         self._has_gathered = False
 
     def is_first_gather(self) -> bool:
-        """Return whether this is the first call in a fit: users are warned once."""
         before, self._has_gathered = self._has_gathered, True
         return not before
 
@@ -186,7 +178,6 @@ class Reporting:
             self._status = world.control.status
 
     def ask(self, world: World) -> None:
-        """Request the server's final status."""
         if world.control is None:
             return
         try:
@@ -195,7 +186,6 @@ class Reporting:
             self.keep(world)
 
     def report(self, world: World, bytes_per_step: float) -> RunReport:
-        """Return the report of the run."""
         status = (world.control.status if world.control else None) or self._status or _NO_STATUS
         clock = status.clock
         if not world.executor.exchanges and status is not _NO_STATUS:  # the status is of earlier groups, or a tuner's
@@ -251,7 +241,6 @@ class Reporting:
 
 
 def _remedy(method: Method, steps: int) -> str:
-    """Return the remedy for too rare exchanges in a run of this many steps."""
     shorter = max(1, steps // 4 // method.fragments) * method.fragments  # allows several exchanges
     try:
         instead = text_of(with_period(method, shorter))
@@ -265,8 +254,8 @@ def _remedy(method: Method, steps: int) -> str:
 class ProgressDisplay:
     """The additions to the user's progress bar in a run of groups: its total, and one short entry.
 
-    Lightning expects a fixed number of batches per rank. Groups draw theirs from a common pool, so the total is an
-    estimate at the present speeds. A bar's total and `get_metrics` are public, and are restored at the end of the fit.
+    Groups draw batches from a common pool, so the total is an estimate at the present speeds. A bar's total and
+    `get_metrics` are public, and are restored at the end of the fit.
     """
 
     def __init__(self) -> None:
@@ -275,7 +264,6 @@ class ProgressDisplay:
         self._text = ""
 
     def show(self, trainer: Trainer, expected: int | None) -> None:
-        """Update the bar before its own hook; None keeps its own total."""
         bar: Any = trainer.progress_bar_callback  # the base class declares neither total nor entries
         if bar is None or not trainer.is_global_zero or getattr(bar, "is_disabled", False):
             return

@@ -6,7 +6,7 @@ the steps that every rank would have taken under DDP.
 
 A scheduler that the user's code steps is not paced: in manual optimization, in hooks, to a given position
 (``scheduler.step(epoch + batch / batches)``), and in an ``lr_scheduler_step`` that does not step it exactly once in
-each call. Pacing ends at the first such step or missing step, because from then on the unit is the user's.
+each call. Pacing ends at the first such or missing step, because from then on the unit is the user's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Schedule = dict[LRScheduler, tuple[int, int]]
 class StepCounts:
     """The number of steps of each scheduler: its own count, and the steps that this count misses.
 
-    A scheduler that wraps another one may count that one's steps only, without its earlier warm-up.
+    A scheduler that wraps another one may count only that one's steps, without its own warm-up.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,6 @@ class StepCounts:
         return count_of(scheduler) + self._uncounted.get(scheduler, 0)
 
     def reach(self, scheduler: Any, count: int, step: Callable[[], Any]) -> None:
-        """Step a scheduler until it was stepped ``count`` times."""
         while (before := self.of(scheduler)) < count:
             step()
             if missing := before + 1 - self.of(scheduler):
@@ -68,7 +67,7 @@ class _Paced:
     def step(self, *args: Any, **options: Any) -> None:
         """Step as often as necessary to catch up.
 
-        Stop pacing if the user's ``lr_scheduler_step`` passes an epoch, or if user code makes the step by itself.
+        Pacing stops if the user's ``lr_scheduler_step`` passes an epoch, or if user code makes the step.
         """
         own = type(self)
         if any(each is not None for each in (*args, *options.values())) or not own.is_due(self):
@@ -152,10 +151,7 @@ class Pacer:
         scheduler.__class__ = type(own.__name__, (_Paced, own), {**fields, "__module__": own.__module__})
 
     def step(self, scheduler: Any, call: Callable[[], Any]) -> None:
-        """Make ``call`` of the module's ``lr_scheduler_step``.
-
-        Stop pacing a scheduler that the hook does not step exactly once; then the hook decides.
-        """
+        """Make ``call`` of the module's ``lr_scheduler_step``; stop pacing unless it steps this one exactly once."""
         self._asked = scheduler
         call()
         if self._asked is scheduler and isinstance(scheduler, _Paced):
@@ -163,7 +159,7 @@ class Pacer:
         self._asked = None
 
     def _is_due(self, scheduler: Any) -> bool:
-        """Return whether this is the first step of this scheduler in a call of the hook for it."""
+        """Return whether this is the scheduler's first step in a call of the hook for it."""
         if self._asked is not scheduler:
             return False
         self._asked = None
@@ -184,7 +180,7 @@ class Pacer:
                 self._bases[config.scheduler] = type(config.scheduler).target(), self._steps()
 
     def keep_up(self) -> None:
-        """Step schedulers that are due at multiples of a number of batches of DDP, after a batch of this rank."""
+        """Step schedulers whose frequency is several batches of DDP, if due, after a batch of this rank."""
         for config in self._configs:
             if config.frequency > 1:
                 self._catch_up(config)
@@ -200,11 +196,10 @@ class Pacer:
 
     @property
     def counts_any_steps(self) -> bool:
-        """Return whether a scheduler counts the run's steps."""
         return any(map(self._counts_steps, self._configs))
 
     def counts_at(self, configs: list[Any], steps: int) -> list[tuple[int, ...]]:
-        """Return each scheduler's count now, and at ``steps`` of the run if paced; an empty tuple if it counts none."""
+        """Return each scheduler's count now and at ``steps`` of the run if paced; an empty tuple if it counts none."""
         return [self._counts_at(config, steps) for config in configs]
 
     def _counts_at(self, config: Any, steps: int) -> tuple[int, ...]:
@@ -233,7 +228,6 @@ def counts_of(configs: list[Any], counts: StepCounts) -> list[int]:
 
 
 def reach_all(configs: list[Any], targets: Sequence[int], counts: StepCounts) -> None:
-    """Step schedulers that are not paced now to the target counts: see `counts_of`."""
     for config, target in zip(_that_keep_pace(configs), targets, strict=True):
         counts.reach(config.scheduler, target, config.scheduler.step)
 
@@ -241,15 +235,10 @@ def reach_all(configs: list[Any], targets: Sequence[int], counts: StepCounts) ->
 def arrive(
     configs: list[Any], saved: Sequence[Sequence[int]], counts: StepCounts | None = None
 ) -> dict[LRScheduler, int]:
-    """Advance schedulers to the progress of a resumed run, which was ahead of their saved states.
+    """Advance schedulers to the progress of a resumed run, which was ahead of their saved states; return their targets.
 
-    Args:
-        configs: Lightning's scheduler configs.
-        saved: result of `Pacer.counts_at`. A scheduler with another count now, perhaps loaded by the user, stays.
-        counts: earlier steps of the schedulers; None for their own counts.
-
-    Returns:
-        The target counts. A scheduler with a larger count was saved later than the weights.
+    ``saved`` is a result of `Pacer.counts_at`. A scheduler with another count now, perhaps loaded by the user, stays;
+    one with a larger count than its target was saved later than the weights. ``counts`` are earlier steps.
     """
     if len(saved) != len(configs):
         return {}
@@ -294,19 +283,13 @@ Counts = tuple[int, ...]
 
 
 class SchedulerSnapshot(NamedTuple):
-    """The state of a scheduler at a moment of a run.
-
-    Attributes:
-        state: its ``state_dict``.
-        groups: its optimizer's parameter groups, without the parameters.
-    """
+    """The ``state_dict`` of a scheduler, and its optimizer's parameter groups without the parameters."""
 
     state: dict[str, Any]
     groups: list[dict[str, Any]]
 
 
 def standing(scheduler: Any) -> SchedulerSnapshot | None:
-    """Return a scheduler's present state; None if it is not torch's."""
     if not described(scheduler)[0]:
         return None
     return SchedulerSnapshot(_copied(scheduler.state_dict()), _bare(scheduler.optimizer.param_groups))
@@ -342,11 +325,7 @@ def advanced(
 ) -> SchedulerSnapshot | None:
     """Return a scheduler's state at a count, with the parameter groups that it sets; None if it is not torch's.
 
-    Args:
-        scheduler: it is not changed.
-        state: its state before.
-        groups: parameter groups before; the parameters in them do not matter.
-        count: the count to reach.
+    The scheduler is not changed: ``state`` and ``groups`` are those before, whose parameters do not matter.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.8)
@@ -378,7 +357,6 @@ def _own(value: Any) -> Any:
 
 
 def count_in(state: Mapping[str, Any]) -> int:
-    """Return the count in a scheduler's state; -1 without one."""
     while "last_epoch" not in state:
         inside = state.get("_schedulers")
         if not inside:
@@ -394,7 +372,9 @@ def caught_up(
     counts: Sequence[Counts],
     earlier: Mapping[Any, SchedulerSnapshot | None],
 ) -> list[Counts]:
-    """Set the schedulers in a checkpoint, in place, to its moment, as if they had kept pace.
+    """Set the schedulers in a checkpoint, in place, to its moment, as if they had kept pace; return their counts in it.
+
+    A scheduler that only the user's module can step keeps its own.
 
     Args:
         checkpoint: Lightning's checkpoint.
@@ -402,9 +382,6 @@ def caught_up(
         optimizers: optimizers of the Trainer.
         counts: each scheduler's present and target count; an empty tuple for one that counts no steps.
         earlier: earlier states, from which those beyond their targets start again.
-
-    Returns:
-        The counts in the checkpoint. A scheduler that only the user's module can step keeps its own.
     """
     states, saved = checkpoint.get("lr_schedulers", ()), checkpoint.get("optimizer_states", ())
     if len(states) != len(counts) or len(saved) != len(optimizers):

@@ -1,8 +1,7 @@
 """The progress of a run in samples of all groups, and the remaining steps of DDP.
 
-Lightning compares the steps of one rank with max_steps. If several groups train, these are not the steps of DDP, which
-`RunProgress` computes, also after a resume, with the limit for the loops' own steps, so that the run ends where DDP's
-would.
+Lightning compares the steps of one rank with max_steps. With several groups `RunProgress` computes the steps of DDP,
+also after a resume, and the limit for the loops' own steps, so that the run ends where DDP's would.
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ class RunProgress:
         return self.limits.plan(self._data.leases, self.progress, trained)
 
     def trained_spans(self, epoch: int) -> Spans:
-        """Return the trained ranges of an epoch by the checkpoint."""
+        """Return the trained ranges of an epoch, as the checkpoint has them."""
         leases = self._data.leases
         if leases is None:
             return ()
@@ -163,7 +162,6 @@ class RunProgress:
         return has_begun and trained < self.progress.budget(leases.total, epoch)
 
     def now(self) -> Progress:
-        """Return the run's progress with the current reference batch."""
         assert self.progress is not None
         assert self._data.leases is not None
         self.progress = replace(self.progress, reference=self.limits.reference(self._data.leases))
@@ -239,7 +237,6 @@ class RunProgress:
         return batches_trained(self.trainer) * self.progress.reference.batch
 
     def known_spans(self) -> Spans:
-        """Return the ranges of the current epoch that this rank knows to be trained."""
         leases = self._data.leases
         if leases is None:
             return ()
@@ -250,7 +247,6 @@ class RunProgress:
         return ((0, min(before + size_of(leases.trained_spans), leases.total)),)
 
     def expected_batches(self, plan: EpochPlan, done: int) -> int:
-        """Estimate this rank's batches in an open-ended epoch with ``done`` ones."""
         seen = min(self.seen, plan.budget)
         return max(done + 1, -(-done * plan.budget // seen) if seen else self.now().batches)
 
@@ -316,7 +312,6 @@ class RunProgress:
 
     @property
     def is_limit_reached(self) -> bool:
-        """Return whether this rank has taken the steps that the loops allow."""
         limit = self.trainer.max_steps if self.step_limit is None else self.step_limit
         return -1 < limit <= self.trainer.global_step
 

@@ -54,11 +54,9 @@ class RunSchedulers:
         self._trainer = trainer
 
     def resume(self, counts: Sequence[Sequence[int]]) -> None:
-        """Store the checkpoint's counts: see `Pacer.counts_at`."""
         self._resumed = counts
 
     def start(self, count_from_here: bool) -> None:
-        """Advance the schedulers to the run's progress before the first epoch."""
         self.begin_epoch()
         counts, self._resumed = arrive(self._configs, self._resumed, self._counts), ()
         if count_from_here:
@@ -90,7 +88,6 @@ class RunSchedulers:
         self.note_synchronized()
 
     def note_synchronized(self) -> None:
-        """Store the schedulers' states, since everything is exchanged."""
         self.synchronized = {each: standing(each) for each in self._pacer.schedulers} if self._pacer else {}
 
     @property
@@ -117,7 +114,6 @@ class RunSchedulers:
             self._pacer.keep_up()
 
     def catch_up(self) -> None:
-        """Advance the schedulers to the end of an epoch."""
         if self._pacer is not None:
             self._pacer.catch_up()
         elif self._run.progress is not None:  # Lightning alone has stepped them, as under DDP
@@ -163,14 +159,11 @@ class RunSchedulers:
 
 
 class Plateaus:
-    """The plateau schedulers of one fit."""
-
     def __init__(self) -> None:
         self._validated: set[str] | None = None  # metrics of validations; None until there was one
         self._points = 0
 
     def begin(self, plan: EpochPlan, trained: int) -> None:
-        """Begin an epoch after ``trained`` of its samples."""
         self._points = (trained + plan.validate_offset) // plan.validate_every if plan.validate_every else 0
 
     def stepped_by_batches(self, trainer: Trainer, configs: list[Any]) -> list[Any]:
@@ -179,12 +172,8 @@ class Plateaus:
     def validated(self, trainer: Trainer, before: dict[str, Any], plan: EpochPlan, batches: int, size: int) -> None:
         """Step the schedulers that are due, after a validation that this rank's callbacks have received.
 
-        Args:
-            trainer: the Trainer of this rank.
-            before: metrics before the validation.
-            plan: plan of the epoch.
-            batches: batches of the epoch under DDP, if it is over; 0 inside it.
-            size: samples in a batch of all ranks.
+        ``before`` are the metrics before it. ``batches`` are those of the epoch under DDP if it is over, or 0; ``size``
+        is the number of samples in a batch of all ranks.
         """
         now = cached_metrics(trainer)
         self._validated = (self._validated or set()) | {name for name in now if now[name] is not before.get(name)}

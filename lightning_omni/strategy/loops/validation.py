@@ -93,10 +93,8 @@ class PublishedValidation:
     def go_on(self, plan: EpochPlan | None, trained: int, is_dynamic: bool) -> None:
         """Begin or continue an epoch after the groups were formed. All ranks call it.
 
-        Args:
-            plan: plan of the epoch's data; None if it is not leased.
-            trained: samples of it that are trained.
-            is_dynamic: whether samples are drawn from the server.
+        ``plan`` is None if data is not leased; ``trained`` samples are trained; with ``is_dynamic`` the server deals
+        them out.
         """
         trainer, world = self._joined
         self._plan, self._have_all_ended = plan, False
@@ -118,7 +116,6 @@ class PublishedValidation:
         return msgspec.structs.replace(plan, validate_every=0, validate_offset=0) if self.is_on else plan
 
     def _reason(self) -> str:
-        """Return why groups must wait for each other to validate, or nothing."""
         trainer, world = self._joined
         if world.method.evaluated == "mean":
             return f"{type(world.method).__name__} evaluates the mean of all groups' weights"
@@ -148,7 +145,7 @@ class PublishedValidation:
     def is_due(self, coming: Batch | None) -> bool:
         """Return whether this group is to validate before its next batch, ``coming``.
 
-        At a validation point, claim the validation from the server. All members of the group call it.
+        At a validation point, the group claims the validation from the server. All its members call it.
         """
         if coming is None or (point := self._point(coming.start)) <= self._passed:
             return False
@@ -158,7 +155,6 @@ class PublishedValidation:
         return self.evaluates > 0
 
     def run(self, run: Callable[[], Any], progress: Progress | None) -> Any:
-        """Run the validation loop over all data on this group."""
         trainer, world = self._joined
         number = self.evaluates
         self._begun.add(number)
@@ -206,7 +202,6 @@ class PublishedValidation:
         return bool(is_missed)
 
     def _end_next(self) -> None:
-        """Pass the next validation to the callbacks."""
         trainer, world = self._joined
         self._ended += 1
         result = world.versions.read(self._ended)

@@ -3,8 +3,8 @@
 Rank 0 writes the settings, with the key, as the first line of standard input. Any further byte, or the end of standard
 input, ends the run; data loaders forked since hold the other end of the pipe, too, so that end may be late. The server
 writes one line with its address to standard output. A server that saves its state is forked, so that a successor can
-continue when it is killed (`supervisor`). A server that holds a partition of the parameters ends with the coordinating
-server instead.
+continue when it is killed (`process.supervise`). A server that holds a partition of the parameters ends with the
+coordinating server instead.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ _log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Serve one parent process, either directly or in a forked process that this one supervises."""
     ignore_signals()
     logging.basicConfig(format="lightning-omni server: %(message)s", level=logging.WARNING)
     parent = os.getppid()

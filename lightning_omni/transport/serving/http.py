@@ -1,11 +1,10 @@
-"""HTTP for a server: metrics for Prometheus, status as JSON, and probes, from a snapshot of the server's loop.
+"""HTTP for a server: metrics for Prometheus, status as JSON, and probes.
 
 Rule 1: the HTTP server never accesses the server's state. Its own threads answer requests from the last snapshot.
 Rule 2: requests are bounded in time and size, and open connections in number. No request changes anything; every
 process that can connect can read, without a key.
-
-Every number was measured or counted by the server, or reported by a rank with its heartbeat. Unknown values are left
-out.
+Rule 3: every number was measured or counted by the server, or reported by a rank with its heartbeat. Unknown values are
+left out.
 """
 
 from __future__ import annotations
@@ -142,8 +141,6 @@ class _StatusHTTPServer(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """A handler that answers one request and closes the connection."""
-
     server: _StatusHTTPServer
     server_version, sys_version = "lightning-omni", ""
     timeout = REQUEST_TIME
@@ -214,7 +211,7 @@ def check_installed() -> None:
 
 
 def status_json(overview: m.Overview, age: float, updated: float) -> bytes:
-    """Return an overview as JSON, with its ``age`` in seconds, and its time ``updated`` in seconds since 1970."""
+    """Return an overview as JSON, with its age and the time of its snapshot since 1970, both in seconds."""
     plain = msgspec.to_builtins(overview)
     return msgspec.json.encode({**plain, "snapshot_age": age, "time": updated}) + b"\n"
 
@@ -227,11 +224,8 @@ def format_of(accept: str) -> str:
 def metrics_text(overview: m.Overview, taken: float, accept: str = "", is_of_run: bool = True) -> tuple[bytes, str]:
     """Return an overview in the format that Prometheus reads, and its content type.
 
-    Args:
-        overview: overview of the run.
-        taken: when the overview was taken, in seconds since 1970.
-        accept: formats that the reader accepts; OpenMetrics is returned if it is among them.
-        is_of_run: whether to include the run's metrics; otherwise only those of the server.
+    OpenMetrics is returned if the reader's ``accept`` has it. ``taken`` is in seconds since 1970. Unless ``is_of_run``,
+    only the server's own metrics are included.
     """
     from prometheus_client import CollectorRegistry, ProcessCollector
     from prometheus_client.exposition import choose_encoder
@@ -248,7 +242,6 @@ def metrics_text(overview: m.Overview, taken: float, accept: str = "", is_of_run
 
 
 def families(overview: m.Overview, taken: float) -> Iterator[Metric]:
-    """Yield the metrics of a run; ``taken`` is in seconds since 1970."""
     yield from _of_run(overview, taken)
     if overview.plan is not None:
         yield from _of_epoch(overview.plan, overview.trained)

@@ -54,11 +54,9 @@ class ServerSettings(msgspec.Struct, frozen=True):
         host: address to bind; empty if all ranks are on this machine: sockets in a private directory, where possible.
         wire_formats: class paths of user-defined wire formats.
         transports: class path of a user-defined transport, if any.
-        servers: number of servers, including this one.
-        number: number of this server; number 0 coordinates the others.
         coordinator: address of server 0, for the others.
         state: directory for the server's state, or its share of it; empty to save none.
-        restore: number of the save from which a server with a partition continues; 0 if there is none.
+        restore: number of the save from which a server with a partition continues; 0 for none.
         save_every: seconds between two saves.
         progress_timeout: as in `ServerCore`; None for infinite.
         again: address of an earlier server that is gone and whose run this one continues.
@@ -89,8 +87,6 @@ class ServerSettings(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """The answer of the server process on its standard output."""
-
     address: str
     error: str = ""
 
@@ -99,9 +95,7 @@ class ServerProcess:
     """The process of the embedded parameter server. The constructor does not wait for it.
 
     It is not a thread, because the optimizer step and the sockets would take time from the trainer's interpreter.
-
-    Args:
-        settings: None if they are not available yet: the process imports its modules and waits for `configure`.
+    Without ``settings``, it imports its modules and waits for `configure`.
     """
 
     def __init__(self, settings: ServerSettings | None = None) -> None:
@@ -119,7 +113,6 @@ class ServerProcess:
             self.configure(settings)
 
     def configure(self, settings: ServerSettings) -> None:
-        """Send the settings to a process that was started without them."""
         assert self._process.stdin is not None
         self.is_told = True
         self._deadline = time.monotonic() + STARTS_WITHIN
@@ -156,7 +149,6 @@ class ServerProcess:
         return self._process.wait()
 
     def leave(self) -> None:
-        """Close the pipes before this process ends."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):
@@ -171,7 +163,6 @@ class ServerProcess:
         self.leave()
 
     def stop(self, timeout: float = 5.0) -> None:
-        """End the server and wait; kill it after the timeout."""
         self.dismiss()
         try:
             self._process.wait(timeout)
@@ -281,9 +272,9 @@ _END = b"end"
 
 
 def can_supervise() -> bool:
-    """Return whether this process may fork servers.
+    """Return whether this process may fork servers: on Linux, with one thread.
 
-    It may on Linux, with one thread. On macOS a fork is unsafe: system libraries may have threads.
+    On macOS a fork is unsafe: system libraries may have threads.
     """
     return sys.platform == "linux" and threading.active_count() == 1
 
@@ -298,9 +289,7 @@ class Lifeline:
     """A forked server's connection to its supervisor. When that is gone, the process ends at once.
 
     It does not clean up, as if killed, so that the next server finds the state, the sockets and the port free.
-
-    Args:
-        report: last report of the previous server; empty for the first one.
+    ``report`` is the last one of the previous server; empty for the first server.
     """
 
     def __init__(self, wire: socket.socket, report: str) -> None:
@@ -336,8 +325,8 @@ def supervise(is_over: Callable[[], bool], tell: Callable[[str], None], wake_on:
         wake_on: descriptors that, once readable, cause a call of ``is_over`` at once.
 
     Returns:
-        In the forked process, its `Lifeline`. In the supervisor, its exit status, once the server has ended in good
-        order or has been restarted too often.
+        The `Lifeline` of the forked process; in the supervisor its exit status, once the server has ended in good order
+        or has been restarted too often.
     """
     report, fallen = "", 0
     gc.freeze()  # the collector writes to the objects it visits, which would end their sharing between processes

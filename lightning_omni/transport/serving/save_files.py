@@ -37,7 +37,6 @@ def file_of(folder: Path, kind: str, number: int) -> Path:
 
 
 def numbers_in(folder: Path, kind: str) -> list[int]:
-    """Return the numbers of the files with this prefix, in order."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:  # its server has not started yet
@@ -64,7 +63,7 @@ def write_save(folder: Path, number: int, packed: Packed, buffer: Tensor) -> OSE
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """Return the contents of a save: see `lightning_omni.server.core.ServerCore.state`."""
+    """Return the contents of a save, as in `lightning_omni.server.core.ServerCore.state`."""
     try:
         data = Path(path).read_bytes()
         head = len(_MARK) + LENGTH

@@ -1,15 +1,14 @@
 """The server's state on disk, from which another server can continue when this one is gone.
 
-A save is a file of plain data and tensors, in their wire encoding (`lightning_omni.wire.codec`). It is written beside
-the last save and then renamed. Each save has a journal (`lightning_omni.wire.journal`) of the answers sent to ranks
-after it. The operating system has every entry before the answer is sent, so the journal outlives the process.
+A save is a file of plain data and tensors (`lightning_omni.wire.codec`), written beside the last one and then renamed.
+Each has a journal (`lightning_omni.wire.journal`) of the answers sent to ranks after it. The operating system has every
+entry before the answer is sent, so the journal outlives the process.
 
-Rule: the state is copied between two messages, while the server waits; a separate thread writes the copy.
-Rule: a failed save is repeated when the next one is due, and the last save stays until another one is written. If the
+Rule 1: the state is copied between two messages, while the server waits; a separate thread writes the copy.
+Rule 2: a failed save is repeated when the next one is due, and the last save stays until another one is written. If the
 journal lacks an entry, no server continues from an earlier save, because it would contradict answers that ranks have.
-
-Several servers save a consistent state by a command of the coordinating server, which alone has a journal. A save
-counts once all have written theirs.
+Rule 3: several servers save a consistent state by a command of the coordinating server, which alone has a journal. A
+save counts once all have written theirs.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ class StateDirectory:
     """The directory in which a server saves its state, used by one server at a time.
 
     Args:
-        path: it is created if missing, and only its user may enter it.
+        path: created if missing; only its user may enter it.
         every: seconds between two saves.
         reconnect_timeout: seconds for which ranks look for the server when it is gone.
         servers: number of servers; this one coordinates.
@@ -179,7 +178,7 @@ class StateDirectory:
         """Choose, record and return this server's start time in milliseconds.
 
         The lock file's modification time stores it, so that it is later than those before even if the clock was set
-        back; that needs no space on a disk that may be full. If it cannot be stored, only the clock orders the servers.
+        back; that needs no space on a full disk.
         """
         started = max(time.time_ns(), os.fstat(self._lock).st_mtime_ns + _MILLISECOND) // _MILLISECOND
         with contextlib.suppress(OSError):
@@ -336,7 +335,6 @@ class StateDirectory:
         return names[0] if names else ""
 
     def _keep_ended(self, number: int) -> None:
-        """Rename a save from which no server continues."""
         if not self._others:
             with contextlib.suppress(OSError):
                 file_of(self._path, SAVED, number).rename(self._path / ENDED)
@@ -365,7 +363,6 @@ class StateDirectory:
         return sorted(set.intersection(*(set(numbers_in(folder, SAVED)) for folder in self._folders)))
 
     def _remove_parts(self, but: set[int]) -> None:
-        """Remove all saves of several servers but these numbers."""
         for folder in self._folders if self._others else ():
             for number in set(numbers_in(folder, SAVED)) - but:
                 file_of(folder, SAVED, number).unlink(missing_ok=True)
@@ -392,7 +389,7 @@ class StateDirectory:
 class ShareDirectory:
     """The directory in which a server saves its share, at the coordinating server's command.
 
-    While the coordinating server holds its own directory, no other server uses this.
+    The coordinating server's lock on its own directory protects this one.
     """
 
     def __init__(self, path: str | Path) -> None:

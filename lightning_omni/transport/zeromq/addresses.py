@@ -1,8 +1,7 @@
 """Addresses of sockets, and the private directory that holds the sockets of a run on one node.
 
-Only its user may enter that directory. The server creates it and locks it while it lives, so that every process can
-tell whether it is in use, also after ``kill -9``. The last process to end removes it, or else the next server that
-starts.
+Only its user may enter that directory. The server locks it while it lives, so that every process can tell whether it is
+in use, also after ``kill -9``. The last process to end removes it, or else the next server that starts.
 """
 
 from __future__ import annotations
@@ -69,7 +68,6 @@ def sibling(address: str, name: str) -> str:
 
 
 def remove_if_abandoned(address: str) -> None:
-    """Remove the directory of an address if its server is gone."""
     if is_private(address):
         _remove_if_abandoned(directory_of(address))
 

@@ -87,8 +87,8 @@ class ControlConnection(Control):
         key: as for `lightning_omni.transport.Transport.join`, and so are the others.
         connect_timeout: seconds to wait for the server's first answer.
         on_end: called from the second thread when this rank must stop.
-        encryption: ``"curve"`` or ``"off"``, as the server's; sockets in a private directory need none.
-        shared_memory: whether to exchange tensors with a server on this machine through shared memory where possible.
+        encryption: as in `ZeroMQ`, and as the server's.
+        shared_memory: as in `ZeroMQ`.
     """
 
     def __init__(
@@ -370,7 +370,7 @@ class Session:
 
     Attributes:
         secret: secret of this rank's process and the server; it is never sent.
-        memory: path of the socket that passes memory to the server; empty if none does.
+        memory: path of the socket that passes memory to the server; empty for none.
     """
 
     address: str
@@ -381,12 +381,9 @@ class Session:
 
 
 class DataConnection(Data):
-    """A rank's data connection, as `Data`.
+    """A rank's data connection; ``timeout`` is in seconds, for any one answer.
 
-    Args:
-        session: session of the control connection.
-        check: called while waiting; raises if waiting is of no use any more.
-        timeout: seconds to wait for any one answer.
+    ``check`` is called while waiting, and raises if waiting is of no use any more.
     """
 
     def __init__(self, session: Session, check: Callable[[], None], timeout: float = 300.0) -> None:

@@ -28,7 +28,7 @@ class SuspendAwareClock:
     """A monotonic clock that stops with its process.
 
     A job that is stopped and resumed (Ctrl-Z and ``fg``, ``scontrol suspend``, a migrated virtual machine) resumes as a
-    whole: the silence of the others was this process's own pause, as it is for a server that one message kept busy.
+    whole: the silence of the others was this process's own pause.
 
     Example:
         >>> moments = iter([0.0, 0.5, 1.0, 61.0, 61.5])
@@ -117,13 +117,10 @@ class Dialed:
             raise
 
     def ask(self, message: m.Message, expect: type[Answer], deadline: float, check: Callable[[], None]) -> Answer:
-        """Send a message and return its answer.
+        """Send a message and return its answer, of type ``expect``.
 
-        Args:
-            message: the message.
-            expect: the kind of the answer.
-            deadline: time on the monotonic clock, after which `TimeoutError` is raised.
-            check: called while waiting; raises if waiting is of no use any more.
+        ``check`` is called while waiting, and raises if waiting is of no use any more. After ``deadline``, on the
+        monotonic clock, `TimeoutError` is raised.
         """
         try:
             self.wire.send(m.encode(message), zmq.NOBLOCK)
@@ -199,7 +196,6 @@ def dial(
 
 
 def attach(attempt: Dialed, deadline: float, secret: bytes, number: int, check: Callable[[], None]) -> None:
-    """Authenticate both sides of a connection by their shared secret."""
     handshake.attach(
         lambda message, expect: attempt.ask(message, expect, deadline, check),
         secret,

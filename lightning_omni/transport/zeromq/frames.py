@@ -1,14 +1,13 @@
 """The layout of messages and payloads in ZeroMQ frames.
 
-On the data channel a message is one frame. Its payload follows in ZeroMQ messages of two frames: an empty frame, and at
-most half a megabyte of bytes. (One frame of 100 MB is half as fast, because it cannot be copied out while the rest
-arrives.) If the payload is in memory that both processes share, a second frame of the message holds its range, and
-nothing follows. A larger message is announced by a `LargeMessage` and sent in such pieces, too. On the control channel,
-message and payload are the frames of one ZeroMQ message.
+On the control channel, message and payload are the frames of one ZeroMQ message. On the data channel a message is one
+frame, and its payload follows in ZeroMQ messages of two frames: an empty frame, and at most half a megabyte of bytes.
+(One frame of 100 MB is half as fast, because it cannot be copied out while the rest arrives.) If the payload is in
+memory that both processes share, a second frame of the message holds its range, and nothing follows. A larger message
+is announced by a `LargeMessage` and sent in such pieces, too.
 
-Large answers are sent piece by piece: the weights that a joining group reads would, at once, occupy the server and the
-link as long as an exchange, and all other groups would wait. Sending costs a few times as much as a copy, whose
-duration is measured, and is spread over many times as long.
+The weights that a joining group reads would, sent at once, occupy the server and the link as long as an exchange. So
+large answers are sent piece by piece, over many times the measured duration of a copy.
 
 Rule: an answer is consistent. It is copied before the next message, and the weights may change while it is sent.
 """
@@ -68,12 +67,7 @@ _Sent = tuple[memoryview, zmq.MessageTracker]
 
 
 class Assembly:
-    """The assembly of one payload from its chunks.
-
-    Args:
-        buffer: uint8, exactly as long as the payload.
-        places: ranges of shared memory that were sent with the message.
-    """
+    """The assembly of one payload from its chunks, or from ``places`` in shared memory."""
 
     def __init__(self, message: Message, buffer: Tensor, places: MemoryRanges = NO_RANGES) -> None:
         self.message = message
@@ -138,7 +132,6 @@ class Copies:
             self._free.pop()
 
     def _reclaim(self) -> None:
-        """Take back the memory of frames that have been sent."""
         sent, self._sent = self._sent, []
         for block, tracker in sent:
             if tracker.done:
@@ -178,7 +171,6 @@ class Untaken:
 
 
 def message_frames(message: Message, places: MemoryRanges = NO_RANGES) -> Iterator[list[Any]]:
-    """Yield the ZeroMQ messages of a message on the data channel."""
     data = encode(message)
     behind = [encode_record(places)] if places != NO_RANGES else []
     if len(data) <= CHUNK:
@@ -190,7 +182,6 @@ def message_frames(message: Message, places: MemoryRanges = NO_RANGES) -> Iterat
 
 
 def configure(socket: zmq.Socket[bytes], largest_frame: int) -> None:
-    """Set the options common to all sockets."""
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, largest_frame)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIME)
@@ -211,12 +202,7 @@ LONGEST = 20.0
 
 @dataclass
 class _Stream:
-    """An answer that is being sent.
-
-    Attributes:
-        interval: seconds between two pieces.
-        due: when the next piece may be sent.
-    """
+    """An answer that is being sent, with ``interval`` seconds between two pieces, the next of which is ``due``."""
 
     socket: zmq.Socket[bytes]
     peer: bytes
@@ -226,11 +212,7 @@ class _Stream:
 
 
 class PacedAnswers:
-    """The large answers that are being sent.
-
-    Args:
-        clock: the clock of the loop that waits until a piece is `due`.
-    """
+    """The large answers that are being sent; ``clock`` is that of the loop that waits until a piece is `due`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -241,12 +223,9 @@ class PacedAnswers:
         return min((each.due for each in self._streams), default=float("inf"))
 
     def begin(self, socket: zmq.Socket[bytes], peer: bytes, payload: Tensor) -> None:
-        """Start to send the payload of an answer whose message has been sent.
+        """Start to send a payload (uint8, one-dimensional) over a ROUTER, after its message. It may change at once.
 
-        Args:
-            socket: a ROUTER.
-            peer: the receiver, which is sent nothing else on this socket meanwhile.
-            payload: uint8, one-dimensional; it may change at once.
+        The peer is sent nothing else on this socket meanwhile.
         """
         began = self._clock()
         copy = payload.clone()

@@ -1,14 +1,12 @@
-"""Limits on strangers: which TCP connections a listening process has, which were admitted, and which must end.
+"""Limits on strangers: connections that have not shown the run's key, their rate, and the log lines about them.
 
 ZeroMQ cannot end a single connection of a socket. But the descriptors of all connections belong to this process, and
-the socket's monitor reports them. So the guard itself ends connections that have not shown the run's key, when too many
-of them are open or one takes too long. Ranks reconnect by themselves.
+the socket's monitor reports them. So the guard itself ends connections that have not shown the key, when too many of
+them are open or one takes too long. Ranks reconnect by themselves.
 
-Rate limits on the effects of strangers: connections, which the kernel then leaves unanswered, and log lines.
-
-A stranger can reopen an ended connection at once, at less cost than this process has with it, and could leave no time
-for the exchange. So a listening socket accepts connections at a limited rate. Connections of ranks with the key do not
-count, and an unanswered connection is retried by the system.
+A stranger can reopen an ended connection at once, at less cost than this process has with it. So a listening socket
+accepts connections at a limited rate, and the kernel leaves others unanswered, which the system of the other side
+retries. Connections of ranks with the key do not count.
 """
 
 from __future__ import annotations
@@ -98,10 +96,7 @@ class ConnectionGuard:
     def listen(self, endpoint: str, largest_frame: int, most_unread: int = 1000) -> zmq.Socket[bytes]:
         """Return a listening socket that is watched from before it is bound, except in a private directory.
 
-        Args:
-            endpoint: endpoint to bind.
-            largest_frame: largest frame that is accepted, in bytes.
-            most_unread: messages of a connection that may wait to be read.
+        It accepts frames of at most ``largest_frame`` bytes, and queues ``most_unread`` messages of a connection.
 
         Raises:
             ConfigurationError: this machine cannot encrypt; the guard is closed, as after any other error.
@@ -132,7 +127,6 @@ class ConnectionGuard:
 
     @contextlib.contextmanager
     def deciding(self) -> Iterator[None]:
-        """Keep the guard from ending connections meanwhile."""
         with self._lock:
             self._read_events()
             yield
@@ -145,7 +139,6 @@ class ConnectionGuard:
                 listener.let_in(descriptor)
 
     def close(self) -> None:
-        """Stop watching; called before the sockets are closed."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -385,7 +378,6 @@ class Gate:
         self._left = min(BURST, self._left + 1.0)
 
     def poll(self, now: float) -> None:
-        """Close or open the gate, depending on the connections so far."""
         self._left = min(BURST, self._left + RATE * (now - self._since))
         self._since = now
         if not self.is_shut and self._left < 0.0:
@@ -423,7 +415,7 @@ class RefusalLog:
         self._said = self._left_out = 0
 
     def write(self, what: str, about: str) -> None:
-        """Write one line; ``about`` may hold bytes from outside."""
+        """Write one line; ``about`` may hold text from outside."""
         with self._lock:
             now = time.monotonic()
             if now - self._began >= SECONDS:

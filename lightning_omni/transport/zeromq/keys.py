@@ -1,7 +1,7 @@
 """The single key of a run: its sources, and the secrets derived from it.
 
-Every listening TCP socket is a CURVE server whose key pair is derived from the run's key, as are the one key pair of
-all ranks and the secret by which leaders authenticate each other. A process without that key has neither public key: a
+Every listening TCP socket is a CURVE server. Its key pair, the one key pair of all ranks and the secret by which
+leaders authenticate each other are derived from the run's key. A process without that key has neither public key: a
 CURVE server does not answer its first message, and none of its frames reaches the code behind the socket.
 """
 
@@ -46,11 +46,10 @@ def key_of_environment() -> bytes | None:
 
 
 def load_key(path: Path | None = None) -> bytes:
-    """Return the key for a server that is running.
+    """Return the key of a server that is running, from a key file.
 
-    Args:
-        path: a key file; by default the environment variable ``LIGHTNING_OMNI_KEY`` (hexadecimal), then the file that
-            ``lightning-omni serve`` creates.
+    Without ``path``, it is that of the environment variable ``LIGHTNING_OMNI_KEY`` (hexadecimal), if set; otherwise
+    that of the file that ``lightning-omni serve`` creates.
     """
     if path is None and (key := key_of_environment()) is not None:
         return key
@@ -73,10 +72,9 @@ def is_open_to_others(path: Path | None = None) -> bool:
 
 
 def load_or_create(path: Path | None = None) -> tuple[bytes, Path | None]:
-    """Return the user's key; create it on first use, readable by the user alone.
+    """Return the user's key and its file (None for the environment variable).
 
-    Returns:
-        The key, and the file that holds it (None for the environment variable).
+    The key is created on first use, readable by the user alone.
     """
     if path is None and os.environ.get(ENVIRONMENT):
         return load_key(), None
@@ -117,8 +115,7 @@ def check_encryption(encryption: str) -> None:
 class RunKeys:
     """The secrets of a run, derived from its key (HKDF, RFC 5869).
 
-    Attributes:
-        peers: secret by which leaders authenticate each other.
+    ``peers`` is the secret by which leaders authenticate each other.
     """
 
     def __init__(self, key: bytes, encryption: str = "curve") -> None:
@@ -131,7 +128,6 @@ class RunKeys:
         return self.encryption == "curve" and not is_private(address)
 
     def prepare(self, socket: zmq.Socket[bytes], address: str, side: Literal["server", "client"]) -> None:
-        """Set the keys of one side on a socket, before it is bound or connected."""
         if not self.encrypts(address):
             return
         import zmq

@@ -43,7 +43,7 @@ class Observer:
     Args:
         address: the server's control socket, ``tcp://host:port`` or ``ipc:///directory/control``.
         key: the run's shared secret.
-        encryption: ``"curve"`` or ``"off"``, as the server's; sockets in a private directory need none.
+        encryption: ``"curve"`` or ``"off"``, as the server's.
         timeout: seconds to wait for the connection.
 
     Raises:
@@ -82,11 +82,7 @@ class Observer:
         return self._ask(m.AskOverview(), m.Overview)
 
     def evict(self, group: m.GroupStatus, bars: bool = False) -> None:
-        """Remove a group from the run.
-
-        Args:
-            group: the group, as in the overview.
-            bars: whether to bar groups from the same addresses from joining the run again.
+        """Remove a group from the run; with ``bars``, groups from its addresses may not join again.
 
         Raises:
             Refused: the group has left, the run would end without it, or groups do not join the run on their own.
@@ -123,8 +119,8 @@ class Observer:
         """Send bytes to the server repeatedly and receive bytes back.
 
         Args:
-            payload: bytes to send, at most `lightning_omni.wire.messages.LARGEST_INLINE`.
-            back: number of bytes to receive, at most `lightning_omni.wire.messages.LARGEST_ECHO`.
+            payload: bytes to send, at most `LARGEST_INLINE`.
+            back: number of bytes to receive, at most `LARGEST_ECHO`.
             under_way: number of concurrent requests.
             seconds: time during which further requests are sent; with 0 only the first ones are.
         """

@@ -43,13 +43,9 @@ UNREAD = 2
 
 
 class PeerSocket:
-    """The listening side of a leader: it publishes weights and receives messages.
+    """The listening side of a leader, which publishes weights and receives messages.
 
-    Args:
-        endpoint: ``tcp://host:*`` or ``ipc:///directory/name``.
-        layouts: layout of each optimizer's parameters.
-        keys: secrets of the run; only a peer that holds them is answered.
-        wire_format: encoding of the weights.
+    Its endpoint is ``tcp://host:*`` or ``ipc:///directory/name``. It answers only peers that hold ``keys``.
     """
 
     def __init__(self, endpoint: str, layouts: Sequence[Layout], keys: RunKeys, wire_format: WireFormat = RAW) -> None:
@@ -224,7 +220,6 @@ class PeerConnections:
         self.dropped = self.moved = 0
 
     def read(self, group: int, optimizer: int) -> list[Tensor] | None:
-        """Return the weights that a group has published, as CPU tensors; None if it has published none or is gone."""
         published, layout = self._ask(group, m.ReadPublished(optimizer=optimizer)), self._layouts[optimizer]
         if published is None or not published.number:
             return None
@@ -241,7 +236,6 @@ class PeerConnections:
         return layout.views(decode(self._format, assembly.buffer, layout, Memory()))
 
     def send(self, group: int, optimizer: int, tensors: Sequence[Tensor]) -> None:
-        """Put weights into a group's inbox, unless it has too many unread messages."""
         if not self._takes(group):
             return
         buffer = self._format.encode(tensors, self._layouts[optimizer], {}, Memory()).payload
@@ -252,7 +246,6 @@ class PeerConnections:
         self.moved += buffer.numel()
 
     def _takes(self, group: int) -> bool:
-        """Return whether a message to a group would be sent now."""
         if group not in self._addresses or self._is_lost(group):
             return False
         wire = self._wire(group)
@@ -326,7 +319,6 @@ class PeerConnections:
             raise ConnectionLost(f"group {group} is gone")
 
     def _ask(self, group: int, question: m.ReadPublished) -> m.Published | None:
-        """Return a group's answer, if any."""
         if group not in self._addresses or self._is_lost(group):
             return None
         if self._wire(group) is None or not self._send(group, [m.encode(question)]):
@@ -375,9 +367,7 @@ class PeerConnections:
 class PeerWires(PeerConnections):
     """The connections of a leader with the other leaders, in both directions.
 
-    Args:
-        server: address of the server's control socket.
-        everywhere: whether leaders on other machines must be able to reach this one.
+    Unless ``everywhere``, only leaders on this machine must be able to reach it.
     """
 
     def __init__(

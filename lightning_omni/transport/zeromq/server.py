@@ -76,11 +76,7 @@ BURST = 64
 class CoordinatorLink:
     """A control connection to the coordinating server: it receives commands and sends reports.
 
-    Args:
-        core: state machine of the server that holds a partition.
-        coordinator: address of the coordinating server.
-        address: address of this server's data socket, as ranks can reach it.
-        encryption: ``"curve"`` or ``"off"``, as the coordinating server's.
+    ``address`` is that of this server's data socket, as ranks can reach it.
     """
 
     def __init__(self, core: ServerCore, coordinator: str, address: str, encryption: str) -> None:
@@ -122,7 +118,6 @@ class CoordinatorLink:
         poller.register(self._dialed.monitor, zmq.POLLIN)
 
     def receive(self) -> Iterator[m.Message]:
-        """Yield the received commands in order."""
         for _ in range(BURST):
             try:
                 frames = self._dialed.wire.recv_multipart(zmq.NOBLOCK)
@@ -271,7 +266,6 @@ class ZeroMQServer:
         self._coordinator = CoordinatorLink(self.core, coordinator, reachable(own, coordinator), self._encryption)
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Serve until ``until()`` returns true; it is called several times a second."""
         poller = zmq.Poller()
         for socket in self._sockets.values():
             poller.register(socket, zmq.POLLIN)
@@ -314,7 +308,6 @@ class ZeroMQServer:
         self._send(self.core.lose(0, reason))
 
     def close(self) -> None:
-        """Close both sockets once the queued messages are sent."""
         if self._coordinator is not None:
             self._coordinator.close()
             self._coordinator = None
@@ -394,7 +387,6 @@ class ZeroMQServer:
         return self.core.receive(m.DATA, peer, assembly.message, assembly.buffer, self._clock())
 
     def _begin(self, peer: bytes, message: m.Message, places: MemoryRanges) -> Assembly:
-        """Start to assemble a message whose payload follows in chunks or is in shared memory."""
         nbytes = self.core.check_payload(peer, message)
         is_kept = self.core.keeps_payload(message)
         buffer = torch.empty(nbytes, dtype=torch.uint8) if is_kept else self._buffer(peer, nbytes)

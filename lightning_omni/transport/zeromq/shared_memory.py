@@ -1,21 +1,16 @@
 """Payloads that are not sent: a leader shares memory with a server on its machine, and messages hold ranges in it.
 
-The memory's descriptor is sent over a socket in the run's private directory, with a proof that the sender owns an
+A segment is a memfd: it has a descriptor but no name, and it disappears with the last process that holds it, however
+that ends. Its descriptor is sent over a socket in the run's private directory, with a proof that the sender owns an
 admitted data connection. Messages on that connection then have a second frame, `MemoryRanges`, instead of a payload,
-and so do their answers.
+and so do their answers. Linux only.
 
 Rule 1: the server copies a push out of the leader's memory before it reads it, and copies an answer into it. Neither
 side waits for the other to release memory, and no message refers to data that a dead process left half written.
 Rule 2: a connection may share a few times the size of the server's parameters, and loses all of it when its rank is
 lost.
-
-The memory is created and sealed by one process, checked and mapped by another. Linux only.
-
-A segment is a memfd: it has a descriptor but no name, and it disappears with the last process that holds it, however
-that ends.
-
-Rule 1: a process maps no memory that the creator could shorten, because access to removed pages would end it by SIGBUS.
-Rule 2: the contents of another process's segment may change while they are read. They are copied first, and the copy is
+Rule 3: a process maps no memory that the creator could shorten, because access to removed pages would end it by SIGBUS.
+Rule 4: the contents of another process's segment may change while they are read. They are copied first, and the copy is
 checked.
 """
 
@@ -62,19 +57,13 @@ Anything = TypeVar("Anything")
 
 
 class MemoryRange(msgspec.Struct, frozen=True, array_like=True):
-    """A range of bytes: the segment of a connection, the start in it, and the size."""
-
     segment: int
     start: int
     nbytes: int
 
 
 class MemoryRanges(msgspec.Struct, frozen=True, array_like=True):
-    """The ranges of payloads in shared memory.
-
-    Attributes:
-        payload: range of this message's payload; None if it follows, or the message has none.
-    """
+    """The ranges of a message's own payload (None if it follows, or there is none) and of its answer's."""
 
     payload: MemoryRange | None = None
     answer: MemoryRange | None = None
@@ -86,9 +75,7 @@ NO_RANGES = MemoryRanges()
 class Share(msgspec.Struct, frozen=True, array_like=True):
     """The message that is sent with a descriptor.
 
-    Attributes:
-        segment: each number is higher than the one before on this connection.
-        mac: see `lightning_omni.wire.handshake.share_mac`.
+    ``segment`` numbers are ascending on a connection; ``mac`` is by `lightning_omni.wire.handshake.share_mac`.
     """
 
     rank: int
@@ -124,11 +111,7 @@ def decode_record(data: Any, kind: type[Anything]) -> Anything:
 class Sharing:
     """The memory that a data connection shares with its server, to which a segment is passed on first use.
 
-    Args:
-        path: path of the server's socket; empty to share nothing.
-        rank: rank of the connection.
-        secret: secret of the connection.
-        timeout: seconds to wait for the server.
+    ``path`` is that of the server's socket; empty to share nothing. ``timeout`` is in seconds.
     """
 
     def __init__(self, path: str, rank: int, secret: bytes, timeout: float) -> None:
@@ -137,7 +120,7 @@ class Sharing:
         self._count = 0
 
     def range_of(self, tensor: Tensor | None) -> MemoryRange | None:
-        """Return the range of a tensor of bytes for the server; None if it cannot be shared."""
+        """Return a tensor's range for the server; None if it cannot be shared."""
         if not self._path or tensor is None or not tensor.numel() or (found := find_segment(tensor)) is None:
             return None
         segment, start = found
@@ -175,9 +158,7 @@ class Sharing:
 class SharedMemory:
     """The memory that leaders share with this server, by connection.
 
-    Args:
-        find: returns the data connection of an admitted rank, and its secret; None if there is none.
-        held: returns the bytes of the server's parameters.
+    ``find`` returns a rank's data connection and secret, ``held`` the bytes of the server's parameters.
     """
 
     def __init__(self, find: Callable[[int], tuple[Peer, bytes] | None], held: Callable[[], int]) -> None:
@@ -327,9 +308,7 @@ _NUMBERS = itertools.count(1)
 class Segment:
     """A segment that this process has created.
 
-    Attributes:
-        number: number that no other segment of this process has had.
-        address: address of its first byte in this process.
+    ``number`` is one that no other segment of this process has had, ``address`` that of its first byte here.
     """
 
     number: int
@@ -367,7 +346,6 @@ def shared_zeros(nbytes: int) -> Tensor:
 
 
 def find_segment(tensor: Tensor) -> tuple[Segment, int] | None:
-    """Return this process's segment that holds a tensor of bytes, and the offset in it; None if no segment does."""
     start = tensor.data_ptr()
     for segment in list(_made.values()):
         if segment.address <= start and start + tensor.numel() <= segment.address + segment.nbytes:

@@ -30,13 +30,10 @@ if TYPE_CHECKING:
 class ZeroMQ(Transport, frozen=True, kw_only=True, tag="zeromq"):
     """A transport with two sockets at the server, for messages and tensors, and one at each leader if groups exchange.
 
-    Each side is imported where it is used: a run of one group needs neither.
-
     Attributes:
         encryption: encryption of TCP connections: ``"curve"``, or ``"off"`` on a network whose every user you trust.
         shared_memory: whether a group's leader and a server on the same machine exchange tensors through shared memory
-            where possible: on Linux, with a server whose sockets are in a directory. Otherwise tensors go through
-            sockets.
+            instead of sockets where possible: on Linux, with a server whose sockets are in a directory.
 
     Raises:
         ConfigurationError: the encryption is unknown.

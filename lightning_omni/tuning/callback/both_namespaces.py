@@ -18,7 +18,6 @@ class OmniTuner(OmniTunerHooks):
 
 
 def names_of(pl: ModuleType) -> SimpleNamespace:
-    """Return the names that callbacks use of a namespace."""
     return SimpleNamespace(
         rank_zero_info=pl.utilities.rank_zero_info,
         mixed_precision=pl.plugins.MixedPrecision,

@@ -1,8 +1,6 @@
 """`OmniTuner`: Lightning's hooks, translated into calls of a `Fit`, which decides.
 
-The class serves both of Lightning's namespaces, as the strategy does (see ``pytorch_lightning.py`` and
-``lightning.py``). A `TunedFit` serves runs whose ranks were started together, a `JoinedFit` runs that groups join and
-leave.
+A `TunedFit` serves runs whose ranks were started together, a `JoinedFit` runs that groups join and leave.
 """
 
 from __future__ import annotations
@@ -46,8 +44,6 @@ _LARGER = {"acc", "accuracy", "auc", "auroc", "f1", "precision", "recall", "dice
 
 @dataclass(frozen=True)
 class RemoteResults:
-    """The results of a fit in other processes; `OmniTunerHooks` has the same attributes."""
-
     searches: list[Search] = field(default_factory=list)
     problem: str = ""
     folder: Path | None = None
@@ -56,19 +52,15 @@ class RemoteResults:
 class OmniTunerHooks(_CallbackBase):
     """A callback that chooses groups, method, momentum and learning rate for the shortest predicted time to the target.
 
-    The run begins in one group, as without the tuner, and its first batches are timed: the compute time of each rank
-    and the duration of the all-reduce. From these the tuner predicts the samples per second of every number of groups,
-    method, number of local steps and wire format; their costs in samples are known from other tasks. A scikit-optimize
-    phase then proposes the setting to train with: its surrogate model is this prediction, corrected by the measurements
-    of the run since. When a setting is predicted to be clearly faster, the run switches to it in the middle of the
-    epoch: groups are formed, momentum and learning rate are set, and batches are split in proportion to the ranks'
-    speeds where that pays. If no setting is faster, nothing changes. Groups that are slower than predicted are given
-    up. No batch is discarded, and nothing is trained only to try it. See docs/how-to/tuning.md.
+    The run begins in one group, as without the tuner, and its first batches are timed. From these times the tuner
+    predicts the samples per second of every number of groups, method, number of local steps and wire format; their
+    costs in samples are known from other tasks. scikit-optimize then proposes the setting to train with: its surrogate
+    model is this prediction, corrected by the measurements of the run since. When a setting is predicted to be clearly
+    faster, the run switches to it in the middle of the epoch; groups that are slower than predicted are given up. No
+    batch is discarded, and nothing is trained only to try it. See docs/how-to/tuning.md.
 
-    With ``data="static"``, and with a sampler of your own, groups change at the end of the epoch.
-
-    In a run that groups join on their own (``OmniStrategy(elastic=True)``) their number is given, and momentum and
-    learning rate follow it whenever a group joins, leaves or dies.
+    With ``data="static"``, and with a sampler of your own, groups change at the end of the epoch. In a run that groups
+    join on their own (``OmniStrategy(elastic=True)``) their number is given, and momentum and learning rate follow it.
 
     The callback needs `OmniStrategy`, one optimizer, automatic optimization, and one DataLoader over a map-style
     dataset.
@@ -168,10 +160,7 @@ class OmniTunerHooks(_CallbackBase):
 
     @property
     def searches(self) -> list[Search]:
-        """Return the run's searches so far, including those from the checkpoint that it resumed from.
-
-        Only rank 0's list is complete.
-        """
+        """Return the run's searches so far; only rank 0's list is complete."""
         return self._remote.searches if self._fit is None else self._fit.run.searches
 
     @property
@@ -243,7 +232,6 @@ class OmniTunerHooks(_CallbackBase):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check whether the setting is still the best."""
         self._fitting.epoch_done()
 
     # --- Validation ---------------------------------------------------------------------------------------------------
@@ -262,7 +250,6 @@ class OmniTunerHooks(_CallbackBase):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the report, and inform the user if the target was not reached."""
         self._fitting.ended()
 
     @override
@@ -311,7 +298,7 @@ class OmniTunerHooks(_CallbackBase):
 
 
 def _import_libraries() -> None:
-    """Import libraries, which takes a second or two; their use reports errors of an installation."""
+    """Import slow libraries; their use reports errors of an installation."""
     with frequent_switches(), suppress(ImportError):
         importlib.import_module("scipy.optimize")
         importlib.import_module("skopt")

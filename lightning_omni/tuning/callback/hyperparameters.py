@@ -41,10 +41,6 @@ class Hyperparameters:
     The learning rate is that of the first parameter group at the peak of its schedule (a warm-up has hardly begun when
     a search does); the rates of other groups and of the schedulers change in proportion.
 
-    Args:
-        optimizer: the optimizer.
-        schedulers: the schedulers of its rates.
-
     Raises:
         ConfigurationError: the optimizer has no weights (that of a module whose ``configure_optimizers`` returns None)
             or no learning rate (Adafactor, if it finds its own), or the learning rate is 0.
@@ -67,12 +63,10 @@ class Hyperparameters:
 
     @classmethod
     def of(cls, trainer: Trainer) -> Hyperparameters:
-        """Return the hyperparameters of a Trainer that has one optimizer."""
         return cls(trainer.optimizers[0], [config.scheduler for config in trainer.lr_scheduler_configs])
 
     @property
     def scaling(self) -> Scaling:
-        """Return how learning rates scale with batch and momentum."""
         return Scaling(is_adaptive=not isinstance(self._optimizer, SGD))
 
     @property
@@ -83,7 +77,6 @@ class Hyperparameters:
 
     @property
     def lr(self) -> float:
-        """Return the learning rate at the peak of its schedule."""
         group = self._optimizer.param_groups[0]
         peaks = [vars(each)["max_lrs"][0] for each in self._schedulers if "max_lrs" in vars(each)]
         # The groups of a CyclicLR hold only the lowest rates.
@@ -98,10 +91,9 @@ class Hyperparameters:
         return float(group["betas"][0] if self._has_betas else group.get("momentum", 0.0))
 
     def set_momentum(self, momentum: float) -> None:
-        """Set the momentum (or β1) of all parameter groups.
+        """Set the momentum (or β1) of all parameter groups, unless it is that of the first one already.
 
-        Nothing changes if the optimizer has no momentum, a scheduler changes it, or the first parameter group has this
-        momentum already.
+        Nothing changes if the optimizer has no momentum, or a scheduler changes it.
         """
         if not self.has_momentum or self._is_momentum_scheduled or momentum == self.momentum:
             return
@@ -138,7 +130,7 @@ class Hyperparameters:
     def check_schedules(self) -> None:
         """Check that the schedules follow `scale`, before a search begins.
 
-        Copies of schedulers that are not torch's are stepped, so that the run's own do not change.
+        Copies of schedulers that are not torch's are stepped.
 
         Raises:
             ConfigurationError: their rates are others than those that `scale` sets, or they cannot be copied and
@@ -171,10 +163,8 @@ class Hyperparameters:
     def _rehearsed(self, factor: float) -> np.ndarray[Any, Any]:
         """Return the scaled rates of each parameter group after each step of copied schedulers, shape (steps, groups).
 
-        Their optimizer has the rates of the real one, but not its parameters.
-
-        Raises:
-            Exception: whatever their first step raises. A later one may be beyond the end of the schedule.
+        Their optimizer has the rates of the real one, but not its parameters. An error of the first step is raised; a
+        later one may be beyond the end of the schedule.
         """
         own = self._optimizer
         groups = [{name: each for name, each in group.items() if name != "params"} for group in own.param_groups]

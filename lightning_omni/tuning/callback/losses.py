@@ -1,7 +1,7 @@
 """Rules for the training loss with a chosen setting: divergence, and a plateau that a trial may leave.
 
-A setting that looks good may diverge a thousand batches later. A run that would have gone well without a tuner must not
-end that way; a `RollbackPoint` restores it.
+A setting that looks good may diverge a thousand batches later; a `RollbackPoint` then restores the run, which may have
+gone well without a tuner.
 """
 
 from __future__ import annotations
@@ -21,11 +21,7 @@ from lightning_omni.tuning.search import constants as c
 
 
 class DivergenceGuard:
-    """A running mean of one rank's training loss since the last search.
-
-    Args:
-        threshold: the training loss above which the run has diverged.
-    """
+    """A running mean of one rank's training loss since the last search, which above ``threshold`` means divergence."""
 
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold
@@ -37,7 +33,7 @@ class DivergenceGuard:
         """Record a batch.
 
         Args:
-            loss: its loss, or None if there is none.
+            loss: its loss, if there is one.
             is_guarded: whether a server rejects non-finite pushes, so that a non-finite loss does no harm.
             applied: whether the group's push was applied; None if there was none.
         """
@@ -77,10 +73,8 @@ class DivergenceGuard:
 class TrainingLosses(Serializable):
     """The training loss with one setting, and whether it is flat.
 
-    Args:
-        first: loss at the start of the run.
-
     Attributes:
+        first: loss at the start of the run.
         windows: mean loss of each window, the latest one last: an epoch, or a part of one.
         setting: the setting of these windows.
         is_stale: whether its gradients are stale, because the optimizer steps for each group's.
@@ -107,7 +101,6 @@ class TrainingLosses(Serializable):
 
     @property
     def now(self) -> float:
-        """Return the mean of the last windows; NaN if there are none."""
         return self._mean(len(self.windows))
 
     @property
@@ -120,7 +113,7 @@ class TrainingLosses(Serializable):
         """Return whether the gain is a small part of the decrease since the start, and of the loss itself.
 
         Stale gradients may keep a loss from its final value while it still falls a little. Without them, it is flat
-        only if it does not fall at all. It is never flat if there are too few windows.
+        only if it does not fall at all. With too few windows it is never flat.
         """
         if len(self.windows) < c.FEWEST_WINDOWS:
             return False
@@ -129,7 +122,6 @@ class TrainingLosses(Serializable):
         return self.gained <= min(c.FLAT * abs(self.first - self.now), c.CLEAR_CHANGE * abs(self.now))
 
     def _mean(self, end: int) -> float:
-        """Return the mean of the last windows before an index."""
         count = max(1, round(c.LATE * len(self.windows)))
         last = self.windows[max(0, end - count) : end]
         return statistics.fmean(last) if last else math.nan
@@ -147,7 +139,6 @@ class TrialOutcome(IntEnum):
 
     @classmethod
     def of(cls, losses: Sequence[float], curve: TrainingLosses) -> TrialOutcome:
-        """Return the outcome of a trial by the losses of all its batches."""
         _, last = _latest(losses)
         if last and lowers_more(last, curve):
             return cls.BETTER
@@ -163,26 +154,20 @@ def is_falling(losses: Sequence[float]) -> bool:
 
 
 def _latest(losses: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
-    """Return the last part of the losses, which counts, after an equally long part before it."""
     count = math.ceil(c.LAST * len(losses))
     return losses[-2 * count : -count], losses[-count:]
 
 
 def lowers_more(losses: Sequence[float], curve: TrainingLosses) -> bool:
-    """Return whether a trial has lowered the loss by more than the setting before is expected to.
+    """Return whether a trial's last batches have lower losses than the setting before is expected to reach.
 
     That setting is expected to repeat its gain of the last `c.LONGER`-fold growth of its windows, since a run that has
     lasted so long may last as long again. A difference below the standard error of the trial's mean does not count.
-
-    Args:
-        losses: losses of the last batches of the trial.
-        curve: the training loss with the setting before.
     """
     return curve.now - statistics.fmean(losses) > max(0.0, curve.gained) + _error(losses) + _rounding(curve)
 
 
 def _rounding(curve: TrainingLosses) -> float:
-    """Return the difference that single precision cannot resolve."""
     return 1e-6 * abs(curve.now)
 
 

@@ -31,13 +31,9 @@ empty one and is a small part of a large gradient; on slow links, smaller ones d
 def seconds_per_byte(timed: Callable[[int], float], nbytes: int) -> float:
     """Return the seconds that each byte adds to a message, by two messages that differ in their bytes alone.
 
-    Neither is empty, if a gradient is large enough for two: many links send the first bytes of a message at once, and a
-    small message does not show the time of a large one. If a gradient is smaller than all of these messages, the
-    smallest one decides, because two of nearly equal size differ by chance alone.
-
-    Args:
-        timed: returns the seconds of a message with a number of four-byte values.
-        nbytes: bytes of a gradient; only the smallest message may be larger.
+    Neither is empty, because many links send the first bytes of a message at once; but for a gradient of ``nbytes``
+    smaller than all `MESSAGE_BYTES`, the smallest of them is compared with an empty one, because two of nearly equal
+    size differ by chance alone. ``timed`` returns the seconds of a message with a number of four-byte values.
     """
     short = seconds = timed(1)
     count, per_byte = 1, 0.0
@@ -57,7 +53,7 @@ class Sites(NamedTuple):
     """The nodes or sites of the members, and the times of messages inside one of them.
 
     Attributes:
-        of: the node or site of each member, where no slow link joins two members; empty if all are on one node.
+        of: node or site of each member; empty if all are on one node.
         round_trip: seconds of a nearly empty message inside one and its answer; 0 if unknown.
         per_byte: seconds of each byte of such a message, one way; 0 if unknown.
     """
@@ -68,10 +64,7 @@ class Sites(NamedTuple):
 
 
 class Microbenchmarks:
-    """Timings that are made once each, when they are first requested.
-
-    Args:
-        strategy: strategy of a run whose ranks are one group.
+    """Timings that are made once each, when they are first requested, in a run whose ranks are one group.
 
     Attributes:
         averaging: by timed format, seconds that the slowest rank computes to average gradients.
@@ -95,8 +88,8 @@ class Microbenchmarks:
     def round_trip(self) -> float:
         """Return the seconds of a nearly empty message to another rank and back: the shortest of a few.
 
-        An all-gather of one number sends as many messages, one after the other, as there are other ranks. An exchange
-        of devices does not take their links, but sockets.
+        An all-gather of one number sends as many messages, one after the other, as there are other ranks. Exchanges of
+        devices take sockets, and not the devices' links.
         """
         if self._has_device:
             return 2 * self._seconds_between_hosts(1)
@@ -114,7 +107,7 @@ class Microbenchmarks:
 
     @cached_property
     def copy_per_byte(self) -> float:
-        """Return the seconds of each byte between the device and its host, on rank 0: the mean of both ways."""
+        """Return the seconds of each byte between rank 0's device and its host: the mean of both ways."""
         if not self._has_device:
             return 0.0
         return gather(self._world, [seconds_per_byte(self._seconds_of_copy, self.nbytes)])[0][0]
@@ -137,7 +130,7 @@ class Microbenchmarks:
         """Return the sites, nodes joined by fast links, and the times of messages over the slowest link within one.
 
         The nodes are returned if all links are alike, or if links are not the cause of a slow all-reduce, because small
-        times differ by chance. Two nodes have only one link, which has nothing to be compared with.
+        times differ by chance. Two nodes have only one link, which cannot be compared.
         """
         nodes = self._world.server.nodes_of(self._world.members)
         firsts = [nodes.index(node) for node in sorted(set(nodes))]
@@ -213,7 +206,7 @@ class Microbenchmarks:
         return seconds
 
     def _seconds_between(self, pairs: Sequence[tuple[int, int]], count: int) -> list[float]:
-        """Return the seconds of ``count`` elements from the first to the second member of each pair: half a round trip.
+        """Return half of a round trip of ``count`` elements between the members of each pair, in seconds.
 
         All pairs send at once, so that each member is in one pair at most.
         """

@@ -45,10 +45,9 @@ class TimedStep:
     """One optimizer step of one rank.
 
     Attributes:
-        samples: samples of this rank.
-        own: its compute time in seconds: with the optimizer's step and hooks, without waiting for others.
+        own: compute time in seconds, with the optimizer's step and hooks, without waiting for others.
         seconds: seconds from the end of the last step to the end of this one.
-        loss: mean over its samples, before the step.
+        loss: mean over the rank's samples, before the step.
         loading: seconds of ``own`` spent waiting for the data loader.
         squares: squared lengths of this rank's gradient and of the mean gradient; empty if unknown.
     """
@@ -65,13 +64,11 @@ class FirstBatches:
     """The timing of a run's first steps, on every rank of one group.
 
     The batches are the run's own, and none is undone. A step takes equally long for one rank and for all, and its part
-    that is not a rank's own computation is the all-reduce. Ranks decide after the same batches, counted in optimizer
-    steps, so that all reach the collectives of `seen`.
+    that is not a rank's own computation is the all-reduce. Ranks decide after the same number of optimizer steps, so
+    that all reach the collectives of `seen`.
 
-    Args:
-        strategy: strategy of the run, whose groups are formed and whose first batch has not begun.
-        spec: the specification of the search, which starts from the run's setting.
-        before: an earlier timing of the same group with other batches, whose messages need not be timed again.
+    It starts between two batches, or before the first. ``before`` is an earlier timing of the same group with other
+    batches, whose messages need not be timed again.
     """
 
     def __init__(self, strategy: OmniStrategyHooks, spec: SearchSpec, before: FirstBatches | None = None) -> None:
@@ -93,13 +90,6 @@ class FirstBatches:
         self._balance.begin(self._world, strategy.parts.pl_module, lambda: strategy.parts.epochs.leases, samples=batch)
 
     def batch_done(self, loss: Tensor | None, steps: bool, counts: bool = True) -> None:
-        """Record a batch.
-
-        Args:
-            loss: loss of the batch; None if there is none.
-            steps: whether the optimizer has stepped.
-            counts: whether the step is recorded.
-        """
         wait_for(self._world.device)
         if loss is not None:
             self._losses.append(loss.detach())
@@ -133,7 +123,6 @@ class FirstBatches:
 
     @property
     def can_wait(self) -> bool:
-        """Return whether the last observation covers so small a part of the run that measuring more costs little."""
         return self.spec.can_wait(self._seen)
 
     @property
@@ -186,7 +175,6 @@ class FirstBatches:
         return Observation(TrainedBatches(self.spec.start, tuple(ends), tuple(losses)), measured, noise_scale(rows))
 
     def close(self) -> None:
-        """Stop timing, and restore the strategy's own balance."""
         self._balance.end()
         if self._strategy.parts.balance is self._balance:
             self._strategy.parts.balance = self._kept
@@ -197,11 +185,8 @@ def noise_scale(rows: Sequence[Sequence[TimedStep]]) -> float | None:
     """Return the gradient noise scale in samples, by the last half of some steps; None if it is unknown.
 
     It is the trace of the covariance of single samples' gradients over the squared length of their mean, both estimated
-    without bias from the lengths of the ranks' gradients and of their mean: with a batch of that size, half of a mean
-    gradient's squared length is noise. Ranks need equal batches.
-
-    Args:
-        rows: the steps of each rank, of shape (ranks, steps).
+    without bias from the lengths of the ranks' gradients and of their mean. Ranks need equal batches. ``rows`` has
+    shape (ranks, steps).
 
     References:
         McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", appendix A.1.
@@ -243,8 +228,7 @@ class _Decision:
     def trained(self) -> bool:
         """Count a batch, and return whether to poll rank 0: after 1, 2, 4, 8 batches, and so on.
 
-        A poll takes as long as a short batch, so there are few; the first one suffices if a batch takes longer than the
-        decision.
+        Polls are few, because one takes as long as a short batch.
         """
         self.batches += 1
         return self.batches & (self.batches - 1) == 0
@@ -255,13 +239,6 @@ class OnlineTuner:
 
     Proportional batches cost no samples, but their gain is the least certain: equal batches alone do not show whether a
     slow rank takes longer for each sample or for each step. So once batches are split, they are timed again.
-
-    Args:
-        run: the tuned run.
-        space: the search space of the run.
-        applied: the setting that it trains with.
-        speeds: the record of its speed.
-        reports: the reports of the choice.
     """
 
     def __init__(
@@ -285,7 +262,6 @@ class OnlineTuner:
     # --- Start --------------------------------------------------------------------------------------------------------
 
     def begin(self, hyperparameters: Hyperparameters) -> None:
-        """Begin the run in one group with the user's own setting, and time it."""
         run = self._run
         run.strategy.parts.grouping.merge()
         run.state.own, run.state.reference = None, float(run.batch(run.world.size))
@@ -297,8 +273,7 @@ class OnlineTuner:
     def begin_again(self, reason: str) -> None:
         """Restore the user's own setting, in one group, and time it again. All ranks call it.
 
-        That nothing is faster is then decided only by the last decision: an effect that is new, or has misled the last
-        ones, may show in few batches.
+        Only the last decision may then be that nothing is faster, because a new effect may show in few batches.
         """
         run = self._run
         run.info(f"OmniTuner: timing the run in one group again, because {reason}")
@@ -322,7 +297,6 @@ class OnlineTuner:
 
     @property
     def is_timing(self) -> bool:
-        """Return whether batches are timed, or a choice is postponed."""
         return self._batches is not None or self._postponed is not None
 
     def interrupted(self) -> None:
@@ -330,10 +304,9 @@ class OnlineTuner:
             self._batches.interrupted()
 
     def batch_done(self, loss: Tensor | None) -> None:
-        """Record the loss and the time of a batch, if batches are timed.
+        """Record a batch, if batches are timed; start a decision that is due, or poll the one in progress.
 
-        After a step of the optimizer, start a decision that is due, or poll the one in progress; not at the last batch
-        of an epoch. All ranks call it.
+        Decisions begin after a step of the optimizer, and not at the last batch of an epoch. All ranks call it.
         """
         batches, trainer = self._batches, self._run.trainer
         if batches is None:
@@ -353,7 +326,6 @@ class OnlineTuner:
             self._begin_to_decide(batches)
 
     def close(self) -> None:
-        """Stop timing."""
         self._postponed = None
         if self._batches is not None:
             self._batches.close()
@@ -373,7 +345,7 @@ class OnlineTuner:
         self._poll_decision(decision)
 
     def _poll_decision(self, decision: _Decision) -> None:
-        """Poll whether rank 0 has decided, and conclude if it has. All ranks call it."""
+        """Conclude if rank 0 has decided. All ranks call it."""
         began, run = time.perf_counter(), self._run
         is_over = False
         if run.broadcast(int(decision.found is not None and decision.found.done())):
@@ -421,7 +393,7 @@ class OnlineTuner:
         return command is not None
 
     def epoch_done(self, is_last: bool) -> None:
-        """Adopt a postponed choice at the end of an epoch, unless the run ends here. All ranks call it."""
+        """Adopt a postponed choice, unless the run ends here. All ranks call it."""
         if self._postponed is not None and not is_last:
             began, run = time.perf_counter(), self._run
             self.adopt(self._postponed)
@@ -494,13 +466,9 @@ lock and waits this long for it: with Python's default of 5 ms, a batch would ta
 
 
 def run_in_background(find: Callable[[], Found]) -> Future[Found]:
-    """Run a function in a thread of its own.
+    """Run a function in a thread of its own, and return the future of its result or error.
 
-    Args:
-        find: the function, called once; it must not change anything that the run uses meanwhile.
-
-    Returns:
-        The future of its result or error.
+    ``find`` must not change anything that the run uses meanwhile.
     """
 
     def find_in_background() -> Found:

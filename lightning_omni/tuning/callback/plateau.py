@@ -1,10 +1,9 @@
 """Trials of the user's own setting in a run that hardly learns any more with the chosen one.
 
-Groups that exchange asynchronously may lead early and stop short of the loss of synchronous training: stale gradients
-keep it from falling further, and no measurement of the first batches can show that. When the loss is flat, a trial
-costs little: the run continues with the user's own setting for a while, and keeps it if that lowers the loss by more
-than the chosen setting is still expected to. If the loss is higher after the trial, the run continues from the weights
-before it, because larger steps than the chosen ones may raise it at first.
+Stale gradients may keep the loss of asynchronous groups above that of synchronous training, which no measurement of the
+first batches can show. When the loss is flat, the run continues with the user's own setting for a while, and keeps it
+if that lowers the loss by more than the chosen setting is still expected to. If the loss is then higher (larger steps
+may raise it at first), the weights before the trial are restored.
 
 If nothing was learnt since the choice, its steps may have spoilt the weights (units that no input reaches any more get
 no gradient): the trial then begins with the weights before the choice.
@@ -56,15 +55,6 @@ class PlateauGuard:
 
     A trial begins where all groups synchronize, at the end of an epoch or inside it. It can end after any step, because
     all ranks of one group take the same steps.
-
-    Args:
-        run: the tuned run.
-        applied: the setting that it trains with.
-        speeds: the record of its speed.
-        reports: the reports of a change.
-
-    Attributes:
-        trial: the present trial; None if there is none.
     """
 
     def __init__(self, run: TunedRun, applied: AppliedSetting, speeds: SpeedRecord, reports: TunerReports) -> None:
@@ -76,7 +66,6 @@ class PlateauGuard:
     # --- Training -----------------------------------------------------------------------------------------------------
 
     def batch_done(self, loss: Tensor | None) -> None:
-        """Record a batch, and end a trial that is over."""
         trainer, trial = self._run.trainer, self.trial
         if loss is not None:
             (self._noted if trial is None else trial.losses).append(loss.detach().float().mean())
@@ -117,9 +106,9 @@ class PlateauGuard:
         return self._run.may_change_inside and is_chosen  # a trial ends inside an epoch
 
     def _follow(self, least: int) -> bool:
-        """Add as many windows as the recorded batches fill, and return whether there are any. All ranks call it.
+        """Add as many windows as the recorded batches fill, at least ``least``; return whether there are any.
 
-        ``least`` windows are added even if they are short.
+        All ranks call it.
         """
         run, state = self._run, self._run.state
         if state.setting != state.losses.setting:
@@ -143,7 +132,6 @@ class PlateauGuard:
         return True
 
     def _sum_over_ranks(self, own: Tensor) -> list[Any]:
-        """Return the sum over all ranks, as plain numbers. All ranks call it."""
         summed: Tensor = self._run.strategy.reduce(own.to(self._run.strategy.root_device), reduce_op="sum")
         return list(summed.tolist())
 
@@ -159,7 +147,6 @@ class PlateauGuard:
 
     @property
     def _steps_left(self) -> float:
-        """Return the steps left in the run, which should not end inside a trial."""
         run, epochs = self._run, self._run.strategy.parts.epochs
         later = (run.epochs - run.trainer.current_epoch - 1) * run.batches / run.window
         return later + (max(0.0, run.samples_per_epoch - epochs.samples) / self._batch if epochs.is_open else 0.0)

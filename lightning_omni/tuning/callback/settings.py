@@ -50,11 +50,7 @@ _USUAL = ("async_sgd", Compression(), False)
 
 
 class FitSpace:
-    """The search space of one fit.
-
-    Args:
-        run: the fit.
-    """
+    """The search space of one fit."""
 
     def __init__(self, run: TunedRun) -> None:
         self._run, self._has_no_server = run, False
@@ -62,7 +58,7 @@ class FitSpace:
     def join_server(self) -> bool:
         """Join the parameter server, which several groups need; return whether that worked.
 
-        All ranks call it, while they are one group. It is tried once in a fit; if it fails, rank 0 warns the user.
+        All ranks call it, while they are one group. A fit tries it once; if it fails, rank 0 warns the user.
         """
         run = self._run
         if not self._has_no_server and (problem := run.world.connection.try_to_join()):
@@ -109,9 +105,7 @@ class FitSpace:
     def specification(self, hyperparameters: Hyperparameters, switch: float) -> SearchSpec:
         """Return the specification of a search that starts from the present setting.
 
-        Args:
-            hyperparameters: those of the optimizer.
-            switch: seconds to form groups, as far as they are known.
+        ``switch`` are the seconds to form groups, as far as they are known.
         """
         run = self._run
         start, batch = self._start(hyperparameters), run.batch(len(run.world.live_ranks))
@@ -176,14 +170,12 @@ class FitSpace:
         return space
 
     def _allows(self, groups: int) -> bool:
-        """Return whether a number of groups is possible, and log why it is not."""
         reason = self.why_impossible(groups)
         if reason and not self._run.problem:
             self._run.info(f"OmniTuner: {groups} groups are not tried: {reason}")
         return not reason
 
     def _methods(self) -> tuple[str, ...]:
-        """Return the methods with known costs that groups of this run can use."""
         world = self._run.world
         before, found = world.method, []
         for name in DEFAULT_METHODS:
@@ -196,7 +188,6 @@ class FitSpace:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Return a value of a user-defined dimension as a plain one, if it can travel unchanged."""
     if not is_plain(value):
         raise ConfigurationError(
             f"space={{{name!r}: ...}}: current(world) returned {value!r}; return a number, a text, True or False"
@@ -241,10 +232,6 @@ def communicate(strategy: OmniStrategyHooks, wanted: Communication) -> bool:
 class AppliedSetting:
     """The setting of one fit.
 
-    Args:
-        run: the fit.
-        space: the search space of the fit.
-
     Attributes:
         seconds_to_form: seconds that the latest formation of several groups took; `FORMING` before the first one.
         rollback_point: the state of the run before its choice, with later weights once it has learnt; None if unknown.
@@ -260,7 +247,6 @@ class AppliedSetting:
     # --- Applying -----------------------------------------------------------------------------------------------------
 
     def capture(self) -> None:
-        """Store the present state of the run as its rollback point."""
         self.rollback_point = self._now()
 
     def apply(self, command: Command) -> None:
@@ -314,11 +300,9 @@ class AppliedSetting:
     # --- Watching -----------------------------------------------------------------------------------------------------
 
     def watch(self, threshold: float, keeps: bool = False) -> None:
-        """Treat the run as diverged from now on if its loss exceeds a threshold.
+        """Treat the run as diverged from now on if its loss exceeds a threshold; NaN for none.
 
-        Args:
-            threshold: the training loss; NaN for none.
-            keeps: whether a larger threshold from before stays: the run may have learnt little since.
+        ``keeps`` tells whether a larger threshold from before stays: the run may have learnt little since.
         """
         state = self._run.state
         known = [each for each in (threshold, state.divergence_threshold if keeps else math.nan) if math.isfinite(each)]
@@ -398,14 +382,9 @@ class AppliedSetting:
     # --- Trials of the user's own setting -----------------------------------------------------------------------------
 
     def begin_trial(self, starts_over: bool) -> RollbackPoint:
-        """Train with the user's own setting in one group. All ranks call it.
+        """Train with the user's own setting in one group, and return the state before. All ranks call it.
 
-        Args:
-            starts_over: whether the trial begins from the rollback point, if there is one, instead of the present
-                weights.
-
-        Returns:
-            The state of the run before the trial.
+        ``starts_over`` tells whether the trial begins from the rollback point, if there is one.
         """
         run, state = self._run, self._run.state
         speeds, state.before_trial = state.speeds, state.setting
@@ -419,11 +398,7 @@ class AppliedSetting:
         return before
 
     def end_trial(self, to: RollbackPoint | None) -> None:
-        """Train with the setting before the trial again. All ranks call it.
-
-        Args:
-            to: the state to restore; None to continue from the state after the trial.
-        """
+        """Train with the setting before the trial again, from the state ``to`` if it is given. All ranks call it."""
         run, state = self._run, self._run.state
         before = state.before_trial
         assert before is not None
@@ -446,6 +421,5 @@ class AppliedSetting:
         self.watch(state.divergence_threshold)
 
     def _train_in_one_group(self, setting: Setting) -> None:
-        """Train with a setting in one group; batches are split by speed where that pays."""
         rebalance = bool(self._run.strategy.parts.epochs.leases) and self._space.may_rebalance
         self.apply(Command(replace(setting, groups=1, rebalance=rebalance)))

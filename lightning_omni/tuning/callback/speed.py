@@ -41,12 +41,10 @@ def _standard_errors(probability: float) -> float:
 
 @dataclass(frozen=True)
 class TimedBatches:
-    """The batches that one rank trained.
+    """The timed batches of one rank.
 
     Attributes:
-        timed: samples of the timed batches.
-        seconds: seconds of the timed batches.
-        batches: number of the timed batches.
+        timed: their samples.
         squares: sum of the squares of their seconds.
     """
 
@@ -72,7 +70,6 @@ class TimedBatches:
 
     @property
     def variance(self) -> float:
-        """Return the square of the standard error of the rate; infinite if too few batches are timed."""
         return (self.rate * self.error) ** 2 if math.isfinite(self.error) else math.inf
 
 
@@ -81,8 +78,7 @@ class Speed:
     """The speed of all ranks together, without validations, saving and everything else.
 
     Attributes:
-        samples: samples of all ranks.
-        seconds: seconds that all ranks together take for these, if none waits for another at the end.
+        seconds: seconds that all ranks together take for the samples, if none waits for another at the end.
         error: relative standard error of the seconds.
     """
 
@@ -91,7 +87,6 @@ class Speed:
     error: float
 
     def __add__(self, other: Speed) -> Speed:
-        """Return the speed of both, one after the other."""
         seconds = self.seconds + other.seconds
         error = math.hypot(self.error * self.seconds, other.error * other.seconds) / seconds
         return Speed(self.samples + other.samples, seconds, error)
@@ -108,10 +103,9 @@ class Speed:
 class SpeedHistory:
     """The speeds of a run's epochs, and whether it trains faster or slower than before.
 
-    After each epoch the last 1, 2, 4, ... epochs, up to half of all, are compared with those before. There are many
-    comparisons, so they share the probability of a false alarm, in a run of any number of epochs: the n-th epoch's have
-    1/(n(n - 1)) of it, which sums to one (alpha spending, as in sequential trials). The noise is that of all epochs,
-    since a few batches show little of it.
+    After each epoch the last 1, 2, 4, ... epochs, up to half of all, are compared with those before. The comparisons
+    share the probability of a false alarm: the n-th epoch's have 1/(n(n - 1)) of it, which sums to one over a run of
+    any length (alpha spending, as in sequential trials). The noise is that of all epochs.
 
     Example:
         >>> history = SpeedHistory()
@@ -123,7 +117,6 @@ class SpeedHistory:
         self._epochs: list[Speed] = []
 
     def add(self, epoch: Speed) -> bool:
-        """Add an epoch, and return whether the speed has changed."""
         self._epochs.append(epoch)
         count = len(self._epochs)
         windows = [2**power for power in range((count // 2).bit_length())]
@@ -143,12 +136,7 @@ class RunThroughput:
     """A counter of one rank's samples and of the seconds of their training, without validations and searches.
 
     The first batch after an interruption is not timed, because it includes other work, and waits for late ranks.
-
-    Args:
-        clock: returns the time in seconds.
-
-    Attributes:
-        trained: the batches since the last `take`.
+    ``trained`` are the batches since the last `take`.
 
     Example:
         >>> moments = iter([0.0, 2.0, 4.0, 100.0, 102.0])
@@ -167,22 +155,18 @@ class RunThroughput:
         self.trained = TimedBatches()
 
     def interrupt(self) -> None:
-        """Leave the next batch uncounted, because its time includes more than training."""
         self._timer.interrupt()
 
     def batch_done(self, samples: int) -> None:
-        """Count this rank's samples in a batch."""
         if (seconds := self._timer.done()) is not None:
             self.trained = self.trained + TimedBatches(samples, seconds, 1, seconds**2)
 
     def take(self) -> TimedBatches:
-        """Return and drop the batches since the last call."""
         taken, self.trained = self.trained, TimedBatches()
         return taken
 
 
 def samples_in(trainer: Trainer, batch_idx: int) -> int:
-    """Return this rank's samples in the batch that has just been trained."""
     leases = strategy_of(trainer).parts.epochs.leases
     if leases is not None:
         return int(leases.samples)
@@ -193,9 +177,6 @@ def samples_in(trainer: Trainer, batch_idx: int) -> int:
 
 class SpeedRecord:
     """A record of how fast a run trains.
-
-    Args:
-        run: the tuned run.
 
     Attributes:
         throughput: the counter of this rank's samples while it trains.
@@ -215,7 +196,6 @@ class SpeedRecord:
     # --- Measurements -------------------------------------------------------------------------------------------------
 
     def search_begins(self) -> None:
-        """Drop the totals of the last choice."""
         self._totals = {}
 
     def changed(self, in_mid_epoch: bool = False) -> None:
@@ -238,7 +218,7 @@ class SpeedRecord:
         self._speeds = speeds
 
     def epoch_done(self) -> None:
-        """Record the speed of an epoch, or of its trained part. On all ranks; the report leaves validations out."""
+        """Record the speed of an epoch, or of its trained part. All ranks call it."""
         run = self._run
         timed, rate, variance = self._sum_over_ranks(self.throughput.take())
         if run.rounds and run.state.setting is not None and rate > 0:
@@ -295,12 +275,6 @@ class ForecastCheck:
 
     The speed of groups is compared with that of one group once after each choice. `SpeedRecord` detects groups that get
     slower later.
-
-    Args:
-        run: the tuned run.
-        applied: the setting that it trains with.
-        speeds: the record of its speed.
-        reports: the reports of a change.
     """
 
     def __init__(self, run: TunedRun, applied: AppliedSetting, speeds: SpeedRecord, reports: TunerReports) -> None:
@@ -310,9 +284,9 @@ class ForecastCheck:
     def step_done(self) -> str:
         """Return why one group with the user's own setting is to be timed again, or "". All ranks call it.
 
-        Its speed is compared with the forecast after 8 steps, and then whenever a fifth more steps are done: so a
-        slowdown is found before as many steps again are lost. The comparisons until the steps have doubled share one
-        probability of a false alarm.
+        Its speed is compared with the forecast after `c.FEWEST_STEPS`, and then whenever a fifth more steps are done,
+        so that a slowdown is found soon. The comparisons until the steps have doubled share one probability of a false
+        alarm.
         """
         run, state = self._run, self._run.state
         is_user_setting = state.setting is not None and state.setting == state.own
@@ -326,7 +300,6 @@ class ForecastCheck:
         return run.world.broadcast_text(self._why_slower(speed) if speed is not None else "")
 
     def _why_slower(self, speed: Speed) -> str:
-        """Return why one group is clearly slower than forecast, or ""; rank 0 decides."""
         run = self._run
         if not run.searches:
             return ""
@@ -344,7 +317,7 @@ class ForecastCheck:
         return self._check(speed) if self._is_due and speed is not None else ""
 
     def validated(self) -> str:
-        """Return why one group is to be timed again, by a certain enough speed inside an epoch; or "".
+        """Return why one group is to be timed again, by a certain enough speed inside an epoch, or "".
 
         All ranks call it.
         """
@@ -378,7 +351,7 @@ class ForecastCheck:
         return ""
 
     def _why_other_value(self) -> str:
-        """Return why another value in a user-defined dimension should be used, as rank 0 decides."""
+        """Return why another value in a user-defined dimension should be used, as rank 0 decides. All ranks call it."""
         run = self._run
         if not run.options.further:
             return ""

@@ -1,8 +1,5 @@
 """The actions of a tuner in one fit: a `TunedFit` searches, a `JoinedFit` follows the number of joined groups.
 
-`TunedRun` holds the state that its parts share, `OnlineTuner` measures and chooses, `AppliedSetting` is the setting
-that the run trains with, and `ForecastCheck`, `SpeedRecord` and `PlateauGuard` decide when to change it.
-
 Rule: rank 0 decides, and sends its decision to the others before any action; all ranks do the same.
 """
 
@@ -56,9 +53,7 @@ _LATE = "on_train_epoch_end"
 class MonitoredMetric:
     """The metrics that were logged, until it is certain whether the wanted one is among them.
 
-    Args:
-        name: name of the metric.
-        is_needed: whether anything depends on it.
+    ``is_needed`` tells whether anything depends on it.
     """
 
     def __init__(self, name: str, is_needed: bool) -> None:
@@ -68,11 +63,7 @@ class MonitoredMetric:
         self._is_decided = not is_needed
 
     def check_validated(self, trainer: Trainer) -> None:
-        """Reject a fit in which the metric is never read.
-
-        Raises:
-            ConfigurationError: there is no validation.
-        """
+        """Raise a `ConfigurationError` if the fit has no validation, so that the metric is never read."""
         if not self._is_decided and not trainer.enable_validation:
             raise ConfigurationError(
                 f"target= is compared with monitor={self.name!r} when the run validates, and this one never does; pass"
@@ -116,17 +107,12 @@ def _may_log_late(trainer: Trainer, module: LightningModule) -> bool:
 
 
 def may_form_groups(options: TunerOptions, trainer: Trainer) -> bool:
-    """Return whether the search includes several groups."""
     is_one = options.space.get("groups") in (1, [1], (1,))
     return options.budget > 0 and trainer.world_size > 1 and not is_one
 
 
 class Fit:
-    """The actions of a tuner in one fit; by default, none.
-
-    Args:
-        run: the fit.
-    """
+    """The actions of a tuner in one fit; by default, none."""
 
     def __init__(self, run: TunedRun) -> None:
         self.run = run
@@ -144,12 +130,7 @@ class Fit:
         """Act before a batch."""
 
     def batch_done(self, outputs: Any, batch_idx: int) -> None:
-        """Act after a batch.
-
-        Args:
-            outputs: outputs of the training step.
-            batch_idx: number of the batch in the epoch.
-        """
+        """Act after a batch."""
 
     def validation_starts(self) -> None:
         """Act before a validation."""
@@ -168,11 +149,7 @@ class Fit:
 
 
 class TunedFit(Fit):
-    """A fit in which groups are formed, with the parts of its tuner.
-
-    Args:
-        run: the fit.
-    """
+    """A fit in which groups are formed, with the parts of its tuner."""
 
     def __init__(self, run: TunedRun) -> None:
         super().__init__(run)
@@ -299,7 +276,7 @@ class TunedFit(Fit):
 
     @property
     def _lacks_server(self) -> bool:
-        """Return whether a resumed run needs several groups, now or after a trial, without having a server."""
+        """Return whether a resumed run needs several groups, now or after a trial, and has no server."""
         settings = (self.run.setting, self.run.state.before_trial or self.run.setting)
         return any(each.groups > 1 for each in settings) and not self.space.join_server()
 
@@ -353,7 +330,6 @@ class TunedFit(Fit):
         self._check_in_mid_epoch()
 
     def _check_in_mid_epoch(self) -> None:
-        """Check the groups where all of them synchronize inside an epoch, which may be the only one."""
         run, trainer = self.run, self.run.trainer
         is_inside = run.strategy.parts.epochs.is_open and not trainer.is_last_batch and not run.world.is_computing
         if not is_inside or run.problem or not run.may_change_inside:
@@ -366,10 +342,7 @@ class TunedFit(Fit):
     def _react(self, reason: Callable[[], str], may_change: bool, ends_epoch: bool) -> None:
         """Check whether the chosen setting is still right, after all groups have synchronized. All ranks call it.
 
-        Args:
-            reason: returns why to choose again; empty if there is no reason.
-            may_change: whether more than a rollback is possible.
-            ends_epoch: whether the epoch has ended, too.
+        ``reason`` returns why to choose again, or ""; ``may_change`` tells whether more than a rollback is possible.
         """
         if self.applied.has_diverged:
             self.applied.roll_back()
@@ -429,14 +402,7 @@ def follow_groups(own: Setting, groups: int, method: Method, scaling: Scaling, s
     With g groups whose pushes are applied one after the other, staleness is g - 1 on average, and the implicit momentum
     of 1 - 1 / g is subtracted from the explicit one. The learning rate moves the weights as far in the time of a batch,
     which has g updates now. (Optimizers that divide by the gradients' size use the square root of g.) Nothing changes
-    for methods that average the groups, or wait for all of them.
-
-    Args:
-        own: the user's setting, of one group.
-        groups: number of groups.
-        method: the method of their exchange.
-        scaling: the scaling of learning rates.
-        space: bounds of momentum and learning rate.
+    for methods that average the groups, or wait for all of them. ``own`` is the user's setting, of one group.
 
     Example:
         >>> own = Setting(groups=1, momentum=0.9, lr=0.1)
@@ -461,13 +427,9 @@ def follow_groups(own: Setting, groups: int, method: Method, scaling: Scaling, s
 class JoinedFit(Fit):
     """A fit of a group that has joined on its own: momentum and learning rate follow the number of groups.
 
-    The users who start and stop groups set their number, and the first group sets how all exchange. All members of a
-    group receive the number of groups in the same answer of the server, and decide by themselves. The weights move as
-    far in a second, and with as much momentum, explicit and implicit together, as with the user's own setting and one
-    group. So more groups bring gradients with less noise, and not larger steps.
-
-    Args:
-        run: the fit.
+    All members of a group receive that number in the same answer of the server, and decide by themselves. However many
+    groups there are, the weights move as far in a second, and with as much momentum, explicit and implicit together, as
+    with the user's own setting and one group: more groups bring less noise, not larger steps.
 
     Raises:
         UnsupportedError: ``space`` has a dimension that such a group cannot choose.
@@ -499,11 +461,7 @@ class JoinedFit(Fit):
         hyperparameters.make_default()  # a group that joins later has the momentum that the others have by now
 
     def _tunable_hyperparameters(self) -> Hyperparameters:
-        """Return the hyperparameters that follow the number of groups.
-
-        Raises:
-            ConfigurationError: none does; the message states why.
-        """
+        """Return the hyperparameters; raise `ConfigurationError` if none follows the number of groups."""
         run = self.run
         method, optimizers = run.world.method, len(run.trainer.optimizers)
         if not run.options.budget:

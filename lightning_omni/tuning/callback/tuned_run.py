@@ -40,8 +40,8 @@ class Command(Serializable):
         setting: the setting to train with from now on.
         speeds: samples per second of each rank; None if unknown.
         by_speed: whether groups are formed by them.
-        divergence_threshold: the training loss above which the run has diverged with that setting; NaN if unknown.
-        learnt_below: the training loss below which it has learnt something with that setting; NaN if unknown.
+        divergence_threshold: as in `TunerState`.
+        learnt_below: as in `TunerState`.
         why: the reasons of the choice.
         error: the message of an error that every rank raises; empty if there is none.
     """
@@ -63,23 +63,21 @@ class TunerState(Serializable):
         setting: the setting that the run trains with; None before a choice.
         own: the user's own setting.
         reference: samples of the batch that momentum and learning rate belong to.
-        ranks: number of ranks.
         speeds: rank and samples per second, if groups were formed by speed.
         unfinished: whether a search is under way.
         rounds: number of adopted choices.
         checked: value of ``rounds`` when speed was last compared with the forecast.
-        segments: the trained segments.
         refuted: whether groups have seemed not to pay once, so that one group was timed again; next time they are given
             up.
-        divergence_threshold: the training loss above which the run has diverged; NaN if unknown.
-        learnt_below: the training loss below which it has learnt something since the choice; NaN once it has.
+        divergence_threshold: training loss above which the run has diverged; NaN if unknown.
+        learnt_below: training loss below which it has learnt since the choice; NaN if unknown, or once it has.
         is_final: whether the run stays in one group: it had diverged with its choice, had learnt too slowly, or groups
             were not fast enough.
         before_trial: the setting to restore if a trial is no better; None if there is no trial.
         losses: the training loss with the setting, window by window.
         samples: samples of the windows.
         forgotten: seconds of searches that are not kept.
-        at_target: all seconds, and those of them for tuning, when the target was reached; None before that.
+        at_target: all seconds, and those for tuning, when the target was reached; None before that.
         trained: seconds of training before the run was resumed.
         reached: seconds of training, and the monitored metric, of each validation.
     """
@@ -107,18 +105,12 @@ class TunerState(Serializable):
 
     @property
     def scaled(self) -> float:
-        """Return the factor of the user's learning rates with the present setting."""
         return self.setting.lr / self.own.lr if self.setting is not None and self.own is not None else 1.0
 
 
 @dataclass(frozen=True)
 class TunerOptions:
-    """The options of a tuner, which are the arguments of `OmniTunerHooks`.
-
-    Attributes:
-        is_lower_better: whether a smaller value of the monitored metric is better.
-        further: the user-defined dimensions of ``space``.
-    """
+    """The options of a tuner, which are the arguments of `OmniTunerHooks`."""
 
     target: float | None
     monitor: str
@@ -130,18 +122,11 @@ class TunerOptions:
     seed: int
 
     def is_reached(self, value: float) -> bool:
-        """Return whether a value of the monitored metric is the target, or better."""
         return self.target is not None and reaches("loss" if self.is_lower_better else "", value, self.target)
 
 
 class TunedRun:
     """One fit.
-
-    Args:
-        trainer: a Trainer whose strategy is an OmniStrategy.
-        module: the trained module.
-        options: options of the tuner.
-        info: logs a message for the user, on rank 0.
 
     Attributes:
         state: the state in checkpoints.
@@ -179,13 +164,11 @@ class TunedRun:
 
     @property
     def setting(self) -> Setting:
-        """Return the present setting, once a search has ended."""
         assert self.state.setting is not None
         return self.state.setting
 
     @property
     def is_rank_zero(self) -> bool:
-        """Return whether this rank decides."""
         return bool(self.trainer.is_global_zero)
 
     def broadcast(self, number: int) -> int:
@@ -203,11 +186,7 @@ class TunedRun:
         return [TrainedSegment.from_dict(each) for each in json.loads(text)]
 
     def hyperparameters(self) -> Hyperparameters:
-        """Return the hyperparameters of a fit that can be tuned.
-
-        Raises:
-            ConfigurationError: it cannot be tuned.
-        """
+        """Return the hyperparameters; raise `ConfigurationError` if the fit cannot be tuned."""
         check_tunable(self.trainer)
         return Hyperparameters.of(self.trainer)
 
@@ -223,14 +202,10 @@ class TunedRun:
         return self.strategy.parts.epochs.leases is not None
 
     def may_change_again(self, epoch: int) -> bool:
-        """Return whether the run is long enough to be timed in an epoch and changed then."""
         return epoch + (not self.may_change_inside) < self.epochs
 
     def conclude(self, search: Search) -> Command:
-        """Record a search and its choice, and return the command to train with it.
-
-        Groups are of similar speed where these are faster.
-        """
+        """Record a search, and return the command for its choice, in groups of similar speed where these are faster."""
         self.rounds.append(Round(search, self.trainer.current_epoch, self.seconds))
         self.choice, self.state.segments = search.choice(), search.segments
         setting = replace(self.choice.setting, groups=min(self.choice.setting.groups, len(self.world.live_ranks)))
@@ -278,7 +253,7 @@ class TunedRun:
 
     @property
     def spent(self) -> float:
-        """Return the seconds of all searches of the run; rank 0's value counts."""
+        """Return the seconds of all searches of the run, on rank 0."""
         return self.state.forgotten + sum(each.overhead for each in self.searches)
 
     @property
@@ -292,7 +267,6 @@ class TunedRun:
         return int(self.trainer.accumulate_grad_batches)
 
     def batch(self, ranks: int) -> int:
-        """Return the samples of a synchronous step of some ranks."""
         return ReferenceBatch(ranks, batch_size_of(loader_of(self.trainer)), self.window).samples
 
     @property
@@ -307,12 +281,10 @@ class TunedRun:
 
     @property
     def ends_by_time(self) -> bool:
-        """Return whether ``max_time`` alone ends the run."""
         return not self._limits and math.isfinite(self.seconds_left)
 
     @property
     def _limits(self) -> list[float]:
-        """Return the limits of the run, in epochs."""
         most, steps = self.trainer.max_epochs, self.strategy.parts.epochs.run.max_steps
         by_epochs = [] if most in (None, -1) else [float(most or 0)]
         return by_epochs if steps == -1 else [*by_epochs, steps * self.window / self.batches]
@@ -339,7 +311,6 @@ class TunedRun:
     # --- Checkpoints --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the observations as plain lists, with which a resumed run continues."""
         return {
             **self.state.to_dict(),
             "searches": [each.to_dict() for each in self.searches],
@@ -350,7 +321,6 @@ class TunedRun:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict`."""
         self.state = TunerState.from_dict(state)
         rounds = zip(state["searches"], state["when"], state["after"], strict=True)
         self.rounds = [Round(Search.from_dict(each), when[0], when[1], dict(after)) for each, when, after in rounds]
@@ -360,12 +330,10 @@ class TunedRun:
 
 
 def last_choice(searches: list[Search]) -> Choice | None:
-    """Return the choice of the last search."""
     return searches[-1].choice() if searches else None
 
 
 def strategy_of(trainer: Trainer) -> OmniStrategyHooks:
-    """Return the strategy of a Trainer that has an OmniStrategy."""
     return cast(OmniStrategyHooks, trainer.strategy)
 
 
@@ -375,11 +343,7 @@ _log = logging.getLogger(__name__)
 
 
 class TunerReports:
-    """The reports of one fit.
-
-    Args:
-        run: the tuned run.
-    """
+    """The reports of one fit."""
 
     def __init__(self, run: TunedRun) -> None:
         self._run = run
@@ -401,7 +365,6 @@ class TunerReports:
         log(run.trainer, metrics)  # pictures would delay all ranks inside an epoch; they are drawn when the run ends
 
     def validated(self, value: float) -> None:
-        """Record the monitored metric, and report when it reaches the target."""
         run, options = self._run, self._run.options
         run.state.reached.append((run.seconds, value))
         if options.is_reached(value) and run.state.at_target is None:
@@ -410,7 +373,6 @@ class TunerReports:
             log(run.trainer, run.times.metrics)
 
     def ended(self) -> None:
-        """Write the report, and inform the user if the target was not reached."""
         run, options = self._run, self._run.options
         run.folder = folder_of(run.trainer)
         if run.rounds and run.is_rank_zero:  # a checkpoint gives all ranks the earlier searches

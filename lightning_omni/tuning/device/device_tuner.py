@@ -41,10 +41,10 @@ _BATCHES = 4
 class DeviceTunerHooks(_CallbackBase):
     """A callback that finds the fastest settings of this device before the first batch, and trains with them.
 
-    Measurements use copies of the model, with the module's own ``training_step`` and batches of its own data: weights,
-    data order and RNG state of the run are those of a run without the callback. Settings that change results only by
-    rounding are applied: the C library's handling of freed memory, memory format, compiled submodules. Precision is
-    changed only if ``bf16="apply"``. After the fit everything is restored but the handling of freed memory.
+    Measurements use copies of the model, its ``training_step`` and batches of its data: weights, data order and RNG
+    state of the run are those of a run without the callback. Settings that change results only by rounding are applied:
+    the C library's handling of freed memory, memory format, compiled submodules. Precision is changed only if
+    ``bf16="apply"``. After the fit everything is restored but the handling of freed memory.
 
     The callback works on a single device, and with DDPStrategy and OmniStrategy, where rank 0 measures and decides for
     all. See docs/how-to/devices.md.
@@ -160,7 +160,6 @@ class DeviceTunerHooks(_CallbackBase):
         self._model = model
 
     def _measure(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure on rank 0, and broadcast the result to all ranks."""
         self.problem = None  # an earlier fit may have set it
         answer: dict[str, Any] = {}
         if trainer.is_global_zero:
@@ -269,7 +268,6 @@ def _skipped_steps(trainer: Trainer) -> dict[str, str]:
 
 
 def _description(module: LightningModule) -> object:
-    """Return a description that models built alike share."""
     parameters = module.named_parameters()
     return type(module), [(name, None if is_lazy(each) else each.shape) for name, each in parameters]
 
@@ -291,11 +289,6 @@ def _loss_function(trainer: Trainer, module: LightningModule) -> Callable[[Any, 
 
 
 def _loss_of(found: Any) -> Tensor:
-    """Return the loss in the result of a training_step.
-
-    Raises:
-        ConfigurationError: there is none.
-    """
     loss = found.get("loss") if isinstance(found, Mapping) else found
     if not isinstance(loss, Tensor):
         raise ConfigurationError('training_step returns no loss: return it, or a dictionary with it as "loss"')
@@ -316,7 +309,6 @@ def _stand_alone(*_: Any, **__: Any) -> None:
 
 @contextmanager
 def _muted(trainer: Trainer, mute_logger: type) -> Iterator[None]:
-    """Mute the loggers, as Lightning's tuner does."""
     loggers = trainer.loggers
     trainer.loggers = [mute_logger() for _ in loggers]
     try:
@@ -354,7 +346,6 @@ def _load_batch(loaders: Any, number: int) -> Any:
 def _apply(
     setting: DeviceSetting, trainer: Trainer, module: LightningModule, mixed_precision: Callable[..., Any]
 ) -> ExitStack:
-    """Apply a setting, and return a stack that restores everything."""
     strategy, plugin = trainer.strategy, trainer.strategy.precision_plugin
     applied = setting.apply(module, trainer.optimizers[0] if trainer.optimizers else None)
     applied.callback(setattr, strategy, "precision_plugin", plugin)

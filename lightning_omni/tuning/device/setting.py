@@ -98,7 +98,6 @@ class Applied(ExitStack):
             keep_memory(True)
 
     def to_model(self, setting: DeviceSetting, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Apply memory format and compiled submodules."""
         if setting.channels_last:
             self._channels_last(model, optimizer)
         for name in setting.compiled:
@@ -190,10 +189,8 @@ def keep_memory(keep: bool) -> None:
     """Set whether the process keeps freed memory for the next tensors.
 
     By default glibc returns freed blocks of 32 MiB and more to the kernel at once, and the next step requests them
-    again, page by zeroed page.
-
-    glibc's growing threshold cannot be restored, so ``False`` sets its final value in a process that frees large
-    tensors: 32 MiB, and 64 MiB for memory at the heap's end.
+    again, page by zeroed page. Its growing threshold cannot be restored, so ``False`` sets its final value in a process
+    that frees large tensors: 32 MiB, and 64 MiB for memory at the heap's end.
     """
     library = _library()
     if library is None:

@@ -31,10 +31,7 @@ _OWN_OF_TORCH = ("step", "_opt_called", "_zero_grad_profile_name", "defaults", "
 class TrainingSetup:
     """The model, loss, optimizer and batches of a training.
 
-    Args:
-        model: trials train copies of it.
-        loss: function that returns the mean loss of model and batch.
-        batches: at least one batch, all of one size; used cyclically.
+    Trials train copies of the model. Batches, at least one and all of one size, are used cyclically.
     """
 
     model: nn.Module
@@ -75,8 +72,7 @@ class TrainingSetup:
 class Trial:
     """A copy of a setup that trains with one setting; it is `TimedTraining`.
 
-    Args:
-        nudge: relative size of a random change of all weights before training.
+    ``nudge`` is the relative size of a random change of all weights before training.
     """
 
     def __init__(self, setup: TrainingSetup, setting: DeviceSetting, nudge: float = 0.0) -> None:
@@ -100,7 +96,6 @@ class Trial:
             return self.setup.clock() - began
 
     def losses(self, steps: int, seed: int = 0) -> list[float]:
-        """Return the losses of a training from the setup's weights."""
         with Applied() as applied:
             applied.to_process(self.setting)
             self.reset()
@@ -150,7 +145,6 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 
 @contextmanager
 def same_rng_state() -> Iterator[None]:
-    """Restore the RNG state of torch, Python and numpy on exit."""
     in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
     with torch.random.fork_rng(range(torch.cuda.device_count()) if in_use else ()), ExitStack() as kept:
         kept.callback(random.setstate, random.getstate())
@@ -160,7 +154,6 @@ def same_rng_state() -> Iterator[None]:
 
 @contextmanager
 def untouched(setup: TrainingSetup) -> Iterator[None]:
-    """Restore RNG state and the gradients of the setup's model on exit."""
     gradients = [parameter.grad for parameter in setup.model.parameters()]
     try:
         with same_rng_state():
@@ -222,11 +215,7 @@ TOLERANCE = 0.02
 
 
 class TimedTraining(Protocol):
-    """A training that can be timed.
-
-    Attributes:
-        samples: samples in one step.
-    """
+    """A training that can be timed, with ``samples`` in one step."""
 
     samples: int
 
@@ -237,11 +226,7 @@ class TimedTraining(Protocol):
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of paired blocks.
-
-    Args:
-        before: samples per second of the known way, one number for each pair.
-        after: samples per second of the tried way.
+    """The samples per second of paired blocks, ``before`` and ``after`` a change.
 
     Example:
         >>> found = Comparison(before=(100.0, 90.0, 110.0), after=(150.0, 144.0, 165.0))
@@ -254,7 +239,6 @@ class Comparison:
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """Return each pair's ratio, above 1 if the tried way is faster."""
         return tuple(after / before for before, after in zip(self.before, self.after, strict=True))
 
     @property

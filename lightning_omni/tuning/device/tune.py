@@ -52,10 +52,9 @@ class Finding:
     Args:
         step: varied property: ``"allocator"``, ``"memory format"``, ...
         tried: description of the candidate.
-        verdict: decision about the candidate.
-        reason: reason for the verdict.
+        verdict: decision about the candidate, for this ``reason``.
         after: samples per second with the candidate; None if nothing was measured.
-        gain: median ratio of paired blocks; with the candidate over without it.
+        gain: median ratio of paired blocks, with the candidate over without it.
         spread: smallest and largest of these ratios.
     """
 
@@ -73,7 +72,7 @@ class DeviceReport(Serializable):
     """The speed of a model on a device, and the settings that increase it.
 
     Args:
-        findings: results in the order of the search, each compared to the best setting known by then.
+        findings: results in the order of the search, each compared to the best setting by then.
         setting: best setting that may be applied.
         proposal: best measured setting; differs from `setting` in changes that were not allowed.
         baseline: samples per second with all defaults.
@@ -235,8 +234,6 @@ class _Skipped(Exception):
 
 
 class _DeviceSearch:
-    """One run of `tune_device`."""
-
     def __init__(
         self,
         setup: TrainingSetup,
@@ -274,7 +271,6 @@ class _DeviceSearch:
         return self._report()
 
     def _measure_baseline(self) -> Trial:
-        """Return a trial with the defaults, after its first step."""
         try:
             trial = Trial(self._setup, DeviceSetting())
             [first] = trial.losses(1)
@@ -325,7 +321,6 @@ class _DeviceSearch:
             self._findings.append(Finding(step, "-", "skipped", str(reason)))
 
     def _try(self, step: str, tried: str, setting: DeviceSetting) -> None:
-        """Measure a candidate beside the best setting, and keep it if it is faster."""
         left = self._deadline - self._setup.clock()
         reason = self._skip.get(step)
         if reason is None and left < max(_COMPILE_SECONDS * (step == "compile"), FEWEST * 4 * self._step_seconds):
@@ -385,7 +380,6 @@ class _DeviceSearch:
         return words
 
     def _report(self) -> DeviceReport:
-        """Measure the final setting against the defaults in separate pairs."""
         setup, setting, gain, spread = self._setup, self._best.setting, None, None
         baseline = tuned = setup.batch_size / self._step_seconds
         if self._best is not self._baseline:

@@ -1,8 +1,8 @@
 """Statistical efficiency: the samples to a loss, extrapolated from the losses of a run's first batches.
 
-The logarithm of the loss is taken to fall linearly with a power of the samples, which is between an exponential and a
-power law. A law with a final level fits better, but a dozen batches do not determine the level, which decides whether
-the target is ever reached. `lightning_omni.tuning.model.profile` predicts the samples per second.
+The logarithm of the loss is taken to fall linearly with a power of the samples, between an exponential and a power law.
+A law with a final level fits better, but a dozen batches do not determine the level, which decides whether the target
+is ever reached.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ class Estimate:
 
     Attributes:
         value: median.
-        low: lower end of the interval.
-        high: upper end.
         probability: probability that the value is finite.
 
     Example:
@@ -49,12 +47,10 @@ class Estimate:
         return f"{self.value:.4g} ({self.low:.4g} to {self.high:.4g})"
 
     def times(self, factor: float) -> Estimate:
-        """Return the estimate multiplied by ``factor``, with the same probability."""
         return Estimate(self.value * factor, self.low * factor, self.high * factor, self.probability)
 
 
 def check_level(level: float) -> None:
-    """Raise a `ConfigurationError` unless ``level`` is a probability of an interval."""
     check_number("level", level, "a probability between 0 and 1", above=0, below=1)
 
 

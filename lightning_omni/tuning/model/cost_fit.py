@@ -1,6 +1,6 @@
 """The fit of costs to measured steps: those of each rank, of the all-reduce and of the exchange.
 
-Resampled measurements of steps give fits to many draws, which show the uncertainty of the first fit.
+Fits to resampled measurements, the further draws, show the uncertainty of the first fit.
 
 References:
     Künsch 1989 (resampling of blocks).
@@ -30,14 +30,8 @@ Array = np.ndarray[Any, Any]
 class Resampled:
     """A resampled segment of training; the first draw is the measurement itself.
 
-    All arrays have shape (draws, steps); times are in seconds.
-
-    Attributes:
-        samples: samples of each rank.
-        own: compute time of each rank.
-        steps: steps of each group.
-        exchanges: exchanges of each group.
-        steady: for each group, whether a step is after the first ones, in which all groups reach the server at once.
+    Arrays of ranks (``samples``, ``own``) and of groups (the others) have shape (draws, steps); times are in seconds.
+    ``steady`` tells whether a step is after the first ones, in which all groups reach the server at once.
     """
 
     measured: Measured
@@ -66,7 +60,7 @@ class Resampled:
 def _blocks(count: int, period: int, draws: int, random: np.random.Generator) -> Array:
     """Return indices of steps: all measured ones, then random blocks of neighbours; shape (draws + 1, about count).
 
-    Blocks consist of whole cycles, from one exchange to the next; a cycle that is cut short at the end is left out.
+    Blocks consist of whole cycles, from one exchange to the next; a cycle cut short at the end is left out.
     """
     period = min(period, count)
     cycles = count // period
@@ -82,7 +76,7 @@ class _Exchanges:
     """The exchanges of one segment, in seconds; a cycle lasts from one exchange to the next.
 
     Attributes:
-        think: a cycle without its exchange, by group, shape (draws, groups).
+        think: a cycle without its exchange, shape (draws, groups).
         variance: variance of ``think``, shape (draws, groups).
         mean: mean exchange that crosses a link, shape (draws,).
         least: shortest such exchange. It most likely did not wait; later ones, among many groups, may all have waited.
@@ -99,9 +93,10 @@ class _Exchanges:
 
     @classmethod
     def of(cls, drawn: Resampled, handed: Array) -> _Exchanges:
-        """Return the exchanges of a segment, with ``handed``, shape (draws, groups), counted in ``think``.
+        """Return the exchanges of a segment.
 
-        ``handed`` are the seconds of an exchange in which leaders forward the answer.
+        ``handed`` are the seconds of an exchange in which leaders forward the answer, shape (draws, groups); they count
+        in ``think``.
         """
         period, crossing = drawn.measured.period, over_links(drawn.measured)
         rest = [steps - exchanges for steps, exchanges in zip(drawn.steps, drawn.exchanges, strict=True)]
@@ -127,12 +122,14 @@ class _Exchanges:
         )
 
     def misses(self, away: Array, serve: Array, link: Array) -> list[Array]:
-        """Return the errors of the mean and of the shortest exchange, as fractions of a cycle, each of shape (draws,).
+        """Return the errors of the mean and of the shortest exchange, as fractions of a cycle.
+
+        Args and results have shape (draws,).
 
         Args:
-            away: seconds of an exchange that other groups do not prolong, shape (draws,).
-            serve: seconds of the server, for which groups queue, shape (draws,).
-            link: seconds on the server's link, each way, shape (draws,).
+            away: seconds of an exchange that other groups do not prolong.
+            serve: seconds of the server, for which groups queue.
+            link: seconds on the server's link, each way.
         """
         crosses = np.array(self.crosses)
         links = np.repeat((link[:, None] * crosses)[:, :, None], 2, axis=2)
@@ -145,16 +142,15 @@ class _Exchanges:
 def fit_exchange(
     drawn: Sequence[Resampled], ring: Array, hop: Array, placement: Placement
 ) -> tuple[Array, Array, Array, Array]:
-    """Fit the costs of an exchange, in seconds, each of shape (draws,).
+    """Fit the delay, a byte on a group's own link, the server's time for a push, and a byte on the server's link.
+
+    All are in seconds, of shape (draws,).
 
     Args:
         drawn: segments of training.
         ring: seconds of a gradient's bytes on the links of a group, over which leaders forward answers, shape (draws,).
         hop: seconds of a message there that do not depend on its bytes, shape (draws,).
         placement: costs of messages within a node.
-
-    Returns:
-        The delay, a byte on a group's own link, the server's time for a push, and a byte on the server's link.
     """
     servers = servers_of([each.measured for each in drawn])
     several = [
@@ -220,7 +216,7 @@ def _exchange_costs(segments: Sequence[_Exchanges], serve: float, nbytes: int) -
 def _least_squares(
     misses: Callable[[Array], Array], count: int, segments: Sequence[_Exchanges], unit: float
 ) -> tuple[Array, Array]:
-    """Fit the costs in units of ``unit``, the shared resource last, and return them with the Jacobian of the misses."""
+    """Fit the costs in multiples of ``unit`` seconds, and return them with the Jacobian of the misses."""
 
     def slopes(costs: Array) -> Array:
         here = misses(costs)
@@ -246,7 +242,7 @@ def _least_squares(
 
 
 def scipy(part: str) -> Any:
-    """Import a part of SciPy, such as its optimizers, at its first use, because the import is slow."""
+    """Import a part of SciPy at its first use, because the import is slow."""
     return importlib.import_module(f"scipy.{part}")
 
 
@@ -255,12 +251,7 @@ _Rows = list[tuple[int, Array]]
 
 
 def fit_model(measured: Sequence[Measured], draws: int, seed: int) -> CostModel:
-    """Fit the costs to measurements, with draws for the intervals.
-
-    Args:
-        measured: segments of training by the same ranks.
-        draws: number of resampled fits.
-        seed: seed of the resampling.
+    """Fit the costs to segments of training by the same ranks, with ``draws`` resampled fits for the intervals.
 
     Raises:
         ConfigurationError: SciPy is missing.
@@ -335,8 +326,8 @@ def _costs_of_steps(samples: Array, own: Array) -> tuple[Array, Array]:
 def _of_each(drawn: Sequence[Resampled], factors: Mapping[int, Array]) -> list[Array]:
     """Return each rank's jitter, shape (draws, steps), without the part that prolongs a step of all members of a group.
 
-    Batches of sequences of similar length, a shared disk, or a callback may cause that part. The members are then late
-    together: none waits for another, and more groups would not be faster.
+    Batches of sequences of similar length, a shared disk, or a callback may cause that part. No member then waits for
+    another, and more groups would not be faster.
     """
     found = {rank: row.copy() for rank, row in factors.items()}
     began = dict.fromkeys(factors, 0)
@@ -352,13 +343,9 @@ def _of_each(drawn: Sequence[Resampled], factors: Mapping[int, Array]) -> list[A
 
 
 def _common(rows: Array) -> Array | None:
-    """Return the factor by which each step is longer for all members, shape (draws, steps).
+    """Return the factor by which each step is longer for all members, shape (draws, steps); None if none is clear.
 
-    Args:
-        rows: jitter of a group's members, shape (members, draws, steps).
-
-    Returns:
-        The factors, or None if the ranks seem independent.
+    ``rows`` is the jitter of a group's members, shape (members, draws, steps).
 
     References:
         Fisher 1925 (analysis of variance); James and Stein 1961 (shrinkage of a few means to the mean of all).

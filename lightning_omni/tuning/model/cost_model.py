@@ -1,7 +1,7 @@
 """The fitted or known costs from which `Profile` predicts, with resampled draws for the intervals.
 
 They depend on the placement of ranks, since messages within a node or site cross no slow link, and on the pattern of
-exchanges: how often groups exchange, how many bytes, and who waits.
+exchanges: how often, how many bytes, and who waits.
 """
 
 from __future__ import annotations
@@ -68,18 +68,14 @@ class Placement:
         return bool(self.of) and len({self.of[rank] for rank in members}) == 1
 
     def are_here(self, groups: Sequence[Sequence[int]]) -> list[bool]:
-        """Return, for each group, whether its leader, which exchanges with the server, is on the server's node."""
+        """Return, for each group, whether its leader is on the server's node."""
         return [self.server is not None and self.of[members[0]] == self.server for members in groups]
 
     def handed_on(self, groups: Sequence[Sequence[int]], over: Array, nbytes: float) -> Array:
         """Return the seconds in which each group's leader forwards a message to its members, shape (draws, groups).
 
-        The members form a tree, whose depth is the number of messages in sequence.
-
-        Args:
-            groups: members of each group.
-            over: seconds of one message that crosses links, shape (draws,).
-            nbytes: bytes of the message.
+        The members form a tree, whose depth is the number of messages in sequence; ``over`` are the seconds of one that
+        crosses links, shape (draws,).
         """
         depths = np.array([(len(members) - 1).bit_length() for members in groups])
         message = over[:, None]
@@ -89,7 +85,6 @@ class Placement:
         return np.asarray(depths * message)
 
     def repeated(self, ranks: int) -> Placement:
-        """Return the placement of ``ranks`` ranks on repeated copies of these nodes."""
         if not self.of:
             return self
         known, more = list(self.of.values()), 1 + max(self.of.values())
@@ -105,8 +100,8 @@ def sites_of(nodes: Sequence[int], seconds: Sequence[float], apart: float) -> tu
         apart: ratio to the time over the fastest link above which a link leads to another site.
 
     Returns:
-        The site of each rank, numbered from 0, and the indices of the links inside a site. If all links are alike, the
-        nodes themselves, and no link.
+        The site of each rank, from 0, and the indices of the links inside a site. If all links are alike, the nodes
+        themselves, and no link.
 
     Example:
         >>> sites_of((0, 0, 1, 2, 3), [0.001, 0.008, 0.001], apart=3.0)
@@ -124,9 +119,9 @@ def sites_of(nodes: Sequence[int], seconds: Sequence[float], apart: float) -> tu
 
 
 def over_links(measured: Measured) -> list[int]:
-    """Return the numbers of the groups whose leader is not on the server's node, or of all groups if there is none.
+    """Return the numbers of the groups whose exchanges cross links: their leader is not on the server's node.
 
-    Only exchanges of these groups cross links.
+    If there is no such group, return all.
     """
     here = Placement.measured([measured]).are_here(measured.groups)
     return [number for number, is_here in enumerate(here) if not is_here] or [*range(len(here))]
@@ -143,7 +138,7 @@ class ExchangePattern(Serializable):
         barrier: whether each exchange waits for those of all other groups.
         delay: steps that a group makes during an exchange before it waits for the answer.
         peers: whether groups exchange with one another instead of with a server.
-        dynamic: whether slow groups make fewer local steps, so that all reach a barrier at about the same time.
+        dynamic: whether slow groups make fewer local steps, to reach a barrier with the others.
 
     Raises:
         ConfigurationError: a number is out of range.
@@ -191,7 +186,7 @@ class ExchangePattern(Serializable):
 
         Args:
             method: the method or its name.
-            compression: the formats in which tensors are sent, as in ``OmniStrategy(compression=...)``.
+            compression: as in ``OmniStrategy(compression=...)``.
             overlap: whether an exchange travels while the group computes the next gradient.
             nbytes: bytes of the weights as float32, or their layout. With 0, bytes are as measured, in any format.
 
@@ -287,9 +282,7 @@ class Costs(Serializable):
 
 
 class ClusterChange(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A set of differences from the measured cluster; None keeps a measured value.
-
-    The fields are the arguments of `Profile.scaled`.
+    """A set of differences from the measured cluster, as in `Profile.scaled`; None keeps a measured value.
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -328,25 +321,27 @@ Drawn = TypeVar("Drawn")
 class CostModel:
     """The costs of training on a cluster. Arrays have a first axis of draws; draw 0 is the fit to the measurements.
 
+    ``overhead`` and ``per_sample`` have shape (draws, devices), ``jitter`` (draws, devices, quantiles), all others
+    (draws,).
+
     Attributes:
         devices: for each rank, the index of its measured device and the factor by which it is slower.
-        overhead: seconds of a step that do not depend on its samples, shape (draws, devices).
-        per_sample: seconds of a sample, shape (draws, devices).
-        jitter: quantiles of the factor by which steps scatter, ascending, shape (draws, devices, quantiles).
-        ring: seconds of the gradient's bytes on a member's link, shape (draws,); 2 (k - 1) / k of it count.
-        hop: seconds of one of the 2 (k - 1) messages of an all-reduce, shape (draws,).
-        between: seconds of a step outside computation and communication (a slow loader, callbacks), shape (draws,).
-        delay: seconds of an exchange that depend neither on its bytes nor on shared resources, shape (draws,).
-        own_per_byte: seconds of a byte on a group's own link, shape (draws,); it crosses the server's at the same time.
-        serve: seconds of the server for a push, shape (draws,).
-        link_per_byte: seconds of a byte on the server's link, shape (draws,).
-        servers: number of servers, each with a partition of the parameters. The costs of an exchange are those of one
+        overhead: seconds of a step that do not depend on its samples.
+        per_sample: seconds of a sample.
+        jitter: quantiles of the factor by which steps scatter, ascending.
+        ring: seconds of the gradient's bytes on a member's link; 2 (k - 1) / k of it count.
+        hop: seconds of one of the 2 (k - 1) messages of an all-reduce.
+        between: seconds of a step outside computation and communication (a slow loader, callbacks).
+        delay: seconds of an exchange that depend neither on its bytes nor on shared resources.
+        own_per_byte: seconds of a byte on a group's own link; it crosses the server's at the same time.
+        serve: seconds of the server for a push.
+        link_per_byte: seconds of a byte on the server's link.
+        hand_ring: seconds of the whole fp32 gradient on a link over which a leader forwards an answer.
+        hand_hop: seconds of such a message that do not depend on its bytes.
+        servers: number of servers, each with a partition of the parameters; costs of an exchange are those of one
             server.
         per_node: whether each node runs one server.
-        hand_ring: seconds of the whole fp32 gradient on a link over which a leader forwards an answer, shape (draws,).
-        hand_hop: seconds of such a message that do not depend on its bytes, shape (draws,).
-        hands_on: whether a group's leader forwards answers to the other members. ``delay`` does not include it.
-        placement: nodes of the ranks, and costs of messages within a node.
+        hands_on: whether a group's leader forwards answers to the other members, which ``delay`` does not include.
         node_ring: ``ring`` of a group on one node; None if it is not known to differ.
         node_hop: ``hop`` of such a group.
         forecast: the same costs with a forecast exchange; None if it was measured, or cannot be forecast.
@@ -379,7 +374,6 @@ class CostModel:
 
     @classmethod
     def of(cls, costs: Costs, ranks: int) -> CostModel:
-        """Return the model of known costs: one device, no jitter, two equal draws."""
         ones = np.ones(2)
         return cls(
             devices=dict.fromkeys(range(ranks), (0, 1.0)),
@@ -410,9 +404,7 @@ class CostModel:
     def all_reduce(self, sizes: Array, together: Array) -> Array:
         """Return the seconds of an all-reduce in each group, shape (draws, groups).
 
-        Args:
-            sizes: number of members of each group, shape (groups,).
-            together: whether all members of each group are on one node, shape (groups,).
+        ``sizes`` are numbers of members, and ``together`` tells whether these are on one node, both of shape (groups,).
         """
         ring, hop = self.ring[:, None], self.hop[:, None]
         if self.node_ring is not None:
@@ -420,7 +412,6 @@ class CostModel:
         return np.asarray(2 * (sizes - 1) * (ring / sizes + hop))
 
     def averaging(self, share: float, messages: int = 1) -> CostModel:
-        """Return the costs if only ``share`` of a gradient's bytes travels, in ``messages`` all-reduces."""
         return replace(
             self,
             ring=share * self.ring,
@@ -430,7 +421,6 @@ class CostModel:
         )
 
     def known(self, exchanging: ExchangePattern) -> ExchangePattern:
-        """Return the pattern with measured values in place of None."""
         for name in ("push", "pull"):
             if getattr(exchanging, name) is not None:
                 self.check_nbytes(f"{name}={getattr(exchanging, name)}: what an exchange had was")
@@ -444,7 +434,6 @@ class CostModel:
             raise ConfigurationError(f"{asked} not measured; fit with Measured(nbytes=...)")
 
     def speeds(self, samples: float) -> dict[int, float]:
-        """Return the samples per second of each rank in steps of ``samples`` samples."""
         seconds = self.overhead[0] + samples * self.per_sample[0]
         return {rank: float(samples / seconds[device] / slower) for rank, (device, slower) in self.devices.items()}
 
@@ -476,7 +465,6 @@ class CostModel:
 
 
 def first_draw(drawn: Drawn) -> Drawn:
-    """Return a copy whose arrays hold only the first draw."""
     cut: dict[str, Any] = {name: each[:1] for name, each in vars(drawn).items() if isinstance(each, np.ndarray)}
     return cast(Drawn, replace(cast(Any, drawn), **cut))
 

@@ -1,8 +1,5 @@
 """The time to a target of any setting, hardware efficiency × statistical efficiency, with an interval.
 
-A prior (`lightning_omni.tuning.search.prior`) or theory predicts the samples that a setting needs; a profile of
-the cluster (`lightning_omni.tuning.model.profile`) predicts the samples per second.
-
 Rule 1: Settings are compared by samples, not updates: groups of different size make updates of different size.
 Rule 2: Proportional batches have the sample efficiency of equal ones, because the gradient is the same.
 """
@@ -34,9 +31,7 @@ class Setting(Serializable):
     """A point of the search space.
 
     Attributes:
-        groups: number of compute groups.
         momentum: explicit momentum (β1 of Adam and its variants); 0.0 if the optimizer has none.
-        lr: learning rate.
         rebalance: whether a group's batch is split in proportion to the speeds of its ranks.
         period: local steps between two exchanges.
         further: names and values of user-defined dimensions, sorted by name.
@@ -46,7 +41,6 @@ class Setting(Serializable):
         overlap: whether exchanges overlap computation.
         all_reduce: format in which the members of a group average gradients, as in ``Compression(all_reduce=...)``;
             empty for the run's own.
-        merged: name of the submodule that stays at the server if there are several groups; empty if there is none.
 
     Example:
         >>> str(Setting(groups=4, momentum=0.3, lr=0.025))
@@ -77,7 +71,6 @@ class Setting(Serializable):
         return dict(self.further)[name]
 
     def with_further(self, name: str, value: Any) -> Setting:
-        """Return the setting with another value of a user-defined dimension."""
         return replace(self, further=tuple(sorted({**dict(self.further), name: value}.items())))
 
     @property
@@ -113,9 +106,9 @@ class Scaling:
     """A rule for learning rates that act alike at different numbers of groups and momenta.
 
     A group of N / g ranks has a g-th of the batch, so each sample moves the weights equally if the rate is a g-th, too;
-    momentum m multiplies the total effect of a gradient by 1 / (1 - m). Their product is the *step* of a setting: for
-    small steps training follows one curve, whatever the groups and the momentum. Adaptive optimizers divide by the size
-    of gradients, which cancels both; for them the square root of the batch is usual.
+    momentum m multiplies the total effect of a gradient by 1 / (1 - m). Their product is the *step* of a setting:
+    training with small, equal steps follows one curve. Adaptive optimizers divide by the size of gradients, which
+    cancels both; for them the square root of the batch is usual.
 
     Args:
         is_adaptive: whether the optimizer divides by the size of gradients, as Adam does.
@@ -132,13 +125,10 @@ class Scaling:
         return setting.lr / self.lr(setting.updates_per_batch, setting.momentum, 1.0)
 
     def lr(self, groups: int, momentum: float, step: float) -> float:
-        """Return the learning rate for a step.
+        """Return the learning rate for a `step`.
 
-        Args:
-            groups: number of groups whose updates follow each other; 1 for methods that average simultaneous ones, see
-                `Setting.updates_per_batch`.
-            momentum: explicit momentum.
-            step: step as returned by `step`.
+        ``groups`` counts those whose updates follow each other; it is 1 for methods that average simultaneous ones, see
+        `Setting.updates_per_batch`.
         """
         return step / math.sqrt(groups) if self.is_adaptive else round(step * (1 - momentum) / groups, 12)
 
@@ -151,7 +141,6 @@ class TrainedBatches(Serializable):
     """The losses of batches that a run trained with one setting.
 
     Attributes:
-        setting: setting of these batches.
         samples: samples trained when each batch ended, ascending, shape (batches,).
         losses: mean training loss of each batch, before the update with it, shape (batches,).
     """
@@ -176,7 +165,6 @@ class TrainedBatches(Serializable):
 
     @property
     def level(self) -> float:
-        """Return the mean loss of the last segments."""
         return float(self.blocks()[-c.TAIL :].mean())
 
     @property
@@ -195,7 +183,7 @@ class TrainedBatches(Serializable):
         return super().from_dict({**plain, "losses": [math.nan if loss is None else loss for loss in plain["losses"]]})
 
     def blocks(self, count: int = c.BLOCKS) -> Array:
-        """Return the mean loss of each of ``count`` equal segments of the samples, shape (count,)."""
+        """Return the mean loss of each of ``count`` equal segments of the samples."""
         edges = np.linspace(0, self.end, count + 1)
         ends = np.asarray(self.samples)
         # The losses are integrated, as constant over each batch, and interpolated at the edges.
@@ -238,7 +226,6 @@ class Theory:
 
     @property
     def total_momentum(self) -> float:
-        """Return explicit and implicit momentum of the starting setting together."""
         return 1 - (1 - self.start.momentum) / self.start.groups
 
     def momentum(self, groups: int) -> float:
@@ -270,13 +257,9 @@ class Theory:
 def explicit_for(total: float, staleness: float) -> float:
     """Return the explicit momentum that reaches a total together with the momentum of geometric staleness.
 
-    Random staleness of this mean adds a momentum u = 1 - 1 / (1 + staleness), which acts together with the explicit one
-    m as one momentum t: 1 - t = (1 - m)(1 - u). So m = 1 - (1 - total)(1 + staleness). The
-    result is 0 where asynchrony alone adds as much or more.
-
-    Args:
-        total: wanted momentum, 0 or more and less than 1.
-        staleness: mean staleness, in updates; with g groups that push one after the other it is g - 1.
+    Random staleness of this mean (g - 1 for g groups that push one after the other) adds a momentum u = 1 - 1 / (1 +
+    staleness), which acts with the explicit one m as one momentum t: 1 - t = (1 - m)(1 - u). So m = 1 - (1 - total)(1 +
+    staleness), or 0 where asynchrony alone adds as much or more.
 
     Example:
         >>> [round(explicit_for(0.9, groups - 1), 2) for groups in (1, 2, 4, 16)]
@@ -297,7 +280,6 @@ class SettingEstimate:
 
     Attributes:
         seconds: time to the target; without a known target, only ratios between settings are meaningful.
-        samples_per_second: hardware efficiency.
         samples: samples to the target, or relative to those of the theory's starting setting.
     """
 
@@ -312,7 +294,7 @@ class Forecast:
 
     Args:
         theory: expected samples of settings, and the error of that expectation.
-        throughput: function that returns the samples per second of a setting.
+        throughput: returns the samples per second of a setting.
         samples: samples to the target with the theory's starting setting; None if unknown, all times are then relative.
         level: probability of the intervals.
     """
@@ -346,13 +328,8 @@ class Forecast:
     def of_systems(self, ranks: int, saturating: int, own: Setting | None = None) -> dict[str, SettingEstimate]:
         """Estimate the settings that well-known systems would use.
 
-        These systems keep the user's learning rate, except for Rudra, which divides it by the staleness, and Omnivore,
-        which tunes it.
-
-        Args:
-            ranks: number of ranks.
-            saturating: groups at which a serial part saturates.
-            own: user's setting; None for the theory's start.
+        These systems keep the learning rate of the user's setting ``own`` (by default the theory's start), except for
+        Rudra, which divides it by the staleness, and Omnivore, which tunes it and uses the ``saturating`` groups.
         """
         start = own or self.theory.start
         alone = Setting(1, start.momentum, start.lr)

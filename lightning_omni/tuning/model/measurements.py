@@ -1,4 +1,4 @@
-"""The measurements that ranks take of their own steps, to which a profile is fitted."""
+"""The measurements that ranks take of their own steps."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Measured(Serializable):
     Args:
         groups: ranks of each group.
         samples: for each rank, in ascending order, its samples in each of its steps.
-        own: for each rank in that order, its compute time in each step, in seconds (load, forward, backward, the
-            optimizer's step), without the exchange and waiting for other ranks.
+        own: for each rank, its compute time in each step, in seconds (load, forward, backward, the optimizer's step),
+            without the exchange and waiting for other ranks.
         steps: for each group, seconds of each step, from the end of one to the end of the next.
         exchanges: for each group, seconds of each step in the exchange with the server; zeros if there is one group.
         serve: seconds that a server computes for one push, or for its share of one; 0 if unknown. With one group, the
@@ -38,19 +38,19 @@ class Measured(Serializable):
         per_node: whether each node ran one server.
         round_trip: seconds until the server, or another rank, answers a nearly empty message; 0 if unknown. It is used
             only if no exchange was measured.
-        reduce_per_byte: seconds that each byte adds to an all-reduce of all ranks, timed by itself; 0 if unknown.
-            It limits the part of a step that is attributed to the all-reduce, and only if no exchange was measured.
+        reduce_per_byte: seconds that each byte adds to an all-reduce of all ranks, timed by itself; 0 if unknown. It
+            limits the part of a step that is attributed to the all-reduce, and only if no exchange was measured.
         hands_on: whether a group's leader forwards its answers to the other members, over the links of their
             all-reduce. With several groups the measured exchanges include that.
-        nodes: for each rank, in ascending order, its node; or its site, if links between some nodes are much faster
-            than to others. Empty if each rank has links of its own, if all are on one node, or if unknown.
+        nodes: for each rank, its node; or its site, if links between some nodes are much faster than to others. Empty
+            if each rank has links of its own, if all are on one node, or if unknown.
         server_node: node of a single server, existing or not; None if it is on none of these, or unknown.
         node_round_trip: ``round_trip`` between two ranks on one node, or at one site; 0 if unknown.
         node_per_byte: seconds of each byte of such a message, one way; 0 if unknown.
         copy_per_byte: seconds of each byte between a rank's device and its host, the mean of both ways; 0 if weights
             are on the CPU. Exchanges cross that link, and all-reduces do not.
-        host_per_byte: seconds of each byte, one way, between the host of the last rank and that of the first, by
-            sockets; 0 if exchanges use the links of all-reduces.
+        host_per_byte: seconds of each byte, one way, between the hosts of the last and the first rank, by sockets; 0 if
+            exchanges use the links of all-reduces.
         shapes: shapes of the parameters whose gradients a group averages; empty if unknown.
         averaging: by all-reduce format, seconds that a rank computes to average gradients in it, where known.
         loading: for each rank, the mean seconds of ``own`` in which it waited for its data loader; empty if unknown.
@@ -113,13 +113,10 @@ class Measured(Serializable):
 
     @classmethod
     def of(cls, trace: Trace) -> Measured:
-        """Return the measurements of a simulated run.
-
-        Args:
-            trace: trace of `lightning_omni.simulator.simulate`, with at least two steps of each group.
+        """Return the measurements of a simulated run in which each group made two steps or more.
 
         Raises:
-            ConfigurationError: the trace has no step times, or too few, or is of a run with a merged head.
+            ConfigurationError: a group has no step times, or the run has a merged head.
         """
         if not len(trace.steps.get("group", ())):
             raise ConfigurationError("trace: it has no step times; pass one of a simulated run, of this version")
@@ -152,7 +149,6 @@ def _of_one_group(trace: Trace, ranks: int) -> dict[str, Any]:
 
 
 def _serve_time(trace: Trace) -> float:
-    """Return the seconds of a push at a server, or those it would take if nothing was exchanged."""
     return float(trace.meta["cluster"]["update_seconds"])
 
 
@@ -173,14 +169,13 @@ def _of_exchanges(trace: Trace) -> dict[str, Any]:
 def servers_of(measured: Sequence[Measured]) -> tuple[int, bool]:
     """Return the number of servers of the last segment with several groups, and whether each node ran one.
 
-    Without such a segment, return those of the last segment, which its ranks would use as several groups.
+    Without such a segment, return those that the ranks of the last one would use as several groups.
     """
     last = ([each for each in measured if len(each.groups) > 1] or measured)[-1]
     return last.servers, last.per_node
 
 
 def mean_samples(measured: Sequence[Measured]) -> float:
-    """Return the mean samples of a rank in a step."""
     counts = [number for each in measured for row in each.samples for number in row]
     return sum(counts) / len(counts)
 

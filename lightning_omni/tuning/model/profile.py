@@ -1,19 +1,18 @@
 """Hardware efficiency: seconds per update of any grouping, from a model fitted to measured steps of one or two.
 
-The costs are fitted to the measurements of ranks and groups, or are known `Costs`. The slowest member determines the
-time of its group, groups wait for one another where they share a server or its link, and every number
-has an interval.
+The slowest member determines the time of its group, groups wait for one another where they share a server or its link,
+and every number has an interval.
 
     step of a group = E[max over members of compute time] + all-reduce + exchange / H
     compute time of a rank = (overhead + samples × seconds per sample) × jitter, with the measured jitter
     all-reduce of k members = (k - 1) / k × 2 a + (k - 1) × 2 l
     exchange = delay + service at shared resources, and the wait for it (`lightning_omni.tuning.model.queueing`)
 
+Groups do not wait for each other elsewhere, so an update follows every 1 / Σ 1 / (step of each group) seconds.
+
 With S servers that each hold a partition of the parameters, each takes 1 / S of the service, and the shares of all
 groups queue at all servers alike. The delay that does not depend on bytes counts twice, because the servers agree on
 each update. If each node has a server, 1 / S of an exchange crosses no link. The fitted costs are those of one server.
-
-Groups do not wait for each other elsewhere, so an update follows every 1 / Σ 1 / (step of each group) seconds.
 """
 
 from __future__ import annotations
@@ -58,10 +57,10 @@ class Prediction:
     Attributes:
         seconds_per_update: seconds per push of any group; with H > 1, per local step of any group.
         samples_per_second: total over all groups.
-        parts: seconds per update that ``"compute"``, ``"allreduce"``, ``"exchange"`` (its delay), ``"serve"``,
-            and ``"link"`` take. The first three are divided among the groups; no update is faster than any part.
-        bottleneck: ``"server"`` or ``"link"`` if it is busy all the time, or else the largest part of a
-            step, ``"compute"``, ``"allreduce"`` or ``"exchange"``.
+        parts: seconds per update that ``"compute"``, ``"allreduce"``, ``"exchange"`` (its delay), ``"serve"``, and
+            ``"link"`` take. The first three are divided among the groups; no update is faster than any part.
+        bottleneck: ``"server"`` or ``"link"`` if it is busy all the time, or else the largest part of a step,
+            ``"compute"``, ``"allreduce"`` or ``"exchange"``.
         statement: a sentence for users.
     """
 
@@ -96,7 +95,7 @@ _NOT_ALWAYS_BUSY = {
 
 @dataclass(frozen=True)
 class Profile(Serializable):
-    """A fitted cost model of ranks and the links between them, which predicts the speed of other groupings.
+    """A fitted cost model of ranks and their links, which predicts the speed of other groupings.
 
     Args:
         measured: segments of training; see `fit`, which creates a profile. Costs of exchanges are fitted to the
@@ -153,12 +152,12 @@ class Profile(Serializable):
 
     @classmethod
     def fit(cls, measured: Sequence[Measured], draws: int = 100, seed: int = 0) -> Profile:
-        """Fit the model to measured steps.
+        """Fit the model to measured steps, some thirty of each rank.
 
         A segment with one group shows the costs inside a group, one with as many groups as ranks those of the server;
-        both together predict the groupings in between. Thirty steps of each rank are enough. With one group alone and a
-        known ``nbytes``, predictions with ``exchanging`` forecast the exchange from the all-reduce, which uses the same
-        links, and their intervals are wider; without ``exchanging``, exchanges count as nothing.
+        both together predict the groupings in between. With one group alone and a known ``nbytes``, predictions with
+        ``exchanging`` forecast the exchange from the all-reduce, which uses the same links, and their intervals are
+        wider; without ``exchanging``, exchanges count as nothing.
 
         Args:
             measured: segments of training by the same ranks, in any groupings.
@@ -196,7 +195,6 @@ class Profile(Serializable):
 
     @property
     def ranks(self) -> int:
-        """Return the number of ranks."""
         return len(self._model.devices)
 
     @cached_property
@@ -214,25 +212,20 @@ class Profile(Serializable):
 
     @property
     def servers(self) -> int:
-        """Return the number of parameter servers, each with a partition of the parameters."""
         return self._model.servers
 
     @property
     def per_node(self) -> bool:
-        """Return whether each node runs one parameter server."""
         return self._model.per_node
 
     @property
     def speeds(self) -> tuple[float, ...]:
-        """Return the samples per second of each rank alone, in batches of `batch_size`, in ascending order of ranks."""
+        """Return the samples per second of each rank alone, in ascending order of ranks, in batches of `batch_size`."""
         return tuple(self._model.speeds(self.batch_size).values())
 
     @property
     def knows_overhead(self) -> bool:
-        """Return whether batches of several sizes were measured.
-
-        If not, all time counts as time per sample, and predictions for other sizes are a guess.
-        """
+        """Return whether batches of several sizes were measured; if not, predictions for other sizes are a guess."""
         return self._model.knows_overhead
 
     def predict(
@@ -312,12 +305,9 @@ class Profile(Serializable):
         exchanging: ExchangePattern | None = None,
         all_reduce: str = "fp32",
     ) -> float:
-        """Return the most likely speed, as `predict` does, but without intervals and in a fiftieth of the time.
+        """Return the most likely speed, as `predict` does, without intervals and in a fiftieth of the time.
 
         An exchange that was not measured is forecast where possible, also without ``exchanging``.
-
-        Raises:
-            ConfigurationError: an argument is out of range.
         """
         model = self._averaging(self._likely, all_reduce)
         plan = TrainingPlan(model, self.batch_size, rebalance, model.known(exchanging or ExchangePattern()))
@@ -417,13 +407,13 @@ class Profile(Serializable):
         """Return the profile of a changed cluster, or of other batches.
 
         Args:
-            ranks: number of ranks, copied cyclically from the measured ones and numbered from 0.
+            ranks: number of ranks, copied cyclically from the measured ones.
             bandwidth: bytes per second of the server's link, and between the members of a group.
             latency: seconds of one message, on both.
             slowest: factor that multiplies the last rank's compute time.
             servers: number of parameter servers, each with a partition of the parameters. They agree by one more
-                message each way, which takes the delay that does not depend on bytes. If all measured exchanges were of
-                one size, that delay is unknown: pass ``latency``, too.
+                message each way. If all measured exchanges were of one size, its delay is unknown: pass ``latency``,
+                too.
             per_node: whether each node runs one server, so that a share of each exchange crosses no link.
             batch_size: mean samples per rank and step.
 
@@ -469,11 +459,7 @@ class Profile(Serializable):
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Profile:
-        """Rebuild a profile from `to_dict` and fit it again.
-
-        Raises:
-            ConfigurationError: the values are not from `to_dict`, or SciPy is missing.
-        """
+        """Rebuild a profile from `to_dict` and fit it again."""
         profile = super().from_dict(plain)
         profile._model  # noqa: B018 - errors belong here
         return profile
@@ -483,12 +469,7 @@ def _interval(draws: Array, level: float, least: float = 0.0, most: float = math
     """Return the basic bootstrap interval: resampled fits are off the first by as much as it is off the true value.
 
     The fits are biased, too: few steps miss the slowest one, and the inverse of a mean is not the mean of inverses.
-
-    Args:
-        draws: the fit, and the resampled fits.
-        level: probability of the interval.
-        least: smallest possible value.
-        most: largest possible value.
+    ``draws`` are the fit and the resampled fits; ``least`` and ``most`` bound the value.
     """
     first, factors = float(draws[0]), draws[0] / draws[1:]
     low, value, high = first * np.quantile(factors, [(1 - level) / 2, 0.5, (1 + level) / 2])

@@ -29,7 +29,7 @@ def slowest(values: Array, counts: Array) -> tuple[Array, Array]:
 
     Args:
         values: equally likely times of each of m kinds of member, in seconds, ascending: shape (draws, m, quantiles).
-        counts: number of members of each kind, shape (m,).
+        counts: members of each kind, shape (m,).
 
     Returns:
         The mean in seconds and the variance in seconds squared, both of shape (draws,).
@@ -47,10 +47,7 @@ def slowest(values: Array, counts: Array) -> tuple[Array, Array]:
 
 
 def quantiles_of_slowest(values: Array, counts: Array) -> Array:
-    """Compute equally likely times of the largest of several, with the arguments of `slowest`.
-
-    Returns:
-        Ascending times, shape (draws, quantiles).
+    """Compute equally likely times of the largest of several, ascending, shape (draws, quantiles); see `slowest`.
 
     Example:
         >>> quantiles_of_slowest(np.array([[[1.0, 2.0], [0.0, 3.0]]]), np.array([1, 1])).tolist()
@@ -63,12 +60,9 @@ def quantiles_of_slowest(values: Array, counts: Array) -> Array:
 
 
 def means_of_parts(values: Array, probabilities: Array, parts: int) -> Array:
-    """Split a distribution into equally likely parts, and return the mean of each, shape (draws, parts).
+    """Split distributions into equally likely parts, and return the mean of each part, shape (draws, parts).
 
-    Args:
-        values: ascending, shape (draws, n).
-        probabilities: shape (draws, n).
-        parts: number of parts.
+    ``values``, ascending, and their ``probabilities`` have shape (draws, n).
     """
     edges = np.arange(parts + 1) / parts
     # The partial mean is piecewise linear in the probability; its rises from edge to edge are the means in between.
@@ -78,15 +72,10 @@ def means_of_parts(values: Array, probabilities: Array, parts: int) -> Array:
 
 
 def quantiles_of_sum(mean: Array, variance: Array, count: int) -> Array:
-    """Compute equally likely values of a positive sum with known mean and variance, as of a gamma distribution.
+    """Compute equally likely, ascending values of a positive sum, as of a gamma distribution.
 
-    Args:
-        mean: mean of the sum, shape (draws, groups).
-        variance: variance of the sum, shape (draws, groups).
-        count: number of values.
-
-    Returns:
-        Ascending values, shape (draws, groups, count); their mean is exact.
+    ``mean`` and ``variance`` of the sum have shape (draws, groups), the values (draws, groups, count); their mean is
+    exact.
 
     Example:
         >>> quantiles_of_sum(np.array([[4.0]]), np.array([[4.0]]), 4).round(1).tolist()  # of four exponential times
@@ -149,22 +138,19 @@ def time_shared(
 
 
 def residence(think: Array, variance: Array, service: Array, visits: Array) -> Array:
-    """Compute the seconds of a group's cycle in shared queues: service, and waiting for it.
+    """Compute the seconds of a group's cycle in shared queues, of service and of waiting for it, shape (draws,).
 
-    The model is a closed network of queues, in which a station sees equally many equal groups with the same total rate.
-    By mean value analysis an arriving group finds the queue of a network with one group fewer, and half of the current
-    service remains, because all services take the same time. Without any scatter, groups would fall into a rhythm in
-    which no group waits below saturation. Real groups are in between: for two groups of spread σ that seldom collide, a
-    queue is σ²/s² of the queue with random arrivals (as of random walkers); near saturation it is all of it.
+    The model is a closed network of queues, in which a station sees equal groups with the same total rate. By mean
+    value analysis an arriving group finds the queue of a network with one group fewer, and half of the current service
+    remains, because all services take the same time. Without any scatter, groups would fall into a rhythm in which no
+    group waits below saturation. Real groups are in between: for two groups of spread σ that seldom collide, a queue is
+    σ²/s² of the queue with random arrivals (as of random walkers); near saturation it is all of it.
 
     Args:
-        think: seconds of a cycle elsewhere, by group, shape (draws, groups).
-        variance: variance of ``think``, in seconds squared, shape (draws, groups).
+        think: seconds of a cycle elsewhere, shape (draws, groups).
+        variance: variance of ``think``, shape (draws, groups).
         service: seconds of a visit to each station, shape (draws, stations).
         visits: visits to each station in a cycle, shape (stations,).
-
-    Returns:
-        Seconds, shape (draws,).
 
     Example:
         >>> none, groups = np.zeros((1, 4)), np.full((1, 4), 2.0)
@@ -217,20 +203,17 @@ def _residence_of_equals(groups: int, think: Array, scatter: Array, service: Arr
 
 
 def residence_on_links(think: Array, demand: Array, counted: Array | None = None) -> Array:
-    """Compute the seconds of a group's cycle on links, each shared evenly by all messages on it.
+    """Compute the seconds of a group's cycle on links, each shared evenly by all messages on it, shape (draws, groups).
 
     The result is exact for random arrivals: an arriving group finds on a link the load of a network without it (mean
     value analysis), whatever the distribution of times. Messages that share a link evenly keep their distance in time,
     so no rhythm forms, and the least scatter of step times spreads out groups that started together.
 
     Args:
-        think: seconds of a cycle elsewhere, by group, shape (draws, groups).
+        think: seconds of a cycle elsewhere, shape (draws, groups).
         demand: seconds of a cycle on each link without other groups, shape (draws, groups, links).
-        counted: fraction of the time on each link that counts, shape of ``demand``, so that time on two links at once
-            counts once; None for all of it.
-
-    Returns:
-        Seconds, shape (draws, groups).
+        counted: fraction of ``demand`` that counts, of its shape, so that time on two links at once counts once; None
+            for all of it.
 
     Example:
         >>> demand = np.full((1, 2, 1), 1.0)  # two groups, which now and then share a link
@@ -346,7 +329,7 @@ class BarrierExchange:
     """The cost of an exchange in which groups wait for each other, in seconds, each of shape (draws, groups).
 
     Args:
-        way: a push to the server and its answer; half of it in each direction.
+        way: a push to the server and its answer, half in each direction.
         serve: a push where pushes queue.
         send: an answer on the link that answers share: all arrive when the last one does.
     """
@@ -356,11 +339,10 @@ class BarrierExchange:
     send: Array
 
     def cycle(self, hidden: Array, rest: Array, is_rough: bool = False) -> Array:
-        """Compute the mean seconds from one exchange of all groups to the next.
+        """Compute the mean seconds from one exchange of all groups to the next, by a simulation with random step times.
 
-        The method simulates cycles with random step times: a group computes, pushes, and waits until all pushes have
-        been served, one after the other; the answers leave together. A group computes its hidden steps before it waits
-        for the answer.
+        A group computes, pushes, and waits until all pushes have been served, one after the other; the answers leave
+        together. It computes its hidden steps before it waits for the answer.
 
         Args:
             hidden: equally likely seconds of the steps that a group makes during its exchange, ascending, shape (draws,

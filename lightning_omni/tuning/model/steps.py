@@ -1,4 +1,4 @@
-"""The steps of ranks: their timer, their parts, and the split of a group's batch among members of different speed.
+"""The timer of steps, their parts, and the split of a group's batch among members of different speed.
 
 Rule 1: A split changes only if the group gets noticeably faster, so equally fast ranks keep equal shares.
 Rule 2: One observation may be noise, so a small gain must be seen twice in a row, with the same member too slow.
@@ -22,9 +22,6 @@ from lightning_omni.wire.messages import Status
 class StepTimer:
     """A timer of the seconds from the end of one step to the end of the next.
 
-    Args:
-        clock: function that returns the time in seconds; None for `time.perf_counter`.
-
     Example:
         >>> moments = iter([0.0, 2.0, 4.5])
         >>> timer = StepTimer(clock=lambda: next(moments))
@@ -37,7 +34,7 @@ class StepTimer:
         self._since: float | None = None
 
     def start(self) -> None:
-        """Record the beginning of a step, unless the end of the last one did."""
+        """Record the beginning of a step, unless the end of the last one was recorded."""
         if self._since is None:
             self._since = self._clock()
 
@@ -46,28 +43,16 @@ class StepTimer:
         self._since = None
 
     def done(self, elsewhere: float = 0.0) -> float | None:
-        """Record the end of a step.
-
-        Args:
-            elsewhere: seconds of the step that do not count.
-
-        Returns:
-            Seconds of the step, or None if its beginning was not recorded.
-        """
+        """Record the end of a step; return its seconds, less those ``elsewhere``; None if its beginning is unknown."""
         since, self._since = self._since, self._clock()
         return None if since is None else max(0.0, self._since - since - elsewhere)
 
 
 def parts_of_step(step: float, forward: float, exchange: float) -> dict[str, float]:
-    """Return the parts of a step in seconds; empty before a step was timed.
+    """Return the seconds of a step in the forward pass, the exchange, and the rest; empty before a step was timed.
 
-    Args:
-        step: seconds of a whole step.
-        forward: seconds of it to the end of the forward pass.
-        exchange: seconds of it in the exchange with the server.
-
-    Returns:
-        ``"forward"``, ``"exchange"`` and ``"rest"``: the backward pass, the all-reduce and waiting for the group.
+    The rest is the backward pass, the all-reduce and waiting for the group. The arguments are seconds of the whole
+    step, to the end of the forward pass, and in the exchange.
 
     Example:
         >>> parts_of_step(0.5, 0.125, 0.25)
@@ -81,9 +66,7 @@ def parts_of_step(step: float, forward: float, exchange: float) -> dict[str, flo
 def straggler_sentence(status: Status, can_rebalance: bool = False) -> str:
     """Return a sentence that names the worst straggler; empty if no rank slows its group down.
 
-    Args:
-        status: the server's report on all groups.
-        can_rebalance: whether the batch could be split by speed, and is not.
+    ``can_rebalance`` tells whether the batch could be split by speed, and is not.
     """
     worst, sentence = c.STRAGGLER, ""
     for group in status.groups:
@@ -105,12 +88,8 @@ def straggler_sentence(status: Status, can_rebalance: bool = False) -> str:
 class Throughput:
     """The samples per second of one rank: the median over its latest batches, without the first ones.
 
-    If a few batches in a row are all faster, or all slower, than every earlier batch, another load on the device has
-    ended or started; the earlier batches are then discarded.
-
-    Args:
-        warm_up: number of first batches to skip.
-        window: largest number of batches in the median.
+    A few batches in a row that are all faster, or all slower, than every earlier one show a changed load of the device:
+    the earlier ones are discarded.
 
     Example:
         >>> throughput = Throughput(warm_up=0)
@@ -125,12 +104,7 @@ class Throughput:
         self._speeds: deque[float] = deque(maxlen=window)
 
     def note(self, samples: int, seconds: float) -> None:
-        """Record a finished batch.
-
-        Args:
-            samples: this rank's share of the batch.
-            seconds: compute time, without waiting for other ranks.
-        """
+        """Record a batch: this rank's samples, and its compute time without waiting for other ranks."""
         if self._to_skip:
             self._to_skip -= 1
         elif samples and seconds > 0:
@@ -139,7 +113,7 @@ class Throughput:
 
     @property
     def speed(self) -> float:
-        """Return samples per second, or 0.0 while too few batches are recorded."""
+        """Return samples per second; 0.0 while too few batches are recorded."""
         return median(self._speeds) if len(self._speeds) >= c.SPLIT_FEWEST else 0.0
 
     @property
@@ -161,7 +135,7 @@ class BatchSplit:
 
     Attributes:
         shares: whole samples for each member.
-        gain: predicted relative gain in the group's speed: 0.5 is 50 % faster.
+        gain: predicted relative gain in speed: 0.5 is 50 % faster.
     """
 
     shares: tuple[int, ...]
@@ -184,15 +158,12 @@ class Balancer:
     def decide(
         self, shares: Sequence[int], speeds: Sequence[float], variances: Sequence[float] = ()
     ) -> BatchSplit | None:
-        """Return a better split, if one exists.
+        """Return a split that makes the group noticeably faster, or None.
 
         Args:
             shares: current samples of each member.
             speeds: samples per second of each member; 0.0 if not known yet.
             variances: variance of the logarithm of each speed; empty if the speeds are exact.
-
-        Returns:
-            A split that makes the group noticeably faster, or None.
         """
         if not all(speeds):
             return None
@@ -211,12 +182,8 @@ class Balancer:
 def shrunk(speeds: Sequence[float], variances: Sequence[float]) -> list[float]:
     """Shrink measured speeds towards their geometric mean according to their errors (James and Stein 1961).
 
-    The variance due to measurement errors is removed from the variance among members. Where step times are random and
-    few batches were measured, all speeds become equal, and no batch is split by chance.
-
-    Args:
-        speeds: samples per second of each member, above 0.
-        variances: variance of the logarithm of each speed; empty if the speeds are exact.
+    The variance due to measurement errors is removed from the variance among members, so that no batch is split by
+    chance. The arguments are as in `Balancer.decide`; all speeds are known.
 
     Example:
         >>> shrunk((10.0, 40.0), (0.0, 0.0))
@@ -243,10 +210,4 @@ def seconds(shares: Sequence[int], speeds: Sequence[float]) -> float:
 
 
 def slowest(shares: Sequence[int], speeds: Sequence[float]) -> int:
-    """Return the index of the member that the others wait for.
-
-    Example:
-        >>> slowest((8, 8), (10.0, 40.0))
-        0
-    """
     return max(range(len(shares)), key=lambda place: shares[place] / speeds[place])

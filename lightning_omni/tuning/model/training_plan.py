@@ -68,7 +68,6 @@ class TrainingPlan:
         return max(rates, key=rates.__getitem__)
 
     def outcome(self, topology: Topology) -> Outcome:
-        """Compute the seconds of each part of a step for a topology."""
         model, groups = self.model, [topology.members(group) for group in topology.alive]
         sizes = np.array([len(members) for members in groups])
         work = self._work(groups, slowest)
@@ -120,7 +119,7 @@ class TrainingPlan:
         return model.placement.handed_on(groups, over, part * model.nbytes) / self.period
 
     def _seconds(self, here: Array, handed: Array) -> ExchangeSeconds:
-        """Return the seconds of an exchange for each group.
+        """Return the seconds of an exchange.
 
         Args:
             here: whether the leader of each group is on the server's node, shape (groups,).
@@ -148,13 +147,12 @@ class TrainingPlan:
         return ExchangeSeconds(delay, serve, per_byte * push, per_byte * pull + handed)
 
     def _local_steps(self, seconds: Array) -> Array:
-        """Return each group's steps between two exchanges, shape (groups,), from its seconds per step."""
         if not self.exchanging.dynamic:
             return np.full(seconds.shape[1], self.period)
         return np.asarray(np.maximum(1, np.rint(self.period * seconds[0].min() / seconds[0])), int)
 
     def _at_a_barrier(self, hidden: Array, rest: Array, seconds: ExchangeSeconds) -> tuple[Array, Array]:
-        """Return the seconds between exchanges, and those if exchanges took no time, each of shape (draws, groups)."""
+        """Return the seconds between exchanges, and those without the exchange, each of shape (draws, groups)."""
         serve = seconds.serve[:, None]
         way = seconds.delay + np.minimum(serve, seconds.push)
         costs = BarrierExchange(way, np.maximum(serve, seconds.push), seconds.pull)
@@ -182,7 +180,6 @@ class TrainingPlan:
         return np.asarray(sums + (counts * alone)[:, :, None])
 
     def _work(self, groups: Groups, of: Callable[[Array, Array], _T]) -> list[_T]:
-        """Apply a function of `lightning_omni.tuning.model.queueing` to the compute times of each group's members."""
         known: dict[Any, _T] = {}
         found = []
         for members in groups:
@@ -212,13 +209,13 @@ class TrainingPlan:
 
 @dataclass(frozen=True)
 class ExchangeSeconds:
-    """The seconds of an exchange for each group.
+    """The seconds of an exchange for each group, of shape (draws, groups) but for ``serve``.
 
     Attributes:
-        delay: time outside shared resources, shape (draws, groups).
+        delay: time outside shared resources.
         serve: time of the server, shape (draws,).
-        push: time of the push on the server's link, shape (draws, groups); 0 for a group on the server's node.
-        pull: time of the answer on that link, and of forwarding it from the server's node, shape (draws, groups).
+        push: time of the push on the server's link; 0 for a group on the server's node.
+        pull: time of the answer on that link, and of forwarding it from the server's node.
     """
 
     delay: Array
@@ -228,7 +225,6 @@ class ExchangeSeconds:
 
     @property
     def link(self) -> Array:
-        """Return the seconds on the server's link in its busier direction, shape (draws, groups)."""
         return np.maximum(self.push, self.pull)
 
 
@@ -260,7 +256,8 @@ class SharedStations:
 class Outcome:
     """The predicted speed of a plan: seconds of one step, by part, shape (draws, groups).
 
-    ``whole`` is the whole step, if that is not the sum of its parts.
+    ``samples`` are those of each group's step, shape (groups,); ``whole`` is the whole step, if that is not the sum of
+    its parts.
     """
 
     samples: Array
@@ -317,7 +314,6 @@ class Outcome:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether a shared resource is busy nearly all the time."""
         return bool(self._busy(self._rates)[0] > 1 - c.IDLE)
 
     @property

@@ -1,7 +1,4 @@
-"""The picture of one search: the choice and why, speed forecast and measured, loss over time; and then the details.
-
-Its colours mean the same in all pictures, see `lightning_omni.palette`.
-"""
+"""The picture of one search: the choice and why, speed forecast and measured, loss over time; and then the details."""
 
 from __future__ import annotations
 
@@ -43,12 +40,8 @@ _CHOSEN = {"marker": "*", "s": 430, "color": CHOSEN, "edgecolor": "white", "zord
 def draw(summary: SearchSummary, when: str, losses: Sequence[tuple[float, float]], monitor: str, foot: str) -> Any:
     """Draw the picture as a matplotlib figure.
 
-    Args:
-        summary: the summary of the search.
-        when: the beginning of the search, in words.
-        losses: seconds of training and validated losses.
-        monitor: name of that loss.
-        foot: when and where the report was written; empty if unknown.
+    ``losses`` are seconds of training and validated losses, ``monitor`` is the name of that loss, and ``when`` and
+    ``foot`` are texts for the heading.
 
     Raises:
         ConfigurationError: matplotlib is missing.
@@ -117,7 +110,6 @@ def _heading(summary: SearchSummary, when: str, foot: str) -> str:
 
 
 def _contributions(axes: Any, summary: SearchSummary) -> None:
-    """Draw the choice: the speed-up after each of its parts, from the user's own setting to the choice."""
     parts = summary.contributions
     names, heights = ["your own setting"], [1.0]
     for each in parts:
@@ -145,7 +137,7 @@ def _bottleneck_of_choice(summary: SearchSummary) -> str:
 
 
 def _loss(axes: Any, summary: SearchSummary, losses: Sequence[tuple[float, float]], monitor: str) -> None:
-    """Draw the loss over time, and where the user's own setting is expected to be at that time.
+    """Draw the loss over time, and where the user's own setting is expected to be then.
 
     Before the first validation there are only the batches that were timed.
     """
@@ -217,7 +209,6 @@ def _hardware(axes: Any, summary: SearchSummary) -> None:
 
 
 def _of_hardware(summary: SearchSummary) -> str:
-    """Return the samples per second with the choice, forecast and measured."""
     if summary.measured_rate is None:
         return f"Speed: {number(summary.rate.value)} samples/s, forecast"
     return f"Speed: {number(summary.rate.value)} forecast, {number(summary.measured_rate)} measured"
@@ -278,7 +269,6 @@ def _heights(summary: SearchSummary) -> list[float]:
 
 
 def _letters(axes: Any, summary: SearchSummary, top: float) -> None:
-    """Draw the systems' letters: close ones share a box."""
     boxes: list[tuple[int, float, str]] = []
     for letter, estimate in zip(_LETTERS, summary.systems.values(), strict=True):
         groups, value = estimate.setting.groups, summary.ratio(estimate.setting)

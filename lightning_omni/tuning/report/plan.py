@@ -36,12 +36,7 @@ _FILE = "pass an omni-tuning.json that OmniTuner wrote, or the JSON of a Profile
 
 @dataclass(frozen=True)
 class PlanSource:
-    """The contents of a file of measurements.
-
-    Args:
-        profile: profile of the measured cluster.
-        search: last search of the run; None if the file is a profile only.
-    """
+    """The contents of a file of measurements; ``search`` is None if the file is a profile only."""
 
     profile: Profile
     search: Search | None
@@ -87,11 +82,9 @@ class PlanSource:
 
 @dataclass(frozen=True)
 class PossibleExchanges:
-    """The possible exchanges between groups, and inside them.
+    """The possible exchanges between groups, as in `OmniTuner(space=...)`, and inside them.
 
     Args:
-        methods: methods, as in `OmniTuner(space={"method": ...})`.
-        wires: wire formats, likewise.
         periods: local steps between two exchanges; empty for powers of two.
         all_reduces: formats in which the members of a group may average gradients, besides the exact one.
     """
@@ -104,17 +97,7 @@ class PossibleExchanges:
 
 @dataclass(frozen=True)
 class PlannedCluster:
-    """The planned machines: the measured ones, with the user's changes.
-
-    Args:
-        measured: profile of the measured cluster.
-        ranks: number of ranks.
-        bandwidth: bytes per second.
-        latency: seconds of one message.
-        servers: number of servers, each with a partition of the parameters.
-        per_node: whether each node runs one server.
-        batch_size: samples of a rank's batch.
-    """
+    """The planned machines: the measured ones, with the user's changes, as in `Profile.scaled`."""
 
     measured: Profile
     ranks: int | None = None
@@ -126,11 +109,6 @@ class PlannedCluster:
 
     @cached_property
     def profile(self) -> Profile:
-        """Return the profile of the planned machines.
-
-        Raises:
-            ConfigurationError: an option is out of range.
-        """
         changes: dict[str, Any] = {
             name: getattr(self, name)
             for name in ("ranks", "bandwidth", "latency", "servers", "batch_size")
@@ -151,11 +129,9 @@ class PlannedCluster:
 
 @dataclass(frozen=True)
 class PlanRow:
-    """The prediction for one number of groups.
+    """The prediction for the best known setting with one number of groups.
 
     Args:
-        setting: best known setting.
-        prediction: predicted speed.
         efficiency: logarithm of the samples to a target, up to a constant, and its standard deviation.
         is_extrapolated: whether no simulation has had as many groups or local steps.
     """
@@ -180,12 +156,7 @@ class PlanRow:
 class Plan:
     """The predictions for planned machines, for each number of groups.
 
-    Args:
-        cluster: planned machines.
-        known: contents of the file.
-        theory: theory of settings.
-        ways: possible exchanges.
-        has_lr: whether learning rates are known; otherwise they are multiples of the user's.
+    If learning rates are unknown (not ``has_lr``), they are multiples of the user's.
     """
 
     cluster: PlannedCluster
@@ -237,7 +208,6 @@ class Plan:
         return cheapest(known, lambda row: row.risk_adjusted, lambda row: row.setting.groups)
 
     def relative(self, row: PlanRow) -> float:
-        """Return the time to the target, relative to the best row's."""
         return math.exp(row.log_seconds - self.best.log_seconds)
 
     def seconds(self, row: PlanRow, samples: float) -> float:
@@ -256,7 +226,6 @@ class Plan:
 
 
 def title(plan: Plan) -> str:
-    """Return the machines, in words."""
     profile = plan.cluster.profile
     servers = f", {profile.servers} servers" if profile.servers > 1 else ""
     return f"{profile.ranks} ranks, {_speeds(profile)}{servers}"
@@ -291,7 +260,6 @@ def _speeds(profile: Profile) -> str:
 
 
 def sentences(plan: Plan, samples: float | None) -> list[str]:
-    """Return sentences about the best setting, the next purchase, and the assumptions."""
     best, known = plan.best, plan.known
     alone = plan.relative(plan.rows[0])
     text = f"use {plan.describe(best.setting)}: {best.prediction.samples_per_second.value:.4g} samples/s"
@@ -356,7 +324,6 @@ def _halved(prediction: Prediction) -> float:
 
 
 def figure_of(plan: Plan) -> Any:
-    """Draw samples per second and time over groups."""
     figure = new_figure(12, 4.8, dpi=120)
     hardware, time = figure.subplots(1, 2)
     _draw_speed(hardware, plan)
@@ -374,12 +341,10 @@ def figure_of(plan: Plan) -> Any:
 
 
 def files(folder: Path) -> list[Path]:
-    """Return the files that `save` writes."""
     return [folder / f"{_STEM}.{kind}" for kind in (("html", "png") if can_draw() else ("html",))]
 
 
 def save(plan: Plan, samples: float | None, folder: Path) -> list[Path]:
-    """Write the page, and the picture if matplotlib is installed, and return the files."""
     names, png = files(folder), b""
     if len(names) > 1:
         file = io.BytesIO()
@@ -391,7 +356,6 @@ def save(plan: Plan, samples: float | None, folder: Path) -> list[Path]:
 
 
 def html(plan: Plan, samples: float | None, png: bytes = b"") -> str:
-    """Return the page, which loads nothing from elsewhere."""
     cells = rows(plan, samples)
     texts = [[cell.removeprefix("★ ") for cell in row.values()] for row in cells]
     table = TextTable([*cells[0]], texts, plan.rows.index(plan.best))

@@ -126,13 +126,13 @@ class Round:
 
 @dataclass(frozen=True)
 class RunTimes(Serializable):
-    """Seconds of a run, from just before its first batch on; rank 0's clock.
+    """Seconds of a run since just before its first batch, on rank 0's clock.
 
     Args:
         training: seconds that belong to no search: batches, validations, checkpoints.
         tuning: seconds in which searches stopped the training: deciding, and forming groups.
-        reached: all seconds, and those of them for tuning, at the end of the validation that first reached the target;
-            None before.
+        reached: all seconds, and those for tuning, at the end of the validation that first reached the target; None
+            before.
 
     Example:
         >>> times = RunTimes(training=90.0, tuning=6.0, reached=(45.0, 5.0))
@@ -175,7 +175,7 @@ class ReportOrigin(Serializable):
     """When and where a report was written.
 
     Args:
-        date: date and time, in UTC, as text.
+        date: date and time, in UTC.
         version: version of lightning-omni.
         hosts: names of the hosts of the ranks, as far as known.
     """
@@ -209,7 +209,6 @@ class ConsideredRow:
     """One setting that a search considered.
 
     Attributes:
-        setting: the setting.
         by: the source of the setting.
         rate: predicted samples per second.
         samples: samples to the target, relative to those of the user's own setting.
@@ -228,7 +227,6 @@ class Contribution:
     """The effect of one part of the choice, beside all parts before it.
 
     Attributes:
-        part: a short description.
         rate: factor of the samples per second.
         samples: factor of the samples to the target, with the momentum and learning rate that suit the part.
     """
@@ -246,7 +244,6 @@ class SearchSummary:
     """The derived numbers of one search.
 
     Args:
-        search: the search.
         target: loss at which the run is over; None if none was named.
         measured_after: samples per second measured after the search, by groups.
     """
@@ -269,7 +266,6 @@ class SearchSummary:
         return self.search.profile
 
     def bottleneck(self, prediction: Prediction) -> str:
-        """Return the bottleneck of a prediction, in words."""
         return "loading data" if self.search.loading(prediction.bottleneck) else BOTTLENECKS[prediction.bottleneck]
 
     @property
@@ -296,11 +292,9 @@ class SearchSummary:
 
     @cached_property
     def speed_up(self) -> Estimate:
-        """Return how many times faster than the user's own setting the choice is expected to reach the target."""
         return self.speed_up_of(self.choice.setting)
 
     def speed_up_of(self, setting: Setting) -> Estimate:
-        """Return how many times faster than the user's own setting another one is expected to reach the target."""
         return self.search.speed_up(setting, self.start)
 
     def ratio(self, setting: Setting) -> float:
@@ -309,7 +303,6 @@ class SearchSummary:
 
     @cached_property
     def rate(self) -> Estimate:
-        """Return the forecast of the samples per second with the choice."""
         return self._prediction_of(self.choice.setting).samples_per_second
 
     def _prediction_of(self, setting: Setting) -> Prediction:
@@ -320,12 +313,11 @@ class SearchSummary:
 
     @property
     def measured_rate(self) -> float | None:
-        """Return the measured samples per second with the choice; None if they were not measured."""
         return self.measured_after.get(self.choice.setting.groups)
 
     @property
     def is_outside(self) -> bool:
-        """Return whether the measured samples per second are outside the interval of the forecast."""
+        """Return whether the measured samples per second are outside the forecast's interval."""
         rate = self.measured_rate
         return rate is not None and not self.rate.low <= rate <= self.rate.high
 
@@ -339,7 +331,6 @@ class SearchSummary:
 
     @property
     def headline(self) -> dict[str, str]:
-        """Return the numbers of the headline as text, by their names for people."""
         found = {NAMES["speed_up"]: span(self.speed_up)}
         found[NAMES["samples_per_second"]] = between(self.rate)
         if self.measured_rate is not None:
@@ -407,14 +398,13 @@ class SearchSummary:
 
     @cached_property
     def systems(self) -> dict[str, SettingEstimate]:
-        """Return the estimates of the user's own setting and of well-known systems."""
         saturating = self.profile.saturating_groups()
         own = self.forecast.of(self.start)
         return {"your own setting": own, **self.forecast.of_systems(self.ranks, saturating, self.start)}
 
     @cached_property
     def predictions(self) -> dict[tuple[int, bool], Prediction]:
-        """Return the hardware model's predictions, keyed by groups and by whether batches are proportional."""
+        """Return the predictions by groups and by whether batches are proportional."""
         return {
             (setting.groups, rebalance): self._prediction_of(replace(setting, rebalance=rebalance))
             for setting in (replace(self.choice.setting, groups=groups) for groups in self.groups)
@@ -423,11 +413,6 @@ class SearchSummary:
         }
 
     def prediction(self, groups: int) -> Prediction:
-        """Return the faster prediction for a number of groups.
-
-        Raises:
-            KeyError: the number is not in `groups`.
-        """
         return self.predictions.get((groups, True)) or self.predictions[groups, False]
 
     @cached_property
@@ -458,7 +443,6 @@ class SearchSummary:
 
     @property
     def expense(self) -> str:
-        """Return the basis of the choice and the time it took."""
         observed = self.search.observation
         text = f"chosen from {len(observed.batches.losses)} batches, in {duration(self.search.overhead)}"
         if observed.noise_scale is None:
@@ -476,12 +460,6 @@ NAMES = {
 
 
 def shares(parts: Mapping[str, float], seconds_per_update: float, groups: int) -> dict[str, float]:
-    """Return the seconds of each part of one step of a group, which add up to the step.
-
-    Args:
-        parts: the parts of a `Prediction`.
-        seconds_per_update: those of the same prediction.
-        groups: number of groups.
-    """
+    """Return the seconds of each part of one step of a group, which add up to the step."""
     own = {name: parts[name] * groups for name in ("compute", "allreduce", "exchange")}
     return {**own, "wait": max(0.0, seconds_per_update * groups - sum(own.values()))}

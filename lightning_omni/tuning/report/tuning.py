@@ -54,7 +54,6 @@ class TextTable:
 
     Attributes:
         heads: heads of the columns; if empty, the first column has the heads.
-        rows: the cells, as plain text.
         chosen: index of the marked row.
         bars: by column, how full each row's cell is, from 0 to 1.
     """
@@ -65,7 +64,6 @@ class TextTable:
     bars: Mapping[int, Sequence[float]] = field(default_factory=dict)
 
     def is_numeric(self, column: int) -> bool:
-        """Return whether a column has only numbers, and is aligned to the right."""
         return all(_is_number(row[column]) for row in self.rows)
 
 
@@ -75,14 +73,7 @@ def _is_number(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Section:
-    """The part of the page about one search.
-
-    Args:
-        place: index of the search, from 0.
-        round: the search and its outcome.
-        summary: its derived numbers.
-        png: its picture; None if matplotlib is missing.
-    """
+    """The part of the page about one search, whose index is ``place``."""
 
     place: int
     round: Round
@@ -96,12 +87,10 @@ class Section:
 
     @property
     def picture(self) -> str:
-        """Return the picture in base64; empty if there is none."""
         return "" if self.png is None else b64encode(self.png).decode()
 
     @property
     def overview(self) -> list[str]:
-        """Return the row in the table of all searches."""
         chosen = str(self.summary.choice.setting)
         return [str(self.round.epoch), duration(self.round.seconds_run), chosen, self.summary.expense]
 
@@ -194,16 +183,6 @@ def page(
     sections: Sequence[Section],
     written: ReportOrigin | None = None,
 ) -> str:
-    """Return the whole page.
-
-    Args:
-        target: value of ``monitor`` at which the run is over; None if none was named.
-        monitor: name of a metric.
-        statement: a sentence about the last search.
-        run: how the run spent its time; None before it has trained.
-        sections: one for each search, in their order.
-        written: when and where the report was written; None if unknown.
-    """
     overview = [each.overview for each in sections]
     heads = ["epoch", "training before", "choice", "spent"]
     return (
@@ -223,7 +202,6 @@ def page(
 
 @cache
 def templates() -> Environment:
-    """Return the page templates, which escape all values."""
     return Environment(
         loader=PackageLoader("lightning_omni.tuning.report"),
         autoescape=True,
@@ -287,7 +265,7 @@ class TuningReport:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """Return the numbers of the last search's headline, by the names that they have in files and loggers."""
+        """Return the numbers of the last search's headline, by their names in files and loggers."""
         return self.summaries[-1].numbers
 
     @property
@@ -409,7 +387,7 @@ class TuningReport:
         return {}
 
     def html(self) -> str:
-        """Return a page that includes its pictures, tables and styles, and loads nothing from elsewhere."""
+        """Return a page that loads nothing from elsewhere."""
         sections = [
             Section(place, each, summary, self.picture(place))
             for place, (each, summary) in enumerate(zip(self.rounds, self.summaries, strict=True))
@@ -417,7 +395,6 @@ class TuningReport:
         return page(self.target, self.monitor, self.statement, self.times, sections, self.written)
 
     def _repr_html_(self) -> str:
-        """Return the page for a notebook, in a frame of its own."""
         text = html.escape(self.html())
         return f'<iframe srcdoc="{text}" style="width: 100%; height: 900px; border: 0"></iframe>'
 

@@ -1,7 +1,4 @@
-"""The search for the setting to train with, without a trainer, a cluster or a clock.
-
-`Search` is the entry point. `lightning_omni.OmniTuner` applies its choices in a fit; a simulator can apply them, too.
-"""
+"""The search for the setting to train with, without a trainer, a cluster or a clock: `Search` is the entry point."""
 
 from lightning_omni.tuning.search.choice import Choice
 from lightning_omni.tuning.search.evidence import Evidence, Observation, TrainedSegment

@@ -17,7 +17,6 @@ Option = TypeVar("Option")
 
 
 def risk_adjusted(log_cost: float, deviation: float) -> float:
-    """Return a predicted cost, raised by a part of its uncertainty."""
     return log_cost + c.CAUTION * deviation
 
 
@@ -32,9 +31,8 @@ class Choice:
     """The setting that a search has chosen, with its reasons.
 
     Attributes:
-        setting: the setting to train with from now on.
         why: a sentence for the user.
-        estimate: the expected time, speed and samples of the setting; None if the first batches have no finite losses.
+        estimate: expected time, speed and samples; None if the first batches have no finite losses.
     """
 
     setting: Setting
@@ -42,7 +40,6 @@ class Choice:
     estimate: SettingEstimate | None = None
 
     def _repr_html_(self) -> str:
-        """Return the setting and its reasons, for notebooks."""
         return f"<p><b>{escape(str(self.setting))}</b><br>{escape(self.why)}</p>"
 
 
@@ -57,30 +54,25 @@ def log_seconds(evidence: Evidence, setting: Setting, forming: bool = True) -> f
 
 
 def allowed_seconds(evidence: Evidence) -> float:
-    """Return the seconds that forming groups may take."""
     spec = evidence.spec
     return spec.allowance + spec.budget * math.exp(log_seconds(evidence, evidence.start))
 
 
 def risk_adjusted_seconds(evidence: Evidence, setting: Setting, forming: bool = True) -> float:
-    """Return `log_seconds`, raised by a part of the uncertainty of a setting's samples."""
     return risk_adjusted(log_seconds(evidence, setting, forming), evidence.theory.error(setting))
 
 
 def gains_enough(evidence: Evidence, setting: Setting, forming: bool = True) -> bool:
-    """Return whether a setting gains enough for a change; several groups must gain more."""
     gain = log_seconds(evidence, evidence.start) - risk_adjusted_seconds(evidence, setting, forming)
     return gain >= math.log(_least_gain(setting))
 
 
 def is_worth_switching(evidence: Evidence, setting: Setting) -> bool:
-    """Return whether a setting gains enough, and forming its groups takes no longer than allowed."""
     is_affordable = setting.groups == 1 or evidence.spec.switch <= allowed_seconds(evidence)
     return is_affordable and gains_enough(evidence, setting)
 
 
 def best_enumerated(evidence: Evidence) -> Setting:
-    """Return the best of all settings that can be enumerated and are worth a change; otherwise the run's own."""
     forecast = evidence.forecast()
     promising = [each for each in promising_settings(evidence, forecast) if is_worth_switching(evidence, each)]
     return _best_of(evidence, forecast, promising) if promising else evidence.start
@@ -97,7 +89,6 @@ def explain(evidence: Evidence, setting: Setting, proposed: str = "") -> str:
 
 
 def _why_too_short(evidence: Evidence) -> str:
-    """Return the reason why faster groups are not formed."""
     spec, left = evidence.spec, math.exp(log_seconds(evidence, evidence.start))
     allowed = max(0.0, allowed_seconds(evidence))
     text = f"forming groups takes {spec.switch:.2g} s of the {left:,.4g} s that are left"
@@ -211,7 +202,6 @@ def _speed_up(evidence: Evidence, one: Setting, other: Setting) -> tuple[float, 
 
 
 def _bottleneck(evidence: Evidence, setting: Setting) -> str:
-    """Return a clause that names the bottleneck of a setting, which may be data loading."""
     bottleneck = evidence.prediction(setting).bottleneck
     if loading := evidence.loading(bottleneck):
         return f"loading data is the bottleneck ({loading:.0%} of a step's compute time; more num_workers may help)"

@@ -1,9 +1,4 @@
-"""The measurements of a run, and the speeds, costs and candidate settings that follow from them.
-
-The run's own first batches are timed in one group, and the hardware model is fitted to them. The prior holds the costs
-of settings in samples. Segments trained with other settings since show how much slower or faster than predicted these
-were, and correct the predictions of similar settings.
-"""
+"""The measurements of a run, and the speeds, costs and candidate settings that follow from them."""
 
 from __future__ import annotations
 
@@ -32,7 +27,6 @@ Array = np.ndarray[Any, Any]
 
 
 def is_faster(rate: float, than: float) -> bool:
-    """Return whether a rate is higher by enough to justify more groups or proportional batches."""
     return rate > c.FASTER * than
 
 
@@ -92,7 +86,6 @@ class SpeedResiduals:
         return np.asarray(c.SPEED_ERROR**2 * np.exp(-0.5 * squares))
 
     def _apart(self, one: Setting, other: Setting) -> float:
-        """Return the squared distance between two settings in the user-defined dimensions."""
         mine, theirs = dict(one.further), dict(other.further)
         differing = [name for name in {*mine, *theirs} if mine.get(name) != theirs.get(name)]
         spans = {name: width for name, width in self._spans.items() if name in mine and name in theirs}
@@ -112,12 +105,9 @@ def _place(setting: Setting) -> list[float]:
 
 @dataclass(frozen=True)
 class Observation:
-    """The measurements of a run's first batches, for both efficiencies.
+    """The measurements of a run's first batches: their losses, their times, and the gradient noise scale.
 
-    Attributes:
-        batches: the losses of the batches.
-        measured: the times of the batches.
-        noise_scale: the gradient noise scale, in samples; None if it is unknown. It is reported, and decides nothing.
+    The noise scale, in samples, is None if it is unknown. It is reported, and decides nothing.
     """
 
     batches: TrainedBatches
@@ -141,12 +131,10 @@ class Observation:
 class TrainedSegment(Serializable):
     """The ratio of measured to predicted time of a segment that a run trained with a chosen setting.
 
-    The ratio is kept instead of the seconds: the hardware model is fitted again to later batches, and the ratio
-    multiplies its predictions. If one group is timed again because groups were slow, the speed is kept and compared
-    with the prediction from the new batches: the whole machine may have become slower.
+    The ratio multiplies the predictions of later fits of the hardware model. If one group is timed again because groups
+    were slow, the speed is kept instead and compared with the new prediction: the whole machine may have become slower.
 
     Attributes:
-        setting: the setting of the segment.
         log_ratio: logarithm of the measured over the predicted seconds.
         variance: variance of ``log_ratio``, by the scatter of step times in the segment and in the first batches.
         samples_per_second: the measured speed if the comparison is still to be made; otherwise 0.
@@ -203,7 +191,6 @@ class Evidence:
 
     @cached_property
     def _may_be_uneven(self) -> bool:
-        """Return whether ranks differ in speed so much that a split of batches may pay."""
         measured = self.measured  # empty where the profile of planned machines holds only costs
         return bool(measured) and speeds_differ(measured) and is_faster(self.profile.largest_gain_of_split, 1.0)
 
@@ -245,7 +232,7 @@ class Evidence:
 
     @cached_property
     def widths(self) -> dict[str, float]:
-        """Return the widths of the user-defined dimensions that are ranges, by name; a saved search keeps them."""
+        """Return the widths of the user-defined dimensions that are ranges, by name."""
         axes = {each.name: checked_axis(each, self) for each in self.spec.space.further}
         return {name: axis[1] - axis[0] for name, axis in axes.items() if isinstance(axis, tuple)}
 
@@ -258,7 +245,6 @@ class Evidence:
         return (0.0, 0.0) if is_timed else self.residuals(setting)
 
     def _correction(self, setting: Setting) -> float:
-        """Return the factor of the model's samples per second; 1 without segments."""
         return math.exp(-self.residual(setting)[0]) if self.segments else 1.0
 
     @property
@@ -324,8 +310,7 @@ class Evidence:
     def speed_up(self, setting: Setting, baseline: Setting) -> Estimate:
         """Return how many times faster than with a baseline a setting is expected to reach the target.
 
-        The interval, of probability 0.8, covers the errors of samples per second and of samples to the target. All
-        reports take speed-ups from here.
+        The interval, of probability 0.8, covers the errors of samples per second and of samples to the target.
         """
         # One group exchanges nothing, whatever the way.
         way = replace(baseline, momentum=setting.momentum, lr=setting.lr, rebalance=setting.rebalance)
@@ -369,7 +354,7 @@ class Evidence:
     # --- Settings ----------------------------------------------------------------------------------------------------
 
     def gains_from_rebalance(self, setting: Setting) -> bool:
-        """Return whether proportional batches make a setting faster by more than a tie."""
+        """Return whether proportional batches make a setting clearly faster."""
         if not self.spec.space.rebalance or setting.groups == len(self.profile.speeds):
             return False
         key = replace(setting, momentum=0.0, lr=0.0, rebalance=False, further=())
@@ -408,12 +393,7 @@ class Evidence:
 
 
 class PlannedEvidence(Evidence):
-    """The evidence of a run on planned machines after its first batches.
-
-    Args:
-        spec: specification of the search.
-        profile: profile of the planned machines.
-    """
+    """The evidence of a run on planned machines, whose profile is known, after its first batches."""
 
     def __init__(self, spec: SearchSpec, profile: Profile) -> None:
         super().__init__(spec, profile.measured)

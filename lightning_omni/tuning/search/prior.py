@@ -2,7 +2,7 @@
 
 ``prior.json`` holds, for each method, number of groups, local steps and scatter of step times, the momentum and step
 that need the fewest samples to a held-out loss, in the geometric mean over tasks, and the ratio of these samples to
-those of synchronous training. ``tests/benchmarks/prior.py`` generates it; `Prior.provenance` records how.
+those of synchronous training. ``tests/benchmarks/prior.py`` generates it.
 
 Rule 1: a step is how far each sample moves the weights, relative to the user's own: `Scaling` for methods whose
 optimizer steps at the server for every group's gradient, and the same without the factor for groups elsewhere.
@@ -53,14 +53,11 @@ class PriorRow(Serializable):
     """The measurements of a method with a number of groups and local steps.
 
     Attributes:
-        method: name of the method.
         is_adaptive: whether the optimizer was AdamW instead of SGD.
-        groups: number of groups.
-        period: local steps between two exchanges.
         times: name of the distribution of step times.
         scatter: coefficient of variation of a group's step times.
         momentum: the momentum that needed the fewest samples (β1 of AdamW).
-        step: the step that needed the fewest samples, relative to that of the user's own setting.
+        step: the step that needed them, relative to that of the user's own setting.
         log_cost: logarithm of these samples, relative to those of the user's own synchronous setting.
         deviation: standard deviation of ``log_cost`` from task to task, with the error of the mean.
         tasks: number of measured tasks; 0 if the row was derived from its neighbours.
@@ -89,11 +86,8 @@ class PriorRow(Serializable):
 class Steepness(Serializable):
     """The rise of the log samples with the squared distance from the best momentum and step.
 
-    Attributes:
-        momentum_below: coefficient of smaller momentum, per squared difference.
-        momentum_above: coefficient of larger momentum.
-        step_below: coefficient of smaller steps, per squared logarithm of their ratio.
-        step_above: coefficient of larger steps.
+    ``momentum_below`` is the coefficient of smaller momentum, ``step_below`` that of smaller steps, whose distance is
+    the logarithm of their ratio.
     """
 
     momentum_below: float = 0.3
@@ -102,7 +96,6 @@ class Steepness(Serializable):
     step_above: float = 0.3
 
     def __call__(self, momentum: float, log_step: float) -> float:
-        """Return the rise at these distances from the best."""
         of_momentum = self.momentum_below if momentum < 0 else self.momentum_above
         of_step = self.step_below if log_step < 0 else self.step_above
         return of_momentum * momentum**2 + of_step * log_step**2
@@ -143,14 +136,12 @@ class Prior:
     @classmethod
     @cache
     def load(cls) -> Prior:
-        """Load the table that comes with the package."""
         return cls.of(
             json.loads(files("lightning_omni.tuning.search").joinpath("prior.json").read_text(encoding="utf-8"))
         )
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Prior:
-        """Build a table from plain values, as in ``prior.json``."""
         return cls(
             rows=tuple(PriorRow.from_dict(row) for row in plain["rows"]),
             steepness={name == "adaptive": Steepness.from_dict(values) for name, values in plain["steepness"].items()},
@@ -166,7 +157,7 @@ class Prior:
     def suggested(
         self, method: str, groups: int, period: int, momentum: float, scatter: float, is_adaptive: bool
     ) -> tuple[float, float]:
-        """Return the best momentum and step.
+        """Return the best momentum (β1), and the best step relative to the user's own, at most `LARGEST_STEP`.
 
         Args:
             method: name of the method.
@@ -175,9 +166,6 @@ class Prior:
             momentum: the user's own momentum in synchronous training, which is never exceeded.
             scatter: coefficient of variation of a group's step times: 0 for equal ones, 1 for exponential ones.
             is_adaptive: whether the optimizer divides by the size of gradients.
-
-        Returns:
-            The momentum (β1), and the step relative to the user's own, at most `LARGEST_STEP`.
         """
         if self._is_synchronous(method, groups):
             return momentum, 1.0
@@ -201,17 +189,8 @@ class Prior:
     ) -> tuple[float, float]:
         """Return the log samples to a target, relative to the user's synchronous setting, and their standard deviation.
 
-        Args:
-            method: as in `suggested`.
-            groups: as in `suggested`.
-            period: as in `suggested`.
-            scatter: as in `suggested`.
-            momentum: momentum of the optimizer; None for the best.
-            step: step relative to the user's own; None for the best.
-            is_adaptive: as in `suggested`.
-            wire: whether pushes travel in a lossy format, with error feedback.
-            overlap: whether exchanges travel while groups compute.
-            all_reduce: the format in which groups average their gradients; empty for the run's own.
+        ``momentum`` and ``step`` are the best if None; ``wire`` tells whether pushes travel in a lossy format, with
+        error feedback; ``all_reduce`` is empty for the run's own format. Other arguments are as in `suggested`.
         """
         variants = [self.all_reduce.get(is_adaptive, {}).get(all_reduce, self.wire)] if all_reduce else []
         if self._is_synchronous(method, groups):
@@ -270,13 +249,11 @@ class Prior:
         return self._found[key]
 
     def _rows(self, method: str, is_adaptive: bool) -> list[PriorRow]:
-        """Return the rows of a method, if possible for the same kind of optimizer."""
         rows = [row for row in self.rows if row.method == method]
         return [row for row in rows if row.is_adaptive == is_adaptive] or rows
 
 
 def _added(cost: tuple[float, float], variants: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """Add independent variants to a cost and its deviation."""
     means, deviations = zip(cost, *variants, strict=True)
     return float(sum(means)), float(math.hypot(*deviations))
 
@@ -328,9 +305,7 @@ def _known_as(method: str) -> str:
 class PriorTheory(Theory):
     """A `Theory` whose costs, momentum and steps are those of a `Prior`.
 
-    Args:
-        prior: the table of simulated costs.
-        scatter: coefficient of variation of the groups' step times.
+    ``scatter`` is the coefficient of variation of the groups' step times.
     """
 
     prior: Prior = field(kw_only=True)
@@ -338,7 +313,6 @@ class PriorTheory(Theory):
     _costs: dict[Setting, tuple[float, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def suggested(self, setting: Setting) -> Setting:
-        """Return a setting with the momentum and learning rate that the prior suggests."""
         momentum, factor = self.prior.suggested(
             _known_as(setting.method),
             setting.groups,

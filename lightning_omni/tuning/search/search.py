@@ -1,7 +1,4 @@
-"""`Search`, the tuner's decisions without a trainer, a cluster or a clock, and its scikit-optimize phase.
-
-Its caller, a Lightning fit or the simulator, decides nothing. Equal inputs lead to equal choices.
-"""
+"""`Search`, the tuner's decisions without a trainer, a cluster or a clock, and its scikit-optimize phase."""
 
 from __future__ import annotations
 
@@ -50,7 +47,6 @@ class ConsideredSetting(Serializable):
     """A setting that was considered.
 
     Attributes:
-        setting: the setting.
         log_seconds: logarithm of the predicted seconds from now to the end.
         deviation: standard deviation of ``log_seconds``.
         improvement: expected improvement over the run's setting, in logarithms.
@@ -76,7 +72,6 @@ class Optimization:
         self._axes = _Axes(evidence, self._ways)
 
     def considered(self, listed: Setting) -> list[ConsideredSetting]:
-        """Return the settings to compare, with their sources."""
         from skopt.acquisition import gaussian_ei
 
         found = [(self._start, "the run"), (listed, "the list")]
@@ -118,7 +113,6 @@ class Optimization:
         return self._axes.setting(optimizer.ask())
 
     def predict(self, rows: Sequence[Row]) -> Predictions:
-        """Return log seconds at points of the space, and their standard deviations."""
         return self._predicted([self._axes.setting(row) for row in rows])
 
     def _predicted(self, settings: Sequence[Setting]) -> Predictions:
@@ -135,8 +129,8 @@ def is_same_exchange(one: Setting, other: Setting) -> bool:
 class _Axes:
     """The axes of a space for scikit-optimize: the way of exchange, momentum, learning rate, user-defined dimensions.
 
-    The values of a list are integers for scikit-optimize, because it clips the proposals of label-encoded categories to
-    the first two. A dimension with one value has no axis.
+    The values of a list are integers, because scikit-optimize clips the proposals of label-encoded categories to the
+    first two. A dimension with one value has no axis.
     """
 
     def __init__(self, evidence: Evidence, ways: Sequence[Setting]) -> None:
@@ -199,8 +193,7 @@ def _at(axis: Axis, place: Any) -> Any:
 def _surrogate(predict: Any) -> Any:
     """Return a scikit-learn regressor that predicts with a function and does not fit anything.
 
-    scikit-optimize clones its estimator, with everything that it holds, after each observation; this one is its own
-    clone.
+    scikit-optimize clones its estimator after each observation; this one is its own clone.
     """
     from sklearn.base import BaseEstimator, RegressorMixin
 
@@ -219,7 +212,7 @@ def _surrogate(predict: Any) -> Any:
 
 
 class Search(Evidence):
-    """A search for the setting to train with next, driven by the observations passed to it.
+    """A search for the setting to train with next, driven by observations. Equal inputs give equal choices.
 
     Attributes:
         overhead: seconds spent deciding and forming groups; the caller adds to it.
@@ -261,7 +254,7 @@ class Search(Evidence):
         return type(self).from_dict, (self.to_dict(),)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the state of the search as plain values."""
+        """Return the search as plain values."""
         return {
             "spec": self.spec.to_dict(),
             "observation": self.observation.to_dict(),
@@ -314,8 +307,8 @@ class Search(Evidence):
     def _is_eligible(self, each: ConsideredSetting, listed: Setting) -> bool:
         """Return whether a setting is worth a change and no worse than the best of the list.
 
-        A setting that exchanges in another way must be clearly better. Of the eligible settings, the largest expected
-        improvement favours the least certain one, so that an unknown value in a user-defined dimension is tried.
+        A setting that exchanges in another way must be clearly better. The largest expected improvement favours the
+        least certain setting, so that an unknown value in a user-defined dimension is tried.
         """
         most = risk_adjusted_seconds(self, listed)
         tried = {segment.setting.further for segment in self.segments} - {self.start.further}

@@ -1,7 +1,4 @@
-"""The space of settings that a search covers, and the specification of a search.
-
-`Dimension` is the base class of user-defined dimensions, which list their values and apply a value to a run.
-"""
+"""The space of settings that a search covers, and the specification of a search."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ Axis = list[Any] | tuple[float, float]
 
 
 class Dimension(ABC):
-    """A user-defined dimension.
+    """A user-defined dimension, which lists its values and applies one to a run.
 
     It is passed by name, as ``OmniTuner(space={"workers": Workers()})``, and its value is part of every setting. Every
     rank calls `apply` before groups are formed, if the value differs from that of `current`.
@@ -56,11 +53,7 @@ class Dimension(ABC):
 
     @abstractmethod
     def axis(self, known: Any) -> Axis:
-        """Return the values to choose from.
-
-        Args:
-            known: the `Evidence` for the choice.
-        """
+        """Return the values to choose from, given the `Evidence` for the choice."""
 
     @abstractmethod
     def current(self, world: Any) -> Any:
@@ -125,7 +118,6 @@ class Space:
     all_reduce: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check the values of each dimension."""
         if 1 not in self.groups:
             raise ConfigurationError(f'space={{"groups": {list(self.groups)}}}: one group has to be among them; add 1')
         (least, most), (slowest, fastest) = self.momentum, self.lr
@@ -172,13 +164,9 @@ class Space:
         return cls(tuple(sorted({1, *(g for g in groups if g == 1 or allowed(g))})), further=further, **options)
 
     def ways(self, start: Setting, suggested: Callable[[Setting], Setting]) -> list[Setting]:
-        """Return one group as it is, and every number of groups with every way in which they may exchange.
+        """Return ``start``, of one group, and every number of groups with every exchange, in every all-reduce format.
 
-        Each is repeated for every all-reduce format.
-
-        Args:
-            start: the setting that a search starts from, in one group.
-            suggested: returns a setting with the momentum and learning rate that are expected to suit it.
+        ``suggested`` returns a setting with the momentum and learning rate that are expected to suit it.
         """
         found = [start]
         exchanges = self.method or (start.method,), self.compression or (start.wire,), self.overlap or (start.overlap,)
@@ -247,7 +235,6 @@ _KNOWN: dict[str, Callable[[str, Any], Any]] = {
 
 
 def periods_up_to(largest: int) -> tuple[int, ...]:
-    """Return the powers of two up to a number."""
     return tuple(1 << power for power in range(largest.bit_length()))
 
 
@@ -292,11 +279,7 @@ def is_plain(value: Any) -> bool:
 
 
 def apply_further(dimensions: Sequence[Dimension], world: Any, setting: Setting) -> bool:
-    """Apply the user-defined dimensions of a setting to a run, before its groups are formed.
-
-    Returns:
-        Whether groups have to be formed again.
-    """
+    """Apply the user-defined dimensions of a setting to a run; return whether groups have to be formed again."""
     wanted = dict(setting.further)
     changed = [each for each in dimensions if each.name in wanted and each.current(world) != wanted[each.name]]
     for dimension in changed:
@@ -331,8 +314,8 @@ class SearchSpec:
         horizon: samples that the run will still train on.
         space: the search space.
         reference: the *reference batch*: samples of the batch that learning rate and momentum of ``start`` belong to.
-            None means ``batch``: a user's own belong to one synchronous step of all ranks, even if a run begins with
-            several groups. Those chosen by an earlier search belong to one group's batch.
+            None means ``batch``, as for a user's own, even if a run begins with several groups; those chosen by an
+            earlier search belong to one group's batch.
         scaling: the scaling of learning rates.
         seconds: the time after which the run ends in any case; infinite without a time limit.
         ends_by_time: whether nothing else ends the run, so that ``horizon`` is a guess.

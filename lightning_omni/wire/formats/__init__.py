@@ -8,7 +8,7 @@ __all__ = ["BF16", "FP16", "Int8", "PerDirection", "TopK", "WireFormat", "regist
 
 
 def wire_named(text: str) -> WireFormat:
-    """Return the wire format of this name, with settings after a colon.
+    """Return the wire format of a name, with settings after a colon.
 
     Raises:
         ConfigurationError: no such format or setting exists.
@@ -23,10 +23,10 @@ def wire_named(text: str) -> WireFormat:
 
 
 def wire_of(given: str | WireFormat) -> WireFormat:
-    """Return the wire format for a user's argument, a name or a format.
+    """Return the wire format of a name or a format.
 
     Raises:
-        ConfigurationError: the argument is none of these.
+        ConfigurationError: it is neither.
     """
     if isinstance(given, str):
         return wire_named(given)

@@ -1,14 +1,13 @@
 """Wire formats: the encoding of a push's tensors as bytes. The formats here are `Raw` and `PerDirection`.
 
-A wire format is a frozen value, as a method is. Its name and settings are sent once, when groups are formed, and it
-holds for every push and its answer until groups are formed again. Answers are sent raw, directly from the server's flat
-memory, unless the format has another encoding for them (`WireFormat.answers`). Weights read outside an exchange are
-always sent raw.
+A wire format is a frozen value, sent by name and settings when groups are formed. Answers are sent raw, directly from
+the server's flat memory, unless the format has another encoding for them (`WireFormat.answers`). Weights read outside
+an exchange are always sent raw.
 
-Rule 1: a sender's state is explicit. `WireFormat.encode` takes a state and returns the next one, which is valid once
-the server has applied the push. A refused push leaves the state unchanged.
-Rule 2: the unsent part of a sender's input is in its state as ``residual``: one tensor or None for each
-parameter, in order, in the units of the input. Other entries of a state have no meaning for other code.
+Rule 1: a sender's state is explicit. `WireFormat.encode` returns the next one, valid once the server has applied the
+push. A refused push leaves the state unchanged.
+Rule 2: the unsent part of a sender's input is in its state as ``residual``: one tensor or None for each parameter, in
+order, in the units of the input. Other entries have no meaning for other code.
 Rule 3: a number that is not finite stays so on the wire, because the server refuses such pushes.
 Rule 4: the server trusts no sender. It checks a payload's size before it allocates memory, and refuses and counts a
 payload that it cannot decode, before anything has changed.
@@ -62,7 +61,6 @@ State = Mapping[str, Any]
 
 
 def zeros_on(device: torch.device | str) -> Callable[[int], Tensor]:
-    """Return a function that returns memory of a number of bytes on a device, all zeros."""
     return partial(torch.zeros, dtype=torch.uint8, device=device)
 
 
@@ -70,7 +68,7 @@ class Memory:
     """A reusable buffer for one payload at a time, or for its tensors.
 
     Args:
-        empty: returns memory of a number of bytes, all zeros, on the CPU by default; see
+        empty: returns a number of zeroed bytes, on the CPU by default; see
             `lightning_omni.transport.connections.Control.empty`.
     """
 
@@ -81,7 +79,7 @@ class Memory:
         self._views: list[Tensor] = []
 
     def hold(self, layout: Layout) -> tuple[Tensor, list[Tensor]]:
-        """Return memory with the layout, and its tensors as views. Both are valid until the next call."""
+        """Return memory with the layout, and its tensors as views, both valid until the next call."""
         if layout is not self._layout:
             if self._buffer.numel() < layout.nbytes:
                 self._buffer = self._empty(layout.nbytes)
@@ -89,7 +87,7 @@ class Memory:
         return self._held, self._views
 
     def room(self, nbytes: int) -> Tensor:
-        """Return memory of this size, at the start of its storage. It is valid until the next call of either method."""
+        """Return memory of this size, at the start of its storage, valid until the next call."""
         if self._buffer.numel() < nbytes:
             self._buffer = self._empty(nbytes)
         self._layout, self._held, self._views = Layout(()), self._buffer[:0], []
@@ -100,7 +98,7 @@ _NOTHING: State = MappingProxyType({})
 
 
 class Encoded(NamedTuple):
-    """The encoding of tensors as bytes.
+    """Tensors encoded as bytes.
 
     Attributes:
         payload: uint8, on the CPU.
@@ -126,20 +124,15 @@ class WireFormat(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
 
     @property
     def pushes(self) -> WireFormat:
-        """Return the format of pushes: this format, unless it combines one for each direction."""
+        """Return the format of pushes: this one, unless it combines one for each direction."""
         return self
 
     @property
     def answers(self) -> WireFormat:
-        """Return the format of answers to pushes."""
         return RAW
 
     def sizes(self, layout: Layout) -> tuple[int, int]:
-        """Return the smallest and the largest possible payload in bytes; equal if the size is known before encoding.
-
-        Args:
-            layout: layout of the tensors in the payload.
-        """
+        """Return the smallest and largest payload of the layout's tensors in bytes; equal if known before encoding."""
         raise NotImplementedError(f"{type(self).__name__} does not say how large its payloads are")
 
     def encode(self, tensors: Sequence[Tensor | None], layout: Layout, state: State, memory: Memory) -> Encoded:
@@ -148,9 +141,9 @@ class WireFormat(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
         Args:
             tensors: one for each parameter, on any device; None if it did not contribute to the loss. They are
                 borrowed.
-            layout: layout of all parameters. It may have more entries than at the last call, at its end.
+            layout: layout of all parameters, which may have grown at its end since the last call.
             state: state after the last applied push; empty at first.
-            memory: memory that may be used for the payload.
+            memory: memory for the payload.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot encode")
 
@@ -160,7 +153,7 @@ class WireFormat(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
         Args:
             payload: uint8, on any device, from an untrusted sender, of a size that `sizes` permits. It is borrowed.
             layout: layout of the tensors in the payload.
-            memory: memory on the same device that may be used for the tensors.
+            memory: memory for the tensors, on the same device.
 
         Raises:
             Exception: any exception; the payload is then refused.
@@ -235,7 +228,7 @@ _OF_FRAGMENT = "fragment"
 
 
 def state_of_fragment(state: State, layout: Layout, number: int, of: int) -> State:
-    """Return a sender's state for one of ``of`` fragments, for its format; the residual is a part of the whole one."""
+    """Return a sender's state for one of ``of`` fragments: its part of the residual, and its own entries."""
     whole = state.get(RESIDUAL, ())
     owed = [
         None if place >= len(whole) or whole[place] is None else read(whole, [Piece(place, where)])[0]
@@ -246,7 +239,6 @@ def state_of_fragment(state: State, layout: Layout, number: int, of: int) -> Sta
 
 
 def with_fragment(state: State, new: State, layout: Layout, number: int, of: int) -> State:
-    """Return a sender's state with a new state for one fragment; see `state_of_fragment`. Inputs stay unchanged."""
     more = {key: value for key, value in new.items() if key != RESIDUAL}
     changed = {**state, f"{_OF_FRAGMENT} {number}": more} if more else dict(state)
     if RESIDUAL in new:
@@ -278,6 +270,7 @@ def decode(wire_format: WireFormat, payload: Tensor, layout: Layout, memory: Mem
 
     Raises:
         Refused: the payload cannot be decoded.
+        MalformedMessage: the decoded tensors have another size.
     """
     try:
         flat = wire_format.decode(payload, layout, memory)
@@ -294,7 +287,6 @@ def decode(wire_format: WireFormat, payload: Tensor, layout: Layout, memory: Mem
 
 
 def name_of(wire_format: WireFormat) -> str:
-    """Return the name of a format in messages."""
     return str(type(wire_format).__struct_config__.tag)
 
 
@@ -308,12 +300,10 @@ def from_wire(plain: Mapping[str, Any]) -> WireFormat:
 
 
 def registered(text: str) -> WireFormat:
-    """Return the format of a name, with settings after a colon: see `lightning_omni.registry.Registry.named`."""
     return _registry.named(text, {"fp32": RAW})
 
 
 def checked(wire_format: WireFormat) -> WireFormat:
-    """Return the same format if its settings are of the right types: see `lightning_omni.registry.Registry.checked`."""
     return _registry.checked(wire_format)
 
 
@@ -330,11 +320,6 @@ def register(kind: type[WireFormat]) -> type[WireFormat]:
 
 
 def load_format(path: str) -> type[WireFormat]:
-    """Import and register a wire format from its path ``module:Class``.
-
-    Raises:
-        ConfigurationError: it cannot be imported, or is no wire format.
-    """
     return _registry.load(path)
 
 
@@ -343,11 +328,7 @@ def load_format(path: str) -> type[WireFormat]:
 
 @register
 class PerDirection(WireFormat, frozen=True, kw_only=True, dict=True, tag="both_ways"):
-    """The format of ``Compression(push=..., pull=...)``. It encodes nothing itself.
-
-    Args:
-        push: the format of pushes, as plain data.
-        pull: the format of answers, as plain data.
+    """The format of ``Compression(push=..., pull=...)``, two formats as plain data. It encodes nothing itself.
 
     Raises:
         MalformedMessage: one of them is no format.

@@ -1,7 +1,7 @@
 """The lossy wire formats, with error feedback at the sender: bf16, fp16, int8 and top-k.
 
-Rule: the part that a push leaves out is its sender's residual, which is added to the next push. So the decoded
-elements and the residual add up to the pushed elements in any format.
+The part that a push leaves out is its sender's residual, which is added to the next push: decoded elements and residual
+add up to the pushed elements.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Lossy(WireFormat, frozen=True, kw_only=True):
     complex element counts as two real ones.
 
     Attributes:
-        unit: number of elements at whose multiples a run may be cut into parts, so that the tensors of `compress` for
-            the parts are together those for the whole; 0 if it may not. A part at a time takes less memory.
+        unit: a run may be cut at its multiples, to take less memory: the tensors of `compress` for the parts are then
+            together those for the whole. 0 if it may not.
     """
 
     @property
@@ -102,19 +102,17 @@ class Lossy(WireFormat, frozen=True, kw_only=True):
 
 
 def _reals(tensor: Tensor) -> Tensor:
-    """Return the real elements of a tensor, flat."""
     real = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
     return real.flatten()
 
 
 def _sum(mine: Tensor, before: Tensor | None, where: slice, wide: torch.dtype) -> Tensor:
-    """Return a range of a tensor with the residual added, if there is one, in a wide dtype."""
+    """Return a range of a tensor with its residual, if any, in a wide dtype."""
     own = mine[where].to(torch.promote_types(mine.dtype, torch.float32))
     return (own if before is None else own + before[where]).to(wide)
 
 
 def _like(numbers: Tensor, tensor: Tensor) -> Tensor:
-    """Return real elements in the shape of a tensor, in their own precision."""
     if tensor.is_complex():
         real, imaginary = numbers.reshape(*tensor.shape, 2).unbind(-1)
         return torch.complex(real, imaginary)  # no view, because views of complex numbers must be aligned

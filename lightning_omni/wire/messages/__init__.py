@@ -1,7 +1,4 @@
-"""All messages of the protocol between ranks, observers and the server, and their encoding.
-
-Messages between several servers are in `servers`.
-"""
+"""All messages between ranks, observers and the server, and their encoding; those between servers are in `servers`."""
 
 from __future__ import annotations
 
@@ -305,11 +302,11 @@ _decoders = {
 
 
 def decode(data: bytes | memoryview, *, at: str, channel: Channel) -> Any:
-    """Decode a message to a rank, or between leaders. The table in `router` has the messages that a server receives.
+    """Decode a message to a rank, or between leaders; `router` has the table of those that a server receives.
 
     Args:
         data: one encoded message.
-        at: the receiving side: ``"rank"``; or ``"server"``, the leader that another one has connected to.
+        at: ``"rank"``, or ``"server"`` for a leader that another leader has connected to.
         channel: ``"control"``, ``"data"`` or ``"peer"``.
 
     Raises:

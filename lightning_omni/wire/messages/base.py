@@ -1,7 +1,7 @@
-"""The base of messages, their limits and their encoding. Messages are frozen, typed, validated, and equal by value.
+"""Base class, limits and encoding of messages.
 
 Rule 1: bytes that do not decode to exactly one of these types are refused, whichever process sent them.
-Rule 2: a message contains no tensors; it states the size of the payload that follows.
+Rule 2: a message contains no tensors. They follow as a payload, whose size most messages state as ``nbytes``.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RefusedMessage(Message, tag="Refused", frozen=True, kw_only=True):
-    """A refusal, with its reason."""
-
     code: str
     reason: str
 
@@ -49,7 +47,7 @@ class Acknowledged(Message, frozen=True, kw_only=True):
 
 
 class LargeMessage(Message, frozen=True, kw_only=True):
-    """The announcement of a message larger than a frame: ``nbytes`` in chunks, then its payload. Both sides send it."""
+    """The announcement of a message larger than a frame: ``nbytes`` in chunks, then its payload."""
 
     nbytes: int
 

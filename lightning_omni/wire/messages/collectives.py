@@ -1,4 +1,4 @@
-"""Messages from rank to rank: collectives of all live ranks, and between the leaders of groups."""
+"""Messages from rank to rank: collectives of all live ranks, and weights between the leaders of groups."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Contribute(Message, frozen=True, kw_only=True):
     """A rank's contribution to a collective of all live ranks. The payload follows.
 
     Attributes:
-        what: the collective and its signature; all ranks must call the same one.
-        uploaded: whether the rank has sent the payload before by `Upload`.
-        where: position of this rank in the program, for a message on a mismatch.
+        what: the collective and its signature, the same for all ranks.
+        uploaded: whether the payload was sent before, by `Upload`.
+        where: the rank's position in the program, for a message on a mismatch.
     """
 
     number: int
@@ -32,9 +32,8 @@ class Gathered(Message, frozen=True, kw_only=True):
     """The answer to `Contribute`, once all live ranks have contributed.
 
     Attributes:
-        ranks: contributing ranks, ascending.
-        sizes: bytes of payload of each; the payload follows in this order.
-        must_download: whether the payload is too large for this channel, and `Download` must request it.
+        sizes: bytes of each rank's payload, which follow in this order.
+        must_download: whether they are too large for this channel, and must be requested by `Download`.
     """
 
     number: int
@@ -44,7 +43,7 @@ class Gathered(Message, frozen=True, kw_only=True):
 
 
 class Upload(Message, frozen=True, kw_only=True):
-    """Bytes that a control message needs next and cannot hold. They follow as payload."""
+    """Bytes that the rank's next control message needs and cannot hold; they follow as payload."""
 
     nbytes: int
 
@@ -54,7 +53,7 @@ class Uploaded(Message, frozen=True, kw_only=True):
 
 
 class ReadUpload(Message, frozen=True, kw_only=True):
-    """A request to process the bytes of `Upload` as a message, which is too large for this channel."""
+    """A request to process the bytes of `Upload` as a message."""
 
 
 class Download(Message, frozen=True, kw_only=True):
@@ -62,7 +61,7 @@ class Download(Message, frozen=True, kw_only=True):
 
 
 class Downloaded(Message, frozen=True, kw_only=True):
-    """All payloads of a collective, in the order of ranks; they follow."""
+    """All payloads of a collective, in the order of ranks."""
 
     nbytes: int
 
@@ -71,24 +70,22 @@ class Downloaded(Message, frozen=True, kw_only=True):
 
 
 class ReadPublished(Message, frozen=True, kw_only=True):
-    """A request for the weights that a leader has published for one optimizer."""
-
     optimizer: int
 
 
 class Published(Message, frozen=True, kw_only=True):
-    """A leader's published weights; the payload follows. The first has number 1; 0 is none yet."""
+    """A leader's published weights. The first number is 1; 0 is none yet."""
 
     nbytes: int
     number: int = 0
 
 
 class PeerMessage(Message, frozen=True, kw_only=True):
-    """Weights for another group's inbox. The payload follows."""
+    """Weights for another group's inbox."""
 
     optimizer: int
     nbytes: int
 
 
 class PeerMessageStored(Message, frozen=True, kw_only=True):
-    """A confirmation that the message is in the inbox."""
+    """The answer to `PeerMessage`."""

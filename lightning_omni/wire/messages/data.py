@@ -1,4 +1,4 @@
-"""Messages of an epoch's data: its plan, the leases of batches, and validations."""
+"""Messages of an epoch's data: its plan, leases of batches, and validations."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ Spans = tuple[tuple[int, int], ...]
 
 
 class EpochPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The plan of an epoch's data, which every rank has before the first batch.
+    """The plan of an epoch's data, which every rank has before the first batch. Counts are positions.
 
     Attributes:
-        total: positions in the epoch's permutation (samples, padded as by DistributedSampler).
+        total: length of the epoch's permutation (samples, padded as by DistributedSampler).
         batch_size: samples in one rank's batch.
         ranks_per_batch: ranks of a group that compute on the same samples together.
-        budget: positions to train; less than ``total`` where the user limits the batches.
-        validate_every: positions between two validations inside the epoch; 0 if there are none.
-        validate_offset: positions that count towards the first validation already.
+        budget: positions to train, at most ``total``.
+        validate_every: distance of validations inside the epoch; 0 for none.
+        validate_offset: positions that count towards the first of them already.
         trained: ranges that a resumed run had trained before.
-        later: positions to train in later epochs; None if the number of epochs and steps is not limited.
+        later: positions to train in later epochs; None for no limit.
     """
 
     epoch: int
@@ -48,19 +48,17 @@ class Batch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OpenEpoch(Message, frozen=True, kw_only=True):
-    """A request to open an epoch. Every rank sends it; all must agree on the plan."""
+    """A rank's request to open an epoch; all ranks must agree on the plan."""
 
     plan: EpochPlan
 
 
 class EpochOpened(Message, frozen=True, kw_only=True):
-    """The answer to `OpenEpoch`."""
-
     epoch: int
 
 
 class DrawBatches(Message, frozen=True, kw_only=True):
-    """A request for a group's batches from ``number`` on. Of those before, ``trained`` are trained."""
+    """A request for a group's batches from ``number`` on; ``trained`` of those before are trained."""
 
     epoch: int
     generation: int
@@ -76,7 +74,7 @@ class BatchesDrawn(Message, frozen=True, kw_only=True):
 
 
 class AskNext(Message, frozen=True, kw_only=True):
-    """A rank's question for the next step: its group has trained all its batches of this validation interval."""
+    """A rank's question for its next step: its group has trained all its batches of this interval."""
 
     epoch: int
     generation: int
@@ -88,9 +86,9 @@ class Next(Message, frozen=True, kw_only=True):
     """The answer to `AskNext`.
 
     Attributes:
-        next: ``"more"`` (samples were returned, draw again), ``"validate"`` (all groups wait: validate, then continue),
-            ``"over"`` (the epoch is complete), ``"over:validate"`` (the same, and a validation was due in its last
-            batches), or ``"stop:..."`` (another group ended epoch or run, see `LeaveEpoch`).
+        next: ``"more"`` (samples were returned: draw again), ``"validate"`` (all groups wait: validate, then continue),
+            ``"over"`` (the epoch is complete), ``"over:validate"`` (and a validation was due in its last batches), or
+            ``"stop:..."`` (see `LeaveEpoch`).
     """
 
     next: str
@@ -104,9 +102,9 @@ class LeaveEpoch(Message, frozen=True, kw_only=True):
     """A group's early departure from the epoch; its untrained batches return to the pool.
 
     Attributes:
-        stop: ``""`` if the others continue; otherwise how they end, too: the run, ``"validate"`` (with a validation, as
-            when a callback requests the stop) or ``"end"`` (without, as when max_steps is reached); or only the epoch,
-            ``"skip"`` (without).
+        stop: ``""`` if the others continue. Otherwise all end the run, ``"validate"`` (after a validation, as when a
+            callback requests the stop) or ``"end"`` (without, as when max_steps is reached), or only the epoch,
+            ``"skip"``.
     """
 
     epoch: int
@@ -123,7 +121,7 @@ class EpochLeft(Message, frozen=True, kw_only=True):
 
 
 class ClaimValidation(Message, frozen=True, kw_only=True):
-    """A group's report that it has passed ``passed`` validation points of the epoch; it waits for no other group."""
+    """A report that a group has passed ``passed`` validation points of the epoch; it waits for no other group."""
 
     epoch: int
     generation: int
@@ -131,24 +129,24 @@ class ClaimValidation(Message, frozen=True, kw_only=True):
 
 
 class ValidationClaimed(Message, frozen=True, kw_only=True):
-    """The number of the validation that the group is to evaluate, from 1; 0 if none."""
+    """The number of the validation that the group must evaluate, from 1; 0 for none."""
 
     number: int
 
 
 class AskValidations(Message, frozen=True, kw_only=True):
-    """A request for the number of complete validations."""
+    """A request for `Validations`."""
 
 
 class Validations(Message, frozen=True, kw_only=True):
-    """The number of complete validations, and whether a point of this epoch was passed without one."""
+    """Number of complete validations, and whether a point of this epoch was passed without one."""
 
     complete: int
     is_missed: bool
 
 
 class ReleaseVersion(Message, frozen=True, kw_only=True):
-    """A report that validations up to this number need no further saves, so stored versions may be deleted."""
+    """A report that all validations up to this number are saved; their stored versions may be deleted."""
 
     number: int
 
@@ -158,7 +156,7 @@ class VersionReleased(Message, frozen=True, kw_only=True):
 
 
 class PublishEvaluation(Message, frozen=True, kw_only=True):
-    """The result of the validation assigned to a group. The tensors follow.
+    """The result of a group's validation.
 
     Attributes:
         packed: ``{"metrics": ..., "buffers": {name: tensor}, "steps": ...}``, for the other ranks.
@@ -174,13 +172,11 @@ class EvaluationPublished(Message, frozen=True, kw_only=True):
 
 
 class ReadEvaluation(Message, frozen=True, kw_only=True):
-    """A request for the result of a validation."""
-
     number: int
 
 
 class EvaluationResult(Message, frozen=True, kw_only=True):
-    """The result of a validation, as in `PublishEvaluation`; the tensors follow. It is void if its group is gone."""
+    """The result of a validation, as in `PublishEvaluation`; void if its group is gone."""
 
     packed: Packed
     nbytes: int

@@ -18,8 +18,8 @@ from lightning_omni.wire.messages.data import EpochPlan
 class Hello(Message, frozen=True, kw_only=True):
     """The first message of a rank. ``version`` stays the first field: other versions may rely on nothing else.
 
-    A rank that was not announced and joins a running run sends 0 as ``world_size`` and a rank beyond it: see `Join`.
-    With ``returns``, an earlier server, which is gone, had admitted the rank.
+    A rank that was not announced sends ``world_size`` 0 and a rank beyond the announced ones: see `Join`. With
+    ``returns``, an earlier server, now gone, had admitted the rank.
     """
 
     version: int
@@ -34,13 +34,11 @@ class Hello(Message, frozen=True, kw_only=True):
 
 
 class Challenge(Message, frozen=True, kw_only=True):
-    """A request to the other side to prove that it holds the key."""
-
     nonce: bytes
 
 
 class Proof(Message, frozen=True, kw_only=True):
-    """The answer to a `Challenge`: it proves that the rank holds the run's key."""
+    """The answer to a `Challenge`, by the run's key."""
 
     mac: Secret
 
@@ -50,13 +48,11 @@ class Welcome(Message, frozen=True, kw_only=True):
 
     Attributes:
         mac: proof that the server holds the key, too.
-        data_port: port of the data socket, on the same host; 0 if that is a file beside the control socket's.
+        data_port: port of the data socket on the same host; 0 for a file beside the control socket's.
         heartbeat_timeout: seconds of silence after which a rank counts as dead.
-        servers: number of servers that hold a partition of the parameters each, this one among them.
-        reconnect_timeout: seconds for which a rank must look for the server again when it is gone; 0 if no other one
-            will continue from its saved state.
-        started_at_ms: start of the server, in milliseconds, larger for later servers at the same address, by which
-            ranks tell them apart. 0 if no server continues after this one.
+        reconnect_timeout: seconds for which a rank must look for a lost server; 0 if no other will continue.
+        started_at_ms: start of the server in milliseconds, which tells successive servers at one address apart; 0 if
+            none continues.
     """
 
     mac: bytes
@@ -69,36 +65,34 @@ class Welcome(Message, frozen=True, kw_only=True):
 
 
 class AskServerAddresses(Message, frozen=True, kw_only=True):
-    """A request for the servers' addresses, answered once all of them have admitted the rank."""
+    """A request for `ServerAddresses`, answered once all servers have admitted the rank."""
 
 
 class ServerAddresses(Message, frozen=True, kw_only=True):
-    """The data addresses of the other servers, in the order of their numbers."""
+    """The data addresses of servers 1, 2, ..., in order."""
 
     addresses: tuple[str, ...]
 
 
 class Attach(Message, frozen=True, kw_only=True):
-    """A request of an admitted rank to open its data connection, or one to the leader of another group."""
+    """A request to open a rank's data connection, or a leader's connection to another leader."""
 
     rank: int
     nonce: Secret
 
 
 class AttachChallenge(Message, frozen=True, kw_only=True):
-    """A request to the other side to prove that it is the admitted rank."""
-
     nonce: Secret
 
 
 class AttachProof(Message, frozen=True, kw_only=True):
-    """The answer to an `AttachChallenge`: it proves that the rank's own process is behind this connection."""
+    """The answer to `AttachChallenge`, by a secret of the rank's own process."""
 
     mac: Secret
 
 
 class Attached(Message, frozen=True, kw_only=True):
-    """The admission of the connection; ``mac`` proves that the answering side holds the secret, too."""
+    """The admission of a connection, with a proof that the answering side holds the secret, too."""
 
     mac: Secret
 
@@ -111,13 +105,13 @@ class Observe(Message, frozen=True, kw_only=True):
 
 
 class ObserverProof(Message, frozen=True, kw_only=True):
-    """The answer to a `Challenge`: it proves that the observer holds the key."""
+    """The answer to a `Challenge`, by the run's key."""
 
     mac: Secret
 
 
 class ObserverWelcome(Message, frozen=True, kw_only=True):
-    """The admission of an observer; ``mac`` proves that the server holds the key, too."""
+    """The admission of an observer, with a proof that the server holds the key, too."""
 
     mac: bytes
 
@@ -129,11 +123,10 @@ class FormGroups(Message, frozen=True, kw_only=True):
     """The recorder's request to form the compute groups; training begins, or continues in other groups.
 
     Attributes:
-        wire_format: encoding of their pushes, as plain data.
-        names: names of the groups; empty to use their numbers.
-        overlap: whether exchanges overlap the groups' computation; the server only records it.
-        by_member: whether each of the first members of a group exchanges its own share with the server of the same
-            number, instead of the leader all of them. A group's size is a multiple of their number.
+        names: names of the groups; empty for their numbers.
+        overlap: whether exchanges overlap computation; the server only records it.
+        by_member: whether a group's first members exchange a share each with the server of the same number, instead of
+            the leader all of them. A group's size is then a multiple of their number.
     """
 
     generation: int
@@ -147,8 +140,6 @@ class FormGroups(Message, frozen=True, kw_only=True):
 
 
 class GroupsFormed(Message, frozen=True, kw_only=True):
-    """The answer to `FormGroups`: the groups are formed, each in this incarnation."""
-
     generation: int
     incarnation: int = 0
 
@@ -157,8 +148,8 @@ class Join(Message, frozen=True, kw_only=True):
     """A request of ranks that were not announced to become a group; the other groups continue unchanged.
 
     Attributes:
-        ranks: ranks of the group; the first one sends this, and leads.
-        name: name of the group; empty to use its number. An evicted group may join again under its name.
+        ranks: ranks of the group; the first sends this, and leads.
+        name: name of the group, which an evicted one may use again; empty for its number.
     """
 
     ranks: tuple[int, ...]
@@ -166,12 +157,11 @@ class Join(Message, frozen=True, kw_only=True):
 
 
 class Joined(Message, frozen=True, kw_only=True):
-    """The answer to `Join`, with the state that the group needs. Weights are fetched separately.
+    """The answer to `Join`, with the state that the group needs besides weights.
 
     Attributes:
         method: as in `FormGroups`, as are ``wire_format`` and ``overlap``.
-        live: all participating ranks in ascending order.
-        synchronizations: number of completed collectives of all ranks.
+        synchronizations: completed collectives of all ranks.
     """
 
     group: int
@@ -187,24 +177,20 @@ class Joined(Message, frozen=True, kw_only=True):
 
 
 class RegisterGroup(Message, frozen=True, kw_only=True):
-    """A request of a group with its own torch.distributed world to join the run.
-
-    An observer sends it, before it has a model; it may repeat it.
-    """
+    """An observer's request for rank numbers, for a group with its own torch.distributed world; it may be repeated."""
 
     ranks: int
 
 
 class GroupRegistered(Message, frozen=True, kw_only=True):
-    """The answer to `RegisterGroup`: the group's rank numbers.
+    """The answer to `RegisterGroup`.
 
     Attributes:
-        first: number of the group's first rank; the others' follow. -1, and the request must be repeated, while another
-            group is about to begin the run.
-        announced: ranks of the group that has begun the run, whose batch is the reference batch; 0 if this group is to
+        first: number of the group's first rank; the others' follow. -1 while another group is about to begin the run:
+            repeat the request.
+        announced: ranks of the group that has begun the run, whose batch is the reference batch; 0 if this group must
             begin it.
-        silence: seconds without a sign of life after which the server may end the connections of the group's ranks; 0
-            if it receives no such signs.
+        silence: seconds without a sign of life after which the server may end the group's connections; 0 for never.
     """
 
     run: str = ""
@@ -214,10 +200,7 @@ class GroupRegistered(Message, frozen=True, kw_only=True):
 
 
 class StoreRunState(Message, frozen=True, kw_only=True):
-    """The state, beside the weights, for groups that join from now on. The tensors follow.
-
-    The groups have just parted; a group may join with this state until they synchronize again.
-    """
+    """State, besides weights, for groups that join before the next synchronization."""
 
     packed: Packed
     nbytes: int
@@ -228,21 +211,18 @@ class RunStateStored(Message, frozen=True, kw_only=True):
 
 
 class ReadRunState(Message, frozen=True, kw_only=True):
-    """A request of a group that has joined for the stored state."""
+    """A request for `StoredRunState`."""
 
 
 class StoredRunState(Message, frozen=True, kw_only=True):
-    """The stored state for groups that join; the tensors follow."""
-
     packed: Packed
     nbytes: int
 
 
 class Evict(Message, frozen=True, kw_only=True):
-    """A request to remove a group from the run; if ``bars``, no group may join from its ranks' addresses again.
+    """A request to remove a group; with ``bars``, no group may join from its ranks' addresses again.
 
-    Attributes:
-        incarnation: incarnation of the group, because numbers are used again.
+    ``incarnation`` tells groups with the same number apart.
     """
 
     group: int
@@ -251,7 +231,7 @@ class Evict(Message, frozen=True, kw_only=True):
 
 
 class RankEnded(Message, frozen=True, kw_only=True):
-    """A launcher's report that a rank's process has ended. The server does not answer it."""
+    """A launcher's report that a rank's process has ended; it is not answered."""
 
     rank: int
     reason: str
@@ -260,8 +240,7 @@ class RankEnded(Message, frozen=True, kw_only=True):
 class Notice(Message, frozen=True, kw_only=True):
     """A report of all ranks lost so far.
 
-    Attributes:
-        barred: whether the group must not join again by itself, because a person evicted it or a rank failed by itself.
+    ``barred`` if the group must not rejoin by itself: a person evicted it, or a rank failed by itself.
     """
 
     lost: tuple[int, ...]
@@ -271,11 +250,7 @@ class Notice(Message, frozen=True, kw_only=True):
 
 
 class Goodbye(Message, frozen=True, kw_only=True):
-    """The departure of a rank, either done or failed.
-
-    Attributes:
-        finished: whether the run has ended, and not only this rank.
-    """
+    """The departure of a rank, done or failed; ``finished`` if the run has ended, and not only this rank."""
 
     reason: str = ""
     finished: bool = False

@@ -18,12 +18,7 @@ from lightning_omni.wire.journal import JoinedEntry, LeftEntry, LostEntry
 
 
 class FollowerHello(m.Message, frozen=True, kw_only=True):
-    """The first message of a server that holds a partition.
-
-    Attributes:
-        number: number of the server, from 1; the coordinating server is number 0.
-        address: address of its data socket, for ranks.
-    """
+    """The first message of server ``number``, from 1, with the address of its data socket for ranks."""
 
     version: int
     number: int
@@ -33,17 +28,15 @@ class FollowerHello(m.Message, frozen=True, kw_only=True):
 
 
 class FollowerProof(m.Message, frozen=True, kw_only=True):
-    """The answer to a `Challenge`: it proves that the server holds the run's key."""
+    """The answer to a `Challenge`, by the run's key."""
 
     mac: m.Secret
 
 
 class PartReady(m.Message, frozen=True, kw_only=True):
-    """The report that the sender has its part of a request, or has refused it.
+    """The report that the sender has its part of a request, finite or not, or has refused it.
 
     Attributes:
-        finite: whether this part is finite.
-        refusal: refusal of this part, if any.
         present: for a push, which entries of the sender's share have a tensor; empty if all do.
     """
 
@@ -55,14 +48,12 @@ class PartReady(m.Message, frozen=True, kw_only=True):
 
 
 class CommandsDone(m.Message, frozen=True, kw_only=True):
-    """The report that the sender has executed the first ``count`` commands. It is also a sign of life."""
+    """The report that the sender has executed the first ``count`` commands; also a sign of life."""
 
     count: int
 
 
 class FollowerFailed(m.Message, frozen=True, kw_only=True):
-    """The report that the sender cannot continue."""
-
     reason: str
 
 
@@ -71,14 +62,14 @@ class FollowerFailed(m.Message, frozen=True, kw_only=True):
 
 
 class FollowerWelcome(m.Message, frozen=True, kw_only=True):
-    """The admission of a server. ``mac`` proves that the other side holds the key; later commands are counted."""
+    """The admission of a server, with a proof that the other side holds the key. Later commands are counted."""
 
     mac: bytes
     heartbeat_timeout: float
 
 
 class ServerCommand(m.Message, frozen=True, kw_only=True):
-    """The base of commands, which servers execute in order. ``now`` is the time, on one clock for all servers."""
+    """A command that servers execute in order. ``now`` is the time, on one clock for all servers."""
 
     now: float = 0.0
 
@@ -86,9 +77,7 @@ class ServerCommand(m.Message, frozen=True, kw_only=True):
 class AdmitRank(ServerCommand, frozen=True, kw_only=True):
     """The admission of a rank, with the messages from which its secret is derived.
 
-    Attributes:
-        challenge: challenge that it was sent.
-        joins: whether groups join its run on their own.
+    ``joins`` if groups join its run on their own.
     """
 
     hello: m.Hello
@@ -97,15 +86,13 @@ class AdmitRank(ServerCommand, frozen=True, kw_only=True):
 
 
 class HandleMessage(ServerCommand, frozen=True, kw_only=True):
-    """A rank's message on its control connection, which the coordinating server has handled."""
+    """A rank's control message, which the coordinating server has handled."""
 
     rank: int
     message: bytes
 
 
 class LoseRank(ServerCommand, frozen=True, kw_only=True):
-    """The loss of a rank."""
-
     rank: int
     reason: str
 
@@ -123,11 +110,11 @@ class ResumeLeader(ServerCommand, frozen=True, kw_only=True):
 
 
 class DecideRequest(ServerCommand, frozen=True, kw_only=True):
-    """The decision on a request: each server handles its part, or refuses it.
+    """The decision on a request, once all parts have arrived or one was refused.
 
     Attributes:
         finite: whether all parts are finite.
-        refusal: refusal of one server's part, which all servers send; None if all handle theirs.
+        refusal: refusal of one part, which all servers send.
     """
 
     rank: int
@@ -141,19 +128,19 @@ class ExpireTimers(ServerCommand, frozen=True, kw_only=True):
 
 
 class SaveState(ServerCommand, frozen=True, kw_only=True):
-    """The command to save the share's state under a number; all servers do so at the same moment."""
+    """The command to save each share's state, at the same moment, under a number."""
 
     number: int
 
 
 class ReplayEntry(ServerCommand, frozen=True, kw_only=True):
-    """The replay of a decision that earlier servers had sent to ranks after the loaded state was saved."""
+    """A decision that earlier servers had sent to ranks since the save that was loaded."""
 
     entry: LostEntry | LeftEntry | JoinedEntry
 
 
 class EndRun(ServerCommand, frozen=True, kw_only=True):
-    """The end of the run, with the reason; without a reason, all its ranks are gone, and the next run may begin."""
+    """The end of the run. Without a reason, all its ranks are gone, and the next run may begin."""
 
     reason: str = ""
 

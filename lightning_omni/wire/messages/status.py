@@ -1,4 +1,4 @@
-"""Messages of the state of run and server: heartbeats, and the views of ranks and observers."""
+"""Heartbeats, and the state of run and server as ranks and observers see it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from lightning_omni.wire.messages.data import EpochPlan
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """A sign of life of a rank, with its recent step times.
+    """A rank's sign of life, with its recent step times in seconds.
 
     Attributes:
         sent: the rank's own clock in seconds, which the answer returns.
-        compute_time: mean seconds that the rank computed in a recent step.
-        step_time: mean seconds of a whole step, waiting included.
+        compute_time: mean computation in a step.
+        step_time: mean of a whole step, waiting included.
         exchange_time: the part of it in the exchange with the server.
         signal: number of a signal that the rank has received; the larger, the more urgent.
-        progress: count of batches and awaited answers of the server. 0 while the rank must not be judged by that:
-            before its first batch is trained, or while a checkpoint is written.
-        metrics: latest numbers of the rank's training for observers, by name, such as its loss.
+        progress: count of batches and awaited answers of the server; 0 while the rank must not be judged by it: before
+            its first batch is trained, or while a checkpoint is written.
+        metrics: latest numbers of the rank's training, such as its loss.
     """
 
     sent: float
@@ -34,14 +34,11 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 
 
 class AskStatus(Message, frozen=True, kw_only=True):
-    """A request for the status of the run."""
+    """A request for `Status`."""
 
 
 class GroupStatus(msgspec.Struct, frozen=True):
-    """The status of one group: seconds per step, its slowest rank, and the staleness of its gradients.
-
-    ``name`` and ``incarnation`` identify the group: see `lightning_omni.topology.GroupId`.
-    """
+    """The status of one group, whose identity is as in `lightning_omni.topology.GroupId`. Times are in seconds."""
 
     group: int
     ranks: tuple[int, ...]
@@ -61,13 +58,13 @@ class Status(Message, frozen=True, kw_only=True):
 
     Attributes:
         sent: value from the heartbeat; 0 answers `AskStatus`, a negative number no request.
-        refused: pushes refused because their gradients were not finite.
+        refused: pushes refused because they were not finite.
         strangers: messages refused because they were malformed or their sender had not been admitted.
         staleness: count of updates by staleness 0, 1, 2, ...
-        head_time: recent mean seconds of exclusive access to the merged head; 0 if there is none.
-        serve_time: recent mean seconds of the server's time for one push, from the arrival of the whole message until
-            its answers are passed to the socket; 0 before the first, and in virtual time.
-        signal: the largest signal in the ranks' last heartbeats.
+        head_time: recent mean seconds of exclusive access to the merged head; 0 without one.
+        serve_time: recent mean seconds for one push, from the arrival of the whole message until its answers are passed
+            to the socket; 0 before the first, and in virtual time.
+        signal: largest signal in the ranks' last heartbeats.
     """
 
     sent: float
@@ -85,28 +82,22 @@ class Status(Message, frozen=True, kw_only=True):
 
 
 class AskServer(Message, frozen=True, kw_only=True):
-    """A request for the server's description."""
+    """A request for `ServerDescription`."""
 
 
 class ProcessInfo(msgspec.Struct, frozen=True):
-    """A description of a server's process, independent of its run.
-
-    Attributes:
-        versions: versions of Python and of installed packages, by name.
-        time: seconds since the epoch, by its clock.
-    """
+    """A server's process: versions of Python and of installed packages, and its clock in seconds since the epoch."""
 
     versions: dict[str, str] = {}
     time: float = 0.0
 
 
 class ServerDescription(Message, frozen=True, kw_only=True):
-    """A description of a server; see also `Welcome`.
+    """A description of a server; see also `Welcome`. Time-outs are in seconds.
 
     Attributes:
-        progress_timeout: seconds without progress after which a group counts as dead; may be infinite.
-        reconnect_timeout: above 0 if another server would continue.
-        joined_heartbeat_timeout: the heartbeat timeout of runs that groups join on their own; 0 if unknown.
+        progress_timeout: as in `lightning_omni.server.membership.timeouts.TimeLimits`; may be infinite.
+        joined_heartbeat_timeout: heartbeat timeout of runs that groups join on their own; 0 if unknown.
     """
 
     about: ProcessInfo
@@ -129,16 +120,16 @@ class Echoed(Message, frozen=True, kw_only=True):
 
 
 class AskOverview(Message, frozen=True, kw_only=True):
-    """A request for the overview of the run."""
+    """A request for `Overview`."""
 
 
 class GroupOverview(msgspec.Struct, frozen=True):
     """An observer's view of one group.
 
     Attributes:
-        hosts: distinct addresses from which its ranks have connected, as far as the transport knows.
+        hosts: distinct addresses of its ranks, as far as the transport knows.
         age: seconds since the last of its ranks was admitted.
-        silence: seconds since the last sign of life of the most silent rank.
+        silence: seconds since the last sign of life of its most silent rank.
         samples: leased samples that it was the first to train since groups were formed; None without leases.
     """
 
@@ -152,8 +143,7 @@ class GroupOverview(msgspec.Struct, frozen=True):
 class LogEntry(msgspec.Struct, frozen=True):
     """An event of the run, ``age`` seconds ago.
 
-    ``kind`` is one of ``"joined"``, ``"formed"``, ``"lost"``, ``"left"``, ``"over"`` and
-    ``"restored"``.
+    ``kind`` is ``"joined"``, ``"formed"``, ``"lost"``, ``"left"``, ``"over"`` or ``"restored"``.
     """
 
     age: float
@@ -162,20 +152,18 @@ class LogEntry(msgspec.Struct, frozen=True):
 
 
 class Overview(Message, frozen=True, kw_only=True):
-    """An observer's view of the run.
+    """An observer's view of the run. Ages are in seconds.
 
     Attributes:
         run: its name; empty before a rank has joined.
-        age: seconds since its first rank was admitted.
         missing: announced ranks that have not joined yet.
-        recorder: the rank that logs and saves; the run ends with its group.
         method: as in `FormGroups`, as is ``wire_format``; None before groups are formed.
         plan: the current or last epoch; None if its data is not leased.
         serve_time: seconds of the server's own time for all ``pushes``.
         log: events, the oldest first.
         over: why the run cannot continue, or an empty string.
-        saved: seconds since the server's state was last saved; -1 if it was not.
-        metrics: as in `Heartbeat`, on average over the participating ranks that report one.
+        saved: age of the last save; -1 without one.
+        metrics: as in `Heartbeat`, averaged over the ranks that report one.
     """
 
     run: str
@@ -199,4 +187,4 @@ class Overview(Message, frozen=True, kw_only=True):
 
 
 class SaveNow(Message, frozen=True, kw_only=True):
-    """A request to save the server's state, even if that is not due."""
+    """A request to save the server's state now."""

@@ -16,10 +16,7 @@ from lightning_omni.wire.steps_and_samples import Progress
 
 
 class UploadWeights(Message, frozen=True, kw_only=True):
-    """The recorder's upload of the master weights and optimizers. The tensors follow.
-
-    ``request`` is as in `PushMessage`.
-    """
+    """The recorder's upload of master weights and optimizers."""
 
     packed: Packed
     nbytes: int
@@ -31,11 +28,7 @@ class WeightsUploaded(Message, frozen=True, kw_only=True):
 
 
 class Restructure(Message, frozen=True, kw_only=True):
-    """A change of a group's optimizer to other parameter groups, or more parameters. The tensors follow.
-
-    Attributes:
-        packed: see `lightning_omni.wire.layout.read_structure`.
-    """
+    """A change of a group's optimizer to other parameter groups, or more parameters; see `read_structure`."""
 
     optimizer: int
     packed: Packed
@@ -43,11 +36,7 @@ class Restructure(Message, frozen=True, kw_only=True):
 
 
 class Restructured(Message, frozen=True, kw_only=True):
-    """The answer to `Restructure`; the master weights that are new to the group follow.
-
-    Attributes:
-        layout: version of the layout that the group now has.
-    """
+    """The answer to `Restructure`: the group's layout version, and the master weights that are new to it."""
 
     optimizer: int
     layout: int
@@ -55,19 +44,19 @@ class Restructured(Message, frozen=True, kw_only=True):
 
 
 class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
-    """A push: a gradient, weights or a change of weights. The payload holds the tensors that are present.
+    """A push: a gradient, weights or a change of weights, as far as tensors are present.
 
     Attributes:
         read_at: clock of the weights that it was computed from.
-        present: one flag for each parameter; the others' tensor is None.
+        present: for each parameter, whether it has a tensor.
         hyperparameters: one mapping for each parameter group; empty if the optimizer steps at the workers.
         note: a number for the method.
         pull: whether the answer must contain tensors.
         epoch: the epoch, -1 if its data is not leased.
         trained: group batches of the epoch that are trained with this push.
-        incarnation: incarnation of the group; pushes of an earlier one are refused.
-        sequence: number of the push of this incarnation to this optimizer, from 1; the server applies each once. 0
-            where nothing is sent: at a merged head, in a replay.
+        incarnation: the group's incarnation; pushes of an earlier one are refused.
+        sequence: number of this incarnation's push to this optimizer, from 1, each applied once; 0 where nothing is
+            sent: at a merged head, in a replay.
         fragment: number of the method's fragment; -1 for all parameters. ``present`` then has a flag for each entry of
             `lightning_omni.wire.layout.Layout.fragment`.
         request: number of a rank's request to several servers, each of which gets a part; 0 for one server.
@@ -105,7 +94,7 @@ class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
         incarnation: int = 0,
         sequence: int = 0,
     ) -> PushMessage:
-        """Build a message from an exchange that a group side needs; for the arguments see `PushMessage`."""
+        """Build a message from a group's exchange."""
         return cls(
             layout=layout,
             optimizer=optimizer,
@@ -124,10 +113,9 @@ class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
 
 
 class AverageMessage(Message, tag="Average", frozen=True, kw_only=True):
-    """A group's own weights, answered with the mean of all groups' weights once all have arrived. Payload follows.
+    """A group's own weights, answered by the mean over all groups once all have arrived.
 
-    Attributes:
-        absent: indices of the parameters that the payload leaves out, because they are frozen here and at the server.
+    ``absent`` parameters are frozen here and at the server, and not in the payload.
     """
 
     optimizer: int
@@ -137,7 +125,7 @@ class AverageMessage(Message, tag="Average", frozen=True, kw_only=True):
 
 
 class FetchMessage(Message, tag="Fetch", frozen=True, kw_only=True):
-    """A request for the master weights of one optimizer, with the group's trained batches, as in `PushMessage`."""
+    """A request for one optimizer's master weights, with the group's trained batches as in `PushMessage`."""
 
     optimizer: int
     epoch: int = -1
@@ -146,16 +134,16 @@ class FetchMessage(Message, tag="Fetch", frozen=True, kw_only=True):
 
 
 class Weights(Message, frozen=True, kw_only=True):
-    """The master weights, or the method's other answer; the payload follows.
+    """The master weights, or the method's other answer.
 
     Attributes:
         staleness: staleness of the answered push; -1 for a fetch.
-        applied: False if the push was not finite and was refused; then these are the master weights.
-        repeated: whether the push had arrived before and was not applied again; then these are the master weights.
+        applied: False if the push was refused as not finite; then these are the master weights.
+        repeated: whether the push had been applied before; then these are the master weights.
         progress: positions of the epoch trained by all groups.
         stop: as in `LeaveEpoch`.
-        validations: number of complete validations, as counted by `ClaimValidation`.
-        groups: number of participating groups, if groups join the run on their own; otherwise 0.
+        validations: complete validations, as counted by `ClaimValidation`.
+        groups: participating groups, if groups join the run on their own; otherwise 0.
     """
 
     optimizer: int
@@ -177,13 +165,11 @@ class Weights(Message, frozen=True, kw_only=True):
 
 
 class HeadForward(Message, frozen=True, kw_only=True):
-    """A group's batch for a merged head, answered once the group has access. The tensors follow.
+    """A group's batch for the merged head ``optimizer``, answered once the group has access.
 
     Attributes:
-        optimizer: number of the head, among the optimizers.
-        packed: ``[arguments, keyword arguments]`` of the submodule, encoded by `lightning_omni.wire.codec`.
-        training: whether each of its submodules is in training mode, itself first.
-        trainable: whether each of its weights is to be trained.
+        packed: ``[arguments, keyword arguments]`` of the submodule.
+        training: whether each of its submodules, itself first, is in training mode.
         autocast: dtype of automatic mixed precision, if any.
         exclusive: whether a `HeadBackward` will follow; otherwise no group has to wait for this one.
     """
@@ -198,21 +184,20 @@ class HeadForward(Message, frozen=True, kw_only=True):
 
 
 class HeadOutput(Message, frozen=True, kw_only=True):
-    """The head's output for a group that has exclusive access; the tensors follow."""
+    """The answer to `HeadForward`."""
 
     packed: Packed
     nbytes: int
 
 
 class HeadBackward(Message, frozen=True, kw_only=True):
-    """The gradients of a head's output, which step the head and end the access. The tensors follow.
+    """The gradients of a head's output, which step the head and end the access.
 
     Attributes:
-        packed: a list with one gradient for each tensor of the output; None where the loss does not depend on it.
+        packed: one gradient for each tensor of the output; None where the loss does not depend on it.
         hyperparameters: as in `PushMessage`, of the parameter groups that hold weights of the head.
         scale: factor for the gradients of the head's weights.
         clip: largest norm or magnitude of these; 0 clips nothing.
-        clip_algorithm: ``"norm"`` or ``"value"``.
         trained: as in `PushMessage`, with this batch; the push of the body reports it.
     """
 
@@ -228,10 +213,9 @@ class HeadBackward(Message, frozen=True, kw_only=True):
 
 
 class HeadGradients(Message, frozen=True, kw_only=True):
-    """The gradients of a head's inputs, one or None for each tensor; they follow as payload.
+    """The gradients of a head's inputs, one or None for each tensor.
 
-    Attributes:
-        applied: False if the gradients were not finite and the head was not stepped.
+    ``applied`` is False if they were not finite, and the head was not stepped.
     """
 
     packed: Packed
@@ -257,15 +241,15 @@ class HeadReleased(Message, frozen=True, kw_only=True):
 class SnapshotId(msgspec.Struct, frozen=True, kw_only=True):
     """A consistent state of the server, described by the counts of everything handled before it.
 
-    A server handles one message at a time, so its state between two of them is consistent over all optimizers.
-    Several servers must agree on a cut.
+    A server handles one message at a time, so its state between two of them is consistent over all optimizers. Several
+    servers must agree on a cut.
 
     Attributes:
         clocks: updates in the weights of each optimizer.
-        pushes: for each group with pushes, their number to all optimizers since groups were formed, including those
-            that were refused or wait for others.
-        epoch: number of the current or last epoch; -1 if none was leased.
-        trained: ranges of it that are trained, in order.
+        pushes: each group's pushes to all optimizers since groups were formed, also those refused or waiting for
+            others.
+        epoch: the current or last epoch; -1 if none was leased.
+        trained: its trained ranges, in order.
     """
 
     clocks: tuple[int, ...] = ()
@@ -275,7 +259,7 @@ class SnapshotId(msgspec.Struct, frozen=True, kw_only=True):
     trained: tuple[tuple[int, int], ...] = ()
 
     def progress(self, known: Progress) -> Progress:
-        """Return the run's progress at this cut: inside the epoch, a rank's own count is approximate.
+        """Return the run's progress at this cut; a rank's own count inside the epoch is approximate.
 
         Example:
             >>> from lightning_omni.wire.steps_and_samples import ReferenceBatch
@@ -289,7 +273,7 @@ class SnapshotId(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupState(Message, frozen=True, kw_only=True):
-    """The state that only this group holds, for the next snapshot. The tensors follow."""
+    """The state that only this group holds, for the next snapshot."""
 
     packed: Packed
     nbytes: int
@@ -300,10 +284,10 @@ class GroupStateStored(Message, frozen=True, kw_only=True):
 
 
 class TakeSnapshot(Message, frozen=True, kw_only=True):
-    """A request for a snapshot: weights, optimizer states, clocks, all consistent. ``request`` is as in `PushMessage`.
+    """A request for a consistent snapshot of weights, optimizer states and clocks.
 
     Attributes:
-        version: number of a validation, for the state at the first request with this number; 0 for the current one.
+        version: number of a validation, for the state at the first request with this number; 0 for the current state.
     """
 
     with_state: bool = True
@@ -312,7 +296,7 @@ class TakeSnapshot(Message, frozen=True, kw_only=True):
 
 
 class Snapshot(Message, frozen=True, kw_only=True):
-    """A consistent snapshot, described by its ``cut``; the tensors follow."""
+    """A consistent snapshot, described by its ``cut``."""
 
     cut: SnapshotId
     packed: Packed
