@@ -102,9 +102,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Keep the failures for the run that repeats them."""
-    cache = getattr(session.config, "cache", None)  # absent with -p no:cacheprovider
-    if cache is not None and not hasattr(session.config, "workerinput"):
-        cache.set(REASONS, _reasons)
+    if getattr(session.config, "cache", None) is not None and not hasattr(session.config, "workerinput"):
+        session.config.cache.set(REASONS, _reasons)
 
 
 def _check_again(items: list[pytest.Item], reasons: dict[str, str]) -> None:

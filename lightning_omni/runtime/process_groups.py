@@ -122,6 +122,7 @@ class ProcessGroups:
         self._is_group = is_group
         self._stay: set[Groups] = set()
         self._found: Any = None
+        self._beside: _Cache | None = None
         wait_for_gloo_at_exit()
 
     @property
@@ -133,7 +134,9 @@ class ProcessGroups:
 
     @property
     def _cache(self) -> _Cache:
-        return _cache_beside(self.original)
+        if self._beside is None:
+            self._beside = _cache_beside(self.original)
+        return self._beside
 
     @property
     def had_several(self) -> bool:
@@ -175,8 +178,11 @@ class ProcessGroups:
             kept.destroy(groups)
 
     def compute(self, topology: Topology) -> Any:
-        members = self._members(topology)
-        return self.original if len(members) == self._size else self._cache.compute[topology.groups].group()
+        if (made := self._cache.compute.get(topology.groups)) is not None:
+            return made.group()
+        if len(self._members(topology)) != self._size:
+            raise KeyError(f"no process group was made for {topology.groups}")
+        return self.original
 
     def _members(self, topology: Topology) -> Sequence[int]:
         if self._is_group and self._rank not in topology.ranks:  # the numbers are those of the run
@@ -213,7 +219,7 @@ class ProcessGroups:
         self._cache.destroy(topology.groups)
 
     def leave(self) -> None:
-        self._found = None
+        self._found = self._beside = None
         self._stay.clear()
 
     # --- Among all ranks -----------------------------------------------------------------------------------------
