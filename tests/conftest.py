@@ -102,7 +102,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Keep the failures for the run that repeats them."""
-    if session.config.cache is not None and not hasattr(session.config, "workerinput"):
+    if getattr(session.config, "cache", None) is not None and not hasattr(session.config, "workerinput"):
         session.config.cache.set(REASONS, _reasons)
 
 
