@@ -69,7 +69,8 @@ class DiLoCo(Streaming, frozen=True, kw_only=True, tag="diloco"):
         outer_lr: :math:`\eta_o`, above 0.
         outer_momentum: :math:`\beta`, from 0 to less than 1.
         fragments: P, fragments of equal bytes that are exchanged one after the other; P divides H.
-        delay: :math:`\tau`, steps that a group makes while an exchange is in flight, fewer than H/P; 0 waits.
+        delay: :math:`\tau`, steps that a group makes while a fragment is in flight, fewer than H/P; 0 waits. Above 0
+            only if P is above 1.
         alpha: :math:`\alpha`, the weight that a group gives to its own parameters, from 0 to less than 1. With 0 a
             group loses its last :math:`\tau` steps.
         keep_steps: whether the group keeps these steps by adding their change to :math:`\theta_p`.

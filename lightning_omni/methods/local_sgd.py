@@ -46,7 +46,7 @@ class LocalSGD(Streaming, frozen=True, kw_only=True, tag="local_sgd"):
     References:
         Stich 2019, "Local SGD Converges Fast and Communicates Little", arXiv:1805.09767;
         Lin et al. 2020, "Don't Use Large Mini-batches, Use Local SGD", arXiv:1808.07217 (post-local);
-        Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", arXiv:2501.18512 (fragments, delay and
+        Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", arXiv:2501.18512 (fragments and
         alpha).
     """
 

@@ -21,7 +21,6 @@ class Admission:
     """The service that admits ranks and their data connections.
 
     Args:
-        random: returns a number of random bytes (nonces).
         data_port: returns the port of the data socket, which every admitted rank is sent.
         standing: returns for how many seconds ranks look for a server that is gone, the updates so far, and the start
             time in ms.

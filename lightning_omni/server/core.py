@@ -267,7 +267,7 @@ class ServerCore:
         return out + self.replication.drain()
 
     def handed_over(self) -> None:
-        """End the measurement of the last message, whose answers have been passed to the socket."""
+        """Stop measuring the last message, whose answers have been passed to the socket."""
         self._status_service.end()
 
     def refuse(self, channel: m.Channel, peer: Peer, reason: str) -> list[Out]:

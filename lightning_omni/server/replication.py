@@ -228,12 +228,9 @@ class Coordinator(_PartitionedReplication):
     """The server that decides the order of events.
 
     Args:
-        key: the run's shared secret.
-        random: returns a number of random bytes (nonces).
         count: number of servers, including this one.
         heartbeat_timeout: seconds of silence after which a server counts as gone.
         join_timeout: seconds for the other servers to join once a rank has requested their addresses.
-        now: returns the time of the current message.
         continues: returns whether new servers continue when one of these is gone.
     """
 

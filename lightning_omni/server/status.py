@@ -33,7 +33,6 @@ class StatusService(Service):
     """The service that measures the server and collects the ranks' step times.
 
     Args:
-        clock: returns seconds, for the duration of the server's arithmetic.
         strangers: returns the number of messages refused as malformed, or from a sender that was not admitted.
         handled: returns the number of handled pushes, including those of earlier groups.
 

@@ -51,7 +51,6 @@ class Control(ABC):
 
     Attributes:
         failures: reasons of ranks that have failed by themselves.
-        signal: signal received by this rank, to report with the next heartbeat.
         servers: number of servers with a partition of the parameters each; see `attach_all`.
         has_finished: whether the run is at its end when this rank leaves.
         progress: count of this rank's progress, and of its checks while it waits for the server.

@@ -155,7 +155,6 @@ class Journal:
     Attributes:
         write: function that takes each entry; None while nothing is saved.
         is_due: whether to save the state soon, because of a change that the journal does not contain.
-        saves: number of saves of the state.
     """
 
     def __init__(self) -> None:

@@ -289,7 +289,6 @@ class Structure(msgspec.Struct, frozen=True):
     """The structure of one optimizer at one time of the run.
 
     Attributes:
-        size: number of parameters in its layout.
         groups: each parameter group's indices of parameters in that layout; empty if the optimizer steps at the
             workers.
 

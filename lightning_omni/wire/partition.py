@@ -45,7 +45,6 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
     """A division of one optimizer's parameters over servers.
 
     Attributes:
-        layout: layout of all parameters.
         shares: each server's layout, whose entries are tensors or ranges of their elements.
         places: for each entry of each share, the index of its parameter in ``layout``.
 

@@ -112,8 +112,8 @@ class LeaseBook:
     def draw(self, group: int, number: int) -> list[Batch]:
         """Return a group's batches from a number on: drawn before, or a few new ones; none if the pool is empty.
 
-        A group that finds no batch left gets the epoch's first batch again: every group needs a batch in each
-        validation interval, to reach the validation, or the end of the epoch, together with the others.
+        A group without a batch in this validation interval that finds none left gets the epoch's first one again, to
+        reach the validation, or the end of the epoch, together with the others.
         """
         drawn = self._known(group)
         if not 0 <= number <= len(drawn):

@@ -228,7 +228,6 @@ class Member:
     Attributes:
         peer: its control connection; empty after a restart of the server, until the rank has reconnected.
         session: secret that it shares with the server; it is never sent.
-        since: time of its admission.
         got_on: last time at which it had made progress, or was exempt from the check for progress.
         host: address from which it has connected, if the transport provides it.
     """

@@ -53,9 +53,6 @@ class ServedParameters:
             the workers.
         weights: initial value of each of its parameters; copied.
         clock: number of updates that these already contain.
-        method: the method.
-        groups: numbers of the participating groups.
-        resolve: returns the class of the optimizer's class path.
         state: state of the method's server side to continue from.
         room: the most bytes of parameters added during the run.
         sizes: number of parameters of each version of the layout; empty for a first version.

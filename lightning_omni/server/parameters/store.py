@@ -48,7 +48,6 @@ class HeadStep:
     """The result of a step with a group's gradients.
 
     Attributes:
-        inputs: gradients of the head's inputs.
         read_at: updates in the head's weights when they were read.
         applied: whether the gradients of the weights were finite.
     """
@@ -64,7 +63,6 @@ class ServedHead(ServedParameters):
     Args:
         description: as for `ServedParameters`, as are most others; never None, because the head is stepped here.
         head: ``{"name": of the submodule, "module": from describe_module, "seed": of its random numbers}``.
-        resolve_module: returns the class for a module's class path.
 
     Attributes:
         access_time: recent mean duration of an access, in seconds.

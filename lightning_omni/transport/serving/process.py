@@ -54,8 +54,6 @@ class ServerSettings(msgspec.Struct, frozen=True):
         host: address to bind; empty if all ranks are on this machine: sockets in a private directory, where possible.
         wire_formats: class paths of user-defined wire formats.
         transports: class path of a user-defined transport, if any.
-        servers: number of servers, including this one.
-        number: number of this server; number 0 coordinates the others.
         coordinator: address of server 0, for the others.
         state: directory for the server's state, or its share of it; empty to save none.
         restore: number of the save from which a server with a partition continues; 0 for none.

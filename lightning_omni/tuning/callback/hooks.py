@@ -52,14 +52,12 @@ class RemoteResults:
 class OmniTunerHooks(_CallbackBase):
     """A callback that chooses groups, method, momentum and learning rate for the shortest predicted time to the target.
 
-    The run begins in one group, as without the tuner, and its first batches are timed: the compute time of each rank
-    and the duration of the all-reduce. From these the tuner predicts the samples per second of every number of groups,
-    method, number of local steps and wire format; their costs in samples are known from other tasks. A scikit-optimize
-    phase then proposes the setting to train with: its surrogate model is this prediction, corrected by the measurements
-    of the run since. When a setting is predicted to be clearly faster, the run switches to it in the middle of the
-    epoch: groups are formed, momentum and learning rate are set, and batches are split in proportion to the ranks'
-    speeds where that pays. If no setting is faster, nothing changes. Groups that are slower than predicted are given
-    up. No batch is discarded, and nothing is trained only to try it. See docs/how-to/tuning.md.
+    The run begins in one group, as without the tuner, and its first batches are timed. From these times the tuner
+    predicts the samples per second of every number of groups, method, number of local steps and wire format; their
+    costs in samples are known from other tasks. scikit-optimize then proposes the setting to train with: its surrogate
+    model is this prediction, corrected by the measurements of the run since. When a setting is predicted to be clearly
+    faster, the run switches to it in the middle of the epoch; groups that are slower than predicted are given up. No
+    batch is discarded, and nothing is trained only to try it. See docs/how-to/tuning.md.
 
     With ``data="static"``, and with a sampler of your own, groups change at the end of the epoch. In a run that groups
     join on their own (``OmniStrategy(elastic=True)``) their number is given, and momentum and learning rate follow it.

@@ -1,8 +1,5 @@
 """The actions of a tuner in one fit: a `TunedFit` searches, a `JoinedFit` follows the number of joined groups.
 
-`TunedRun` holds the state that its parts share, `OnlineTuner` measures and chooses, `AppliedSetting` is the setting
-that the run trains with, and `ForecastCheck`, `SpeedRecord` and `PlateauGuard` decide when to change it.
-
 Rule: rank 0 decides, and sends its decision to the others before any action; all ranks do the same.
 """
 

@@ -41,10 +41,10 @@ _BATCHES = 4
 class DeviceTunerHooks(_CallbackBase):
     """A callback that finds the fastest settings of this device before the first batch, and trains with them.
 
-    Measurements use copies of the model, with the module's own ``training_step`` and batches of its own data: weights,
-    data order and RNG state of the run are those of a run without the callback. Settings that change results only by
-    rounding are applied: the C library's handling of freed memory, memory format, compiled submodules. Precision is
-    changed only if ``bf16="apply"``. After the fit everything is restored but the handling of freed memory.
+    Measurements use copies of the model, its ``training_step`` and batches of its data: weights, data order and RNG
+    state of the run are those of a run without the callback. Settings that change results only by rounding are applied:
+    the C library's handling of freed memory, memory format, compiled submodules. Precision is changed only if
+    ``bf16="apply"``. After the fit everything is restored but the handling of freed memory.
 
     The callback works on a single device, and with DDPStrategy and OmniStrategy, where rank 0 measures and decides for
     all. See docs/how-to/devices.md.

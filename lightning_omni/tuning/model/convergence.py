@@ -1,8 +1,8 @@
 """Statistical efficiency: the samples to a loss, extrapolated from the losses of a run's first batches.
 
-The logarithm of the loss is taken to fall linearly with a power of the samples, which is between an exponential and a
-power law. A law with a final level fits better, but a dozen batches do not determine the level, which decides whether
-the target is ever reached.
+The logarithm of the loss is taken to fall linearly with a power of the samples, between an exponential and a power law.
+A law with a final level fits better, but a dozen batches do not determine the level, which decides whether the target
+is ever reached.
 """
 
 from __future__ import annotations

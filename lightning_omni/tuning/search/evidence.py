@@ -331,7 +331,8 @@ class Evidence:
     def divergence_threshold(self) -> float:
         """Return the training loss above which the run has diverged; NaN if the first losses are not finite.
 
-        Such a run has lost half of the gain of its first batches, by more than the scatter of single batches explains.
+        It exceeds the level of the first batches by the largest of half of the gain in them, a fifth of the level, and
+        the scatter of single batches.
         """
         if self.observation is None or not self.observation.batches.is_finite:
             return math.nan

@@ -314,8 +314,8 @@ class SearchSpec:
         horizon: samples that the run will still train on.
         space: the search space.
         reference: the *reference batch*: samples of the batch that learning rate and momentum of ``start`` belong to.
-            None means ``batch``: a user's own belong to one synchronous step of all ranks, even if a run begins with
-            several groups. Those chosen by an earlier search belong to one group's batch.
+            None means ``batch``, as for a user's own, even if a run begins with several groups; those chosen by an
+            earlier search belong to one group's batch.
         scaling: the scaling of learning rates.
         seconds: the time after which the run ends in any case; infinite without a time limit.
         ends_by_time: whether nothing else ends the run, so that ``horizon`` is a guess.

@@ -50,7 +50,6 @@ class Welcome(Message, frozen=True, kw_only=True):
         mac: proof that the server holds the key, too.
         data_port: port of the data socket on the same host; 0 for a file beside the control socket's.
         heartbeat_timeout: seconds of silence after which a rank counts as dead.
-        servers: number of servers with a partition of the parameters each.
         reconnect_timeout: seconds for which a rank must look for a lost server; 0 if no other will continue.
         started_at_ms: start of the server in milliseconds, which tells successive servers at one address apart; 0 if
             none continues.
@@ -124,7 +123,6 @@ class FormGroups(Message, frozen=True, kw_only=True):
     """The recorder's request to form the compute groups; training begins, or continues in other groups.
 
     Attributes:
-        wire_format: encoding of pushes, as plain data.
         names: names of the groups; empty for their numbers.
         overlap: whether exchanges overlap computation; the server only records it.
         by_member: whether a group's first members exchange a share each with the server of the same number, instead of
@@ -163,7 +161,6 @@ class Joined(Message, frozen=True, kw_only=True):
 
     Attributes:
         method: as in `FormGroups`, as are ``wire_format`` and ``overlap``.
-        live: all participating ranks, ascending.
         synchronizations: completed collectives of all ranks.
     """
 

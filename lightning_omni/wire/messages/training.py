@@ -170,7 +170,6 @@ class HeadForward(Message, frozen=True, kw_only=True):
     Attributes:
         packed: ``[arguments, keyword arguments]`` of the submodule.
         training: whether each of its submodules, itself first, is in training mode.
-        trainable: whether each of its weights is to be trained.
         autocast: dtype of automatic mixed precision, if any.
         exclusive: whether a `HeadBackward` will follow; otherwise no group has to wait for this one.
     """
