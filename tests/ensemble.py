@@ -406,10 +406,7 @@ class Group:
     def say(self, ask: ServerRequest, servers: Sequence[int] | None = None) -> None:
         """Says it; again, if the answer was lost."""
         self.given = [tensor.clone() for tensor in ask.tensors if tensor is not None]
-        if len(self.ensemble.cores) == 1:
-            self.said = [self.core.send(ask, self.layout, self._memories[0])]
-        else:
-            self.said = self.core.send_parts(ask, self.split, self._memories)
+        self.said = self.core.send(ask, self.split, self._memories)
         self.ask(self.said, servers)
 
     @torch.no_grad()

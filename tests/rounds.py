@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import torch
-from core import GroupCore, Total, hyperparameters_of, pack, unpack
+from core import GroupCore, Layout, Memory, Outgoing, Partition, ServerRequest, Total, hyperparameters_of, pack, unpack
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -35,6 +35,13 @@ from lightning_omni.methods import (
     Send,
     SendPeer,
 )
+
+
+def sent(core: GroupCore, ask: ServerRequest, layout: Layout, memory: Memory | None = None) -> Outgoing:
+    """The message for a request to one server."""
+    [outgoing] = core.send(ask, Partition.whole(layout), [memory or Memory()])
+    return outgoing
+
 
 Make = Callable[[Iterable[Any]], Optimizer]
 GradientOf = Callable[[Sequence[Tensor], int, int], list[Any]]

@@ -213,7 +213,8 @@ class GroupCore:
         >>> core.attach(replica)
         0
         >>> ask = core.gradient(0, Gradient([torch.ones(2)], [{"lr": 0.1}]))
-        >>> core.send(ask, Layout.of({"weight": weight.detach()}), Memory()).message.read_at
+        >>> [push] = core.send(ask, Partition.whole(Layout.of({"weight": weight.detach()})), [Memory()])
+        >>> push.message.read_at
         0
         >>> core.answer(0, Pulled([torch.zeros(2)], clock=1))
         NextGradient()
@@ -372,53 +373,29 @@ class GroupCore:
         """Return the group's position in the epoch's data: see `LeaseClient.place`."""
         return self.data.place if self.data is not None else (-1, 0)
 
-    def send(self, ask: ServerRequest, layout: Layout, memory: Memory) -> Outgoing:
-        """Return the message to the server for a request; called by the leader only, and again if the answer was lost.
+    def send(self, ask: ServerRequest, split: Partition, memories: Sequence[Memory]) -> list[Outgoing]:
+        """Return the messages to each server for a request; called by the leader only, and again if an answer was lost.
 
         Args:
             ask: a request of this core.
-            layout: layout of the optimizer's parameters.
-            memory: memory for the payload, which no other may use before this is answered.
-        """
-        own = self._method_states[ask.optimizer]
-        if ask is own.under_way and own.outgoing is not None:
-            return own.outgoing[0]
-        if isinstance(ask.need, Fetch):
-            return Outgoing(m.FetchMessage(optimizer=ask.optimizer, epoch=ask.epoch, trained=ask.trained))
-        if isinstance(ask.need, Average):
-            return _mean_of(ask, ask.need.tensors, layout, memory)
-        outgoing = self._push(ask, ask.need, self.encode(ask.optimizer, ask.need, layout, memory), layout)
-        own.outgoing = None if ask.waits else [outgoing]
-        return outgoing
-
-    def send_parts(self, ask: ServerRequest, split: Partition, memories: Sequence[Memory]) -> list[Outgoing]:
-        """Return the messages to each of several servers, as in `send`; the first server coordinates.
-
-        Args:
-            ask: a request of this core.
-            split: division of the optimizer's parameters.
-            memories: memory for the payloads, one for each server, as in `send`.
+            split: division of the optimizer's parameters over the servers, of which the first coordinates.
+            memories: memory for each server's payload, which no other may use before this is answered.
         """
         own = self._method_states[ask.optimizer]
         if ask is own.under_way and own.outgoing is not None:
             return own.outgoing
-        apart = ask._replace(epoch=-1, trained=0)  # only the coordinating server leases data
-        asks = [ask] + [apart] * (len(split.shares) - 1)
+        asks = [ask, *[ask._replace(epoch=-1, trained=0)] * (len(split.shares) - 1)]  # the first server leases data
         if isinstance(ask.need, Fetch):
-            return [self.send(each, split.layout, memories[0]) for each in asks]
-        whole, split = split, split.fragment(ask.fragment, self.method.fragments)
-        parts = split.parts(ask.need.tensors)
+            return [
+                Outgoing(m.FetchMessage(optimizer=each.optimizer, epoch=each.epoch, trained=each.trained))
+                for each in asks
+            ]
+        shares = split.fragment(ask.fragment, self.method.fragments).shares
         if isinstance(ask.need, Average):
-            wholes = zip(parts, split.shares, memories, strict=True)
-            return [_mean_of(ask, part, share, memory) for part, share, memory in wholes]
-        pushes = self.wire_format.pushes
-        state = self._sender_state(own, ask.need, whole.layout)
-        each_part = zip(parts, split.shares, split.sender_parts(state), memories, strict=True)
-        encoded = [pushes.encode(part, share, state, memory) for part, share, state, memory in each_part]
-        state = split.merged_sender([each.state for each in encoded]) if pushes.is_stateful else {}
-        self._store_sending(own, ask.need, whole.layout, state)
-        each_ask = zip(asks, encoded, split.shares, strict=True)
-        outgoing = [self._push(each, ask.need, part, share) for each, part, share in each_ask]
+            wholes = zip(split.parts(ask.need.tensors), shares, memories, strict=True)
+            return [_mean_of(ask, *whole) for whole in wholes]
+        pushes = zip(asks, self.encode(ask.optimizer, ask.need, split, memories), shares, strict=True)
+        outgoing = [self._push(each, ask.need, encoded, share) for each, encoded, share in pushes]
         own.outgoing = None if ask.waits else outgoing
         return outgoing
 
@@ -429,12 +406,15 @@ class GroupCore:
         message = m.PushMessage.of(need, ask.optimizer, encoded.present, nbytes, *numbers, sequence)
         return Outgoing(message, encoded.payload)
 
-    def encode(self, optimizer: int, need: Exchange, layout: Layout, memory: Memory) -> Encoded:
-        """Encode a push in the run's wire format, as in `send`."""
-        own, part = self._method_states[optimizer], layout.fragment(need.fragment, self.method.fragments)
-        state = self._sender_state(own, need, layout)
-        encoded = self.wire_format.pushes.encode(need.tensors, part, state, memory)
-        self._store_sending(own, need, layout, encoded.state)
+    def encode(self, optimizer: int, need: Exchange, split: Partition, memories: Sequence[Memory]) -> list[Encoded]:
+        """Encode each server's part of a push in the run's wire format, as in `send`."""
+        own, pushes, whole = self._method_states[optimizer], self.wire_format.pushes, split.layout
+        split = split.fragment(need.fragment, self.method.fragments)
+        states = split.sender_parts(self._sender_state(own, need, whole))
+        parts = zip(split.parts(need.tensors), split.shares, states, memories, strict=True)
+        encoded = [pushes.encode(*part) for part in parts]
+        state = split.merged_sender([each.state for each in encoded]) if pushes.is_stateful else {}
+        self._store_sending(own, need, whole, state)
         return encoded
 
     def _sender_state(self, own: _MethodState, need: Exchange, layout: Layout) -> State:

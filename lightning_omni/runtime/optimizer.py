@@ -214,10 +214,11 @@ class OmniOptimizer(Optimizer):
 
     def _check_is_of_training(self) -> None:
         """Raise `UnsupportedError` if torch makes this step, with a rate of 0, to create an optimizer's state."""
-        rates = [group.get("lr", 0.0) for group in self.param_groups]
-        # torch's rate is a number or on the CPU. To read one of a device would be to wait for it in each step.
-        if any((isinstance(rate, Tensor) and not rate.is_cpu) or rate for rate in rates):
-            return
+        for group in self.optimizer.param_groups:
+            rate = group.get("lr", 0.0)
+            # torch's rate is a number or on the CPU. To read one of a device would be to wait for it in each step.
+            if (isinstance(rate, Tensor) and not rate.is_cpu) or rate:
+                return
         frame: FrameType | None = sys._getframe()
         while frame is not None and frame.f_globals.get("__name__") != _STATE_DICTS:
             frame = frame.f_back

@@ -23,7 +23,7 @@ from lightning_omni.runtime.model.meshes import ModelParallel, columns_of, evenl
 from lightning_omni.runtime.model.reduction import Reduction
 from lightning_omni.runtime.model.replica import Part
 from lightning_omni.runtime.options import WorldOptions
-from lightning_omni.runtime.process_groups import ProcessGroups, check_none_lost
+from lightning_omni.runtime.process_groups import ProcessGroups, check_none_lost, check_not_in_loop
 from lightning_omni.runtime.registration import GroupRegistration
 from lightning_omni.runtime.server_process import RunServer
 from lightning_omni.topology import RECORDER, Topology
@@ -54,6 +54,12 @@ class ParallelState:
     Attributes:
         rank: this rank, as all groups of the run number it.
         torch_rank: this rank, as torch.distributed numbers it.
+        is_synchronous: whether there is one group only, with no server in the path.
+        group: number of this rank's group; -1 if it is in none, as it was lost.
+        members: ranks of this rank's group; the first one leads.
+        is_leader: whether this rank leads its group.
+        exchanges: whether this rank exchanges with the server, as ranks of the group's first replica do, for the
+            others.
         generation: number of times that groups were formed.
         control: the connection by which ranks synchronize; None unless the server was joined.
         parts: the exchanged part of each optimizer.
@@ -82,6 +88,7 @@ class ParallelState:
         if not dist.is_initialized():
             raise ConfigurationError("call torch.distributed.init_process_group before World(...)")
         check_none_lost()
+        check_not_in_loop()
         check_kind("options", options, (WorldOptions, type(None)), 'WorldOptions(method="local_sgd", ...), or None')
         options = options or WorldOptions()
         options = self.options = options if groups is None else replace(options, groups=groups)
@@ -96,22 +103,29 @@ class ParallelState:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.torch_rank = self.rank
         ranks_per_node = list(map(int, ranks_per_node or _count_ranks_per_node(self.size)))
+        if sum(ranks_per_node) != self.size:
+            raise ConfigurationError(
+                f"ranks_per_node={ranks_per_node}: torch.distributed has {self.size} ranks; pass numbers of ranks that"
+                " add up to that, with Lightning by devices= and num_nodes="
+            )
         joins, sharding = bool(options.elastic.join), options.model_parallel
         self.process_groups = ProcessGroups(self.rank, self.size, options.timeout, self.device, is_group=joins)
         wanted = 1 if joins else options.groups
-        self.topology = Topology.by_node(ranks_per_node) if wanted is None else evenly(self.size, wanted, sharding)
-        self.method.check(len(self.topology.alive))
+        topology = Topology.by_node(ranks_per_node) if wanted is None else evenly(self.size, wanted, sharding)
+        self.method.check(len(topology.alive))
+        self.is_sharded = options.is_sharded
         self.shards = self.tensor_parallel = 1
         if sharding is not None:
-            samples, self.tensor_parallel = sizes_in(self.topology, sharding, ranks_per_node, joins)
+            samples, self.tensor_parallel = sizes_in(topology, sharding, ranks_per_node, joins)
             self.shards = samples * self.tensor_parallel
-        self.holders = rows_of(self.topology, self.shards)
+        self.holders = rows_of(topology, self.shards)
         self.registration: GroupRegistration | None = None
         if joins:
             self.registration = GroupRegistration(options, self.rank, self.size, self.broadcast_text_at_launch)
             first = self.registration.first
             self.rank += first
-            self.topology = Topology((tuple(range(first, first + self.size)),))
+            topology = Topology((tuple(range(first, first + self.size)),))
+        self.topology = topology
         self._records = self.rank == RECORDER
         self._is_with_recorder = RECORDER in self.members
         self.generation = 0
@@ -147,24 +161,22 @@ class ParallelState:
         self.core.method, self.core.wire_format, self.core.overlap, self.reduction.format = communication
 
     @property
-    def group(self) -> int:
-        """Return the number of this rank's group."""
-        return self.topology.group_of(self.rank)
+    def topology(self) -> Topology:
+        """Return the compute groups. Setting them sets this rank's place among them, which each step reads often."""
+        return self._topology
 
-    @property
-    def members(self) -> tuple[int, ...]:
-        """Return the ranks of this rank's group; the first one leads."""
-        return self.topology.members(self.group)
+    @topology.setter
+    def topology(self, topology: Topology) -> None:
+        self._topology, self.is_synchronous = topology, topology.is_synchronous
+        self.group: int = topology.find(self.rank)
+        self.members: tuple[int, ...] = topology.members(self.group) if self.group >= 0 else ()
+        self.is_leader = self.rank in self.members[:1]
+        self.exchanges = self.rank in self.members[: self.shards]
 
     @property
     def torch_members(self) -> Sequence[int]:
         """Return `members`, as torch.distributed numbers them."""
         return self.members if self.registration is None else range(self.size)
-
-    @property
-    def is_leader(self) -> bool:
-        """Return whether this rank leads its group."""
-        return self.members[0] == self.rank
 
     @property
     def is_recorder(self) -> bool:
@@ -198,11 +210,6 @@ class ParallelState:
         return self._is_with_recorder and self.exchanges
 
     @property
-    def is_sharded(self) -> bool:
-        """Return whether the members of a group shard the model."""
-        return self.options.is_sharded
-
-    @property
     def share(self) -> tuple[int, int] | None:
         """Return index and number of this rank's share of a sharded model; None if it exchanges none."""
         if not self.is_sharded or (self.is_synchronous and self.registration is None and self.control is None):
@@ -218,11 +225,6 @@ class ParallelState:
     def data_rank(self) -> tuple[int, int]:
         """Return the index of this rank's part of its group's samples, and the number of parts."""
         return self.members.index(self.rank) // self.tensor_parallel, len(self.members) // self.tensor_parallel
-
-    @property
-    def exchanges(self) -> bool:
-        """Return whether this rank exchanges with the server: ranks of the group's first replica do, for the others."""
-        return self.members.index(self.rank) < self.shards
 
     @property
     def owns_state(self) -> bool:
@@ -290,11 +292,6 @@ class ParallelState:
             self.process_groups.abandon(topology)
 
     @property
-    def is_synchronous(self) -> bool:
-        """Return whether there is only one group, with no server in the path."""
-        return self.topology.is_synchronous
-
-    @property
     def lost(self) -> tuple[int, ...]:
         """Return the ranks that have been lost."""
         return self.control.lost if self.control else ()
@@ -324,7 +321,7 @@ class ParallelState:
     @property
     def steps_at_worker(self) -> bool:
         """Return whether the user's optimizer steps on every rank, so that groups have weights of their own."""
-        return self.method.steps_at == "worker"
+        return self.core.method.steps_at == "worker"
 
     @property
     def servers(self) -> int:
@@ -354,6 +351,8 @@ class ParallelState:
     def split_of(self, part: Part, servers: int) -> Partition:
         """Return the division of an optimizer's parameters over this number of servers."""
         layout = part.replica.layout
+        if servers == 1:
+            return Partition.whole(layout)
         if part.split is None or part.split.layout is not layout or len(part.split.shares) != servers:
             at_servers = None if self.steps_at_worker else part.optimizer
             part.split = Partition.of(layout, servers, is_elementwise(self.method, at_servers))

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_omni.errors import RankLost, UnsupportedError
+from lightning_omni.errors import ConfigurationError, RankLost, UnsupportedError
 from lightning_omni.runtime._private import new_named_group, unbound, wait_for_gloo_at_exit
 from lightning_omni.topology import Topology
 from lightning_omni.wire.messages import LARGEST_UPLOAD
@@ -89,6 +89,20 @@ def check_none_lost() -> None:
     )
 
 
+def check_not_in_loop() -> None:
+    """Check that the default process group is not one that a World has put in its place while groups train.
+
+    Raises:
+        ConfigurationError: it is; another World would take it for that of all ranks, and forget the first one's groups.
+    """
+    made = [] if _cache is None else [_cache.live, *(each.group for each in _cache.compute.values())]
+    if any(group is not None and group() is dist.group.WORLD for group in made):
+        raise ConfigurationError(
+            "a second World while compute groups train, inside `with world.training():` or a fit: torch.distributed"
+            " refers to one group there; make each World before or after it"
+        )
+
+
 def _cache_beside(default: Any) -> _Cache:
     global _cache
     if _cache is None or _cache.default() is not default:
@@ -108,6 +122,7 @@ class ProcessGroups:
         self._is_group = is_group
         self._stay: set[Groups] = set()
         self._found: Any = None
+        self._beside: _Cache | None = None
         wait_for_gloo_at_exit()
 
     @property
@@ -119,7 +134,9 @@ class ProcessGroups:
 
     @property
     def _cache(self) -> _Cache:
-        return _cache_beside(self.original)
+        if self._beside is None:
+            self._beside = _cache_beside(self.original)
+        return self._beside
 
     @property
     def had_several(self) -> bool:
@@ -161,8 +178,11 @@ class ProcessGroups:
             kept.destroy(groups)
 
     def compute(self, topology: Topology) -> Any:
-        members = self._members(topology)
-        return self.original if len(members) == self._size else self._cache.compute[topology.groups].group()
+        if (made := self._cache.compute.get(topology.groups)) is not None:
+            return made.group()
+        if len(self._members(topology)) != self._size:
+            raise KeyError(f"no process group was made for {topology.groups}")
+        return self.original
 
     def _members(self, topology: Topology) -> Sequence[int]:
         if self._is_group and self._rank not in topology.ranks:  # the numbers are those of the run
@@ -199,7 +219,7 @@ class ProcessGroups:
         self._cache.destroy(topology.groups)
 
     def leave(self) -> None:
-        self._found = None
+        self._found = self._beside = None
         self._stay.clear()
 
     # --- Among all ranks -----------------------------------------------------------------------------------------

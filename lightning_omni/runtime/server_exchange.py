@@ -109,8 +109,7 @@ class ServerStore:
         """Return a seed in the fragments of the present servers; a checkpoint may have those of others."""
         if seed.get("method") is None or self._parallel.share is not None:
             return seed
-        split = self._parallel.split_of(part, servers) if servers > 1 else Partition.whole(part.replica.layout)
-        return {**seed, "method": split.recut(seed["method"])}
+        return {**seed, "method": self._parallel.split_of(part, servers).recut(seed["method"])}
 
     def store_group_state(self, packed: Packed, buffer: Tensor) -> None:
         """Store the state that only this group has, or this rank's share of it, for the next snapshot."""
@@ -158,6 +157,26 @@ _log = logging.getLogger(__name__)
 _NUMBERS = 96
 """Offset of the note in the prefix of an answer's tensors, in bytes; whole numbers precede it."""
 _Answer = TypeVar("_Answer", bound=m.Message)
+
+
+class Route(NamedTuple):
+    """The way of one kind of request to the servers and back. It is found once, because each step needs it.
+
+    Attributes:
+        of: the layout of all parameters and the number of the forming of groups for which it was found.
+        split: division of all parameters over the servers.
+        part: division of the requested fragment.
+        pulls: whether the answer contains tensors.
+        answers: wire format of these tensors.
+        coded: the encoded answer, if it is broadcast to the group as received; None if its tensors are.
+    """
+
+    of: tuple[Layout, int]
+    split: Partition
+    part: Partition
+    pulls: bool
+    answers: WireFormat
+    coded: CompressedBroadcast | None
 
 
 class Traffic:
@@ -210,7 +229,8 @@ class ServerExchange:
         self.peers = PeerExchange(parallel, self.members, self.synchronize, self.timed)
         self.store = ServerStore(parallel, self._free_connections)
         self._requests: Requests | None = None
-        self._under_way: dict[int, ServerRequest] = {}
+        self._routes: dict[tuple[int, int | None, type, bool], Route] = {}
+        self._under_way: dict[int, tuple[ServerRequest, Route]] = {}
         self._travels: ServerRequest | None = None
         self._arrived: dict[int, list[tuple[m.Weights, Tensor]]] = {}
 
@@ -249,15 +269,39 @@ class ServerExchange:
 
         A group has one exchange in flight: the answer to another optimizer's request is received first, and kept.
         """
-        part = self._parallel.parts[ask.optimizer]
-        if self._parallel.share is not None:
+        parallel, part, route = self._parallel, self._parallel.parts[ask.optimizer], self._route(ask)
+        if parallel.share is not None:
             ask = self._part_of_member(ask)
-        if self._parallel.exchanges:
+        if parallel.exchanges:
             with self.timed():
                 requests = self._free_connections()
-                requests.send(self._said(ask, part, requests.count), self._rooms(ask, part, requests.count))
+                memories = part.outs(len(route.split.shares), parallel.empty)
+                requests.send(parallel.core.send(ask, route.split, memories), self._rooms(ask, part, route))
             self._travels = ask
-        self._under_way[ask.optimizer] = ask
+        self._under_way[ask.optimizer] = ask, route
+
+    def _route(self, ask: ServerRequest) -> Route:
+        need, parallel = ask.need, self._parallel
+        fragment, pulls = (need.fragment, need.pull) if isinstance(need, Exchange) else (None, True)
+        key, of = (ask.optimizer, fragment, type(need), pulls), parallel.parts[ask.optimizer].replica.layout
+        route = self._routes.get(key)
+        if route is None or route.of[0] is not of or route.of[1] != parallel.generation:
+            split = parallel.split_of(parallel.parts[ask.optimizer], parallel.servers)
+            part = split.fragment(fragment, parallel.method.fragments)
+            answers = parallel.core.wire_format.answers if isinstance(need, Exchange) and pulls else RAW
+            coded = self._coded(answers, part)
+            route = self._routes[key] = Route((of, parallel.generation), split, part, pulls, answers, coded)
+        return route
+
+    def _coded(self, answers: WireFormat, part: Partition) -> CompressedBroadcast | None:
+        """Return the encoded answer to broadcast, if it has fewer bytes than its tensors; otherwise None."""
+        parallel = self._parallel
+        is_link_slow = parallel.device.type != "cpu"  # the link to the device, which every answer crosses
+        is_broadcast = len(parallel.members) > 1 and parallel.share is None
+        if answers == RAW or not (is_link_slow or is_broadcast):
+            return None
+        coded = CompressedBroadcast(answers, part)
+        return coded if coded.are_sizes_known and coded.nbytes < part.layout.nbytes else None
 
     def _part_of_member(self, ask: ServerRequest) -> ServerRequest:
         """Return this member's request: with the note measured by the leader; leased data only on the leader."""
@@ -269,49 +313,26 @@ class ServerExchange:
 
     def receive(self, index: int) -> Pulled:
         """Return the answer to the last request for an optimizer, on every member of the group."""
-        ask = self._under_way.pop(index)
-        layout = self._parallel.parts[index].replica.layout.fragment(ask.fragment, self._parallel.method.fragments)
-        return self._share(ask, layout)
+        return self._share(*self._under_way.pop(index))
 
-    def _room(self, ask: ServerRequest, part: Part) -> Tensor | None:
-        """Return memory for the tensors of an answer, in their encoding, on ranks that exchange with the server."""
-        if not ask.pulls:
+    def _rooms(self, ask: ServerRequest, part: Part, route: Route) -> Sequence[Tensor | None] | None:
+        """Return memory for the tensors of all servers' answers, as they arrive; None if it is allocated then."""
+        if not route.pulls:
             return None
-        layout = part.replica.layout.fragment(ask.fragment, self._parallel.method.fragments)
-        if (answers := self._answers(ask)) != RAW:
+        if route.answers != RAW:
+            if len(route.part.shares) > 1:
+                return None
             part.coded = part.coded or Memory(self._parallel.empty)
-            return part.coded.room(answers.sizes(layout)[1])
+            return [part.coded.room(route.answers.sizes(route.part.layout)[1])]
         if not ask.waits and self._parallel.device.type == "cpu":
             # Meanwhile the group trains, and its weights are compared with the last answer's.
             part.into, part.spare = part.spare, part.into
-        return part.memory(PREFIX, self._parallel.empty)[PREFIX : PREFIX + layout.nbytes]
-
-    def _answers(self, ask: ServerRequest) -> WireFormat:
-        return self._parallel.core.wire_format.answers if isinstance(ask.need, Exchange) else RAW
+        return route.part.memories(part.memory(PREFIX, self._parallel.empty)[PREFIX:])
 
     def finish_exchanges(self) -> None:
         """Wait for the exchanges in flight, and let the method apply the answers. All members of the group call it."""
         for index in list(self._under_way):
             self._parallel.core.apply_answer(index, self.receive(index))
-
-    def _said(self, ask: ServerRequest, part: Part, servers: int) -> list[Outgoing]:
-        memories = part.outs(servers, self._parallel.empty)
-        if servers == 1:
-            return [self._parallel.core.send(ask, part.replica.layout, memories[0])]
-        return self._parallel.core.send_parts(ask, self._parallel.split_of(part, servers), memories)
-
-    def _rooms(self, ask: ServerRequest, part: Part, servers: int) -> Sequence[Tensor | None] | None:
-        """Return memory for the tensors of all servers' answers; None if it is allocated when they arrive."""
-        room = self._room(ask, part)
-        if servers == 1:
-            return [room]
-        if room is None or self._answers(ask) != RAW:
-            return None
-        return (
-            self._parallel.split_of(part, servers)
-            .fragment(ask.fragment, self._parallel.method.fragments)
-            .memories(room)
-        )
 
     def fetch(self, index: int) -> Pulled:
         """Fetch the server's weights for this group, although its method did not request them."""
@@ -387,29 +408,29 @@ class ServerExchange:
                 self._parallel.group,
             )
 
-    def _share(self, ask: ServerRequest, layout: Layout) -> Pulled:
+    def _share(self, ask: ServerRequest, route: Route) -> Pulled:
         """Return the server's answer on all members of the group; the leader receives and broadcasts it.
 
         Its tensors are on the device of the weights.
         """
-        part, by_member = self._parallel.parts[ask.optimizer], self._parallel.share is not None
-        coded, answer = self._coded(ask, layout), None
-        memory = letter = self.members.letter(part)[: PREFIX + (layout.nbytes if ask.pulls else 0)]
+        parallel, part, answer = self._parallel, self._parallel.parts[ask.optimizer], None
+        layout, coded, by_member = route.part.layout, route.coded, parallel.share is not None
+        memory = letter = self.members.letter(part)[: PREFIX + (layout.nbytes if route.pulls else 0)]
         if coded is not None:
-            part.handed = part.handed or Memory(zeros_on(self._parallel.device))
+            part.handed = part.handed or Memory(zeros_on(parallel.device))
             letter = part.handed.room(PREFIX + coded.nbytes)
         with self.timed():
-            if self._parallel.exchanges:
+            if parallel.exchanges:
                 parts = None if coded is None else coded.parts(letter[PREFIX:])
-                answer = self._receive(ask, layout, memory[PREFIX:], parts)
-                if self._parallel.is_leader and len(self._parallel.members) > 1:
+                answer = self._receive(ask, route, memory[PREFIX:], parts)
+                if parallel.is_leader and len(parallel.members) > 1:
                     letter[:PREFIX].copy_(_prefix_of(answer))
             self.members.broadcast(letter[:PREFIX] if by_member else letter)
-            if by_member and ask.pulls:
+            if by_member and route.pulls:
                 self.members.broadcast_to_replicas(letter[PREFIX:])
             if coded is not None:
                 coded.decode(letter[PREFIX:], memory[PREFIX:], part)
-        if answer is not None and self._parallel.is_leader:
+        if answer is not None and parallel.is_leader:
             clock, received, note = answer.clock, LastAnswer.of(answer), answer.note
         else:
             clock, received, note = _read(letter[:PREFIX].cpu())
@@ -417,58 +438,39 @@ class ServerExchange:
             raise ProtocolError(f"servers have applied {answer.clock} and {clock} updates to the shares of a group")
         if received.staleness >= 0:
             part.staleness[received.staleness] += 1
-        tensors = layout.views(memory[PREFIX:]) if ask.pulls else ()
-        pulled = self._parallel.core.receive(received, tensors, clock, note, ask.fragment)
+        tensors = layout.views(memory[PREFIX:]) if route.pulls else ()
+        pulled = parallel.core.receive(received, tensors, clock, note, ask.fragment)
         self.warn_of_refusal(received.applied, received.refused_in_row)
         return pulled
 
-    def _coded(self, ask: ServerRequest, layout: Layout) -> CompressedBroadcast | None:
-        """Return the encoded answer to broadcast, if it has fewer bytes than its tensors; otherwise None."""
-        answers = self._answers(ask)
-        is_link_slow = self._parallel.device.type != "cpu"  # the link to the device, which every answer crosses
-        is_broadcast = len(self._parallel.members) > 1 and self._parallel.share is None
-        if answers == RAW or not ask.pulls or not (is_link_slow or is_broadcast):
-            return None
-        assert self._parallel.control is not None
-        coded = CompressedBroadcast(answers, self._divided(ask, layout, self._parallel.control.servers))
-        return coded if coded.are_sizes_known and coded.nbytes < layout.nbytes else None
-
-    def _divided(self, ask: ServerRequest, layout: Layout, servers: int) -> Partition:
-        if servers == 1:
-            return Partition.whole(layout)
-        return self._parallel.split_of(self._parallel.parts[ask.optimizer], servers).fragment(
-            ask.fragment, self._parallel.method.fragments
-        )
-
-    def _receive(self, ask: ServerRequest, layout: Layout, into: Tensor, coded: Sequence[Tensor] | None) -> m.Weights:
+    def _receive(self, ask: ServerRequest, route: Route, into: Tensor, coded: Sequence[Tensor] | None) -> m.Weights:
         """Receive the servers' answer into ``into``, or encoded into ``coded``, on ranks that exchange with them.
 
         Both are on the device of the weights.
         """
-        answers = self._answers(ask)
-        is_flat = answers == RAW or not ask.pulls
-        requests, part = self._servers(), self._parallel.parts[ask.optimizer]
-        split = self._divided(ask, layout, requests.count)
-        flat = part.memory(PREFIX, self._parallel.empty)[PREFIX:] if is_flat and ask.pulls else None
+        part, split, is_encoded = self._parallel.parts[ask.optimizer], route.part, route.answers != RAW
+        flat = None
+        if route.pulls and not is_encoded:
+            flat = part.memory(PREFIX, self._parallel.empty)[PREFIX:]
         if ask.optimizer in self._arrived:
             received = self._arrived.pop(ask.optimizer)
         else:
             self._travels = None
-            received = requests.receive(m.Weights, None if flat is None else split.memories(flat))
+            received = self._servers().receive(m.Weights, None if flat is None else split.memories(flat))
         check_alike(received)
         payloads = [payload for _, payload in received]
-        if not is_flat:
+        if is_encoded:
             for payload, share in zip(payloads, split.shares, strict=True):
-                check_size(answers, payload.numel(), share)
+                check_size(route.answers, payload.numel(), share)
         if coded is not None:
             for memory, payload in zip(coded, payloads, strict=True):
                 memory.copy_(payload)
-        elif not is_flat:
-            split.write(into, decoded(answers, [payload.to(into.device) for payload in payloads], split, part))
+        elif is_encoded:
+            split.write(into, decoded(route.answers, [each.to(into.device) for each in payloads], split, part))
         elif flat is not None:
             split.write(flat, payloads)
             if not into.is_cpu:
-                into.copy_(flat[: layout.nbytes])
+                into.copy_(flat[: split.layout.nbytes])
         return received[0][0]
 
     # --- Connections --------------------------------------------------------------------------------------------------

@@ -433,7 +433,9 @@ class _Replay:
         while True:
             match action:
                 case ServerRequest(need=Exchange() as need, waits=False):
-                    group.sent = need, group.core.encode(0, need, self._served.layout_of(group.replica.group), Memory())
+                    known = Partition.whole(self._served.layout_of(group.replica.group))
+                    [encoded] = group.core.encode(0, need, known, [Memory()])
+                    group.sent = need, encoded
                     action = group.core.answer(0, None)
                 case Receive() if group.answer is not None:
                     group.core.steps_take(0, self._step_time)
@@ -456,7 +458,7 @@ class _Replay:
         if group.sent is not None:
             need, encoded = group.sent
         elif isinstance(need, Exchange):
-            encoded = group.core.encode(0, need, known, self._out)
+            [encoded] = group.core.encode(0, need, Partition.whole(known), [self._out])
         if not isinstance(need, Exchange) or need.read_at != event.read_at:
             raise ProtocolError(f"the record says {event}, but the group wants {type(need).__name__}: {need}")
         layout = known.fragment(need.fragment, self._method.fragments).subset(encoded.present)

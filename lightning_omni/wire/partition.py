@@ -127,6 +127,8 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
 
     def parts(self, tensors: Tensors) -> list[list[Tensor | None]]:
         """Split tensors, one for each parameter, into each server's part; views where memory allows."""
+        if len(self.shares) == 1:
+            return [list(tensors)]
         return [self._share_of(server, tensors) for server in range(len(self.shares))]
 
     def _share_of(self, server: int, tensors: Tensors) -> list[Tensor | None]:
@@ -194,6 +196,8 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
     # --- States of senders -------------------------------------------------------------------------------------------
 
     def sender_parts(self, state: State) -> list[State]:
+        if len(self.shares) == 1:
+            return [state]
         own = state.get(_SENDERS, ())
         rest = own if len(own) == len(self.shares) else [{}] * len(self.shares)
         if RESIDUAL not in state:
@@ -202,6 +206,8 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
         return [{**each, RESIDUAL: part} for each, part in zip(rest, self.parts(owed), strict=True)]
 
     def merged_sender(self, states: Sequence[State]) -> State:
+        if len(states) == 1:
+            return states[0]
         rest = [{key: value for key, value in state.items() if key != RESIDUAL} for state in states]
         merged: dict[str, Any] = {_SENDERS: rest} if any(rest) else {}
         if any(RESIDUAL in state for state in states):

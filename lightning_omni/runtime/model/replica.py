@@ -349,7 +349,8 @@ class Part:
 
 
 def _as_many(memories: list[Memory], count: int, make: Callable[[], Memory]) -> list[Memory]:
-    memories.extend(make() for _ in range(count - len(memories)))
+    while len(memories) < count:
+        memories.append(make())
     return memories[:count]
 
 
@@ -425,6 +426,8 @@ class Writes:
             for index, (name, parameter) in enumerate(parameters.items())
             if not parameter.requires_grad and index < len(self._loaded)
         ]
+        if not frozen:
+            return self._frozen
         marks = fingerprints([parameter for _, _, parameter in frozen], _FEW)
         self._frozen |= {
             name
@@ -463,7 +466,8 @@ def fingerprints(tensors: Iterable[Tensor], most: int | None = None) -> list[int
 
     Of each tensor about ``most`` elements are read, spread over it; all of them if it is None.
     """
-    flats = [here(tensor).flatten() for tensor in tensors]
+    if not (flats := [here(tensor).flatten() for tensor in tensors]):
+        return []
     every = [max(1, flat.numel() // most) if most is not None else 1 for flat in flats]
     samples = [flat[::step].contiguous().view(torch.uint8) for flat, step in zip(flats, every, strict=True)]
     devices = {sample.device for sample in samples}

@@ -42,7 +42,7 @@ class ServedState(defaultdict[Any, Any]):
 
     @property
     def is_written(self) -> bool:
-        return self._is_cleared or bool(self._removed) or any(self.values())
+        return self._is_cleared or bool(self._removed) or any(super().values())  # no read by user code
 
     def write_to(self, state: MutableMapping[Any, Any]) -> None:
         if self._is_cleared:

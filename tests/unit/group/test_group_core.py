@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rounds import sgd
+from rounds import sent, sgd
 from torch.nn import Parameter
 
 from lightning_omni.errors import NonFiniteGradients, ProtocolError, UnsupportedError
@@ -27,7 +27,6 @@ from lightning_omni.methods import (
 )
 from lightning_omni.methods.model.server_optimizer import hyperparameters_of
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.formats.base import Memory
 from lightning_omni.wire.layout import Layout
 
 
@@ -54,7 +53,7 @@ def test_a_gradient_comes_out_as_a_push_that_says_where_the_group_is() -> None:
     replica.clock = 5
     ask = core.gradient(0, ones(replica))
     assert isinstance(ask, ServerRequest)
-    message = core.send(ask, Layout.of({"weight": replica.ordered[0].detach()}), Memory()).message
+    message = sent(core, ask, Layout.of({"weight": replica.ordered[0].detach()})).message
     assert isinstance(message, m.PushMessage)
     assert (message.read_at, message.epoch, message.trained) == (5, 3, 7)
     assert (message.present, message.nbytes) == ((True,), 8)
@@ -65,7 +64,7 @@ def test_a_parameter_without_a_gradient_takes_no_room_in_the_push() -> None:
     core, (replica,) = group(AsyncSGD())
     ask = core.gradient(0, Gradient([None], hyperparameters_of(replica.optimizer)))
     assert isinstance(ask, ServerRequest)
-    message = core.send(ask, Layout.of({"weight": replica.ordered[0].detach()}), Memory()).message
+    message = sent(core, ask, Layout.of({"weight": replica.ordered[0].detach()})).message
     assert isinstance(message, m.PushMessage)
     assert (message.present, message.nbytes) == ((False,), 0)
 
@@ -86,7 +85,7 @@ def test_steps_of_the_groups_own_optimizer_need_no_other() -> None:
 def test_what_the_server_says_is_heard_whether_the_method_asked_or_not() -> None:
     core, (replica,) = group(AsyncSGD())
     ask = core.fetch(0)
-    assert core.send(ask, Layout(()), Memory()).message == m.FetchMessage(optimizer=0, epoch=-1, trained=0)
+    assert sent(core, ask, Layout(())).message == m.FetchMessage(optimizer=0, epoch=-1, trained=0)
     pulled = core.receive(LastAnswer(staleness=-1, progress=40, stop="validate"), [torch.zeros(2)], clock=9)
     assert (core.last_answer.progress, core.last_answer.stop) == (40, "validate")
     assert (pulled.clock, pulled.refused) == (9, False)
@@ -106,7 +105,7 @@ def test_at_a_synchronization_point_a_group_hands_in_its_own_weights_if_there_ar
     ):
         core, (replica,) = group(method)
         layout = Layout.of({"weight": replica.ordered[0].detach()})
-        said = core.send(core.synchronize(0), layout, Memory())
+        said = sent(core, core.synchronize(0), layout)
         assert type(said.message) is expected
         if isinstance(said.message, m.AverageMessage):
             assert said.payload is not None

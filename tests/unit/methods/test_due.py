@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from memory_transport import InMemoryData, InMemoryServer
+from rounds import sent
 from test_transport import Serving, serving, two  # noqa: F401  # a fixture
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -157,7 +158,7 @@ def test_a_group_whose_answer_is_due_gets_it_in_real_time(serving: Serving) -> N
         server.link.now = 1.0
         tensors = [torch.ones_like(parameter) for parameter in first.parameters.values()]
         ask = first.core.gradient(0, Gradient(tensors, hyperparameters_of(first.replica.optimizer)))
-        said = first.core.send(cast(ServerRequest, ask), first.layout, first._memory)
+        said = sent(first.core, cast(ServerRequest, ask), first.layout, first._memory)
         first.data.send(said.message, said.payload)
         assert serving.core.due == 1.05
         for now, answered in ((1.04, False), (1.06, True)):

@@ -10,7 +10,7 @@ import torch
 from covering import covering
 from hypothesis import given
 from hypothesis import strategies as st
-from rounds import sgd
+from rounds import sent, sgd
 from runs import run as real_run
 from test_cluster_methods import MOMENTUM, Net, batch_of, loss_of, untrained
 from test_server_core import varied
@@ -44,6 +44,7 @@ from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats import wire_named
 from lightning_omni.wire.formats.base import Memory, check_size, decode
 from lightning_omni.wire.layout import Layout, TensorSpec
+from lightning_omni.wire.partition import Partition
 
 SHAPES = ((7, 5), (), (0,), (130,), (3,))
 FORMATS = ("fp32", "bf16", "int8", "topk:0.1")
@@ -111,7 +112,7 @@ def test_what_arrives_of_fragments_and_what_is_owed_add_up_to_what_was_given(nam
             0,
             fragment=number % of,
         )
-        encoded = core.encode(0, need, layout, Memory())
+        [encoded] = core.encode(0, need, Partition.whole(layout), [Memory()])
         core._accept_answer(core._method_states[0], Pulled((), number))
         there = layout.fragment(number % of, of).subset(encoded.present)
         check_size(wire, encoded.payload.numel(), there)
@@ -142,7 +143,7 @@ def test_what_arrives_of_steps_under_way_and_what_is_owed_add_up_to_all_gradient
         if action == Receive():
             action = core.answer(0, core.receive(LastAnswer(staleness=0), drawn(0), clock=number))
         assert isinstance(action, ServerRequest)
-        payload = core.send(action, layout, memory).payload
+        payload = sent(core, action, layout, memory).payload
         assert core.answer(0, None) == NextGradient()
         assert payload is not None
         came = layout.views(decode(wire, payload, layout, Memory()))
@@ -184,14 +185,14 @@ def test_the_answer_to_a_step_is_loaded_when_the_next_gradient_is_there() -> Non
     first = core.gradient(0, gradient_of(replica, 1.0))
     assert isinstance(first, ServerRequest)
     assert not first.waits
-    said = core.send(first, layout, memory)
+    said = sent(core, first, layout, memory)
     assert core.answer(0, None) == NextGradient()
     assert replica.weights()[0].tolist() == [1.0, 1.0], "nothing has come yet"
     assert core.gradient(0, gradient_of(replica, 2.0)) == Receive()
     second = core.answer(0, core.receive(LastAnswer(staleness=0), [torch.full((2,), 7.0)], clock=5))
     assert replica.weights()[0].tolist() == [7.0, 7.0]
     assert isinstance(second, ServerRequest)
-    message = core.send(second, layout, memory).message
+    message = sent(core, second, layout, memory).message
     assert isinstance(said.message, m.PushMessage)
     assert isinstance(message, m.PushMessage)
     assert (said.message.sequence, message.sequence) == (1, 2)
@@ -210,11 +211,11 @@ def test_what_is_under_way_is_said_again_as_it_was_though_its_tensors_have_moved
     gradient = gradient_of(replica, 1.0)
     ask = core.gradient(0, gradient)
     assert isinstance(ask, ServerRequest)
-    payload = core.send(ask, layout, memory).payload
+    payload = sent(core, ask, layout, memory).payload
     core.answer(0, None)
     assert gradient.tensors[0] is not None
     gradient.tensors[0].fill_(9.0)
-    again = core.send(ask, layout, memory)
+    again = sent(core, ask, layout, memory)
     assert payload is again.payload
     assert payload is not None
     assert layout.views(payload)[0].tolist() == [1.0, 1.0]
@@ -223,7 +224,7 @@ def test_what_is_under_way_is_said_again_as_it_was_though_its_tensors_have_moved
 @torch.no_grad()
 def test_what_is_under_way_is_applied_before_a_group_waits_for_others() -> None:
     core, replica, layout, memory = overlapping()
-    core.send(core.gradient(0, gradient_of(replica, 1.0)), layout, memory)  # type: ignore[arg-type]
+    sent(core, core.gradient(0, gradient_of(replica, 1.0)), layout, memory)  # type: ignore[arg-type]
     core.answer(0, None)
     core.apply_answer(0, core.receive(LastAnswer(staleness=0), [torch.full((2,), 4.0)], clock=3))
     assert (replica.weights()[0].tolist(), replica.clock) == ([4.0, 4.0], 3)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_transport import InMemory
+from rounds import sent
 from test_transport import Group, Serving, served
 from torch import Tensor
 
@@ -43,7 +44,7 @@ class Pushed:
         self.ask = ask
 
     def deliver(self) -> tuple[m.Weights, Sequence[Tensor]]:
-        said = self.group.core.send(self.ask, self.group.layout, Memory())
+        said = sent(self.group.core, self.ask, self.group.layout, Memory())
         answer, payload = self.group.data.exchange(said.message, m.Weights, said.payload)
         return answer, self.group.layout.views(payload)
 
@@ -70,7 +71,7 @@ def test_however_often_and_late_pushes_are_delivered_each_counts_once(steps: lis
             assert all(answer.applied for answer, _ in answers)
             push.finish(*answers[-1])
             torch._foreach_sub_(total, [0.1 * gradient.double() for gradient in push.gradient])
-            said = groups[number].core.send(push.ask, groups[number].layout, Memory())
+            said = sent(groups[number].core, push.ask, groups[number].layout, Memory())
             assert isinstance(said.message, m.PushMessage)
             assert said.payload is not None
             sequence = groups[number].core.sequence(0)
@@ -112,7 +113,7 @@ def test_a_repeat_of_a_push_that_waits_for_others_is_answered_once_and_with_it()
     with served(InMemory()) as serving:
         first, second = formed(serving, 2, method_named("hardsync"))
         early, late = Pushed(first, 1), Pushed(second, 2)
-        said = first.core.send(early.ask, first.layout, Memory())
+        said = sent(first.core, early.ask, first.layout, Memory())
         for _ in range(3):
             first.data.send(said.message, said.payload)
         assert first.data.take(m.Weights) is None  # type: ignore[attr-defined]
@@ -135,7 +136,7 @@ def test_a_gap_and_a_push_of_an_earlier_incarnation_are_refused_by_name() -> Non
     with served(InMemory()) as serving:
         first, second = formed(serving, 2)
         push = Pushed(second, 1)
-        said = second.core.send(push.ask, second.layout, Memory())
+        said = sent(second.core, push.ask, second.layout, Memory())
         with pytest.raises(Refused, match=r"push 3 of group '1' \(incarnation 1\) came, and push 1 has not") as refused:
             second.data.exchange(msgspec.structs.replace(said.message, sequence=3), m.Weights, said.payload)
         assert refused.value.code == "gap"

@@ -19,6 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_transport import InMemory, InMemoryServer
+from rounds import sent
 from test_deliveries import Pushed
 from test_late_join import PLAN, SAMPLES, Member, joins
 from test_server_core import Link, as_bytes, data_peer, gradient, new_parameters, part_of, seed_of
@@ -144,7 +145,7 @@ class Worker(Member):
 
     def do(self, action: Action) -> Any:
         assert isinstance(action, ServerRequest)
-        said = self.core.send(action, self.layout, self._memory)
+        said = sent(self.core, action, self.layout, self._memory)
         self._asked = action
         self.data.send(said.message, said.payload, self._into)
         self.serving.revive()
@@ -250,7 +251,7 @@ def test_a_push_that_waits_at_a_barrier_when_the_server_dies_is_said_again_and_c
         first, second = workers(serving, method_named("hardsync"))
         for seed in range(2):
             pushed = [Pushed(group, seed) for group in (first, second)]
-            said = [push.group.core.send(push.ask, push.group.layout, Memory()) for push in pushed]
+            said = [sent(push.group.core, push.ask, push.group.layout) for push in pushed]
             first.data.send(said[0].message, said[0].payload)
             if seed:
                 serving.die()
@@ -268,7 +269,7 @@ def test_a_group_that_was_lost_while_another_waited_for_it_is_not_waited_for_by_
         serving = Mortal(stack)
         first, second = workers(serving, method_named(method))
         push = Pushed(first, seed=0)
-        said = first.core.send(push.ask, first.layout, Memory())
+        said = sent(first.core, push.ask, first.layout, Memory())
         first.data.send(said.message, said.payload)
         serving.save()
         second.control.close()
@@ -346,7 +347,7 @@ def test_what_one_rank_has_heard_at_a_synchronization_point_the_other_hears_of_t
 
 def hand_in(group: Worker) -> None:
     """A group's own weights are on their way, for the mean of all groups'."""
-    said = group.core.send(group.core.synchronize(0), group.layout, Memory())
+    said = sent(group.core, group.core.synchronize(0), group.layout, Memory())
     assert isinstance(said.message, m.AverageMessage)
     group.data.send(said.message, said.payload)
 

@@ -709,7 +709,7 @@ def test_however_often_a_rank_was_refused_no_part_of_a_request_waits_for_ever() 
     gradient = Gradient([torch.ones(shape) for shape in SHAPES], hyperparameters_of(group.replica.optimizer))
     action = group.core.gradient(0, gradient)
     assert isinstance(action, ServerRequest)
-    good = group.core.send_parts(action, group.split, [Memory(), Memory()])
+    good = group.core.send(action, group.split, [Memory(), Memory()])
     bad = [Outgoing(msgspec.structs.replace(each.message, layout=99), each.payload) for each in good]
     for number in range(2 * MOST_HELD):
         group.ask([good[0], bad[1]] if number % 2 else [bad[0], good[1]])
@@ -731,7 +731,7 @@ def test_what_counts_batches_that_were_not_drawn_is_refused_by_all(pushes: bool)
     gradient = Gradient([torch.ones(shape) for shape in SHAPES], hyperparameters_of(group.replica.optimizer))
     action = group.core.gradient(0, gradient) if pushes else group.core.fetch(0)
     assert isinstance(action, ServerRequest)
-    said = group.core.send_parts(action, group.split, [Memory(), Memory()])
+    said = group.core.send(action, group.split, [Memory(), Memory()])
     group.ask([Outgoing(msgspec.structs.replace(each.message, epoch=0, trained=7), each.payload) for each in said])
     answers = [answer for answer, _ in group.hear()]
     assert all(isinstance(answer, m.RefusedMessage) and "has drawn only 0" in answer.reason for answer in answers)
@@ -792,7 +792,7 @@ def test_no_server_waits_with_a_mean_for_a_group_that_has_gone_on_to_a_synchroni
     ensemble = run_of(3, 2, "local_sgd:period=2", seed=seed, by_member=by_member)
     second = ensemble.groups[1]
     ensemble.queues["control", 0].append(m.Contribute(number=0, what="agree"))
-    said = second.core.send_parts(second.core.synchronize(0), second.split, second._memories)
+    said = second.core.send(second.core.synchronize(0), second.split, second._memories)
     assert all(isinstance(part.message, m.AverageMessage) for part in said)
     second.ask(said)
     answers = second.hear()

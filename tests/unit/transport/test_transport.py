@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from memory_transport import InMemory
+from rounds import sent
 from runs import run
 from stream import Stream
 from torch import Tensor
@@ -134,7 +135,7 @@ class Group:
         if isinstance(action, Receive):
             return self.receive()
         assert isinstance(action, ServerRequest)
-        said = self.core.send(action, self.layout, self._memory)
+        said = sent(self.core, action, self.layout, self._memory)
         self.data.send(said.message, said.payload, self._into)
         self._asked = action
         return self.receive() if action.waits else None

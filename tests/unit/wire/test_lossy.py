@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import rounds
 import torch
 from covering import covering
 from hypothesis import given
@@ -413,7 +414,7 @@ def test_what_a_group_loses_to_the_centre_the_centre_gains(wire: Compression) ->
         core, _ = cores[step % 2]
         ask = core.gradient(0, Gradient([torch.zeros(300)], [{"lr": 0.0}]))
         assert isinstance(ask, ServerRequest)
-        said = core.send(ask, layout, memory)
+        said = rounds.sent(core, ask, layout, memory)
         assert isinstance(said.message, m.PushMessage)
         assert said.payload is not None
         message = msgspec.structs.replace(said.message, hyperparameters=())

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rounds import sgd
+from rounds import sent, sgd
 from runs import run
 from test_server_core import Link, as_bytes, expect_refusal, gradient, push_of, trained_link, varied
 from topk import TopK
@@ -84,7 +84,7 @@ def test_what_is_decoded_and_what_is_owed_add_up_to_what_was_given(pushes: list[
         before = core.sender_state(0)
         ask = core.gradient(0, Gradient(tensors, hyperparameters_of(sgd(0.1)(own))))
         assert isinstance(ask, ServerRequest)
-        said = core.send(ask, LAYOUT, memory)
+        said = sent(core, ask, LAYOUT, memory)
         assert isinstance(said.message, m.PushMessage)
         assert said.payload is not None
         assert said.message.nbytes == said.payload.numel()
