@@ -224,7 +224,7 @@ INTERRUPTED = {
 }
 MISTAKES = {f"mistakes, {each}": {"mistake in": each} for each in ("async_sgd", "local_sgd:period=4")}
 BESIDE = {f"beside, {each}": {"beside": each} for each in ("async_sgd", "local_sgd:period=4")}
-UNLIKE = {f"unlike, {each}": {"unlike": each} for each in ("a layer", "an optimizer", "an order")}
+UNLIKE = {f"unlike, {each}": {"unlike": each} for each in ("a layer", "an optimizer", "a class", "an order")}
 LAID = {"not contiguous": {"laid": "async_sgd"}}
 FORGOTTEN = {
     f"no OmniOptimizer steps, {each}": {"stepped": each}
@@ -237,6 +237,7 @@ REGROUPED = {f"regrouped, {groups} groups before": {"regrouped": groups} for gro
 THEN_ONE = {f"one group after two, {each}": {"first": each} for each in ("async_sgd", "local_sgd:period=4")}
 DISCARDED = {f"a state, {each}": {"discarded": each} for each in ("clear", "pop", "set", "write", "read")}
 OUTSIDE = {f"outside, {each} DDP": {"outside": f"{each} DDP"} for each in ("with", "without")}
+MERGED = {f"statistics, {each}": {"merged": each == "merged"} for each in ("merged", "not merged")}
 THEN_DDP = {
     f"plain DDP after two groups, {each}": {"then": each} for each in ("async_sgd", "local_sgd:period=4", "gossip")
 }
@@ -290,6 +291,12 @@ def changing_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, A
     """What each rank found in loops with more than weights, or with other groups in the middle."""
     loops: dict[str, dict[str, Any]] = {**BESIDE, **LAID, **REGROUPED, **UNLIKE, **FORGOTTEN, **WITHOUT_STEPS}
     loops |= {**THEN_ONE, **SHORT, **THEN_DDP, **DISCARDED, **OUTSIDE, "alone": {"alone": 0}}
+    loops |= {
+        **MERGED,
+        "forked": {"forked": "of a fork"},
+        **{f"before, {each}": {"before": each} for each in ("nodes", "an option")},
+        **{f"inner, {groups}": {"inner": groups} for groups in (1, 2)},
+    }
     return run_loops(tmp_path_factory.mktemp("changing"), loops)
 
 
@@ -460,7 +467,7 @@ def test_a_rank_whose_loop_fails_when_it_is_over_says_so_to_those_that_wait_for_
     plain_loops: list[dict[str, Any]],
 ) -> None:
     lost, why = (each["last"] for each in plain_loops)
-    assert "0.0 was written between two steps" in why
+    assert why.startswith("weight was written between two steps")
     assert lost[:-1] == [1]
     assert "lost the ranks 1, and a loop begins with all 2; start the script again" in lost[-1]
 
@@ -532,9 +539,50 @@ def test_ranks_with_other_models_or_optimizers_hear_of_it_before_they_wait_for_e
     assert one == other
     assert one["error"].startswith(words)
     one, other = (each["unlike, an optimizer"] for each in changing_loops)
-    where = "in parameter group 0 of optimizer 0 (SGD), which rank 0 has; give the optimizers"
+    where = "in parameter group 0 of optimizer 0, which rank 0 has; make the same optimizers"
     assert one == other
     assert one["error"].startswith(f"rank 1 has no parameter 1.bias {where}")
+
+
+def test_ranks_with_optimizers_of_other_classes_hear_of_the_classes(changing_loops: list[dict[str, Any]]) -> None:
+    one, other = (each["unlike, a class"] for each in changing_loops)
+    assert one == other
+    assert one["error"].startswith("the optimizer 0 is Adam on rank 1, and SGD on rank 0; make the same optimizers")
+
+
+def test_running_statistics_that_a_loop_does_not_merge_are_named(changing_loops: list[dict[str, Any]]) -> None:
+    """Ranks would evaluate different models, without a word."""
+    one, other = (each["statistics, merged"] for each in changing_loops)
+    assert one["mean"] == other["mean"]
+    assert one["said"] == other["said"] == []
+    one, other = (each["statistics, not merged"] for each in changing_loops)
+    assert one["mean"] != other["mean"]
+    assert other["said"] == []
+    assert "statistics of its own after the loop (1.running_mean and 1 more)" in one["said"][0]
+    assert "call world.enter_world(net)" in one["said"][0]
+
+
+def test_a_fork_of_a_rank_ends_with_its_error_and_the_run_goes_on(changing_loops: list[dict[str, Any]]) -> None:
+    """Its copy of a socket would never answer, and its goodbye would end the run of its parent."""
+    for each in changing_loops:
+        assert each["forked"] == {"status": 3, "steps": 4}
+
+
+def test_nodes_that_do_not_add_up_and_options_that_ddp_has_not_are_refused(
+    changing_loops: list[dict[str, Any]],
+) -> None:
+    """On few ranks, too, where nodes make no difference yet, and no module is wrapped."""
+    for each in changing_loops:
+        assert each["before, nodes"].startswith("ConfigurationError: ranks_per_node=[1]: torch.distributed has 2 ranks")
+        assert each["before, an option"].startswith("TypeError: got an unexpected keyword argument 'find_unused_param")
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_second_world_inside_a_loop_is_refused_and_the_loop_goes_on(
+    changing_loops: list[dict[str, Any]], groups: int
+) -> None:
+    for each in changing_loops:
+        assert each[f"inner, {groups}"].startswith("a second World while compute groups train")
 
 
 def test_an_optimizer_that_holds_its_parameters_in_another_order_on_one_rank_trains_each_as_the_others_do(

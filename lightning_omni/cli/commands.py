@@ -78,6 +78,11 @@ def compare(
         raise ConfigurationError(f"--momentum {momentum}: pass a number from 0 up to 1, but not 1")
     if not 0 <= scatter <= 2:
         raise ConfigurationError(f"--scatter {scatter}: pass a part of the mean, from 0 to 2")
+    delay = seconds_of("--site-latency", site_latency)
+    if sites == 1 and (site_link is not None or delay):
+        raise ConfigurationError(
+            "--site-link and --site-latency are of the network between sites, and there is one site: pass --sites, too"
+        )
     given: dict[str, Any] = {
         "speeds": _speeds(speeds),
         "step": time_of("--step", step),
@@ -87,7 +92,7 @@ def compare(
         "latency": seconds_of("--latency", latency),
         "sites": sites,
         "site_bandwidth": None if site_link is None else rate_of("--site-link", site_link),
-        "site_latency": seconds_of("--site-latency", site_latency),
+        "site_latency": delay,
         "scatter": scatter,
     }
     # Imported here, so that --help does not wait for torch.
@@ -105,7 +110,7 @@ def compare(
     show(table_of(rows, ("", "setting"), title=found.title, bold=found.best))
     print_sentence(found.verdict)
     print_line(found.snippet)
-    for line in ASSUMED:
+    for line in (found.ddp_step, *ASSUMED):
         print_sentence(line)
     return 0
 

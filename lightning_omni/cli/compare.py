@@ -79,16 +79,29 @@ class DescribedMachines:
             )
 
     @property
+    def between(self) -> float:
+        """Return the bandwidth of the links that DDP's all-reduce waits for."""
+        return self.site_bandwidth if self.sites > 1 and self.site_bandwidth else self.bandwidth
+
+    @property
+    def sent(self) -> float:
+        """Return the bytes that DDP's all-reduce sends through each link in a step."""
+        return 2 * (len(self.speeds) - 1) / len(self.speeds) * self.nbytes
+
+    @property
+    def exposed(self) -> float:
+        """Return the seconds of a step in which DDP waits for its all-reduce."""
+        latency = self.site_latency if self.sites > 1 else self.latency
+        all_reduce = self.sent / self.between + 2 * (len(self.speeds) - 1) * latency
+        return max(all_reduce * min(1.0, BUCKET / self.nbytes), all_reduce - self.backward * self.step)
+
+    @property
     def measured(self) -> Measured:
         """Return the measurements of a run in one group on these machines, from a fixed seed."""
         ranks = len(self.speeds)
         random = np.random.default_rng(0)
         jitter = random.lognormal(0.0, math.sqrt(math.log1p(self.scatter**2)), (ranks, DESCRIBED_STEPS))
         own = self.step / np.array(self.speeds)[:, None] * jitter / jitter.mean(axis=1, keepdims=True)
-        between = self.site_bandwidth if self.sites > 1 and self.site_bandwidth else self.bandwidth
-        latency = self.site_latency if self.sites > 1 else self.latency
-        all_reduce = 2 * (ranks - 1) * (self.nbytes / ranks / between + latency)
-        exposed = max(all_reduce * min(1.0, BUCKET / self.nbytes), all_reduce - self.backward * self.step)
         several: dict[str, Any] = {}
         if self.sites > 1:
             nodes = tuple(np.repeat(np.arange(self.sites), ranks // self.sites).tolist())
@@ -98,12 +111,12 @@ class DescribedMachines:
             groups=(tuple(range(ranks)),),
             samples=((float(self.batch_size),) * DESCRIBED_STEPS,) * ranks,
             own=tuple(map(tuple, own.tolist())),
-            steps=(tuple((own.max(axis=0) + exposed).tolist()),),
+            steps=(tuple((own.max(axis=0) + self.exposed).tolist()),),
             exchanges=((0.0,) * DESCRIBED_STEPS,),
             serve=self.serve_per_byte * self.nbytes,
             nbytes=self.nbytes,
-            round_trip=2 * latency,
-            reduce_per_byte=2 * (ranks - 1) / ranks / between,
+            round_trip=2 * (self.site_latency if self.sites > 1 else self.latency),
+            reduce_per_byte=self.sent / self.nbytes / self.between,
             hands_on=True,
             shapes=((-(-self.nbytes // 4),),),
             **several,
@@ -246,6 +259,7 @@ class MachineComparison:
     title: str
     rows: tuple[ComparedRow, ComparedRow, ComparedRow]
     pays: bool
+    machines: DescribedMachines
 
     @classmethod
     def of(cls, machines: DescribedMachines, momentum: float, is_adaptive: bool) -> MachineComparison:
@@ -275,7 +289,7 @@ class MachineComparison:
         kind = "equal devices" if slowest == fastest else f"devices of speeds {slowest:g} to {fastest:g}"
         where = f" at {machines.sites} sites" if machines.sites > 1 else ""
         title = f"{len(machines.speeds)} {kind}{where}; time to the same target, DDP: 1"
-        return cls(title, (ours[0].row("DDP", ddp), mine, peer), pays)
+        return cls(title, (ours[0].row("DDP", ddp), mine, peer), pays, machines)
 
     @property
     def best(self) -> int:
@@ -310,6 +324,18 @@ class MachineComparison:
         return f"{text}, so consider it" if peer.time.value < ours.time.value else text
 
     @property
+    def ddp_step(self) -> str:
+        """Return what DDP's step is made of, and so how much any other way to train can gain."""
+        known = self.machines
+        computed, exposed = known.step / min(known.speeds), known.exposed
+        alone = known.batch_size * sum(known.speeds) / known.step
+        return (
+            f"in a step DDP computes {computed:.3g} s on the slowest device and waits {exposed:.3g} s for its links,"
+            f" which carry {known.sent / 1e6:.3g} MB each at {known.between / 1e6:.3g} MB/s: time a few of its steps"
+            f" before you rely on the prediction; devices that never wait make {alone:.4g} samples/s"
+        )
+
+    @property
     def snippet(self) -> str:
         if not self.pays:
             return 'Trainer(strategy="ddp", ...)'
@@ -324,7 +350,8 @@ class MachineComparison:
 
     def to_dict(self) -> dict[str, Any]:
         rows = [row.to_dict() for row in self.rows]
-        return {"rows": rows, "verdict": self.verdict, "write": self.snippet, "assumed": list(ASSUMED)}
+        told = {"verdict": self.verdict, "write": self.snippet, "ddp_step": self.ddp_step, "assumed": list(ASSUMED)}
+        return {"rows": rows, **told}
 
 
 def _gain(time: Estimate) -> str:

@@ -17,6 +17,8 @@ _TIME = re.compile(_NUMBER + r"(ns|us|µs|ms|s|min|h)")
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _PREFIXES |= {"ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_FEWEST = 1000
+"""Fewest bytes, or bytes per second, that are accepted without a unit: a mere 100 is meant in megabits, say."""
 _AS_RATE = "pass bytes per second, as in 1e9 or 1GB/s, or bits, as in 10Gbit"
 _AS_TIME = "pass seconds, as in 0.005, or with a unit, as in 5ms, 2s, 10min"
 
@@ -42,6 +44,10 @@ def rate_of(name: str, given: Quantity) -> float:
         value = float(found[1]) * _PREFIXES[(found[2] or "").lower()] / (1 if found[3] == "B" else 8)
     else:
         value = _plain(text)
+        if 0 < value < _FEWEST:
+            raise ConfigurationError(
+                f"{name} {value:g}: bytes per second? pass a unit, as in {value:g}Mbit or {value:g}B/s"
+            )
     if not value > 0:
         raise ConfigurationError(f"{name} {given}: {_AS_RATE}; above 0")
     return value
@@ -57,6 +63,8 @@ def bytes_of(name: str, given: Quantity) -> int:
     found = _RATE.fullmatch(str(given).strip())
     is_size = found is None or (found[3] == "B" and not found[4])
     value = rate_of(name, given) if found and is_size else _plain(str(given))
+    if found is None and 0 < value < _FEWEST:
+        raise ConfigurationError(f"{name} {value:g}: bytes? pass a unit, as in {value:g}MB or {value:g}B")
     if not 1 <= value < math.inf:
         raise ConfigurationError(f"{name} {given}: pass bytes, as in 50MB or 2.5e8; above 0")
     return round(value)

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
@@ -27,6 +27,8 @@ from lightning_omni.errors import ConfigurationError, RankLost, UnsupportedError
 from lightning_omni.methods.model.server_optimizer import held_by
 from lightning_omni.runtime._private import collectives_of, store_of
 from lightning_omni.runtime.executor import Executor
+from lightning_omni.runtime.model.buffer_sync import BufferSync, Merge, buffers_of
+from lightning_omni.runtime.model.replica import fingerprints
 from lightning_omni.runtime.model.sharded import local_of
 from lightning_omni.runtime.parallel_state import ParallelState
 
@@ -329,13 +331,47 @@ class RawStepGuard:
             raise ConfigurationError(f"{name}.step() of an optimizer that no OmniOptimizer wraps; {_WRAP_THEM}")
         self._stranger = name
 
-    def _weights(self) -> Iterator[Parameter]:
+    def modules(self) -> Iterator[Module]:
+        """Yield the modules that the world has wrapped."""
         for module in self._wrapped:
             if (alive := module()) is not None:
-                yield from alive.parameters()
+                yield alive
+
+    def _weights(self) -> Iterator[Parameter]:
+        for module in self.modules():
+            yield from module.parameters()
 
     def _sums(self) -> list[int]:
         return [int(local_of(each).contiguous().view(-1).view(torch.uint8).sum()) for each in self._weights()]
+
+
+class OwnStatistics:
+    """The running statistics of wrapped modules that are this rank's own, since no `World.enter_world` has merged them.
+
+    Args:
+        modules: returns the wrapped modules.
+    """
+
+    def __init__(self, modules: Callable[[], Iterable[Module]]) -> None:
+        self._modules = modules
+        self._merged: dict[int, int] = {}
+
+    def merged(self, module: Module | None = None) -> None:
+        """Record that those of a module are the same on all ranks, or all of them, when a loop begins."""
+        held = self._modules() if module is None else [module]
+        self._merged |= {id(each.tensor): mark for each, mark in _marked_statistics(held)}
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of those that have changed since."""
+        return [
+            each.name for each, mark in _marked_statistics(self._modules()) if self._merged.get(id(each.tensor)) != mark
+        ]
+
+
+def _marked_statistics(modules: Iterable[Module]) -> list[tuple[BufferSync, int]]:
+    found = {id(each.tensor): each for module in modules for each in buffers_of(module) if each.merge is Merge.MEAN}
+    return [*zip(found.values(), fingerprints(each.tensor for each in found.values()), strict=True)]
 
 
 _outside: WeakSet[RawStepGuard] = WeakSet()

@@ -23,7 +23,7 @@ from lightning_omni.runtime.model.meshes import ModelParallel, columns_of, evenl
 from lightning_omni.runtime.model.reduction import Reduction
 from lightning_omni.runtime.model.replica import Part
 from lightning_omni.runtime.options import WorldOptions
-from lightning_omni.runtime.process_groups import ProcessGroups, check_none_lost
+from lightning_omni.runtime.process_groups import ProcessGroups, check_none_lost, check_not_in_loop
 from lightning_omni.runtime.registration import GroupRegistration
 from lightning_omni.runtime.server_process import RunServer
 from lightning_omni.topology import RECORDER, Topology
@@ -88,6 +88,7 @@ class ParallelState:
         if not dist.is_initialized():
             raise ConfigurationError("call torch.distributed.init_process_group before World(...)")
         check_none_lost()
+        check_not_in_loop()
         check_kind("options", options, (WorldOptions, type(None)), 'WorldOptions(method="local_sgd", ...), or None')
         options = options or WorldOptions()
         options = self.options = options if groups is None else replace(options, groups=groups)
@@ -102,6 +103,11 @@ class ParallelState:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.torch_rank = self.rank
         ranks_per_node = list(map(int, ranks_per_node or _count_ranks_per_node(self.size)))
+        if sum(ranks_per_node) != self.size:
+            raise ConfigurationError(
+                f"ranks_per_node={ranks_per_node}: torch.distributed has {self.size} ranks; pass numbers of ranks that"
+                " add up to that, with Lightning by devices= and num_nodes="
+            )
         joins, sharding = bool(options.elastic.join), options.model_parallel
         self.process_groups = ProcessGroups(self.rank, self.size, options.timeout, self.device, is_group=joins)
         wanted = 1 if joins else options.groups

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_omni.errors import RankLost, UnsupportedError
+from lightning_omni.errors import ConfigurationError, RankLost, UnsupportedError
 from lightning_omni.runtime._private import new_named_group, unbound, wait_for_gloo_at_exit
 from lightning_omni.topology import Topology
 from lightning_omni.wire.messages import LARGEST_UPLOAD
@@ -87,6 +87,20 @@ def check_none_lost() -> None:
         f"{were} lost in the fit or loop before, and this one would begin without: start the script again, from a"
         " checkpoint"
     )
+
+
+def check_not_in_loop() -> None:
+    """Check that the default process group is not one that a World has put in its place while groups train.
+
+    Raises:
+        ConfigurationError: it is; another World would take it for that of all ranks, and forget the first one's groups.
+    """
+    made = [] if _cache is None else [_cache.live, *(each.group for each in _cache.compute.values())]
+    if any(group is not None and group() is dist.group.WORLD for group in made):
+        raise ConfigurationError(
+            "a second World while compute groups train, inside `with world.training():` or a fit: torch.distributed"
+            " refers to one group there; make each World before or after it"
+        )
 
 
 def _cache_beside(default: Any) -> _Cache:

@@ -7,6 +7,7 @@ world. Each part of the world gets those before it in the constructor; none depe
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -24,7 +25,7 @@ from lightning_omni.group.core import LastAnswer
 from lightning_omni.methods.model.head import check_mergeable, held_by_one
 from lightning_omni.methods.model.server_optimizer import check_servable
 from lightning_omni.runtime.executor import Exchanging, Executor
-from lightning_omni.runtime.loop_checks import ExitCheck, RawStepGuard
+from lightning_omni.runtime.loop_checks import ExitCheck, OwnStatistics, RawStepGuard
 from lightning_omni.runtime.membership import LEARN, Connection, GroupFormation, GroupJoin
 from lightning_omni.runtime.model.external_writes import ExternalWrites
 from lightning_omni.runtime.model.merged_head import RemoteHead
@@ -97,6 +98,7 @@ class World(ParallelState):
         ranks_per_node: Sequence[int] | None = None,
     ) -> None:
         super().__init__(groups, device, options, ranks_per_node)
+        self._process = os.getpid()
         self.heads: list[RemoteHead] = []
         self.residuals = Residuals(self)
         self.exchange = ServerExchange(self)
@@ -109,6 +111,7 @@ class World(ParallelState):
         self.versions = ValidationSnapshots(self, self.exchange, self.external_writes)
         self.wrapper = ModelWrapper(self, lambda: self.executor.not_reduced())
         self._raw_steps = RawStepGuard(self, lambda: self.executor)
+        self._statistics = OwnStatistics(self._raw_steps.modules)
         self._local = Executor(self.heads)
         self._exchanging = Exchanging(self, self.exchange, self.parameter_groups, self.external_writes, self.heads)
         self.wants_stop = self.is_finished = self.is_begun = self._is_in_loop = False
@@ -282,11 +285,13 @@ class World(ParallelState):
             self.begin()
             self.enter_compute()
             before = self._clocks if self.executor.exchanges else None
+            self._statistics.merged()
             with self._guarded() as leaving:
                 yield self
             self._synchronize(_END)
             if self._clocks == before:
                 self._warn_of_no_update(leaving.steps)
+            self._warn_of_own_statistics()
             self._forget_own()
             if self.executor.control is not None:
                 self.states.bring_to_all()
@@ -314,6 +319,15 @@ class World(ParallelState):
                 " of which is in the model: with %r a group pushes every %d steps; pass settings with which it pushes"
                 " more often, or train for longer",
                 *(steps, self.method, self.method.push_period),
+            )
+
+    def _warn_of_own_statistics(self) -> None:
+        """Warn if ranks would evaluate with running statistics of their own after a loop, unlike under DDP."""
+        if self.executor.exchanges and self.is_recorder and (names := self._statistics.names):
+            _log.warning(
+                "world.training(): each rank has running statistics of its own after the loop (%s%s), and would"
+                " evaluate another model: call world.enter_world(net) as the loop's last line, which merges them",
+                *(names[0], f" and {len(names) - 1} more" if len(names) > 1 else ""),
             )
 
     @contextmanager
@@ -392,6 +406,8 @@ class World(ParallelState):
 
     def fail(self, error: BaseException, where: str = "") -> None:
         """End this rank's run with an error, which is reported to the server, so that no other rank waits for it."""
+        if os.getpid() != self._process:  # a fork of this rank: the run goes on, and a copied socket would never answer
+            return
         self.is_begun = False
         how = f"has lost its group: {error}" if _is_of_a_loss(error) else end_reason(error)
         # A rank that has trained to the end has not failed, whatever happens afterwards.
@@ -461,6 +477,8 @@ class World(ParallelState):
             self.check_left()
             self.external_writes.watch(module)
         self._synchronize(f"enter_world({'' if module is None else 'module'})", module)
+        if self._is_in_loop and module is not None:
+            self._statistics.merged(module)
 
     def _synchronize(self, what: str, module: Module | None = None) -> None:
         reshard(self.wrapper.sharded)

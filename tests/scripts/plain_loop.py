@@ -503,9 +503,10 @@ def differ(unlike: str) -> dict[str, Any]:
         model = world.wrap(net)
         found["wrapped"] = parameters_to_vector(net.parameters()).tolist()
         held = list(net.parameters())
-        if is_other:
+        if is_other and unlike != "a class":
             held = held[::-1] if unlike == "an order" else held[:-1]
-        optimizer = OmniOptimizer(torch.optim.SGD(held, lr=0.1), world)
+        kind = torch.optim.Adam if is_other and unlike == "a class" else torch.optim.SGD
+        optimizer = OmniOptimizer(kind(held, lr=0.1), world)
         with world.training():
             found["began"] = parameters_to_vector(net.parameters()).tolist()
             for _ in range(3):
@@ -671,6 +672,77 @@ def synchronize(alone: int) -> str:
     return ""
 
 
+def normalize(merged: bool) -> dict[str, Any]:
+    """Running statistics after a loop that merges them at its end or not, and what is said of them."""
+    said = list[str]()
+    world = World(2)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    model = world.wrap(net)
+    optimizer = OmniOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), world)
+    with heard(said), world.training():
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(world.rank + torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+        if merged:
+            world.enter_world(net)
+    assert isinstance(net[1].running_mean, torch.Tensor)
+    return {"said": said, "mean": net[1].running_mean.tolist()}
+
+
+def fork(forked: str) -> dict[str, Any]:
+    """The exit status of a fork of a rank that leaves the loop with an error, and whether the loop goes on."""
+    world = World(2)
+    net = torch.nn.Linear(4, 1)
+    optimizer = OmniOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), world)
+    status, steps, child = 0, 0, -1
+    try:
+        with world.training():
+            for _ in range(4):
+                optimizer.zero_grad()
+                net(torch.randn(8, 4)).square().mean().backward()
+                optimizer.step()
+                steps += 1
+                if steps == 2:
+                    child = os.fork()
+                    if not child:
+                        signal.alarm(60)
+                        raise ValueError(forked)
+                    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    except ValueError:
+        os._exit(3)
+    return {"status": status, "steps": steps}
+
+
+def nest(inner: int) -> str:
+    """Why no other World is made in a loop."""
+    world = World(2)
+    net = torch.nn.Linear(4, 1)
+    optimizer = OmniOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), world)
+    error = ""
+    with world.training():
+        try:
+            World(inner)
+        except ConfigurationError as refused:
+            error = str(refused)
+        net(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+        world.enter_world(net)
+        world.enter_compute()
+    return error
+
+
+def refuse(before: str) -> str:
+    """Why a mistake before a loop is refused in groups of one rank, too."""
+    try:
+        if before == "nodes":
+            World(2, ranks_per_node=[1])
+        World(2).wrap(torch.nn.Linear(4, 1), find_unused_parameter=True)
+    except (ConfigurationError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def follow(page: str) -> dict[str, Any]:
     """The loop that a page has; process groups stay those of this script."""
     code = Path(page).read_text().partition("```python\n")[2]
@@ -711,6 +783,10 @@ def main() -> None:
         "discarded": lambda **options: discard(options["discarded"]),
         "outside": lambda **options: step_outside(options["outside"]),
         "alone": synchronize,
+        "merged": normalize,
+        "forked": fork,
+        "inner": nest,
+        "before": refuse,
         "page": follow,
     }
     results: dict[str, Any] = {

@@ -132,10 +132,11 @@ class ExternalWrites:
                 ' and, with validation="wait", in validation' if self.are_validations_apart else " or in validation"
             )
             no_gradient = "; if no gradient moves it, as a target network, call requires_grad_(False) on it"
+            first = parallel.names.get(part.replica.parameters[names[0]], names[0])
             raise UnsupportedError(
-                f"{names[0]}{more} was written between two steps, by a callback or a hook of the module: the master"
-                " weights are at the parameter server, and other groups train on them meanwhile; write weights at an"
-                f" epoch's start or end{validation} (without Lightning: between world.enter_world() and"
+                f"{first}{more} was written between two steps, by a callback, a hook of the module or the loop: the"
+                " master weights are at the parameter server, and other groups train on them meanwhile; write weights"
+                f" at an epoch's start or end{validation} (without Lightning: between world.enter_world() and"
                 " world.enter_compute()), where all groups hear of it, or use a method whose groups have weights of"
                 ' their own (method="local_sgd"), or groups=1' + (no_gradient if untrained else "")
             )

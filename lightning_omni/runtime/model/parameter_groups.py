@@ -67,12 +67,15 @@ class ParameterGroups:
         """
         self.renew()
         held = dict(self._held())
-        remedy = "give the optimizers of all ranks the same parameters, in the same parameter groups"
-        found = {name: describe(parameter) for name, parameter in held.items()}
+        remedy = "make the same optimizers on all ranks, with the same parameters in the same parameter groups"
+        kinds = {
+            f"optimizer {number}": type(part.optimizer).__name__ for number, part in enumerate(self._parallel.parts)
+        }
+        found = kinds | {name: describe(parameter) for name, parameter in held.items()}
         order = agree(found, self._parallel.rank, self._parallel.all_reduce_max, remedy)
         if order is None:
             return
-        places = {held[name]: place for place, name in enumerate(order)}
+        places = {held[name]: place for place, name in enumerate(order) if name not in kinds}
         for part in self._parallel.parts:
             own = set(part.replica.ordered)
             for group in part.optimizer.param_groups:
@@ -85,7 +88,7 @@ class ParameterGroups:
             known = self._parallel.names
             names = {parameter: known.get(parameter, name) for name, parameter in part.replica.parameters.items()}
             for index, group in enumerate(part.optimizer.param_groups):
-                where = f"in parameter group {index} of optimizer {number} ({type(part.optimizer).__name__})"
+                where = f"in parameter group {index} of optimizer {number}"
                 yield from ((f"parameter {names[each]} {where}", each) for each in group["params"] if each in names)
 
     @property

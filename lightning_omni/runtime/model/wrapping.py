@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class ModelWrapper:
         """Wrap a module into DistributedDataParallel over the compute group; a group of one needs none."""
         parallel = self._parallel
         if len(parallel.members) == 1:
+            signature(DistributedDataParallel).bind(module, process_group=None, **ddp_options)  # refuses what DDP does
             parallel.reduction.install(module, parallel.compute_group)
             return module
         with frozen(self._not_reduced()):

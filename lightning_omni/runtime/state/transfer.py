@@ -247,9 +247,9 @@ class StateTransfer:
                     set_hyperparameter(group, name, after[name])
         if any(parallel.all_reduce_max([has_changed])) and parallel.is_recorder:
             _log.warning(
-                "the groups' optimizers had different learning rates or other hyperparameters, for schedules count the"
-                " steps of their own group; all ranks have those of rank 0 now: load rank 0's schedule.state_dict() on"
-                " all ranks, too, before they train on"
+                "the groups' optimizers had different learning rates or other hyperparameters: they were made so, or"
+                " schedules have counted the steps of their own group; all ranks have those of rank 0 now: load rank"
+                " 0's schedule.state_dict() on all ranks, too, before they train on"
             )
 
     def take_back_in_groups(self) -> tuple[tuple[int, int], ...]:

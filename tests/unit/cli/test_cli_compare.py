@@ -127,6 +127,18 @@ def test_the_table_has_the_numbers_of_the_json(
         assert f"{row['samples_per_second']:.4g}" in line
     assert found["verdict"] in told
     assert found["write"] in told
+    assert found["ddp_step"] in told
+
+
+def test_what_a_gain_is_made_of_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """A large one is that of a DDP that waits for its links, in numbers that a user can measure."""
+    found = compared(capsys, *UNEQUAL)
+    assert found["ddp_step"].startswith(
+        "in a step DDP computes 0.8 s on the slowest device and waits 5.87 s for its links"
+    )
+    assert "carry 75 MB each at 12.5 MB/s" in found["ddp_step"]
+    assert found["ddp_step"].endswith("devices that never wait make 520 samples/s")
+    assert found["rows"][0]["samples_per_second"] == pytest.approx(4 * 32 / (0.8 + 5.87), rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +174,10 @@ def test_a_description_is_as_fast_as_it_says() -> None:
         ({"--link": "quick"}, "--link quick: pass bytes per second"),
         ({"--model-size": "50Mbit"}, "--model-size 50Mbit: pass bytes, as in 50MB"),
         ({"--step": "0s"}, "--step 0s: pass a time above 0"),
+        ({"--link": "100"}, "--link 100: bytes per second? pass a unit, as in 100Mbit or 100B/s"),
+        ({"--model-size": "50"}, "--model-size 50: bytes? pass a unit, as in 50MB or 50B"),
+        ({"--site-link": "1Mbit"}, "--site-link and --site-latency are of the network between sites"),
+        ({"--site-latency": "1ms"}, "there is one site: pass --sites, too"),
         ({"--sites": "3"}, "--sites=3: 4 devices cannot be divided evenly"),
         ({"--momentum": "1"}, "--momentum 1.0: pass a number from 0 up to 1"),
     ],
