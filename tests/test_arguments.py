@@ -70,6 +70,27 @@ def test_variables_that_kubernetes_sets_for_a_service_are_not_misspelt(monkeypat
     assert OmniStrategy(groups=2).world_options.server.address is None
 
 
+ALONE = """
+from pytorch_lightning import Trainer
+from pytorch_lightning.demos.boring_classes import BoringModel
+from lightning_omni.strategy.pytorch_lightning import OmniStrategy
+
+quiet = {name: False for name in ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")}
+strategy = OmniStrategy(server="tcp://127.0.0.1:9")
+Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=1, limit_val_batches=0, **quiet).fit(BoringModel())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_one_group_says_that_it_does_not_use_the_server_that_it_was_given() -> None:
+    ended = interpret(ALONE)
+    assert ended.returncode == 0, ended.stderr
+    said = ended.stdout + ended.stderr
+    assert "nothing is pushed, so server='tcp://127.0.0.1:9' has no effect" in said
+    assert "or elastic=True to join the server's run" in said
+
+
 def test_what_ddp_takes_is_passed_on() -> None:
     options: dict[str, Any] = {"find_unused_parameters": True, "static_graph": False, "gradient_as_bucket_view": True}
     assert OmniStrategy(groups=2, start_method="popen", **options).ddp_options == options

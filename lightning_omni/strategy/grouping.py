@@ -352,6 +352,7 @@ class OneGroup:
         formats = replace(options.compression, all_reduce="fp32")  # which have no effect with one group
         given = [formats.given] if formats != Compression() else []
         given += ["overlap=True"] if options.overlap else []
+        given += [f"server={options.server.address!r}"] if options.server.address else []
         verb = "has" if len(given) == 1 else "have"
         without_effect = f"; nothing is pushed, so {' and '.join(given)} {verb} no effect" if given else ""
         return (
@@ -362,7 +363,8 @@ class OneGroup:
 
     @property
     def advice(self) -> str:
-        return ". Pass groups= for asynchronous groups"
+        joins = ", or elastic=True to join the server's run" if self._parts.world.options.server.address else ""
+        return f". Pass groups= for asynchronous groups{joins}"
 
 
 class SeveralGroups(OneGroup):
