@@ -374,7 +374,7 @@ class GroupCore:
         return self.data.place if self.data is not None else (-1, 0)
 
     def send(self, ask: ServerRequest, split: Partition, memories: Sequence[Memory]) -> list[Outgoing]:
-        """Return the messages to each server for a request; called by the leader only, and again if an answer was lost.
+        """Return each server's message for a request; only ranks that exchange call it, again if an answer was lost.
 
         Args:
             ask: a request of this core.

@@ -117,6 +117,7 @@ class Balance:
         self._own.skip()
 
     def begin_epoch(self) -> None:
+        """Leave out the epoch's first batch, which takes longer than others."""
         self._own.skip()
         self._watch()
 

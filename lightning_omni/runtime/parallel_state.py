@@ -287,7 +287,7 @@ class ParallelState:
         return list({id(group): group for group in map(self.process_groups.compute, topologies)}.values())
 
     def abandon_groups(self) -> None:
-        """Destroy the process groups in this rank's compute group, which has failed: see `ProcessGroups.abandon`."""
+        """Destroy this failed rank's process groups inside its compute group: see `ProcessGroups.abandon`."""
         for topology in (self._compute_groups, self._alike, *self._parted):
             self.process_groups.abandon(topology)
 

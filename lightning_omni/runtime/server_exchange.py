@@ -316,7 +316,7 @@ class ServerExchange:
         return self._share(*self._under_way.pop(index))
 
     def _rooms(self, ask: ServerRequest, part: Part, route: Route) -> Sequence[Tensor | None] | None:
-        """Return memory for the tensors of all servers' answers, as they arrive; None if it is allocated then."""
+        """Return memory for all servers' answers, encoded or not; None if it is allocated when they arrive."""
         if not route.pulls:
             return None
         if route.answers != RAW:

@@ -1,10 +1,10 @@
 """The user's optimizers in a fit with groups: proxies whose step is an exchange, and checks of what they train.
 
-DDP reads only when it wraps the module which parameters are trainable. Gradients of those trained later are not
+DDP reads which parameters are trainable only when it wraps the module. Gradients of those trained later are not
 averaged, without a warning: `Trainable` notices them.
 
 A training epoch has no collective of several groups, which train different numbers of batches and would finally wait
-without end: `check_wrapped` refuses users' modules that have one.
+without end: `check_wrapped` refuses users' modules whose process group spans several.
 """
 
 from __future__ import annotations

@@ -289,7 +289,7 @@ class Structure(msgspec.Struct, frozen=True):
     """The structure of one optimizer at one time of the run.
 
     Attributes:
-        groups: each parameter group's indices of parameters in that layout; empty if the optimizer steps at the
+        groups: each parameter group's indices of parameters, below ``size``; empty if the optimizer steps at the
             workers.
 
     Example:

@@ -83,6 +83,7 @@ class ExternalWrites:
         return found
 
     def others_followed(self) -> None:
+        """Record that buffers and ``others`` are the same on all ranks."""
         self._buffers_seen, self._others_seen = _marks(self.buffers()), _marks(self.others())
 
     def follow(self) -> None:

@@ -164,6 +164,7 @@ class ParameterGroups:
         return bool(fresh)
 
     def check_alike(self) -> None:
+        """Raise an error unless all ranks, which call it, hold the same parameters."""
         mine = _digest(repr([(list(part.replica.parameters), self._places(part)) for part in self._parallel.parts]))
         largest, smallest = self._parallel.all_reduce_max([mine, -mine])
         if largest != -smallest:

@@ -209,7 +209,7 @@ class Membership:
         return out + self._notify_of_end()
 
     def _notify_of_end(self) -> list[Out]:
-        """Notify groups that are about to join once the last rank of a finished run is gone: the server may end."""
+        """Notify groups about to join, once the last rank of a finished run is gone: the server may end."""
         roster = self._roster
         if not (roster.finished and roster.is_over):
             return []

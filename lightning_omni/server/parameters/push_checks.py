@@ -52,7 +52,10 @@ class Deliveries:
         self._followed: set[tuple[int, int]] | None = None  # pairs with a push since the restart
 
     def check(self, group: int, identity: GroupId, message: PushMessage) -> Delivery | None:
-        """Return the last delivery if this push repeats it; None if the push is the next one; refuse it otherwise."""
+        """Return the last delivery if this push repeats it; None if the push is the next one; refuse it otherwise.
+
+        After a restart, a group's first push may leave a gap: an earlier server has answered the missing ones.
+        """
         if message.incarnation != identity.incarnation:
             raise Refused(
                 "late",

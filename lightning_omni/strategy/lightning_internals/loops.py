@@ -443,7 +443,10 @@ def set_reload_epochs(trainer: Trainer, epochs: list[float]) -> None:
 
 
 def start_fit_at_epoch(trainer: Trainer, epoch: int, counters: list[int]) -> None:
-    """Set the fit loop to begin with an epoch, without a sanity check, and `progress_counters` but the first."""
+    """Set the fit loop to begin with an epoch, without a sanity check.
+
+    ``counters`` are `progress_counters` but the first.
+    """
     progress: Any = trainer.fit_loop.epoch_progress
     for each in (progress.total, progress.current):
         each.ready = each.started = each.processed = each.completed = epoch

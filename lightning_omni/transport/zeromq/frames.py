@@ -223,9 +223,9 @@ class PacedAnswers:
         return min((each.due for each in self._streams), default=float("inf"))
 
     def begin(self, socket: zmq.Socket[bytes], peer: bytes, payload: Tensor) -> None:
-        """Start to send a payload (uint8, one-dimensional) over a ROUTER, after its message. It may change at once.
+        """Start to send a payload (uint8, one-dimensional) over a ROUTER, after its message.
 
-        The peer is sent nothing else on this socket meanwhile.
+        The payload may change at once. The peer is sent nothing else on this socket meanwhile.
         """
         began = self._clock()
         copy = payload.clone()

@@ -306,7 +306,7 @@ class OnlineTuner:
     def batch_done(self, loss: Tensor | None) -> None:
         """Record a batch, if batches are timed; start a decision that is due, or poll the one in progress.
 
-        Decisions begin after a step of the optimizer, and not at the last batch of an epoch. All ranks call it.
+        Both happen only after a step of the optimizer, and not at the last batch of an epoch. All ranks call it.
         """
         batches, trainer = self._batches, self._run.trainer
         if batches is None:

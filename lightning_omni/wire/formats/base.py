@@ -129,6 +129,7 @@ class WireFormat(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
 
     @property
     def answers(self) -> WireFormat:
+        """Return the format of answers to pushes."""
         return RAW
 
     def sizes(self, layout: Layout) -> tuple[int, int]:

@@ -146,7 +146,7 @@ class Validations(Message, frozen=True, kw_only=True):
 
 
 class ReleaseVersion(Message, frozen=True, kw_only=True):
-    """A report that all validations up to this number are saved; their stored versions may be deleted."""
+    """A report that validations up to this number need no further saves; their stored versions may be deleted."""
 
     number: int
 
