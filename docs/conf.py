@@ -47,4 +47,5 @@ html_theme_options = {
 }
 html_math_renderer = "mathml"
 html_show_sphinx = False
+html_show_copyright = False  # the license is in the repository
 html_copy_source = False

@@ -23,7 +23,7 @@ def draw() -> dict[str, Any]:
     return runpy.run_path(str(ROOT / "docs" / "pictures" / "draw.py"))
 
 
-@pytest.mark.parametrize("picture", ["groups", "hosts", "link", "tasks"])
+@pytest.mark.parametrize("picture", ["groups", "waiting", "hosts", "link", "tasks"])
 def test_a_picture_is_what_its_script_draws(picture: str, draw: dict[str, Any]) -> None:
     drawn = (ROOT / "docs" / "pictures" / f"{picture}.svg").read_text()
     assert drawn == draw[picture](), "run: python docs/pictures/draw.py"

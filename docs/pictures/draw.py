@@ -44,9 +44,10 @@ STYLE = """
 """
 
 
-def svg(width: int, height: int, title: str, parts: Sequence[str]) -> str:
-    """Return a picture on a card of its own, which is legible on any page."""
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+def svg(width: int, height: int, title: str, parts: Sequence[str], scale: float = 1) -> str:
+    """Return a picture on a card of its own, legible on any page; `scale` is its size where there is room for it."""
+    size = f'width="{width * scale:g}" height="{height * scale:g}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" {size}'
     tip = (
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
         '<path class="tip" d="M0 0 L8 4 L0 8 z"/></marker></defs>'
@@ -78,14 +79,14 @@ def arrow(x: float, y: float, to_x: float, to_y: float, both: bool = False) -> s
 
 
 def groups() -> str:
-    """Return the picture of the README: six ranks in three groups, and the same steps with DDP."""
+    """Return the first picture of the README: six ranks in three groups."""
     parts = [
-        rect(60, 24, 340, 54, "server", 8),
-        text(230, 47, "parameter server", "ink head", "middle"),
-        text(230, 66, "newest weights; steps your optimizer", "soft small", "middle"),
+        rect(50, 24, 340, 54, "server", 8),
+        text(220, 47, "parameter server", "ink head", "middle"),
+        text(220, 66, "newest weights; steps your optimizer", "soft small", "middle"),
     ]
     for number in range(3):
-        left = 24 + 142 * number
+        left = 13 + 142 * number
         parts += [
             arrow(left + 52, 178, left + 52, 84),
             arrow(left + 78, 84, left + 78, 178),
@@ -103,19 +104,18 @@ def groups() -> str:
             text(left + 65, 274, "all-reduce", "soft small", "middle"),
         ]
     parts += [
-        rect(143, 112, 174, 38, "card", 6),
-        text(230, 128, "gradient up, weights down,", "soft small", "middle"),
-        text(230, 143, "each group when it is ready", "soft small", "middle"),
-        text(24, 318, "Ranks of a group step together, as in DDP.", "soft small"),
-        text(24, 336, "Groups do not wait for each other.", "soft small"),
-        *timelines(480),
+        rect(132, 112, 174, 38, "card", 6),
+        text(219, 128, "gradient up, weights down,", "soft small", "middle"),
+        text(219, 143, "each group when it is ready", "soft small", "middle"),
+        text(16, 318, "Ranks of a group step together, as in DDP.", "soft small"),
+        text(16, 336, "Groups do not wait for each other.", "soft small"),
     ]
-    return svg(880, 356, "Ranks form groups: synchronous inside, asynchronous across, by a parameter server", parts)
+    return svg(440, 356, "Ranks form groups: synchronous inside, asynchronous across, by a parameter server", parts)
 
 
-def timelines(left: int) -> list[str]:
-    """Return the steps of three groups in one stretch of time, of which the last one is slow: with DDP, and without."""
-    width, fast, slow = 376, 30, 90
+def waiting() -> str:
+    """Return the second one: the steps of three groups, of which one is slow, with DDP and without, in equal times."""
+    left, width, fast, slow = 33, 376, 30, 90
     parts = [text(left, 44, "DDP: every step waits for the slowest", "ink head")]
     for row in range(3):
         y = 58 + 26 * row
@@ -138,7 +138,7 @@ def timelines(left: int) -> list[str]:
         parts += [rect(x, 306, 14, 14, kind), text(x + 20, 318, words, "soft small")]
         x += 46 + 7 * len(words)
     parts.append(text(left + 376, 342, "time →", "soft small", "end"))
-    return parts
+    return svg(440, 356, "With DDP every step waits for the slowest rank; three groups step at their own speed", parts)
 
 
 def table(page: str, heading: str, first: str) -> list[list[str]]:
@@ -158,17 +158,18 @@ def bars(title: str, rows: Sequence[tuple[str, str, Sequence[float]]], unit: str
     """Return a chart of a bar for each row, as long as its mean, and a dot for each of several runs.
 
     Args:
-        title: stands above the bars.
+        title: stands above the bars, and below it what is written in its brackets.
         rows: the name, the class of the bar and the runs of each; a name without runs is a heading.
         unit: stands behind each mean.
     """
-    top, left, width, height = 52, 270, 470, 24
+    top, left, width, height = 52, 172, 208, 24
     most = max(run for _, _, runs in rows for run in runs)
-    parts = [text(20, 32, title, "ink head")]
+    above, _, below = title.partition(" (")
+    parts = [text(14, 26, above, "ink head"), text(14, 43, below.rstrip(")"), "soft small")]
     for number, (name, kind, runs) in enumerate(rows):
         y = top + height * number
         if not runs:
-            parts.append(text(20, y + 17, name, "ink"))
+            parts.append(text(14, y + 17, name, "ink"))
             continue
         mean = sum(runs) / len(runs)
         parts += [text(left - 10, y + 14, name, "soft small", "end"), rect(left, y + 2, width * mean / most, 16, kind)]
@@ -176,7 +177,7 @@ def bars(title: str, rows: Sequence[tuple[str, str, Sequence[float]]], unit: str
             dots = (f'<circle class="ink" cx="{left + width * run / most:.1f}" cy="{y + 10}" r="2.5"/>' for run in runs)
             parts += dots
         parts.append(text(left + width * max(runs) / most + 8, y + 14, f"{mean:.3g}{unit}", "soft small"))
-    return svg(840, top + height * len(rows) + 16, title, parts)
+    return svg(440, top + height * len(rows) + 16, title, parts, 1.15)
 
 
 def hosts() -> str:
@@ -196,23 +197,23 @@ def hosts() -> str:
 
 def link() -> str:
     """Return the chart of a slow link, of the rows that were run with three seeds."""
-    names = {"DDP, fast": ("DDP on fast links", "wait"), "DDP, torch's Po": ("DDP with PowerSGD, rank 8", "server")}
+    names = {"DDP, fast": ("DDP on fast links", "wait"), "DDP, torch's Po": ("PowerSGD, rank 8", "server")}
     names |= {"`diloco": ("DiLoCo in fragments", "rank"), "the same with `k": ("the same, steps kept", "rank")}
     rows = []
     for setting, seconds, *_ in table("methods.md", "On a slow link", "configuration"):
         for start, (name, kind) in names.items():
             if setting.startswith(start) and len(numbers(seconds)) == 3:
                 rows.append((name, kind, numbers(seconds)))
-    return bars("Seconds to 86 % over links of 50 Mbit/s (shorter is better)", rows, " s")
+    return bars("Seconds to 86 % over 50 Mbit/s (shorter is better)", rows, " s")
 
 
 def tasks() -> str:
     """Return the chart of simulated runs on held-out tasks."""
     cells = table("tuning-measurements.md", "Results on held-out tasks", "cluster")
     rows = [(name, "rank", [numbers(cell)[0] for cell in cells[:4]]) for name, *cells in cells]
-    return bars("Times faster than one's own synchronous setting, simulated (longer is better)", rows, " x")
+    return bars("Times faster than your own setting (longer is better)", rows, " x")
 
 
 if __name__ == "__main__":
-    for draw in (groups, hosts, link, tasks):
+    for draw in (groups, waiting, hosts, link, tasks):
         (HERE / f"{draw.__name__}.svg").write_text(draw())

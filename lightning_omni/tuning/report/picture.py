@@ -106,7 +106,8 @@ _STYLE: Any = {
 
 def _heading(summary: SearchSummary, when: str, foot: str) -> str:
     parts = [f"{summary.ranks} ranks", when, summary.expense, *([foot] if foot else [])]
-    return "\n".join([*textwrap.wrap(summary.statement, 138), "  ·  ".join(parts)])
+    lines = textwrap.wrap(" · ".join(parts), 138, break_on_hyphens=False)
+    return "\n".join([*textwrap.wrap(summary.statement, 138), *lines])
 
 
 def _contributions(axes: Any, summary: SearchSummary) -> None:
@@ -145,7 +146,7 @@ def _loss(axes: Any, summary: SearchSummary, losses: Sequence[tuple[float, float
     if len(losses) < 2:
         seconds, values = _timed(summary)
         axes.plot(seconds, values, color=YOURS, marker="." if len(values) < 40 else "")
-        axes.set(xlabel="seconds (the timed batches: not validated since)", ylabel="training loss")
+        axes.set(xlabel="seconds (timed batches; no validation yet)", ylabel="training loss")
         return
     seconds, values = zip(*losses, strict=True)
     slower = [each * summary.speed_up.value for each in seconds]

@@ -162,7 +162,7 @@ class Section:
             batches = "proportional" if rebalance else "equal"
             seconds = prediction.seconds_per_update.value
             rate = [str(prediction.samples_per_second), number(measured), number(1000 * seconds)]
-            costs = [number(1000 * prediction.parts[name]) for name in _COSTS]
+            costs = [number(round(1000 * prediction.parts[name], 4)) for name in _COSTS]
             rows.append([str(groups), batches, *rate, *costs, summary.bottleneck(prediction)])
         key = setting.groups, setting.rebalance
         heads = ["groups", "batches", "samples/s", "in training", "ms per update", *_COSTS.values(), "bottleneck"]
