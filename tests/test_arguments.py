@@ -52,6 +52,24 @@ def test_a_name_that_there_is_not_is_refused_with_the_one_that_was_meant(make: A
     assert isinstance(caught.value, TypeError) == ("no argument" in str(caught.value))
 
 
+@pytest.mark.parametrize(
+    ("variable", "meant"), [("GROUP", "GROUPS"), ("METHODS", "METHOD"), ("SERVE", "SERVER"), ("KEYS", "KEY")]
+)
+def test_a_misspelt_variable_is_refused_with_the_one_that_was_meant(
+    variable: str, meant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"LIGHTNING_OMNI_{variable}", "2")
+    with pytest.raises(ConfigurationError, match=f"_{variable} in .* rename it to LIGHTNING_OMNI_{meant}$"):
+        OmniStrategy(groups=2)
+
+
+def test_variables_that_kubernetes_sets_for_a_service_are_not_misspelt(monkeypatch: pytest.MonkeyPatch) -> None:
+    for service in ("", "SERVER_", "DATA_"):
+        for name in ("PORT", "SERVICE_HOST", "SERVICE_PORT", "PORT_5555_TCP_ADDR"):
+            monkeypatch.setenv(f"LIGHTNING_OMNI_{service}{name}", "tcp://10.0.0.9:5555")
+    assert OmniStrategy(groups=2).world_options.server.address is None
+
+
 def test_what_ddp_takes_is_passed_on() -> None:
     options: dict[str, Any] = {"find_unused_parameters": True, "static_graph": False, "gradient_as_bucket_view": True}
     assert OmniStrategy(groups=2, start_method="popen", **options).ddp_options == options

@@ -24,6 +24,7 @@ from lightning_omni.methods import Method
 from lightning_omni.runtime.model.meshes import FSDP, ModelParallel, Sharding, shown
 from lightning_omni.runtime.options import Elastic, Server, WorldOptions, sharding_of
 from lightning_omni.strategy.lightning_internals.strategies import model_parallel_options
+from lightning_omni.transport.zeromq.keys import ENVIRONMENT as KEY
 from lightning_omni.wire.compression import Compression
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
@@ -38,6 +39,9 @@ _WITHIN = {each.name: f"{name}={kind.__name__}" for name, kind in _VALUES.items(
 
 GROUPS, METHOD, DATA = "LIGHTNING_OMNI_GROUPS", "LIGHTNING_OMNI_METHOD", "LIGHTNING_OMNI_DATA"
 SERVER = "LIGHTNING_OMNI_SERVER"
+_PREFIX = "LIGHTNING_OMNI_"
+_SPELLING = 0.75
+"""How alike a misspelt variable is to one that is read. Kubernetes' LIGHTNING_OMNI_SERVER_PORT of a Service is not."""
 
 _DATA: tuple[Literal["dynamic"], Literal["static"]] = ("dynamic", "static")
 _NAMES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -172,6 +176,16 @@ def _parameters(kind: type) -> list[str]:
 # --- Environment and registry ----------------------------------------------------------------------------------------
 
 
+def _refuse_misspelt() -> None:
+    read = {name.removeprefix(_PREFIX): name for name in (GROUPS, METHOD, DATA, SERVER, KEY)}
+    for name in os.environ:
+        own = name.removeprefix(_PREFIX)
+        if own == name or own in read:
+            continue
+        if near := difflib.get_close_matches(own, read, n=1, cutoff=_SPELLING):
+            raise ConfigurationError(f"{name} in the environment is read by nothing: rename it to {read[near[0]]}")
+
+
 def register_names(registry: Any, strategy: type) -> None:
     for name, (description, options) in _NAMES.items():
         registry.register(name, strategy, description=description, override=True, **options)
@@ -185,7 +199,7 @@ class RequestedOptions:
         elastic: as passed; ``join=None`` joins the run of a server that the environment names.
 
     Raises:
-        ConfigurationError: LIGHTNING_OMNI_GROUPS is no number, or an argument is wrong.
+        ConfigurationError: LIGHTNING_OMNI_GROUPS is no number, a variable is misspelt, or an argument is wrong.
     """
 
     data: Literal["dynamic", "static"]
@@ -198,6 +212,7 @@ class RequestedOptions:
         server: str | Server | None = None,
         elastic: bool | Elastic | None = None,
     ) -> None:
+        _refuse_misspelt()
         self._variables: list[str] = []
         self.groups = self._number_of_groups() if groups is None else groups
         self.method = self._said(METHOD, "async_sgd") if method is None else method

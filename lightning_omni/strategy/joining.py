@@ -68,6 +68,10 @@ _ALIKE = (
     "max_steps",
     "accumulate_grad_batches",
     "gradient_clip_val",
+    "limit_train_batches",
+    "limit_val_batches",
+    "val_check_interval",
+    "check_val_every_n_epoch",
     "reload_dataloaders_every_n_epochs",
 )
 """Arguments of the Trainer that must be equal in all groups."""
@@ -84,7 +88,7 @@ class RunStates:
         self._parts = parts
         self._told: set[str] = set()
         self._again: dict[str, Any] | None = None
-        self._limits: dict[str, float | None] = {}
+        self._limits: dict[str, float | str | None] = {}
         self.is_described = False
 
     def check(self, trainer: Trainer) -> None:
@@ -107,6 +111,8 @@ class RunStates:
                 " so has what a group that joins is given; keep one of them"
             )
         self._limits = {name: getattr(trainer, name) for name in _ALIKE}
+        algorithm = trainer.gradient_clip_algorithm
+        self._limits["gradient_clip_algorithm"] = algorithm.value if algorithm else "norm"
 
     # --- The recorder's group ----------------------------------------------------------------------------------------
 
