@@ -357,13 +357,13 @@ class OwnStatistics:
         self._merged: dict[int, int] = {}
 
     def merged(self, module: Module | None = None) -> None:
-        """Record that those of a module are the same on all ranks, or all of them, when a loop begins."""
+        """Record that all ranks have the same running statistics of a module, or of all wrapped modules."""
         held = self._modules() if module is None else [module]
         self._merged |= {id(each.tensor): mark for each, mark in _marked_statistics(held)}
 
     @property
     def names(self) -> list[str]:
-        """Return the names of those that have changed since."""
+        """Return the names of the running statistics that have changed since all ranks had the same."""
         return [
             each.name for each, mark in _marked_statistics(self._modules()) if self._merged.get(id(each.tensor)) != mark
         ]
