@@ -313,15 +313,13 @@ class MachineComparison:
         gain = f"{_gain(ours.time)} faster than DDP to the same target"
         if self.has_hook:
             return f"use DDP with torch's bf16 hook: {gain}; groups gain no more"
-        return f"use lightning-omni: {gain}; {self._beside_peer}"
-
-    @property
-    def _beside_peer(self) -> str:
-        _, ours, peer = self.rows
-        text = f"{peer.name}: {_gain(peer.time)}"
+        peer = self.rows[2]
+        beside = f"{peer.name}: {_gain(peer.time)}"
         if peer.time.low <= ours.time.value <= peer.time.high or ours.time.low <= peer.time.value <= ours.time.high:
-            return f"{text}, which is no certain difference"
-        return f"{text}, so consider it" if peer.time.value < ours.time.value else text
+            beside += ", which is no certain difference"
+        elif peer.time.value < ours.time.value:
+            return f"consider {peer.name} first: {_gain(peer.time)} faster than DDP; lightning-omni: {gain}"
+        return f"use lightning-omni: {gain}; {beside}"
 
     @property
     def ddp_step(self) -> str:

@@ -87,6 +87,15 @@ def test_torchft_is_as_fast_as_it_was_on_emulated_hosts(
     assert "which is no certain difference" in found["verdict"]
 
 
+def test_a_peer_that_is_certainly_faster_is_named_first(capsys: pytest.CaptureFixture[str]) -> None:
+    slow = ("--sites=2", "--link=10Gbit", "--site-link=50Mbit")
+    found = compared(capsys, "--speeds=8x1", "--model-size=50MB", "--step=0.2s", *slow)
+    _, ours, peer = found["rows"]
+    assert peer["time"]["high"] < ours["time"]["value"], "the case"
+    assert found["verdict"].startswith(f"consider {peer['name']} first: ")
+    assert "lightning-omni: " in found["verdict"]
+
+
 def test_what_no_simulation_has_had_is_not_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     theory = PriorTheory(Setting(1, 0.9, 0.1), Scaling(), prior=Prior.load())
     found = compared(capsys, "--speeds=16x1", "--link=1Mbit", "--model-size=50MB", "--step=0.2s")
