@@ -21,6 +21,7 @@ Printed is how many times as long the user's own run takes, in one group, to the
 that was predicted at the first decision, with its 80 % interval, beside what was measured: the time that was left then
 with the user's own setting over that with the choice, forming groups left out. The choice trains to the target for that
 even if it was given up in the run. A run ends after `judged.LONGEST` times the time of the user's own, and counts so.
+``--plot FILE`` draws these intervals over the measured speed-ups.
 
 In the simulator the hardware model is right about most clusters, and segments have nothing to say. With ``--hidden``
 each push of several groups takes the server so many seconds more, which one group's batches cannot show.
@@ -506,6 +507,28 @@ def summary(rows: Sequence[Row]) -> str:
     return said
 
 
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Draws predicted over measured speed-ups of the runs that changed something, with the intervals of 80 %."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    changed = [row for row in rows if row.is_changed]
+    figure, axes = pyplot.subplots(figsize=(6, 6), layout="constrained")
+    for is_inside, colour in ((True, "tab:blue"), (False, "tab:red")):
+        shown = [row for row in changed if (row.is_inside or not row.deviation) == is_inside]
+        centres = np.exp([row.predicted for row in shown])
+        widths = np.expm1([[-DEVIATIONS * row.deviation, DEVIATIONS * row.deviation] for row in shown])
+        measured = np.exp([row.measured for row in shown])
+        if len(shown):
+            axes.errorbar(measured, centres, np.abs(widths.T * centres), fmt="o", color=colour, markersize=4)
+    ends = axes.get_xlim()
+    axes.plot(ends, ends, color="grey", linewidth=1)
+    axes.set(xscale="log", yscale="log", xlabel="measured speed-up", ylabel="predicted speed-up, 80 %")
+    figure.savefig(path)
+
+
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -520,6 +543,7 @@ def main() -> None:
     add("--without-segments", action="store_true", help="what was trained corrects no later prediction")
     add("--list-alone", action="store_true", help="the best of the list is chosen")
     add("--noise-steps", type=int, default=0, help="costs of asynchronous SGD follow the noise scale of so many steps")
+    add("--plot", type=Path, help="a picture of predicted over measured speed-ups")
     add("--prior-scale", type=float, default=1.0, help="by what the prior's costs in samples are multiplied")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -542,6 +566,8 @@ def main() -> None:
         table.add_row(*found[-1].columns)
     Console(width=220).print(table)
     print(summary(found))
+    if given.plot is not None:
+        plot(found, given.plot)
 
 
 if __name__ == "__main__":
