@@ -84,6 +84,11 @@ class DescribedMachines:
         return self.site_bandwidth if self.sites > 1 and self.site_bandwidth else self.bandwidth
 
     @property
+    def delay(self) -> float:
+        """Return the latency of these links."""
+        return self.site_latency if self.sites > 1 else self.latency
+
+    @property
     def sent(self) -> float:
         """Return the bytes that DDP's all-reduce sends through each link in a step."""
         return 2 * (len(self.speeds) - 1) / len(self.speeds) * self.nbytes
@@ -91,8 +96,7 @@ class DescribedMachines:
     @property
     def exposed(self) -> float:
         """Return the seconds of a step in which DDP waits for its all-reduce."""
-        latency = self.site_latency if self.sites > 1 else self.latency
-        all_reduce = self.sent / self.between + 2 * (len(self.speeds) - 1) * latency
+        all_reduce = self.sent / self.between + 2 * (len(self.speeds) - 1) * self.delay
         return max(all_reduce * min(1.0, BUCKET / self.nbytes), all_reduce - self.backward * self.step)
 
     @property
@@ -115,7 +119,7 @@ class DescribedMachines:
             exchanges=((0.0,) * DESCRIBED_STEPS,),
             serve=self.serve_per_byte * self.nbytes,
             nbytes=self.nbytes,
-            round_trip=2 * (self.site_latency if self.sites > 1 else self.latency),
+            round_trip=2 * self.delay,
             reduce_per_byte=self.sent / self.nbytes / self.between,
             hands_on=True,
             shapes=((-(-self.nbytes // 4),),),

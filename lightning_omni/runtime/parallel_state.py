@@ -321,7 +321,7 @@ class ParallelState:
     @property
     def steps_at_worker(self) -> bool:
         """Return whether the user's optimizer steps on every rank, so that groups have weights of their own."""
-        return self.core.method.steps_at == "worker"
+        return self.method.steps_at == "worker"
 
     @property
     def servers(self) -> int:

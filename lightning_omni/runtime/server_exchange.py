@@ -281,16 +281,15 @@ class ServerExchange:
         self._under_way[ask.optimizer] = ask, route
 
     def _route(self, ask: ServerRequest) -> Route:
-        need, parallel = ask.need, self._parallel
-        fragment, pulls = (need.fragment, need.pull) if isinstance(need, Exchange) else (None, True)
-        key, of = (ask.optimizer, fragment, type(need), pulls), parallel.parts[ask.optimizer].replica.layout
+        parallel, key = self._parallel, (ask.optimizer, ask.fragment, type(ask.need), ask.pulls)
+        of = parallel.parts[ask.optimizer].replica.layout
         route = self._routes.get(key)
         if route is None or route.of[0] is not of or route.of[1] != parallel.generation:
             split = parallel.split_of(parallel.parts[ask.optimizer], parallel.servers)
-            part = split.fragment(fragment, parallel.method.fragments)
-            answers = parallel.core.wire_format.answers if isinstance(need, Exchange) and pulls else RAW
+            part = split.fragment(ask.fragment, parallel.method.fragments)
+            answers = parallel.core.wire_format.answers if isinstance(ask.need, Exchange) and ask.pulls else RAW
             coded = self._coded(answers, part)
-            route = self._routes[key] = Route((of, parallel.generation), split, part, pulls, answers, coded)
+            route = self._routes[key] = Route((of, parallel.generation), split, part, ask.pulls, answers, coded)
         return route
 
     def _coded(self, answers: WireFormat, part: Partition) -> CompressedBroadcast | None:

@@ -164,7 +164,6 @@ class SimulatedServer:
         self._engine, self._layout, self._topology = engine, layout, topology
         self._announced = len(topology.ranks)
         self._link, self._memory = InMemoryConnections(self.core), Memory()
-        self._whole = Partition.whole(layout)
         self._saved_state: SavedState | None = None
         self.incarnation = 0
         self.away_until: float | None = None
@@ -213,20 +212,13 @@ class SimulatedServer:
         smallest, largest = core.wire_format.pushes.sizes(layout.subset(present))
         if smallest == largest and ask.waits:
             return largest, None
-        [outgoing] = core.send(ask, self._undivided, [Memory()])
+        [outgoing] = core.send(ask, Partition.whole(self.served.layout), [Memory()])
         return cast(m.PushMessage, outgoing.message).nbytes, outgoing
-
-    @property
-    def _undivided(self) -> Partition:
-        """Return all parameters as one partition: with several servers, `PartitionedFormat` divides a push."""
-        if self._whole.layout is not self.served.layout:
-            self._whole = Partition.whole(self.served.layout)
-        return self._whole
 
     def ask(self, leader: int, core: GroupCore, ask: ServerRequest, outgoing: Outgoing | None = None) -> list[Out]:
         """Deliver a push or a fetch; ``outgoing`` is from `prepare`."""
         if outgoing is None:
-            [outgoing] = core.send(ask, self._undivided, [self._memory])
+            [outgoing] = core.send(ask, Partition.whole(self.served.layout), [self._memory])
         return self._data(leader, outgoing.message, _NOTHING if outgoing.payload is None else outgoing.payload)
 
     def ask_head(

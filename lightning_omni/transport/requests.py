@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import TypeVar
 
 import msgspec
@@ -55,11 +54,11 @@ class Requests:
 
     @property
     def moved(self) -> int:
-        return sum(map(attrgetter("moved"), self._all))
+        return sum(connection.moved for connection in self._all)
 
     @property
     def shared(self) -> int:
-        return sum(map(attrgetter("shared"), self._all))
+        return sum(connection.shared for connection in self._all)
 
     def send(self, outgoing: Sequence[Outgoing], into: Sequence[Tensor | None] | None = None) -> None:
         """Send each server its part of a request, as for `lightning_omni.transport.connections.Data.send`."""

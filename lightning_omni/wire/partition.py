@@ -90,7 +90,8 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
         if number is None:
             return self
         if (number, of) not in self._fragments:
-            self._fragments[number, of] = self.within(self.layout.fragment(number, of))
+            layout = self.layout.fragment(number, of)
+            self._fragments[number, of] = Partition.whole(layout) if len(self.shares) == 1 else self.within(layout)
         return self._fragments[number, of]
 
     @cached_property

@@ -426,8 +426,6 @@ class Writes:
             for index, (name, parameter) in enumerate(parameters.items())
             if not parameter.requires_grad and index < len(self._loaded)
         ]
-        if not frozen:
-            return self._frozen
         marks = fingerprints([parameter for _, _, parameter in frozen], _FEW)
         self._frozen |= {
             name
