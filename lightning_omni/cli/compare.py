@@ -18,6 +18,7 @@ from lightning_omni.tuning.model.convergence import Estimate
 from lightning_omni.tuning.model.forecast import Scaling, Setting
 from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.model.profile import Profile
+from lightning_omni.tuning.report.summary import number
 from lightning_omni.tuning.search.choice import best_by_forecast, best_enumerated
 from lightning_omni.tuning.search.evidence import PlannedEvidence
 from lightning_omni.tuning.search.space import DEFAULT_METHODS, DEFAULT_WIRES, SearchSpec, Space, group_counts
@@ -332,9 +333,9 @@ class MachineComparison:
         computed, exposed = known.step / min(known.speeds), known.exposed
         alone = known.batch_size * sum(known.speeds) / known.step
         return (
-            f"in a step DDP computes {computed:.3g} s on the slowest device and waits {exposed:.3g} s for its links,"
-            f" which carry {known.sent / 1e6:.3g} MB each at {known.between / 1e6:.3g} MB/s: time a few of its steps"
-            f" before you rely on the prediction; devices that never wait make {alone:.4g} samples/s"
+            f"in a step DDP computes {number(computed)} s on the slowest device and waits {number(exposed)} s for its"
+            f" links, which carry {number(known.sent / 1e6)} MB each at {number(known.between / 1e6)} MB/s: time a few of"
+            f" its steps before you rely on the prediction; devices that never wait make {number(alone)} samples/s"
         )
 
     @property
