@@ -334,8 +334,8 @@ class MachineComparison:
         alone = known.batch_size * sum(known.speeds) / known.step
         return (
             f"in a step DDP computes {number(computed)} s on the slowest device and waits {number(exposed)} s for its"
-            f" links, which carry {number(known.sent / 1e6)} MB each at {number(known.between / 1e6)} MB/s: time a few of"
-            f" its steps before you rely on the prediction; devices that never wait make {number(alone)} samples/s"
+            f" links, which carry {number(known.sent / 1e6)} MB each at {number(known.between / 1e6)} MB/s: time a few"
+            f" of its steps before you rely on the prediction; devices that never wait make {number(alone)} samples/s"
         )
 
     @property
