@@ -90,6 +90,11 @@ class Section:
         return "" if self.png is None else b64encode(self.png).decode()
 
     @property
+    def finding(self) -> str:
+        """Return the choice beside the user's own setting; the table has the numbers."""
+        return self.summary.statement.partition("; ")[0]
+
+    @property
     def overview(self) -> list[str]:
         chosen = str(self.summary.choice.setting)
         return [str(self.round.epoch), duration(self.round.seconds_run), chosen, self.summary.expense]
@@ -98,15 +103,12 @@ class Section:
     def choice(self) -> TextTable:
         summary, search = self.summary, self.summary.search
         setting = summary.choice.setting
-        rows = [
-            ["choice", str(setting)],
-            ["why", summary.choice.why],
-            ["your own setting", str(summary.start)],
-            ["search", f"{summary.ranks} ranks, batches of {search.spec.batch} in all; {summary.expense}"],
-        ]
+        rows = [[name, text] for name, text in summary.headline.items()]
+        rows.append(["why", summary.choice.why])
         if (setting.groups, False) in summary.predictions:
-            rows.insert(2, ["bottleneck", summary.bottleneck(summary.prediction(setting.groups))])
-        return TextTable([], rows + [[name, text] for name, text in summary.headline.items()])
+            rows.append(["bottleneck", summary.bottleneck(summary.prediction(setting.groups))])
+        rows.append(["search", f"{summary.ranks} ranks, batches of {search.spec.batch} in all; {summary.expense}"])
+        return TextTable([], rows)
 
     @property
     def contributions(self) -> TextTable:
@@ -365,32 +367,32 @@ class TuningReport:
         Raises:
             ConfigurationError: matplotlib is missing.
         """
-        from lightning_omni.tuning.report.picture import draw
+        return self._drawn(which, self.summaries[which].statement)
 
-        chosen = self.rounds[which]
+    def _drawn(self, which: int, statement: str) -> Any:
+        from lightning_omni.tuning.report.picture import draw, heading_of
+
+        chosen, summary = self.rounds[which], self.summaries[which]
         when = f"epoch {chosen.epoch}, after {duration(chosen.seconds_run)} of training"
         foot = self.written.sentence if self.written is not None else ""
         loss = self.validated if "loss" in self.monitor else ()
-        return draw(self.summaries[which], when, loss, self.monitor, foot)
+        return draw(summary, heading_of(summary, when, foot, statement), loss, self.monitor)
 
     def picture(self, which: int = -1) -> bytes | None:
         """Return the picture of one round as the bytes of a PNG file; None if matplotlib is missing."""
-        which %= len(self.rounds)
-        if not can_draw():
-            return None
-        if which not in self._pictures:
-            self._pictures[which] = png_of(self.figure(which))
-        return self._pictures[which]
+        return png_of(self.figure(which)) if can_draw() else None
 
     @cached_property
-    def _pictures(self) -> dict[int, bytes]:
-        return {}
+    def _pictures(self) -> list[bytes]:
+        """Return the pictures of the page, which has their statements as text."""
+        return [png_of(self._drawn(place, "")) for place in range(len(self.rounds))]
 
     def html(self) -> str:
         """Return a page that loads nothing from elsewhere."""
+        pictures = self._pictures if can_draw() else [None] * len(self.rounds)
         sections = [
-            Section(place, each, summary, self.picture(place))
-            for place, (each, summary) in enumerate(zip(self.rounds, self.summaries, strict=True))
+            Section(place, *parts)
+            for place, parts in enumerate(zip(self.rounds, self.summaries, pictures, strict=True))
         ]
         return page(self.target, self.monitor, self.statement, self.times, sections, self.written)
 
