@@ -34,7 +34,7 @@ class RayOmniStrategy(OmniStrategy):
     """An OmniStrategy for the workers of Ray Train's TorchTrainer, in place of RayDDPStrategy.
 
     Ray starts the workers, and gives each its device, its rank and its node. The Trainer needs the plugin
-    RayLightningEnvironment and goes through Ray's `prepare_trainer`. See docs/how-to/ray.md.
+    RayLightningEnvironment and goes through Ray's `prepare_trainer`. See :doc:`/how-to/ray`.
 
     Args:
         groups: number of compute groups, as for OmniStrategy; None is one group per node of Ray's cluster. Leave it out

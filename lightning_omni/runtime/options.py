@@ -31,13 +31,13 @@ class Server:
             server, a process beside rank 0.
         count: number of embedded servers, each of which holds a partition of the parameters, so that no single link
             carries all pushes: a number, all on rank 0's node; or ``"per-node"``, one on each node, with which an
-            exchange of all groups sends no more bytes over any link than a ring all-reduce. See docs/how-to/servers.md.
+            exchange of all groups sends no more bytes over any link than a ring all-reduce. See :doc:`/how-to/servers`.
         host: address that the embedded server binds. None uses no port at all on one node (sockets in a directory that
             only this user may enter), and MASTER_ADDR on several.
         encryption: encryption of network connections: ``"curve"``, or ``"off"`` on a network whose every user you
             trust. A running server must use the same.
         save: seconds between two saves of the embedded server's state, from the last of which rank 0 restarts a server
-            that died: see docs/explanation/resilience.md. None saves nothing, and the run ends if the server dies.
+            that died: see :doc:`/explanation/resilience`. None saves nothing, and the run ends if the server dies.
         record: file in which the embedded server records all that changes the weights, for
             `lightning_omni.simulator.replay`. None records nothing.
         max_nonfinite_pushes: number of pushes in a row with NaN or infinite gradients that a group may make before the
@@ -156,7 +156,7 @@ class Elastic:
     Args:
         join: whether the ranks of this launcher are one group of a run in which groups, each with its own launcher,
             join and leave at any time. The group joins the run at the server's address, or begins it if it is the
-            first: see docs/how-to/joining.md. None means True if OmniStrategy, passed no address, takes it from
+            first: see :doc:`/how-to/joining`. None means True if OmniStrategy, passed no address, takes it from
             LIGHTNING_OMNI_SERVER, and otherwise False.
         max_rejoins: with ``join``, how often in a row a group that was evicted by mistake (because its machine was
             suspended or its link failed) rejoins as a new group: if the script ends with that error, its process runs

@@ -69,7 +69,7 @@ class OmniStrategyHooks(_Base):
     """A strategy that trains synchronously inside compute groups and asynchronously across them.
 
     Use it where synchronization is the bottleneck: step times that vary, a slow network, or workers that may die. See
-    docs/how-to/groups.md. Only ``groups`` and ``method`` matter at first; the defaults of the others suit most runs.
+    :doc:`/how-to/groups`. Only ``groups`` and ``method`` matter at first; the defaults of the others suit most runs.
 
     Args:
         groups: number of compute groups, from 1 (plain DDP, bit for bit, with no server in the path) to the number of
@@ -84,32 +84,30 @@ class OmniStrategyHooks(_Base):
             proportion, where that makes the group more than 5 % faster; ``"off"`` gives all ranks equal parts. The loss
             must be a mean over the batch.
         compression: the formats in which tensors are sent, for slow networks: ``"int8"`` or the like for pushes, or a
-            `Compression` for pushes, pulls and the averages inside a group: see docs/reference/wire-formats.md.
+            `Compression` for pushes, pulls and the averages inside a group: see :doc:`/reference/wire-formats`.
         overlap: whether a group computes its next gradient during an exchange, which makes that gradient one step
-            staler; for async_sgd. Use it where exchanges take long: see docs/explanation/staleness.md.
+            staler; for async_sgd. Use it where exchanges take long: see :doc:`/explanation/staleness`.
         server: ``"tcp://host:port"`` of a running parameter server (``lightning-omni serve``); ``"per-node"``, which
             starts one server on each node; or a `Server`. Without an address LIGHTNING_OMNI_SERVER is used, and the
             ranks join the run there (see `Elastic`); if that is not set either, rank 0 starts a server for this run in
             a separate process.
         elastic: how groups join, leave and fail: True lets the ranks of this launcher join the run at ``server`` as one
-            group, at any time; or an `Elastic`. See docs/how-to/joining.md.
+            group, at any time; or an `Elastic`. See :doc:`/how-to/joining`.
         model_parallel: how the members of a group hold the model. None: each holds the whole model. ``"fsdp"`` or an
             `FSDP`: each holds a shard. ``ModelParallelStrategy(data_parallel_size=..., tensor_parallel_size=...)`` of
             Lightning: the module's ``configure_model`` parallelizes and shards it on the group's ``self.device_mesh``.
-            See docs/how-to/large-models.md.
+            See :doc:`/how-to/large-models`.
         validation: ``"wait"``: all groups synchronize and validate together. ``"published"``: one group does a
             validation inside an epoch, with the weights of that time, while the others train on; see
-            docs/how-to/validation.md.
+            :doc:`/how-to/validation`.
         merged: name of a submodule that stays at the server, such as the last layers of a classifier. Each group's
             batch passes through it there, one group at a time: its weights are never stale and never sent, only
-            activations and their gradients are. See docs/how-to/merged-head.md. With one group this has no effect.
+            activations and their gradients are. See :doc:`/how-to/merged-head`. With one group this has no effect.
         **ddp: arguments of DDPStrategy (``find_unused_parameters``, ``timeout``, ``start_method``, ...).
 
     Attributes:
-        namespace: the names that it uses from its namespace of Lightning.
-        parts: its parts in this process, which the hooks call; for callbacks of this package and for extensions.
-        world_options: how its ranks train, without Lightning's concerns.
-        ddp_options: DDPStrategy's own arguments, as they were passed.
+        world_options: the arguments that a loop without Lightning would pass to `World`.
+        ddp_options: the arguments of DDPStrategy, as they were passed.
 
     Raises:
         ConfigurationError: an argument is wrong; the message names it.
@@ -121,7 +119,9 @@ class OmniStrategyHooks(_Base):
     """
 
     namespace: ClassVar[Namespace]
+    """For extensions: the names that it uses of ``lightning.pytorch`` or ``pytorch_lightning``, as the Trainer does."""
     parts: FitParts
+    """For extensions: the objects that do its work in this process. They may change in any release."""
     ddp_options: dict[str, Any]
 
     def __init__(

@@ -57,7 +57,7 @@ class OmniTunerHooks(_CallbackBase):
     costs in samples are known from other tasks. scikit-optimize then proposes the setting to train with: its surrogate
     model is this prediction, corrected by the measurements of the run since. When a setting is predicted to be clearly
     faster, the run switches to it in the middle of the epoch; groups that are slower than predicted are given up. No
-    batch is discarded, and nothing is trained only to try it. See docs/how-to/tuning.md.
+    batch is discarded, and nothing is trained only to try it. See :doc:`/how-to/tuning`.
 
     With ``data="static"``, and with a sampler of your own, groups change at the end of the epoch. In a run that groups
     join on their own (``OmniStrategy(elastic=True)``) their number is given, and momentum and learning rate follow it.

@@ -47,7 +47,7 @@ class DeviceTunerHooks(_CallbackBase):
     ``bf16="apply"``. After the fit everything is restored but the handling of freed memory.
 
     The callback works on a single device, and with DDPStrategy and OmniStrategy, where rank 0 measures and decides for
-    all. See docs/how-to/devices.md.
+    all. See :doc:`/how-to/devices`.
 
     Args:
         bf16: ``"apply"`` trains in ``"bf16-mixed"`` if that is faster and the losses of a short probe agree;
