@@ -14,7 +14,7 @@
     └── NonFiniteGradients                       gradients stayed NaN or infinite for too long
 
 The class indicates where the cause is: a :class:`ConfigurationError` at the caller, a :class:`ProtocolError` at the
-other process, a :class:`ConnectionLost` at the machine or network. docs/reference/errors.md has remedies.
+other process, a :class:`ConnectionLost` at the machine or network. :doc:`/reference/errors` has remedies.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from lightning_omni.cli.console import (
     progress_bar,
     show,
     table_of,
+    tall_table_of,
 )
 from lightning_omni.cli.simulate_settings import SimulationSettings
 from lightning_omni.cli.units import Quantity, bytes_of, check_above_zero, rate_of, seconds_of, time_of
@@ -106,9 +107,14 @@ def compare(
         print_line(dumps(found.to_dict()))
         return 0
     rows = [row.cells for row in found.rows]
-    show(table_of(rows, ("", "setting"), title=found.title, bold=found.best))
+    show(
+        table_of(rows, ("", "setting"), title=found.title, bold=found.best),
+        tall_table_of(rows, title=found.title),
+    )
     print_sentence(found.verdict)
     print_line(found.snippet)
+    if found.tuned_snippet:
+        print_line(found.tuned_snippet)
     for line in (found.ddp_step, *ASSUMED):
         print_sentence(line)
     return 0

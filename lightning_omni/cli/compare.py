@@ -318,11 +318,14 @@ class MachineComparison:
         if self.has_hook:
             return f"use DDP with torch's bf16 hook: {gain}; groups gain no more"
         peer = self.rows[2]
-        beside = f"{peer.name}: {_gain(peer.time)}"
+        package, _, way = peer.name.partition(": ")
+        beside = f"{package} with {way}: {_gain(peer.time)}"
+        is_faster = peer.time.value < ours.time.value
         if peer.time.low <= ours.time.value <= peer.time.high or ours.time.low <= peer.time.value <= ours.time.high:
-            beside += ", which is no certain difference"
-        elif peer.time.value < ours.time.value:
-            return f"consider {peer.name} first: {_gain(peer.time)} faster than DDP; lightning-omni: {gain}"
+            names = f"lightning-omni or {package}" if is_faster else "lightning-omni"
+            return f"use {names}: {gain}; {beside}, which is no certain difference"
+        if is_faster:
+            return f"consider {package} first, with {way}: {_gain(peer.time)} faster than DDP; lightning-omni: {gain}"
         return f"use lightning-omni: {gain}; {beside}"
 
     @property
@@ -350,9 +353,22 @@ class MachineComparison:
         factor = setting.lr / start.lr
         return f"{text}  # momentum {setting.momentum:.2g}, {factor:.2g} times DDP's learning rate"
 
+    @property
+    def tuned_snippet(self) -> str:
+        """Return what to write to leave the choice to the run; empty if DDP is as fast."""
+        if not self.pays or self.has_hook:
+            return ""
+        return "Trainer(strategy=OmniStrategy(), callbacks=[OmniTuner()], ...)  # or this: it measures and chooses"
+
     def to_dict(self) -> dict[str, Any]:
         rows = [row.to_dict() for row in self.rows]
-        told = {"verdict": self.verdict, "write": self.snippet, "ddp_step": self.ddp_step, "assumed": list(ASSUMED)}
+        told = {
+            "verdict": self.verdict,
+            "write": self.snippet,
+            "or_write": self.tuned_snippet,
+            "ddp_step": self.ddp_step,
+            "assumed": list(ASSUMED),
+        }
         return {"rows": rows, **told}
 
 

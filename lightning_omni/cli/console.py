@@ -53,6 +53,16 @@ def table_of(
     return table
 
 
+def tall_table_of(rows: Sequence[Mapping[str, str]], title: str | None = None) -> Table:
+    """Return the same table with a column for each row, whose texts are folded."""
+    first, *heads = dict.fromkeys(head for row in rows for head in row)
+    columns = [Column(Text(row[first]), justify="right", overflow="fold") for row in rows]
+    table = Table(Column(first, no_wrap=True), *columns, title=title)
+    for head in heads:
+        table.add_row(head, *(Text(row.get(head, "-")) for row in rows))
+    return table
+
+
 def print_line(line: str) -> None:
     """Print a line unbroken, for programs and the clipboard."""
     _output().print(Text(line), soft_wrap=True)

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from rich.table import Column, Table
-from rich.text import Text
 
 from lightning_omni import simulator
 from lightning_omni.cli.console import (
@@ -24,6 +22,7 @@ from lightning_omni.cli.console import (
     progress_bar,
     show,
     table_of,
+    tall_table_of,
 )
 from lightning_omni.cli.simulate_settings import SimulationSettings
 from lightning_omni.cli.simulate_task import Task
@@ -268,7 +267,7 @@ def _title(task: Task, settings: SimulationSettings) -> str:
 
 def _report(runs: Sequence[Run], task: Task, together: bool) -> None:
     rows = [_row(each, task.target) for each in runs]
-    show(table_of(rows, left=("method", "ended")), _tall_table(rows))
+    show(table_of(rows, left=("method", "ended")), tall_table_of(rows))
     if together:
         print_sentence(_of_rates(runs, task))
         if waiting := [each.entrant.name for each in runs if task.options["overlap"] and each.entrant.waits]:
@@ -298,15 +297,6 @@ def _of_rates(runs: Sequence[Run], task: Task) -> str:
 
 def _listed(rates: Sequence[float], between: str = ", ") -> str:
     return between.join(f"{rate:.3g}" for rate in rates)
-
-
-def _tall_table(rows: Sequence[Mapping[str, str]]) -> Table:
-    first, *heads = dict.fromkeys(head for row in rows for head in row)
-    columns = [Column(Text(row[first]), justify="right", overflow="fold") for row in rows]
-    table = Table(Column(first, no_wrap=True), *columns)
-    for head in heads:
-        table.add_row(head, *(Text(row.get(head, "-")) for row in rows))
-    return table
 
 
 def _row(run: Run, target: tuple[str, float] | None) -> Mapping[str, str]:

@@ -46,16 +46,14 @@ class _ApplyOrAdd(Barrier):
 class Downpour(Method, frozen=True, kw_only=True, tag="downpour"):
     r"""Downpour SGD; with ``send="updates"`` and n_push = n_fetch, GPU A-SGD.
 
-    Use it when exchanges take too much of a step.
-
     Every group descends on its own, and accumulates its gradients:
 
     .. math:: x \leftarrow x - \eta g(x), \qquad a \leftarrow a + g(x)
 
     Every ``n_push`` steps it pushes a and clears it; every ``n_fetch`` steps the master weights *overwrite* x. The
     server applies each a at once. With ``send="gradients"`` the user's optimizer steps at the server along a, and the
-    steps in between are plain SGD with its learning rate. With ``send="updates"`` it steps at the worker, its state
-    (velocity) stays there, and the server *adds* the accumulated change of x.
+    steps in between are plain SGD with its learning rate. With ``send="updates"`` it steps at the worker, and the
+    server *adds* the accumulated change of x.
 
     Args:
         n_push: steps between two pushes.
@@ -65,7 +63,7 @@ class Downpour(Method, frozen=True, kw_only=True, tag="downpour"):
             asynchrony begins: from random weights, asynchronous steps often make no progress. (The GPU A-SGD paper
             starts from a partly trained model instead: load the checkpoint of one group.)
 
-    ``n_push = n_fetch = 1`` with gradients is `AsyncSGD`. The model that is evaluated is the server's.
+    ``n_push = n_fetch = 1`` with gradients is `AsyncSGD`.
 
     Raises:
         ConfigurationError: an argument is out of range, or updates are sent with n_push other than n_fetch.

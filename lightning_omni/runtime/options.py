@@ -36,7 +36,7 @@ class Server:
         encryption: ``"curve"``, or ``"off"`` on a network whose every user you trust. A running server must use the
             same.
         save: seconds between two saves of the embedded server's state, from the last of which rank 0 restarts a server
-            that died: see docs/explanation/resilience.md. None saves nothing, and the run ends if the server dies.
+            that died: see :doc:`/explanation/resilience`. None saves nothing, and the run ends if the server dies.
         record: file in which the embedded server records all that changes the weights, for
             `lightning_omni.simulator.replay`.
         max_nonfinite_pushes: pushes in a row with NaN or infinite gradients that a group may make before the run ends.

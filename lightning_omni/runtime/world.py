@@ -76,7 +76,7 @@ class World(ParallelState):
         ConfigurationError: an argument is wrong.
 
     Example:
-        A loop run by ``torchrun --nproc-per-node 4 train.py``; docs/how-to/loops.md has one with epochs and
+        A loop run by ``torchrun --nproc-per-node 4 train.py``; :doc:`/how-to/loops` has one with epochs and
         checkpoints::
 
             dist.init_process_group("gloo")

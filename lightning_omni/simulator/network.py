@@ -1,12 +1,9 @@
 """Durations of a group's exchanges with the parameter servers: links, the servers' network cards, and their queues.
 
-This file uses the group and the bytes of a message, never its content.
-
 Rule 1: messages on a card at the same time share it evenly, and cross their groups' links at the same time. The parts
-of an exchange, one for each server, share the group's link in proportion to their bytes, so that the exchange is never
-faster than the link carries the whole.
+of an exchange, one for each server, share the group's link in proportion to their bytes.
 Rule 2: a part that stays on its group's node crosses no link and no card.
-Rule 3: with one server, servers do not synchronize: each time is bitwise the same as without support for several.
+Rule 3: with one server, each time is bitwise the same as without support for several.
 """
 
 from __future__ import annotations
@@ -23,8 +20,8 @@ class _Lane:
     """The messages that have the same limit.
 
     Attributes:
-        messages: a heap of (``crossed`` at its end, serial number, process to resume then).
-        crossed: bytes that would have crossed of a message that had been in the lane from the beginning.
+        messages: a heap of (``crossed`` at its end, serial number, process to resume).
+        crossed: bytes that would have crossed of a message in the lane from the beginning.
         rate: bytes per second of each message.
     """
 
@@ -117,13 +114,12 @@ class Queue:
         self._free_at = 0.0
 
     def serve(self, arrival: float, seconds: float) -> float:
-        """Serve a request, and return the time of its end."""
         self._free_at = max(arrival, self._free_at) + seconds
         return self._free_at
 
 
 class _Server:
-    """The shared resources of a server: its network card in both directions, its updates and a merged head."""
+    """A server's network card in both directions, its updates and a merged head."""
 
     def __init__(self, engine: Engine, card: Link) -> None:
         self.inwards, self.outwards = (SharedLink(engine, card.bandwidth) for _ in range(2))
@@ -133,9 +129,8 @@ class _Server:
 class Exchanges:
     """Exchanges with the servers, in virtual time.
 
-    A push ends when the last of its parts is served, and an answer when the last of its parts has arrived. If there
-    are several servers, the others report the arrival of their parts to server 0, which informs them when all parts
-    have arrived: one small message each way.
+    If there are several servers, the others report the arrival of their parts of a push to server 0, which informs them
+    when all have arrived: one small message each way.
 
     Args:
         shares: the fraction of the weights that each server holds; they add up to 1.
@@ -199,7 +194,7 @@ class Exchanges:
         return [place for place in range(len(self._shares)) if not self._is_at_home(group, place)]
 
     def _come(self, parts: _Parts) -> Timeline:
-        """Wait until all parts have crossed a link, and then cards; return the arrival of each."""
+        """Wait until all parts have crossed a link, and then cards; return each arrival."""
         delay = self._link.seconds(self._unshared(parts)), self._card.latency
         yield self._engine.now + delay[0] + delay[1] if parts else self._engine.now
         return (yield from self._cross(parts))
@@ -215,7 +210,7 @@ class Exchanges:
         return sum(nbytes for _, nbytes in parts) if math.isinf(self._card.bandwidth) else 0.0
 
     def _cross(self, parts: _Parts) -> Timeline:
-        """Wait until parts have crossed their cards and, at the same time, a link; return the end of each."""
+        """Wait until parts have crossed their cards and, at the same time, a link; return each end."""
         whole, now = sum(nbytes for _, nbytes in parts), self._engine.now
         if not whole or math.isinf(self._card.bandwidth):
             return [now] * len(parts)
@@ -227,7 +222,7 @@ class Exchanges:
         return [now if part is None else part.returned for part in crossing]
 
     def _agreed(self, here: Sequence[float]) -> list[float]:
-        """Return the times at which servers may continue if their parts arrive at these: server 0 coordinates."""
+        """Return the times at which servers may continue after the arrival of their parts; server 0 coordinates."""
         message = self._link.latency + self._card.latency
         first, *others = here
         decided = max([first, *(moment + message for moment in others)])

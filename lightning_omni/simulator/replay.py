@@ -62,10 +62,8 @@ def replay(
 ) -> Replayed:
     """Repeat a recorded run of one optimizer.
 
-    Members of a group compute one after the other; their gradients are averaged as DDP does. An optimizer at the server
-    uses the recorded hyperparameters; optimizers at the workers keep their initial ones. The replay adds parameters
-    that the run added to the optimizer. If the optimizer is at the server, a parameter that was frozen or unfrozen
-    changes between two pushes.
+    An optimizer at the server uses the recorded hyperparameters; optimizers at the workers keep their initial ones.
+    :doc:`/reference/simulator` has the limitations.
 
     Args:
         events: from `lightning_omni.server.event_log.read_record`, or as a recorder received them.
@@ -181,8 +179,6 @@ class _Group:
 
 
 class _Replay:
-    """The state of a replay; see `replay`."""
-
     def __init__(
         self,
         model: nn.Module,
@@ -485,7 +481,6 @@ class _Replay:
             self._answer(group, self._pulled(need, reply))
 
     def _pulled(self, need: Exchange, reply: Reply, refused: bool = False) -> Pulled:
-        """Return a reply to a push as the group receives it."""
         served = self._served
         known = served.layout_of(reply.group).fragment(need.fragment, self._method.fragments)
         tensors: list[Tensor] = []

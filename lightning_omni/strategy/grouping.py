@@ -172,7 +172,7 @@ class Grouping:
             _log.error(
                 "OmniStrategy: this rank logs and saves since the group is gone that did: what a callback prepares only"
                 " where trainer.is_global_zero is true, it does not have;"
-                " see docs/how-to/joining.md, 'Logging and saving'"
+                " see 'Logging and saving' on the documentation's page 'Joining a run'"
             )
 
     def merge(self) -> None:

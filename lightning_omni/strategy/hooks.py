@@ -115,7 +115,9 @@ class OmniStrategyHooks(_Base):
     """
 
     namespace: ClassVar[Namespace]
+    """For extensions: the names that it uses of ``lightning.pytorch`` or ``pytorch_lightning``, as the Trainer does."""
     parts: FitParts
+    """For extensions: the objects that do its work in this process. They may change in any release."""
     ddp_options: dict[str, Any]
 
     def __init__(

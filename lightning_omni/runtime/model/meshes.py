@@ -24,7 +24,7 @@ class FSDP:
     """The settings of fully sharded data parallelism inside each compute group (torch's ``fully_shard``).
 
     Every rank of a group holds and exchanges a shard, with rows of every parameter; no rank ever has the whole model:
-    see docs/how-to/large-models.md.
+    see :doc:`/how-to/large-models`.
 
     Args:
         shards: number of ranks that hold one replica of the model together, 2 or more. A group has one or more
