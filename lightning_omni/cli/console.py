@@ -111,6 +111,7 @@ class CommandOutput(NamedTuple):
 
 @contextmanager
 def command_output() -> Iterator[CommandOutput]:
+    """Show results when they are found, and announce each wait in between."""
     console, timers = _output(), list[threading.Timer]()
 
     def is_over() -> None:

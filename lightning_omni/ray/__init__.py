@@ -33,7 +33,7 @@ _MISSING = "{} needs Ray Train; install it with: pip install 'lightning-omni[ray
 class RayOmniStrategy(OmniStrategy):
     """An OmniStrategy for the workers of Ray Train's TorchTrainer, in place of RayDDPStrategy.
 
-    Ray starts the workers, and gives each its device, its rank and its node. See docs/how-to/ray.md.
+    Ray starts the workers, and gives each its device, its rank and its node. See :doc:`/how-to/ray`.
 
     Args:
         groups: as for OmniStrategy; None is one group per node of Ray's cluster. Leave it out with

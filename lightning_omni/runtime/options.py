@@ -30,7 +30,7 @@ class Server:
         address: ``"tcp://host:port"`` of a running server (``lightning-omni serve``). None starts the *embedded*
             server, a process beside rank 0.
         count: number of embedded servers, each with a partition of the parameters: a number, all on rank 0's node; or
-            ``"per-node"``, one on each node. See docs/how-to/servers.md.
+            ``"per-node"``, one on each node. See :doc:`/how-to/servers`.
         host: address that the embedded server binds. None uses no port at all on one node (sockets in a directory that
             only this user may enter), and MASTER_ADDR on several.
         encryption: ``"curve"``, or ``"off"`` on a network whose every user you trust. A running server must use the
@@ -149,7 +149,7 @@ class Elastic:
 
     Args:
         join: whether the ranks of this launcher are one group, which joins the run at the server's address at any time,
-            or begins it if it is the first: see docs/how-to/joining.md. None means True if OmniStrategy, passed no
+            or begins it if it is the first: see :doc:`/how-to/joining`. None means True if OmniStrategy, passed no
             address, takes it from LIGHTNING_OMNI_SERVER, and otherwise False.
         max_rejoins: with ``join``, how often in a row a group that was evicted by mistake (its machine was suspended or
             its link failed) rejoins: if the script ends with that error, its process runs its command again, after 1,

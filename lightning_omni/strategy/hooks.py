@@ -65,7 +65,7 @@ class OmniStrategyHooks(_Base):
     """A strategy that trains synchronously inside compute groups and asynchronously across them.
 
     Use it where synchronization is the bottleneck: step times that vary, a slow network, or workers that may die. See
-    docs/how-to/groups.md. Only ``groups`` and ``method`` matter at first.
+    :doc:`/how-to/groups`. Only ``groups`` and ``method`` matter at first.
 
     Args:
         groups: number of compute groups, from 1 (plain DDP, bit for bit, with no server in the path) to the number of
@@ -80,30 +80,28 @@ class OmniStrategyHooks(_Base):
             the group more than 5 % faster; the loss must be a mean over the batch. ``"off"`` gives all ranks equal
             parts.
         compression: the formats in which tensors are sent: ``"int8"`` or the like for pushes, or a `Compression` for
-            pushes, pulls and the averages inside a group: see docs/reference/wire-formats.md.
+            pushes, pulls and the averages inside a group: see :doc:`/reference/wire-formats`.
         overlap: whether a group computes its next gradient during an exchange, which makes that gradient one step
-            staler; for async_sgd: see docs/explanation/staleness.md.
+            staler; for async_sgd: see :doc:`/explanation/staleness`.
         server: ``"tcp://host:port"`` of a running parameter server (``lightning-omni serve``); ``"per-node"``, which
             starts one server on each node; or a `Server`. Without an address LIGHTNING_OMNI_SERVER is used, and the
             ranks join the run there (see `Elastic`); without that, rank 0 starts a server process for this run.
         elastic: True lets the ranks of this launcher join the run at ``server`` as one group, at any time; or an
-            `Elastic`. See docs/how-to/joining.md.
+            `Elastic`. See :doc:`/how-to/joining`.
         model_parallel: how the members of a group hold the model. None: each holds the whole model. ``"fsdp"`` or an
             `FSDP`: each holds a shard. ``ModelParallelStrategy(data_parallel_size=..., tensor_parallel_size=...)`` of
             Lightning: ``configure_model`` parallelizes and shards the module on the group's ``self.device_mesh``. See
-            docs/how-to/large-models.md.
+            :doc:`/how-to/large-models`.
         validation: ``"wait"``: all groups synchronize and validate together. ``"published"``: inside an epoch one group
-            validates while the others train on; see docs/how-to/validation.md.
+            validates while the others train on; see :doc:`/how-to/validation`.
         merged: name of a submodule that stays at the server, such as the last layers of a classifier. Its weights are
             never stale and never sent, only activations and their gradients are. No effect with one group. See
-            docs/how-to/merged-head.md.
+            :doc:`/how-to/merged-head`.
         **ddp: arguments of DDPStrategy (``find_unused_parameters``, ``timeout``, ``start_method``, ...).
 
     Attributes:
-        namespace: the names that it uses from its namespace of Lightning.
-        parts: its parts in this process, for callbacks of this package and for extensions.
-        world_options: how its ranks train, without Lightning's concerns.
-        ddp_options: arguments for DDPStrategy.
+        world_options: the arguments that a loop without Lightning would pass to `World`.
+        ddp_options: the arguments of DDPStrategy, as they were passed.
 
     Raises:
         ConfigurationError: an argument is wrong; the message names it.
