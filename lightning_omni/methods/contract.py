@@ -1,6 +1,6 @@
 """The contract of a method: a frozen value with a group side and a server side. No sockets, clocks or threads here.
 
-docs/contribute/extending.md explains both sides and their rules. Both keep all their state in `Replica.memory` and
+:doc:`/contribute/extending` explains both sides and their rules. Both keep all their state in `Replica.memory` and
 `ServerSide.state`; a driver may start a new generator whenever the present one requests a gradient.
 """
 

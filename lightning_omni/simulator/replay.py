@@ -63,7 +63,7 @@ def replay(
     """Repeat a recorded run of one optimizer.
 
     An optimizer at the server uses the recorded hyperparameters; optimizers at the workers keep their initial ones.
-    docs/reference/simulator.md has the limitations.
+    :doc:`/reference/simulator` has the limitations.
 
     Args:
         events: from `lightning_omni.server.event_log.read_record`, or as a recorder received them.

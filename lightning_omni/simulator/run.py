@@ -371,7 +371,7 @@ def simulate(
 ) -> Trace:
     """Train a model on a simulated cluster, in virtual time with real gradients.
 
-    Server, leases and both sides of the method are the objects of a real run; docs/contribute/simulator.md explains the
+    Server, leases and both sides of the method are the objects of a real run; :doc:`/contribute/simulator` explains the
     times. One group trains synchronously with any method, and its exchanges take no time.
 
     Args:

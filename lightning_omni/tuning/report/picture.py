@@ -1,4 +1,4 @@
-"""The picture of one search: the choice and why, speed forecast and measured, loss over time; and then the details."""
+"""The picture of one search: the choice and why, speed forecast and measured, loss over time, and details."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _CHOSEN = {"marker": "*", "s": 430, "color": CHOSEN, "edgecolor": "white", "zord
 def draw(summary: SearchSummary, heading: str, losses: Sequence[tuple[float, float]], monitor: str) -> Any:
     """Draw the picture as a matplotlib figure.
 
-    ``losses`` are seconds of training and validated losses, and ``monitor`` is the name of that loss.
+    ``losses`` are seconds of training and validated losses; ``when`` and ``foot`` are texts for the heading.
 
     Raises:
         ConfigurationError: matplotlib is missing.
@@ -138,10 +138,7 @@ def _bottleneck_of_choice(summary: SearchSummary) -> str:
 
 
 def _loss(axes: Any, summary: SearchSummary, losses: Sequence[tuple[float, float]], monitor: str) -> None:
-    """Draw the loss over time, and where the user's own setting is expected to be then.
-
-    Before the first validation there are only the batches that were timed.
-    """
+    """Draw the loss over time, and where the user's own setting is expected to be then."""
     if len(losses) < 2:
         axes.set_title("Loss of the timed batches")
         seconds, values = _timed(summary)
@@ -331,10 +328,7 @@ _MOMENTA = 20
 
 
 def _phase(axes: Any, summary: SearchSummary, figure: Any) -> None:
-    """Draw the predicted speed-up over groups and momentum, with the considered and the trained settings.
-
-    Each number of groups has its best exchange, with steps of the best size; one group keeps the user's momentum.
-    """
+    """Draw the predicted speed-up over groups and momentum, with the considered and the trained settings."""
     from matplotlib.colors import LogNorm
 
     low, high = summary.search.spec.space.momentum
@@ -380,7 +374,6 @@ def _phase(axes: Any, summary: SearchSummary, figure: Any) -> None:
 
 
 def _speed_up_with(summary: SearchSummary, groups: int, momentum: float) -> float:
-    """Return the speed-up with another momentum and equal steps."""
     best, scaling = summary.curve[groups], summary.search.scaling
     lr = scaling.lr(best.updates_per_batch, momentum, scaling.step(best))
     return summary.ratio(replace(best, momentum=momentum, lr=max(lr, 1e-12)))

@@ -1,4 +1,4 @@
-"""`TuningReport`: the searches of one fit, as files for people and for programs, and the HTML page of a report."""
+"""`TuningReport`: the searches of one fit, as files for people and for programs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TextTable:
     """The content of a table.
 
     Attributes:
-        heads: heads of the columns; if empty, the first column has the heads.
+        heads: heads of the columns; if empty, the first column has them.
         chosen: index of the marked row.
         bars: by column, how full each row's cell is, from 0 to 1.
     """
@@ -231,12 +231,12 @@ class TuningReport:
     """The searches of a fit, their results, and the predicted costs of other settings.
 
     Args:
-        rounds: the first search and the retunings, in their order.
-        target: value of ``monitor`` at which the run is over; None if none was named.
+        rounds: the first search and the retunings, in order.
+        target: value of ``monitor`` at which the run is over, if any.
         monitor: name of a metric. Seconds to the target are predicted for losses only.
-        times: the time spent so far; None before the run has trained.
+        times: the time spent so far, if the run has trained.
         validated: seconds of training, and value of ``monitor``, at the end of each validation.
-        written: when and where it was written; None if unknown.
+        written: when and where it was written, if known.
 
     Raises:
         ConfigurationError: there is no round.
@@ -261,7 +261,6 @@ class TuningReport:
 
     @cached_property
     def summaries(self) -> tuple[SearchSummary, ...]:
-        """Return the derived numbers of each round."""
         target = self.target if "loss" in self.monitor else None
         return tuple(SearchSummary(each.search, target, each.measured_after) for each in self.rounds)
 
@@ -316,11 +315,7 @@ class TuningReport:
     def save(self, folder: str | Path) -> list[Path]:
         """Write ``omni-tuning.json``, ``omni-tuning.html`` and, if matplotlib is installed, ``omni-tuning.png``.
 
-        Args:
-            folder: the folder, which is created if it is missing.
-
-        Returns:
-            The files.
+        A missing folder is created.
 
         Raises:
             ConfigurationError: a file cannot be written.
@@ -361,9 +356,6 @@ class TuningReport:
     def figure(self, which: int = -1) -> Any:
         """Return the picture of one round as a matplotlib figure, 1400 pixels wide.
 
-        Args:
-            which: index of the round; the last by default.
-
         Raises:
             ConfigurationError: matplotlib is missing.
         """
@@ -401,7 +393,7 @@ class TuningReport:
         return f'<iframe srcdoc="{text}" style="width: 100%; height: 900px; border: 0"></iframe>'
 
     def table(self) -> Table:
-        """Return a table for `rich.print`, with one row for each considered setting of all rounds."""
+        """Return a table for `rich.print`, with one row for each considered setting."""
         right = [Column(head, justify="right") for head in ("samples/s", "samples", NAMES["speed_up"])]
         table = Table(
             Column("setting"), Column("proposed by"), *right, title="OmniTuner", caption=escape(self.statement)

@@ -127,7 +127,7 @@ def is_same_exchange(one: Setting, other: Setting) -> bool:
 
 
 class _Axes:
-    """The axes of a space for scikit-optimize: the way of exchange, momentum, learning rate, user-defined dimensions.
+    """The axes for scikit-optimize: the way of exchange, momentum, learning rate, user-defined dimensions.
 
     The values of a list are integers, because scikit-optimize clips the proposals of label-encoded categories to the
     first two. A dimension with one value has no axis.
@@ -191,10 +191,7 @@ def _at(axis: Axis, place: Any) -> Any:
 
 
 def _surrogate(predict: Any) -> Any:
-    """Return a scikit-learn regressor that predicts with a function and does not fit anything.
-
-    scikit-optimize clones its estimator after each observation; this one is its own clone.
-    """
+    """Return a scikit-learn regressor that predicts with a function and does not fit anything."""
     from sklearn.base import BaseEstimator, RegressorMixin
 
     class PredictedSeconds(RegressorMixin, BaseEstimator):  # type: ignore[misc]
@@ -215,12 +212,10 @@ class Search(Evidence):
     """A search for the setting to train with next, driven by observations. Equal inputs give equal choices.
 
     Attributes:
-        overhead: seconds spent deciding and forming groups; the caller adds to it.
+        overhead: seconds spent deciding and forming groups, from the caller.
         considered: the settings that were compared for the choice.
 
     Args:
-        spec: the specification of the search.
-        observation: the measurements of the first batches.
         known: earlier measurements of the same ranks in one group, with other batches.
         segments: the segments that the run has trained since.
 
@@ -250,7 +245,6 @@ class Search(Evidence):
         self._chosen: tuple[Setting, str] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Rebuild the search from `to_dict` when it is copied or unpickled."""
         return type(self).from_dict, (self.to_dict(),)
 
     def to_dict(self) -> dict[str, Any]:
@@ -282,9 +276,7 @@ class Search(Evidence):
     def choice(self, asks: bool = True) -> Choice:
         """Return the setting with the shortest predicted time to the target, and the reasons.
 
-        Args:
-            asks: whether scikit-optimize proposes a setting, too; otherwise the best of the list is chosen. A choice
-                that was made before is returned unchanged.
+        With ``asks``, scikit-optimize proposes a setting, too. A choice that was made before is returned unchanged.
         """
         setting, why = self._chosen = self._chosen or self._choose(asks)
         return Choice(setting, why, self.forecast().of(setting) if self.observation.batches.is_finite else None)
@@ -307,8 +299,8 @@ class Search(Evidence):
     def _is_eligible(self, each: ConsideredSetting, listed: Setting) -> bool:
         """Return whether a setting is worth a change and no worse than the best of the list.
 
-        A setting that exchanges in another way must be clearly better. The largest expected improvement favours the
-        least certain setting, so that an unknown value in a user-defined dimension is tried.
+        A setting that exchanges in another way must be clearly better; an unknown value in a user-defined dimension may
+        be tried.
         """
         most = risk_adjusted_seconds(self, listed)
         tried = {segment.setting.further for segment in self.segments} - {self.start.further}
