@@ -64,7 +64,7 @@ def tall_table_of(rows: Sequence[Mapping[str, str]], title: str | None = None) -
 
 
 def print_line(line: str) -> None:
-    """Print a line, unbroken because programs and the clipboard read it."""
+    """Print a line unbroken, for programs and the clipboard."""
     _output().print(Text(line), soft_wrap=True)
 
 
@@ -74,7 +74,7 @@ def print_sentence(sentence: str) -> None:
 
 
 def log(console: Console, line: str, style: str | None = None, highlight: bool | None = None) -> None:
-    """Print an unbroken line, or lose it if the output fails (the disk is full, the reader is gone)."""
+    """Print an unbroken line, or drop it if the output fails (full disk, no reader)."""
     with suppress(OSError, SystemExit):  # rich ends the program if a pipe has lost its reader
         console.print(line, style=style, soft_wrap=True, markup=False, highlight=highlight)
 
@@ -111,11 +111,7 @@ class CommandOutput(NamedTuple):
 
 @contextmanager
 def command_output() -> Iterator[CommandOutput]:
-    """Show results when they are found, and announce each wait in between.
-
-    On a terminal, the announcement is a line that disappears; otherwise a line on standard error for each wait of more
-    than a second.
-    """
+    """Show results when they are found, and announce each wait in between."""
     console, timers = _output(), list[threading.Timer]()
 
     def is_over() -> None:
@@ -147,7 +143,7 @@ def _output() -> Console:
 
 
 def check_file(option: str, path: Path) -> None:
-    """Raise `ConfigurationError`, with the ``option``, if a file cannot be written; the file stays as it is."""
+    """Raise `ConfigurationError`, with the ``option``, if a file cannot be written; leave the file as it is."""
     folder = path.resolve().parent
     if not folder.is_dir():
         raise ConfigurationError(

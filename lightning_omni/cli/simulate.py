@@ -95,7 +95,7 @@ OnProgress = Callable[[float, str], None]
 
 @dataclass(frozen=True)
 class Entrant:
-    """A method with its groups; ``name`` is as the user wrote it."""
+    """A method with its groups; ``name`` is the user's text."""
 
     name: str
     method: Method
@@ -103,7 +103,7 @@ class Entrant:
 
     @classmethod
     def of(cls, name: str, devices: int, groups: int | None) -> Entrant:
-        """Parse the name of a method, as in ``"softsync:n=2@8"``; by default as many groups as devices."""
+        """Parse a method, as in ``"softsync:n=2@8"``; by default with as many groups as devices."""
         text, _, own = name.partition("@")
         if own and not own.isdecimal():
             raise ConfigurationError(f"{name}: after @ stands the number of groups, as in {text}@4")
@@ -133,7 +133,7 @@ class Run:
 
 
 def run(names: Sequence[str], settings: SimulationSettings, together: bool = False) -> int:
-    """Run a whole command; ``together`` in one picture, with a learning rate for each method unless one is given."""
+    """Run the command; ``together`` in one picture, with a learning rate found for each method if none is given."""
     if settings.picture:
         check_can_draw(remedy=", or pass --no-picture")
     task = Task.of(settings)

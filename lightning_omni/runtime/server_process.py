@@ -72,13 +72,13 @@ class RunServer:
     """The servers of a run, each with a partition of the parameters: it starts, finds and ends them.
 
     Args:
-        rank: this rank. Rank 0 starts the server; with one server per node, the first rank of each node starts that.
+        rank: this rank. Rank 0 starts the server; with one per node, the first rank of each node.
         options: the run's options.
         ranks_per_node: number of ranks on each node.
-        shares: required number of servers, one for each share of a sharded model; None for the number in the options.
+        shares: required number of servers, one for each share of a sharded model; None for that in the options.
 
     Attributes:
-        process: process of the embedded server, on rank 0; a process that was started in advance may be set here.
+        process: process of the embedded server, on rank 0; one that was started in advance may be set here.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class RunServer:
         return 0 if self._options.server.address is None and not self.per_node else None
 
     def nodes_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Return the node of each rank; empty if all are on one, or if some belong to another launcher."""
+        """Return the node of each rank; empty if all are on one, or some belong to another launcher."""
         known = [node for node, count in enumerate(self._ranks_per_node) for _ in range(count)]
         found = tuple(known[rank] for rank in ranks if rank < len(known))
         return found if len(found) == len(ranks) and len(set(found)) > 1 else ()
@@ -172,7 +172,7 @@ class RunServer:
             self._failure = error
 
     def share(self, address: str, key: bytes) -> None:
-        """Let the further servers of this rank join the coordinating one, and wait for them.
+        """Let this rank's further servers join the coordinating one, and wait for them.
 
         Raises:
             ConfigurationError: a server could not be started.
@@ -200,7 +200,7 @@ class RunServer:
     def stop(self, has_failed: bool = False) -> None:
         """End the embedded servers, and wait for them and for those that were dismissed.
 
-        If this rank has failed, and not the run, its further servers continue.
+        If this rank has failed, its further servers continue.
         """
         if self._keeper is not None:
             self._keeper.stop()
@@ -221,7 +221,7 @@ class RunServer:
         self._shares, self._dismissed, self._failure = {}, [], None
 
     def find(self, broadcast_text: Callable[[str], str]) -> tuple[str, bytes, str]:
-        """Return address, key and a name for the run, which rank 0 sends to all; its failure is an error on all ranks.
+        """Return address, key and a name for the run, which rank 0 sends to all.
 
         Raises:
             ConfigurationError: there is no server, and none could be started.

@@ -1,8 +1,7 @@
 """The transports between ranks and server, and their registry. No sockets, clocks or threads.
 
-A transport provides for a rank its control connection (`Control`), its data connection (`Data`) and a leader's
-connections to other leaders (`Peers`), and for the server the driver of its state machine (`Served`). The default is
-ZeroMQ.
+A transport provides a rank's control connection (`Control`) and data connection (`Data`), a leader's connections to
+other leaders (`Peers`), and the driver of the server's state machine (`Served`).
 
 Rule 1: messages on a control connection arrive in order, and so do messages on a data connection.
 Rule 2: a request has one answer. A refusal is raised as `Refused`, and the end of the run as the error that caused it.
@@ -57,7 +56,7 @@ def allowed(core: ServerCore, channel: m.Channel, peer: Peer, data: bytes | memo
     """Decode and check a message before its payload of ``nbytes``, for a transport that receives it first.
 
     Raises:
-        ProtocolError: the message is invalid or not allowed; answer with `refusal`, and do not keep the payload.
+        ProtocolError: the message is invalid or not allowed; answer with `refusal`.
     """
     message = core.decode(channel, data)
     if channel == m.CONTROL:
@@ -141,8 +140,7 @@ class Transport(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
             world_size: number of ranks; 0 if this one was not announced and joins a running run, under its own number.
             layout: the parameters of all optimizers; every rank must have the same.
             on_end: called, perhaps from another thread, when this rank must stop.
-            silence: seconds without a sign of life after which the server may end the connection, if the transport can
-                send such signs without Python; 0 for never.
+            silence: seconds without a sign of life after which the server may end the connection; 0 for never.
 
         Raises:
             ConnectionLost: the server cannot be reached.

@@ -58,7 +58,7 @@ class FormedGroups:
         return self.topology.alive if self.topology is not None else ()
 
     def form(self, topology: Topology, names: Sequence[str], by_member: bool) -> None:
-        """Form groups, with one unique name for each; without names, numbers are used."""
+        """Form groups, with one unique name for each, by default its number."""
         names = names or [str(group) for group in range(len(topology.groups))]
         if len(names) != len(topology.groups) or len(set(names)) != len(names):
             raise ProtocolError(f"names={tuple(names)}: {len(topology.groups)} groups need as many different names")
@@ -154,7 +154,7 @@ class RankNumbers:
     Attributes:
         given: numbers from this one on are free.
         lost: name of the run that groups were about to join at an earlier server, which has saved none of it: the next
-            run is this one, begun again. With `AGAIN` if a rank had joined; empty for none.
+            run is this one, begun again; with `AGAIN` if a rank had joined.
     """
 
     def __init__(self) -> None:
@@ -168,8 +168,7 @@ class RankNumbers:
         Args:
             peer: connection of the group.
             ranks: number of its ranks.
-            run: suffix of the run's name if this group begins it, after `JOINS` or the name of the run that begins
-                again.
+            run: suffix of the run's name if this group begins it.
             announced: number of announced ranks; 0 if the run has not begun.
 
         Returns:
@@ -197,7 +196,7 @@ class RankNumbers:
         self._claim = None
 
     def withdraw(self, peer: bytes) -> None:
-        """Forget a group whose connection has ended; if it was about to begin the run, another group may."""
+        """Forget a group whose connection has ended; if it was about to begin the run, another may."""
         self._enlisted.pop(peer, None)
         if self._claim is not None and self._claim[0] == peer:
             self._claim = None
@@ -226,9 +225,9 @@ class Member:
     """An admitted rank.
 
     Attributes:
-        peer: its control connection; empty after a restart of the server, until the rank has reconnected.
+        peer: its control connection; empty after a restart of the server, until it reconnects.
         session: secret that it shares with the server; it is never sent.
-        got_on: last time at which it had made progress, or was exempt from the check for progress.
+        got_on: last time at which it had made progress, or was exempt from the check.
         host: address from which it has connected, if the transport provides it.
     """
 
@@ -362,7 +361,7 @@ class Roster:
             self._challenged.pop(next(iter(self._challenged)))
 
     def admit(self, peer: bytes, proof: Proof, now: float) -> tuple[Hello, bytes]:
-        """Check the answer to a challenge, and admit the rank; return its hello, and the challenge.
+        """Check the answer to a challenge, and admit the rank; return its hello and the challenge.
 
         Raises:
             Refused: wrong key, another run, another model, an invalid rank, or an unknown run of an earlier server.
@@ -399,7 +398,7 @@ class Roster:
         return hello, challenge
 
     def _gone_with_its_server(self, hello: Hello) -> str:
-        """Return why a rank cannot continue the run that it joined at an earlier server, or an empty string."""
+        """Return why a rank cannot continue the run that it joined at an earlier server, or ""."""
         joins = hello.run.startswith(JOINS)
         is_unknown = self._first is None and (hello.returns or (joins and not hello.world_size))
         here = self.run or self.numbers.claimed or self.numbers.lost
@@ -438,7 +437,6 @@ class Roster:
         }
 
     def load(self, state: dict[str, Any], now: float) -> None:
-        """Continue from a `state`, whose ranks count as seen at ``now``."""
         self._first, self._began = msgspec.msgpack.decode(state["first"], type=Hello), now
         self.lost, self.gone, self.barred = dict(state["lost"]), set(state["gone"]), set(state["barred"])
         self.barred_hosts = set(state["barred_hosts"])
@@ -467,11 +465,10 @@ class Roster:
         return late
 
     def stalled(self, now: float, timeout: float, contributed: Container[int]) -> list[tuple[int, str]]:
-        """Return one rank of each group that is alive without progress for too long, with a message about it.
+        """Return one rank of each group that is alive without progress for too long, with a message.
 
-        The members of a group wait for one another, so a group is stalled only if none of its ranks makes progress.
-        Ranks in ``contributed`` do not count: they wait for all ranks, and the others of their group not for them.
-        Groups whose loss would end the run are skipped.
+        A group is stalled only if none of its ranks makes progress. Ranks in ``contributed`` do not count: they wait
+        for all ranks. Groups whose loss would end the run are skipped.
         """
         late = []
         for group in self.groups:
@@ -488,10 +485,7 @@ class Roster:
         return not self.joining and (len(self.groups) == 1 or self.recorder in self.formed.members(group))
 
     def lose(self, rank: int, reason: str, barred: bool = False) -> tuple[int | None, bool]:
-        """Remove a dead rank's group; return its number, or None, and whether the run is over.
-
-        If ``barred``, it must not rejoin by itself.
-        """
+        """Remove a dead rank's group; return its number, or None, and whether the run is over."""
         group = self.formed.group_of(rank)
         if group < 0 or self.ends_with(group):
             self.lost[rank] = reason

@@ -102,7 +102,6 @@ def saved_weights(path: str | Path) -> dict[str, Tensor]:
 
 
 def _last_of(folder: Path) -> dict[str, Any]:
-    """Return the last save, which a server may replace meanwhile."""
     for attempt in range(_ATTEMPTS):
         numbers = numbers_in(folder, SAVED)
         file = file_of(folder, SAVED, numbers[-1]) if numbers else folder / ENDED

@@ -1,12 +1,12 @@
 """The server's state on disk, from which another server can continue when this one is gone.
 
 A save is a file of plain data and tensors (`lightning_omni.wire.codec`), written beside the last one and then renamed.
-Each has a journal (`lightning_omni.wire.journal`) of the answers sent to ranks after it. The operating system has every
-entry before the answer is sent, so the journal outlives the process.
+Each has a journal (`lightning_omni.wire.journal`) of the answers sent to ranks after it. Every entry is written before
+the answer is sent.
 
 Rule 1: the state is copied between two messages, while the server waits; a separate thread writes the copy.
-Rule 2: a failed save is repeated when the next one is due, and the last save stays until another one is written. If the
-journal lacks an entry, no server continues from an earlier save, because it would contradict answers that ranks have.
+Rule 2: a failed save is repeated when the next one is due, and the last one stays until then. If the journal lacks an
+entry, no server continues from an earlier save, which would contradict answers that ranks have.
 Rule 3: several servers save a consistent state by a command of the coordinating server, which alone has a journal. A
 save counts once all have written theirs.
 """
@@ -90,7 +90,7 @@ class StateDirectory:
         servers: number of servers; this one coordinates.
 
     Attributes:
-        restored: number of the save that the server continues from; 0 if there is none.
+        restored: number of the save that the server continues from; 0 for none.
 
     Raises:
         ConfigurationError: the directory cannot be used, or another server uses it.
@@ -146,7 +146,7 @@ class StateDirectory:
         self._begun = ""  # name of the run in the last `_BEGUN` file
 
     def restore(self, core: ServerCore) -> str:
-        """Continue the saved run, if any; return a sentence about it, or nothing."""
+        """Continue the saved run, if any; return a sentence about it, or ""."""
         core.reconnect_timeout, core.started_at_ms = self._reconnect_timeout, self._start()
         saves = self._whole()
         self._remove_parts(set(saves[-1:]))
@@ -178,7 +178,7 @@ class StateDirectory:
         """Choose, record and return this server's start time in milliseconds.
 
         The lock file's modification time stores it, so that it is later than those before even if the clock was set
-        back; that needs no space on a full disk.
+        back.
         """
         started = max(time.time_ns(), os.fstat(self._lock).st_mtime_ns + _MILLISECOND) // _MILLISECOND
         with contextlib.suppress(OSError):
@@ -315,7 +315,7 @@ class StateDirectory:
         self._failures.write(_LOST, error)
 
     def _note_begun(self, core: ServerCore) -> None:
-        """Record a run that groups join on their own: if this server is lost now, they begin the run again."""
+        """Record a run that groups join on their own: if this server is lost now, they begin it again."""
         begun = _as_begun(core)
         if begun == self._begun or not _NAME.fullmatch(begun):  # ranks choose the name, which may be any text
             return
@@ -325,7 +325,7 @@ class StateDirectory:
             (self._path / f"{_BEGUN}{begun}").touch(mode=0o600)
 
     def _forget_begun(self) -> None:
-        """Remove that record once part of the run is saved, or cannot be: a long run is not begun again."""
+        """Remove that record once part of the run is saved, or cannot be."""
         with contextlib.suppress(OSError):
             for begun in self._path.glob(f"{_BEGUN}*"):
                 begun.unlink()
@@ -387,10 +387,7 @@ class StateDirectory:
 
 
 class ShareDirectory:
-    """The directory in which a server saves its share, at the coordinating server's command.
-
-    The coordinating server's lock on its own directory protects this one.
-    """
+    """The directory in which a server saves its share, at the coordinating server's command."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
@@ -453,7 +450,7 @@ def _as_begun(core: ServerCore) -> str:
 def _take(lock: int) -> None:
     """Lock a file, or raise `BlockingIOError`.
 
-    A successor may start before the system has ended the killed server, which holds the lock until then.
+    A successor may start before the system has ended the killed server.
     """
     deadline = time.monotonic() + _RELEASE
     while True:

@@ -1,6 +1,6 @@
 """Messages between leaders without a server: published weights that others read, and an inbox that they fill.
 
-A thread of each leader serves its one socket, even while the leader computes. Received weights are summed on arrival.
+A thread of each leader serves its one socket. Received weights are summed on arrival.
 """
 
 from __future__ import annotations
@@ -367,7 +367,7 @@ class PeerConnections:
 class PeerWires(PeerConnections):
     """The connections of a leader with the other leaders, in both directions.
 
-    Unless ``everywhere``, only leaders on this machine must be able to reach it.
+    Unless ``everywhere``, only leaders on this machine can reach it.
     """
 
     def __init__(

@@ -76,7 +76,7 @@ BURST = 64
 class CoordinatorLink:
     """A control connection to the coordinating server: it receives commands and sends reports.
 
-    ``address`` is that of this server's data socket, as ranks can reach it.
+    ``address`` is that of this server's data socket, as ranks reach it.
     """
 
     def __init__(self, core: ServerCore, coordinator: str, address: str, encryption: str) -> None:
@@ -140,7 +140,7 @@ class CoordinatorLink:
 def reachable(bound: str, coordinator: str) -> str:
     """Return the address of a socket of this machine as ranks can reach it.
 
-    If the coordinating server runs on this machine, that is all interfaces: ranks replace the host.
+    If the coordinating server runs on this machine, it names all interfaces: ranks replace the host.
     """
     if is_private(bound) or urlsplit(bound).hostname != EVERYWHERE:
         return bound
@@ -197,8 +197,7 @@ class ZeroMQServer:
         port: port of the control socket; 0 takes a free one, as for ``data_port``.
         directory: directory to listen in instead of on TCP ports; it is removed when the server closes.
         encryption: ``"curve"`` or ``"off"`` for TCP. With ``"off"``, strangers can read and alter the network traffic,
-            and the server holds the bytes of one in memory until the guard ends it (within `guard.ADMISSION_TIME`, or
-            after `guard.STRANGERS_MAY_SEND` bytes where the system counts them).
+            and the server holds the bytes of one in memory until the guard ends it.
         shared_memory: whether leaders may share memory with the server; only in a directory.
 
     Raises:
@@ -423,7 +422,7 @@ class ZeroMQServer:
         return buffer
 
     def _probe_connections(self) -> None:
-        """Detect ended connections of ranks far sooner than by missing heartbeats."""
+        """Detect ended connections of ranks sooner than by missing heartbeats."""
         for peer in self.core.peers:
             if not self._reach([peer, PROBE]):
                 self._send(self.core.hang_up(peer))
