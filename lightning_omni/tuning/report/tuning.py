@@ -279,7 +279,7 @@ class TuningReport:
     def statement(self) -> str:
         """Return a sentence about the last search."""
         text = self.summaries[-1].statement
-        return text if len(self.rounds) == 1 else f"since epoch {self.rounds[-1].epoch} {text}"
+        return text if len(self.rounds) == 1 else f"since epoch {self.rounds[-1].epoch}: {text}"
 
     # --- Files -------------------------------------------------------------------------------------------------------
 
