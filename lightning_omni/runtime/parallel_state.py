@@ -160,7 +160,7 @@ class ParallelState:
 
     @property
     def topology(self) -> Topology:
-        """Return the compute groups. Setting them sets this rank's place among them, which each step reads often."""
+        """Return the compute groups. Setting them sets this rank's place among them."""
         return self._topology
 
     @topology.setter
@@ -289,7 +289,6 @@ class ParallelState:
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """Return the ranks that have been lost."""
         return self.control.lost if self.control else ()
 
     @property
@@ -299,7 +298,6 @@ class ParallelState:
 
     @property
     def has_joined(self) -> bool:
-        """Return whether this rank's group has joined a running run."""
         return self.joins_running_run and self.control is not None
 
     @property
@@ -310,7 +308,6 @@ class ParallelState:
 
     @property
     def live_groups(self) -> tuple[int, ...]:
-        """Return the numbers of the groups that have lost no rank."""
         lost = set(self.lost)
         return tuple(g for g in self.topology.alive if not lost.intersection(self.topology.members(g)))
 
@@ -331,7 +328,6 @@ class ParallelState:
 
     @property
     def compute_group(self) -> Any:
-        """Return the process group of `members`."""
         return self.process_groups.compute(self.topology)
 
     @property
@@ -404,7 +400,6 @@ class ParallelState:
         return unpack(packed, torch.tensor([*values], dtype=torch.uint8), copy=True)
 
     def barrier(self) -> None:
-        """Wait until all live ranks call this."""
         self.process_groups.barrier()
 
 

@@ -85,7 +85,10 @@ class ServerStore:
         return whole
 
     def seed(self, parts: Sequence[dict[str, Any]]) -> None:
-        """Send weights and optimizers to the servers, to each its share. The recorder calls it."""
+        """Send weights and optimizers to the servers, to each its share. The recorder calls it.
+
+        ``parts`` are those of `Snapshots.seed`.
+        """
         requests = self._connections()
         parts = [self._cut_again(self._parallel.parts[index], part, requests.count) for index, part in enumerate(parts)]
         seeds = []
@@ -247,7 +250,7 @@ class ServerExchange:
     def send(self, ask: ServerRequest) -> None:
         """Send a request to the server without waiting for its answer, which `receive` returns.
 
-        A group has one exchange in flight: the answer to another optimizer's request is received first.
+        A group has one exchange in flight: the answer to another optimizer's request is received first, and kept.
         """
         parallel, part, route = self._parallel, self._parallel.parts[ask.optimizer], self._route(ask)
         if parallel.share is not None:
@@ -448,7 +451,7 @@ class ServerExchange:
 
     @property
     def is_free(self) -> bool:
-        """Return whether no exchange is in flight, so that the server answers the next request at once."""
+        """Return whether no exchange is in flight."""
         return self._travels is None
 
     def _free_connections(self) -> Requests:

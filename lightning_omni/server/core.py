@@ -307,7 +307,6 @@ class ServerCore:
 
     @property
     def is_quiet(self) -> bool:
-        """Return whether no group waits for the answer to a push."""
         return self._training.all_answered
 
     @property

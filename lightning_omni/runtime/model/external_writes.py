@@ -37,8 +37,8 @@ class ExternalWrites:
 
     Attributes:
         buffers: returns the model's buffers.
-        others: returns the model's parameters, and averages of them that a callback keeps: no optimizer may move a
-            target network.
+        others: returns the model's parameters, and averages of them that a callback keeps: a target network, for
+            example, is written although no optimizer moves it.
         switched: returns whether the user has replaced attached optimizers.
         reattach: attaches the present optimizers.
         are_validations_apart: whether one group validates while others train.
