@@ -28,8 +28,9 @@ class Jitter:
 
     Args:
         kind: distribution of the factor; ``"exponential"`` makes the whole time exponential.
-        cv: standard deviation over mean, 0 or more; the exponential's is always 1. A normal factor is cut off at 0.05,
-            so its mean is 1 for a ``cv`` of up to about 0.4.
+        cv: standard deviation over mean, 0 or more, for ``"normal"``, ``"lognormal"`` and ``"gamma"``; the
+            exponential's is always 1. A normal factor is cut off at 0.05, so its mean is 1 for a ``cv`` of up to about
+            0.4.
 
     Raises:
         ConfigurationError: an argument is out of range.
@@ -341,10 +342,9 @@ class Cluster:
         jitter: Jitter | None = None,
         **network: Any,
     ) -> Cluster:
-        """Make a cluster of devices of different speeds.
+        """Make a cluster of devices of different speeds; ``network`` are other arguments of the cluster.
 
-        A device of speed 2 takes half the times, which are those of `Device` at speed 1; ``network`` are other
-        arguments of the cluster.
+        ``seconds_per_sample`` and ``overhead`` are times at speed 1; a device of speed 2 takes half of them.
         """
         for speed in speeds:
             if not 0 < speed < math.inf:

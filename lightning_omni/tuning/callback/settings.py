@@ -232,7 +232,7 @@ class AppliedSetting:
     """The setting of one fit.
 
     Attributes:
-        seconds_to_form: seconds that forming several groups took last; `FORMING` before.
+        seconds_to_form: seconds that the last formation of several groups took; `FORMING` before the first.
         rollback_point: the state of the run before its choice, with later weights once it has learnt, if known.
     """
 

@@ -5,7 +5,8 @@
     all-reduce of k members = (k - 1) / k × 2 a + (k - 1) × 2 l
     exchange = delay + service at shared resources, and the wait for it (`lightning_omni.tuning.model.queueing`)
 
-Groups do not wait for each other elsewhere, so an update follows every 1 / Σ 1 / (step of each group) seconds.
+Here a is the time of the gradient's bytes on a link, and l that of one message. Groups wait for each other only at
+shared resources, so an update follows every 1 / Σ 1 / (step of each group) seconds.
 
 With S servers, each takes 1 / S of the service. The delay that does not depend on bytes counts twice, because the
 servers agree on each update. If each node has a server, 1 / S of an exchange crosses no link. The fitted costs are
