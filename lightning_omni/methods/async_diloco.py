@@ -1,4 +1,4 @@
-"""Asynchronous DiLoCo: no barrier, momentum that waits for a full buffer, and fewer local steps for slow groups."""
+"""Asynchronous DiLoCo."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
         activation: c, 0 to 1/N: the part of the momentum that is applied with every arrival.
         dynamic_steps: whether slow groups make fewer steps.
         min_steps: the fewest local steps of any group; with fragments, at least P.
-        fragments: P, fragments of equal bytes, exchanged in turn; P divides H.
+        fragments: P, fragments of equal bytes, exchanged one after the other; P divides H.
 
     Raises:
         ConfigurationError: an argument is out of range.

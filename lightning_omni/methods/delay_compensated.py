@@ -1,4 +1,4 @@
-"""Delay-compensated asynchronous SGD: a first-order estimate of the gradient at the present weights."""
+"""Delay-compensated asynchronous SGD."""
 
 from __future__ import annotations
 

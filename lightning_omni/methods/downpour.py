@@ -1,4 +1,4 @@
-"""Downpour SGD and GPU A-SGD: groups train alone for some steps between pushes and fetches."""
+"""Downpour SGD and GPU A-SGD."""
 
 from __future__ import annotations
 

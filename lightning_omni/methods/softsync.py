@@ -1,4 +1,4 @@
-"""Hardsync and n-softsync: the server steps with the mean of all groups' gradients, or of any c of them."""
+"""Hardsync and n-softsync."""
 
 from __future__ import annotations
 

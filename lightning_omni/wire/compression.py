@@ -1,4 +1,4 @@
-"""The formats in which a run sends tensors: pushes and pulls of the groups, and averages inside a group."""
+"""The formats of pushes, of pulls, and of averages inside a group."""
 
 from __future__ import annotations
 

@@ -156,7 +156,6 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def reals(self) -> tuple[int, ...]:
-        """Return the number of real values of each entry: a complex element counts as two."""
         return tuple(prod(spec.local_shape) * (1 + DTYPES[spec.dtype].is_complex) for spec in self.specs)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The settings of a fit: those that a search covers, and the one that the run trains with, on every rank."""
+"""The settings of a fit: those to search, and the one in use, on every rank."""
 
 from __future__ import annotations
 

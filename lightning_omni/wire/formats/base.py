@@ -120,12 +120,11 @@ class WireFormat(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
 
     @property
     def pushes(self) -> WireFormat:
-        """Return the format of pushes."""
         return self
 
     @property
     def answers(self) -> WireFormat:
-        """Return the format of answers to pushes."""
+        """Return the format of answers."""
         return RAW
 
     def sizes(self, layout: Layout) -> tuple[int, int]:
