@@ -56,14 +56,8 @@ def check_number(
 ) -> None:
     """Raise `ConfigurationError` unless a value is a number in a range; text, booleans and NaN are not.
 
-    Args:
-        name: name of the argument, or ``Value(name`` for an argument of a value.
-        value: its value.
-        what: valid values, in words.
-        low: inclusive lower bound.
-        high: inclusive upper bound.
-        above: exclusive lower bound.
-        below: exclusive upper bound.
+    ``name`` is the argument's, or ``Value(name`` for an argument of a value; ``what`` are the valid values, in words.
+    ``low`` and ``high`` are inclusive bounds, ``above`` and ``below`` exclusive ones.
 
     Example:
         >>> check_number("target", 0.88, "a number")
@@ -84,7 +78,6 @@ def check_whole(name: str, value: Any, what: str, low: int = 0, high: int | None
 
 
 def check_kind(name: str, value: Any, kinds: type | tuple[type, ...], what: str) -> None:
-    """Raise `ConfigurationError` unless a value has one of these classes."""
     if not isinstance(value, kinds):
         raise _refused(name, value, what)
 

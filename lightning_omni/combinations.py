@@ -1,7 +1,6 @@
 """The table of pairs of features that do not work together. Every refusal of a pair reads it.
 
-A pair that would need code of its own is refused at construction, with a remedy. docs/reference/combinations.md prints
-the table.
+A pair that would need code of its own is refused at construction, with a remedy.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ class Trait(NamedTuple):
     setting: str = ""
 
     def given(self, method: Method) -> str:
-        """Return the method as a message names it."""
         setting = f"({self.setting}={getattr(method, self.setting)!r})" if self.setting else ""
         return f"method={type(method).__name__}{setting}"
 

@@ -433,7 +433,6 @@ def _check_ports(given: Mapping[str, int | None]) -> None:
 
 
 def _check_servers(servers: int, here: int, number: int, coordinator: str, record: Path | None) -> int:
-    """Check the options for several servers, and return the number of servers on this machine."""
     if servers < 1 or not 0 <= here <= servers:
         raise ConfigurationError(
             f"--servers {servers} --servers-here {here}: pass the number of servers, and how many of them run here"

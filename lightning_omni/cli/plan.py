@@ -57,7 +57,6 @@ def _check_wire(wire: str, methods: Sequence[str]) -> None:
 
 
 def _asked_all_reduce(all_reduce: str, known: PlanSource) -> tuple[str, ...]:
-    """Return the requested all-reduce format, unless it is the exact one."""
     if _as_option("all-reduce", lambda: all_reduce_of(all_reduce)) == EXACT:
         return ()
     if not known.profile.shapes:

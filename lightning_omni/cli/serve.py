@@ -228,7 +228,6 @@ class StandaloneServer:
             log(self._console, self._continued)
 
     def _is_over(self) -> bool:
-        """Do periodic work between messages, and return whether to stop."""
         if self._states is not None:
             self._states.poll(self._core)
         if self._log is not None:

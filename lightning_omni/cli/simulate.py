@@ -117,7 +117,6 @@ class Entrant:
 
     @property
     def waits(self) -> bool:
-        """Return whether the method waits for exchanges, even if overlap is requested."""
         return len(self.topology.alive) > 1 and not isinstance(self.method, AsyncSGD)
 
 

@@ -38,13 +38,10 @@ QUIET_POLLS = 3
 def new_named_group(name: str, ranks: Sequence[int], timeout: timedelta) -> Any:
     """Create a process group as ``torch.distributed.new_group`` does, by its members alone and under a given name.
 
-    torch's own name contains the rank's number of groups, so that ranks with different histories would not find each
+    torch's own name contains the rank's number of groups, by which ranks with different histories would not find each
     other. The communicator is not split off that of the default group; see `unbound`.
 
-    Args:
-        name: the same on all members, and never used before with this default process group.
-        ranks: the members.
-        timeout: time after which an incomplete collective is an error.
+    ``name`` is the same on all members, and was never used before with this default process group.
 
     Raises:
         UnsupportedError: this release of torch names process groups in another way.
@@ -92,7 +89,6 @@ def store_of(group: Any) -> Any:
 
 
 def collectives_of(group: Any) -> int:
-    """Return how many collectives of a process group this rank has begun; 0 if its backend does not count them."""
     try:
         return int(group._get_sequence_number_for_group())
     except (AttributeError, RuntimeError):
@@ -100,7 +96,7 @@ def collectives_of(group: Any) -> int:
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh from which a submesh such as ``mesh["data_parallel"]`` was taken, or the mesh itself."""
+    """Return the root of a submesh such as ``mesh["data_parallel"]``, or the mesh itself."""
     if hasattr(mesh, "_get_root_mesh"):
         root: DeviceMesh = mesh._get_root_mesh()
         return root
@@ -108,10 +104,7 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def forget_meshes() -> None:
-    """Clear torch's caches of sharding, which mistake a new mesh for an equal one of an earlier run.
-
-    Meshes of the same ranks are equal; the process groups of the earlier one may be gone.
-    """
+    """Clear torch's caches of sharding, which mistake a new mesh for an equal one of an earlier run."""
     with suppress(AttributeError):
         DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
     with suppress(AttributeError):  # newer releases of torch have this one, too
@@ -151,8 +144,8 @@ def wait_for_gloo_at_exit() -> None:
 
     A thread of gloo may free a collective's tensors after it has reported it as done, under the interpreter's lock.
     Before Python 3.14, a thread that requests the lock too late ends the process with "terminate called without an
-    active exception". Destroying the process groups does not help: their threads live as long as a
-    DistributedDataParallel holds the group. Only Linux reports a thread's state; elsewhere the exit is not delayed.
+    active exception". Destroying the process groups does not help. Only Linux reports a thread's state; elsewhere the
+    exit is not delayed.
     """
     atexit.register(_wait_for_gloo)
 

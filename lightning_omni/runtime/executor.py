@@ -36,10 +36,7 @@ from lightning_omni.wire.partition import check_by_parts
 class Executor:
     """The operations in which one group and several groups differ; this base class is for one group.
 
-    One group is plain DistributedDataParallel.
-
-    Args:
-        heads: the merged heads, which are ordinary modules with one group.
+    With one group the merged heads are ordinary modules.
 
     Attributes:
         exchanges: whether several groups train and exchange.
@@ -327,7 +324,6 @@ def evaluating(
 
 
 def _check_collectives(optimizer: Optimizer, members: Collection[int]) -> None:
-    """Raise `UnsupportedError` if an optimizer has collectives with other ranks than these, as ZeRO may."""
     if others := ranks_elsewhere(optimizer, members):
         raise UnsupportedError(
             f"a {type(optimizer).__name__} whose process group has ranks of other compute groups"

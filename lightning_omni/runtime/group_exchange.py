@@ -77,13 +77,11 @@ class GroupBroadcast:
         return _broadcast_bytes(note if self._parallel.is_leader else None, self.broadcast)
 
     def broadcast_tree_to_replicas(self, tree: Any) -> Any:
-        """Return plain data and tensors of the rank that exchanges a share, on all with the same share."""
         if self._parallel.replicas == 1:
             return tree
         return _broadcast_tree(tree, self._parallel.exchanges, self.broadcast_to_replicas)
 
     def broadcast_tree_to_all(self, tree: Any, source: int) -> Any:
-        """Return plain data and tensors of one rank on all live ranks, at a synchronization point."""
         live = self._parallel.process_groups.live
         place = live.ranks.index(source)
 
@@ -212,7 +210,7 @@ class PeerExchange:
         )
 
     def grow(self, index: int, layout: Layout) -> None:
-        """Change the layout of one optimizer's weights, and drop tensors that peers have sent in the old one."""
+        """Change the layout of an optimizer's weights; drop tensors that peers have sent in the old one."""
         if self._peers is not None:
             self._peers.grow(index, layout)
 

@@ -1,7 +1,7 @@
 """A rank's view of leased data: the samples of its next batch, and the DataLoader that loads them.
 
 With one group the leases are drawn from a local book, and the batches are those of DistributedSampler. With several
-they are drawn from the server's book. The members of a group agree without a collective.
+they are drawn from the server's book.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ class RankLeases(LeaseClient):
     """The batches of one rank, epoch after epoch, drawn from the server's book or from a local one.
 
     Args:
-        world_size: number of ranks N at the start.
         batch_size: samples in one rank's batch.
         total: positions in an epoch's permutation.
         rank: this rank, which gets DistributedSampler's samples until `assign` places it in a group.
         before_epoch: called with the epoch's number before samples are drawn from the server's book.
         is_local: whether no server is needed.
-        shares: each member's samples of a whole batch, if they differ; see `set_batch_shares`.
+        shares: see `set_batch_shares`.
         dataset_size: samples in the dataset, if they differ from ``total``.
 
     Attributes:
@@ -62,12 +61,10 @@ class RankLeases(LeaseClient):
 
     @property
     def place(self) -> tuple[int, int]:
-        """Return the epoch and its trained batches, for the server; (-1, 0) if leases are local."""
         return (-1, 0) if self.is_local else super().place
 
     @property
     def trained_spans(self) -> tuple[tuple[int, int], ...]:
-        """Return the trained ranges of the epoch, if leases are local; otherwise the server knows them."""
         if self._book is None:
             return ()
         self._book.train(0, self.trained)
@@ -83,12 +80,8 @@ class RankLeases(LeaseClient):
     ) -> None:
         """Place this rank in a group. Its untrained batches return to the pool.
 
-        Args:
-            member: index in the group.
-            members: size of the group.
-            control: connection for drawing leases; None with one group.
-            generation: the server's number for these groups.
-            shares: as in `set_batch_shares`.
+        It is number ``member`` of ``members``; ``control`` draws leases, None with one group; ``generation`` is the
+        server's number for these groups, ``shares`` are as in `set_batch_shares`.
         """
         self.join(member, members, generation, shares)
         self._control = control
@@ -161,7 +154,6 @@ class RankLeases(LeaseClient):
 
     @property
     def split(self) -> tuple[int, ...]:
-        """Return each member's samples of a whole batch, even if all get the same."""
         return apportion(self._members * self.batch_size, self.shares or (1,) * self._members)
 
     def _have(self, number: int) -> bool:
@@ -182,8 +174,6 @@ class LeasedBatchSampler:
 
     Args:
         sampler: Lightning's DistributedSampler, for its permutation, seed and epoch.
-        leases: this rank's leases.
-        drop_last: whether an incomplete last batch is dropped.
         own_batches: returns the number of batches that this rank trains, from the number under DDP.
     """
 
@@ -269,12 +259,9 @@ def lease(
 ) -> DataLoader[Any]:
     """Return the same DataLoader, with leased batches.
 
-    Args:
-        loader: a DataLoader whose sampler is Lightning's DistributedSampler.
-        is_for_user: returns, when an iteration begins, whether user code iterates: then the loader yields the samples
-            of DistributedSampler, and nothing is drawn.
-        own_batches: as in `LeasedBatchSampler`.
-        options: further arguments of `RankLeases`.
+    Its sampler must be Lightning's DistributedSampler. ``is_for_user`` returns, when an iteration begins, whether user
+    code iterates: then the loader yields the samples of DistributedSampler, and nothing is drawn. ``own_batches`` is as
+    in `LeasedBatchSampler`, ``options`` are arguments of `RankLeases`.
     """
     sampler = loader.sampler
     assert isinstance(sampler, DistributedSampler)

@@ -90,7 +90,6 @@ class ExitCheck:
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
-        """Note Ctrl-C in this context, and raise KeyboardInterrupt."""
         is_ours = threading.current_thread() is threading.main_thread()
         if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             yield

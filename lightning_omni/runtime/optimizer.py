@@ -34,7 +34,7 @@ class OmniOptimizer(Optimizer):
         optimizer: the optimizer to wrap, over parameters on this rank.
         world: the run.
         names: a unique name for every parameter, or a function that returns these, if parameters are added during the
-            run. By default their positions: ``"0.3"`` is the fourth parameter of the first group.
+            run. By default their positions: ``"0.3"`` is the fourth parameter of the first parameter group.
         merged: parameters of a merged head, which the server steps separately: see `World.attach_head`.
 
     Raises:
@@ -123,7 +123,6 @@ class OmniOptimizer(Optimizer):
 
     @property
     def _is_at_server(self) -> bool:
-        """Return whether the server holds the state."""
         return self.world.executor.control is not None and not self.world.steps_at_worker
 
     def __reduce_ex__(self, protocol: Any) -> Any:

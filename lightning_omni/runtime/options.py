@@ -197,7 +197,6 @@ class Elastic:
 
 
 def sharding_of(given: object) -> Sharding:
-    """Return the settings for a user's ``model_parallel=``; raise `ConfigurationError` if it is no valid one."""
     if given == "fsdp":
         return FSDP()
     if given is None or isinstance(given, (FSDP, ModelParallel)):

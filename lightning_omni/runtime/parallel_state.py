@@ -57,7 +57,6 @@ class ParallelState:
         is_synchronous: whether there is one group only, with no server in the path.
         group: number of this rank's group; -1 if it was lost.
         members: ranks of this rank's group; the first one leads.
-        is_leader: whether this rank leads its group.
         exchanges: whether this rank exchanges with the server, as ranks of the group's first replica do.
         generation: number of times that groups were formed.
         control: the connection by which ranks synchronize; None unless the server was joined.

@@ -199,7 +199,6 @@ class ProcessGroups:
         dist.barrier()
 
     def make_live_world(self) -> None:
-        """Create the group of all live ranks, unless it exists, with the original process group as default."""
         register()
         self.use(self.original)
         if self._cache.live is None:
@@ -310,7 +309,6 @@ class LiveWorld(dist.ProcessGroup):
         self._name = ""
 
     def connect(self, synchronize: Synchronize, rank: int) -> None:
-        """Set the function that carries out the collectives, and this rank's number in its results."""
         self._synchronize, self._global_rank = synchronize, rank
 
     @property

@@ -53,9 +53,7 @@ class GroupRegistration:
     """A reservation of rank numbers for a group. All of its ranks create one.
 
     Args:
-        options: the run's options, with the server's address.
         rank: this rank, in its own torch.distributed world; rank 0 sends the request.
-        size: number of ranks in the group.
         broadcast_text: returns the text of rank 0 on every rank of the group.
 
     Attributes:
@@ -135,7 +133,6 @@ class GroupRegistration:
         return self._observer.enlist(size)
 
     def check_goes_on(self) -> None:
-        """Raise `RankLost` if the server has reported that the run is over; it may have ended with the run."""
         if self._observer is not None and (reason := self._observer.why_over()):
             raise RankLost(f"the run is over: {reason}")
 

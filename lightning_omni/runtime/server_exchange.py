@@ -101,7 +101,7 @@ class ServerStore:
         requests.exchange(seeds, m.WeightsUploaded)
 
     def _cut_again(self, part: Part, seed: dict[str, Any], servers: int) -> dict[str, Any]:
-        """Return a seed in the fragments of the present servers; a checkpoint may have those of others."""
+        """Return a seed in the fragments of the present servers."""
         if seed.get("method") is None or self._parallel.share is not None:
             return seed
         return {**seed, "method": self._parallel.split_of(part, servers).recut(seed["method"])}
@@ -150,7 +150,7 @@ _Answer = TypeVar("_Answer", bound=m.Message)
 
 
 class Route(NamedTuple):
-    """The way of one kind of request to the servers and back. It is found once, because each step needs it.
+    """The way of one kind of request to the servers and back.
 
     Attributes:
         of: the layout of all parameters and the number of the forming of groups for which it was found.
@@ -200,9 +200,6 @@ class ServerExchange:
 
     Attributes:
         synchronizations: synchronization points since this rank joined the server.
-        members: communication among the members of the group.
-        peers: communication with other groups.
-        store: access to the servers' state of the run.
     """
 
     def __init__(self, parallel: ParallelState) -> None:
@@ -324,7 +321,7 @@ class ServerExchange:
         return self._free_connections().coordinator.exchange(message, expect, payload)
 
     def bring(self, data: bytes) -> None:
-        """Upload bytes for the next control message, which are too large for its channel. Any rank may call it."""
+        """Upload bytes for the next control message, which are too large for its channel."""
         payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         self.ask(m.Upload(nbytes=payload.numel()), m.Uploaded, payload)
 
@@ -371,7 +368,6 @@ class ServerExchange:
         self.traffic.moved += self.peers.moved - between
 
     def warn_of_refusal(self, applied: bool, in_row: int) -> None:
-        """Warn of the first refused push in a row: it was not finite."""
         if not applied and in_row == 1:
             _log.warning(
                 "group %d made a push that is not finite; it was refused, and the weights did not change",

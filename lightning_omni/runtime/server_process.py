@@ -73,8 +73,6 @@ class RunServer:
 
     Args:
         rank: this rank. Rank 0 starts the server; with one per node, the first rank of each node.
-        options: the run's options.
-        ranks_per_node: number of ranks on each node.
         shares: required number of servers, one for each share of a sharded model; None for that in the options.
 
     Attributes:
@@ -134,7 +132,6 @@ class RunServer:
         return self.nodes == 1
 
     def check(self, servers: int, address: str) -> None:
-        """Raise `ConfigurationError` unless the address has the required number of servers."""
         if self._needed is None or servers == self._needed:
             return
         if self._options.elastic.join:
@@ -190,7 +187,7 @@ class RunServer:
             process.address()
 
     def dismiss(self) -> None:
-        """End servers that no rank has joined, without waiting: they may still be importing torch."""
+        """End servers that no rank has joined, without waiting."""
         processes = [*([self.process] if self.process is not None else []), *self._shares.values()]
         for process in processes:
             process.dismiss()

@@ -66,11 +66,8 @@ class World(ParallelState):
         ranks_per_node: number of ranks on each node, in rank order; by default that of torchrun.
 
     Attributes:
-        rank: this rank.
-        size: number of ranks.
         group: number of this rank's compute group, from 0.
         members: ranks of this rank's compute group.
-        options: all settings.
 
     Raises:
         ConfigurationError: an argument is wrong.
@@ -195,7 +192,7 @@ class World(ParallelState):
         self._exchanging.check_optimizer(optimizer)
 
     def detach_all(self) -> None:
-        """Forget the attached optimizers and heads."""
+        """Forget the optimizers and heads."""
         self.parts = []
         self.heads.clear()
         self.core.detach_all()
@@ -303,7 +300,6 @@ class World(ParallelState):
             raise
 
     def _forget_own(self) -> None:
-        """Drop the group's own state, such as an exchange in flight."""
         self.is_computing = False
         for part in self.parts:
             part.replica.abandon()
@@ -322,7 +318,6 @@ class World(ParallelState):
             )
 
     def _warn_of_own_statistics(self) -> None:
-        """Warn if ranks would evaluate with running statistics of their own after a loop."""
         if self.executor.exchanges and self.is_recorder and (names := self._statistics.names):
             _log.warning(
                 "world.training(): each rank has running statistics of its own after the loop (%s%s), and would"
@@ -388,10 +383,7 @@ class World(ParallelState):
             self._leaving.step_done()
 
     def explain(self, error: BaseException) -> None:
-        """Name another rank's failure in this error, if it is the cause. Call it before `fail`.
-
-        A rank that waits in a collective gets only a broken connection.
-        """
+        """Name another rank's failure in this error, if it is the cause. Call it before `fail`."""
         if not _is_of_a_collective(error):
             return
         if self.control is None:

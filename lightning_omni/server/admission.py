@@ -62,7 +62,6 @@ class Admission:
         return self._data_peers[self._roster.formed.exchanges_with(group, self._replication.number)]
 
     def data_connection(self, rank: int) -> tuple[Peer, bytes] | None:
-        """Return a live rank's data connection, and its secret."""
         if rank not in self._data_peers or rank in self._roster.gone:
             return None
         return self._data_peers[rank], self._roster.members[rank].session

@@ -95,7 +95,6 @@ class Collectives:
                 present.pop(rank, None)
 
     def complete(self, live: Collection[int]) -> list[tuple[int, list[tuple[int, bytes | Tensor]]]]:
-        """Remove the complete collectives; return each one's number and payloads in rank order."""
         ready = []
         for number in sorted(self._open):
             present = self._open[number]
@@ -148,7 +147,6 @@ class CollectiveService(Service):
         return out
 
     def _answer(self, peer: Peer) -> Out:
-        """Return the last completed collective; large payloads are downloaded separately."""
         gathered = self._gathered
         sizes = tuple(map(len, gathered.payloads))
         must_download = max(sizes, default=0) > m.LARGEST_INLINE

@@ -45,14 +45,12 @@ class ServerCore:
     """The parameter server, without its sockets.
 
     Args:
-        key: the run's shared secret.
         random: returns a number of random bytes (nonces).
         heartbeat_timeout: ``heartbeat`` of `TimeLimits`, in seconds, as are the next three.
         joined_heartbeat_timeout: its ``joined_heartbeat``.
         progress_timeout: its ``progress``.
         join_timeout: its ``join``.
-        resolve: returns the class of an optimizer's class path.
-        resolve_module: returns the class of a merged head's module.
+        resolve: returns the class of a class path, as ``resolve_module`` does for a merged head's module.
         clock: returns seconds, to measure the server's arithmetic; None in virtual time.
         record: takes every event of the weights, in order.
         rows: messages in addition to the table, for ``services``.
@@ -314,7 +312,6 @@ class ServerCore:
 
     @property
     def missing(self) -> int:
-        """Return how many pushes an earlier server has answered after its last save."""
         return self._training.missing
 
     def state(self) -> dict[str, Any]:

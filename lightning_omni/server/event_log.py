@@ -213,7 +213,6 @@ class EventRecorder:
         )
 
     def _news_of_presence(self, where: tuple[int, int], now: Presence) -> dict[str, Any]:
-        """Return the presence of a push if it differs from the group's last (or is not whole, in its first)."""
         before, self._present[where] = self._present.get(where), now
         same = now == before if before is not None else now.is_whole
         return {} if same else now._asdict()

@@ -177,9 +177,7 @@ class _PartitionedReplication(Replication):
 class _FollowerLink:
     """The coordinator's connection to another server.
 
-    Attributes:
-        address: that of the server's data socket.
-        done: number of commands that it has executed.
+    ``done`` counts the commands that it has executed.
     """
 
     peer: Peer
@@ -262,7 +260,6 @@ class Coordinator(_PartitionedReplication):
 
     @property
     def lost_server(self) -> str:
-        """Return why no run can be served any more, or ""."""
         return next(iter(self._gone.values()), "")
 
     @property

@@ -231,7 +231,6 @@ class Router:
         return message
 
     def _check_is_for_data(self, data: bytes | memoryview) -> None:
-        """Raise `MalformedMessage` for a control message, whose sender has the wrong port."""
         try:
             m.decode_with(self._decoders[CONTROL], data, CONTROL)
         except MalformedMessage:

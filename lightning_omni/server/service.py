@@ -38,7 +38,6 @@ class Sender(NamedTuple):
     """The sender of a message, as far as it is known.
 
     Attributes:
-        peer: connection of the message.
         rank: the admitted rank, or -1.
         group: number of this rank's group, or -1.
         finite: whether all servers' parts of the request are finite; None without parts.

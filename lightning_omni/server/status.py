@@ -251,7 +251,6 @@ class RunObservation(Service):
         return [Out(sender.peer, m.CONTROL, self._description())]
 
     def echo(self, sender: Sender, message: m.Echo, payload: Payload) -> list[Out]:
-        """Answer with a number of bytes, by which the observer measures the link."""
         if not 0 <= message.nbytes <= m.LARGEST_ECHO:
             raise MalformedMessage(f"{message.nbytes} bytes cannot be sent back; ask for {m.LARGEST_ECHO} at most")
         back = (self._observers.noise(message.nbytes),) if message.nbytes else ()

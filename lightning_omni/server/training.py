@@ -127,10 +127,7 @@ class Training(Service):
         return out
 
     def _waited_for(self, number: int) -> set[int]:
-        """Return the groups whose own weights a mean needs: all except those that an earlier server has sent the mean.
-
-        These have continued with the next optimizer's mean, or wait for all others.
-        """
+        """Return the groups whose own weights a mean needs: all but those that an earlier server has sent the mean."""
         later = {group for served in self._store.all[number + 1 :] for group in served.averaging}
         return set(self._roster.groups) - ((self._idle | later) - set(self._store.all[number].averaging))
 

@@ -6,8 +6,7 @@ made, the installed one is, or ``lightning.pytorch`` of both.
 
 If both namespaces are imported, an object is made for the one that was imported first. When a Trainer of the other
 namespace gives it an accelerator, the object switches to a class with the other base class (see ``namespaces.py``).
-Classes of callbacks get the base classes of both namespaces. ``pytorch_lightning.py`` and ``lightning.py`` define the
-same classes, each for one namespace.
+Classes of callbacks get the base classes of both namespaces.
 
 This package registers the name "omni" when both it and a namespace are imported, in any order. It never imports
 Lightning before an object is made: the import takes seconds, and the parameter server's process does not need it.

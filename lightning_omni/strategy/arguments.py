@@ -1,6 +1,6 @@
 """The options of OmniStrategy: constructor arguments, environment variables and names in Lightning's registry.
 
-The environment and the registry serve users who can pass only a strategy's name; arguments override the environment.
+Arguments override the environment.
 """
 
 from __future__ import annotations
@@ -93,8 +93,7 @@ def refuses_unknown(init: _Init) -> _Init:
 def refuse_unknown_of_ddp(strategy: Any, own: type, given: Mapping[str, Any]) -> None:
     """Reject arguments that neither the strategy nor DDPStrategy nor DistributedDataParallel takes.
 
-    Otherwise DistributedDataParallel would reject them, much later. ``own`` is the class whose constructor has
-    collected ``given``.
+    ``own`` is the class whose constructor has collected ``given``.
     """
     order = type(strategy).__mro__
     base = next(each for each in order[order.index(own) + 1 :] if "__init__" in vars(each))

@@ -218,10 +218,7 @@ class Checkpoints:
         )
 
     def open_folder(self, path: Path, module: Module, **options: Any) -> dict[str, Any]:
-        """Read a checkpoint folder, without optimizer states, its weights into the module's memory. All ranks call it.
-
-        ``options`` are for ``torch.load`` of everything else.
-        """
+        """Read a checkpoint folder without optimizer states, its weights into the module. All ranks call it."""
         self.folder = CheckpointFolder(path)
         checkpoint = {**self.folder.metadata(**options), "state_dict": self.folder.weights(module.state_dict())}
         if self.folder.optimizers:
@@ -433,7 +430,6 @@ class CheckpointHooks:
         )
 
     def _check_failed_alike(self) -> None:
-        """Raise `RankLost` if this rank has failed, but those that share the model with it have not, or elsewhere."""
         parts = self._parts
         world = parts.current_world
         if self._failures.at is None or self._sharding is None or world is None:
@@ -465,10 +461,7 @@ class CheckpointHooks:
         return self._put_together(own)
 
     def save(self, write: Callable[[], None], checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
-        """Save a checkpoint, which is changed in place, with the state of server and groups.
-
-        ``write`` is used where the checkpoint is whole.
-        """
+        """Save a checkpoint, which is changed in place, with the state of server and groups."""
         parts = self._parts
         if parts.epochs.run.is_whole and "loops" in checkpoint:
             batches = parts.trainer.fit_loop.max_batches

@@ -64,7 +64,6 @@ class Failures:
             self._rejoin(error, (world.control.cause if world.control is not None else None) or error)
 
     def _rejoin(self, error: BaseException, reason: BaseException) -> bool:
-        """Prepare this group to rejoin when its script ends with this error, if it was excluded by mistake."""
         parts, strategy = self._parts, self._parts.strategy
         by_mistake = isinstance(reason, (Evicted, ConnectionLost)) and isinstance(error, Exception)
         if not by_mistake or parts.signals.is_told_to_end or strategy.local_rank:

@@ -195,9 +195,8 @@ class Grouping:
     def share_loss_scale(self) -> None:
         """Give the members of a group their smallest loss scale. All members call it.
 
-        Scales of different groups differ. Each rank divides DDP's mean gradient by its own scale: members with
-        different scales would train different models. The steps since the last change restart at zero, so that the
-        scale also grows on all members at once.
+        Each rank divides DDP's mean gradient by its own scale: members with different scales would train different
+        models. The steps since the last change restart at zero: the scale grows on all members at once.
         """
         scaler = self.loss_scaler
         if scaler is None:

@@ -250,7 +250,6 @@ class OmniStrategyHooks(_Base):
 
     @override
     def setup_environment(self) -> None:
-        """Join the other ranks and make the world; nothing needs the server yet."""
         options, parts, fits = self.world_options, self.parts, is_fitting(self.parts.trainer)
         if options.is_sharded and fits:
             parts.grouping.check_averages()
@@ -468,9 +467,8 @@ class OmniStrategyHooks(_Base):
         """Wait for all ranks of the default process group, unless this rank has failed.
 
         The first barrier after Lightning has registered its signal handlers installs ours. A failed rank does not wait
-        in the barrier that ends a callback's save: its peers are elsewhere, and the server would not learn of the
-        failure. In the recorder's group it gives the recorder time to fetch state, since the run is over when a rank of
-        that group has left.
+        in the barrier that ends a callback's save: its peers are elsewhere. In the recorder's group it gives the
+        recorder time to fetch state, since the run is over when a rank of that group has left.
         """
         parts = self.parts
         if name == FIRST_BARRIER and is_fitting(parts.trainer) and not parts.nested.is_running:
@@ -520,7 +518,7 @@ class OmniStrategyHooks(_Base):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Reduce a decision with "all" or "any" over the default process group.
 
-        A rank that has failed returns its own decision: only its callbacks that save because of the error call this.
+        A rank that has failed returns its own decision.
         """
         parts, agreed = self.parts, None
         if parts.failures.at is not None:

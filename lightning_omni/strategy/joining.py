@@ -180,10 +180,7 @@ class RunStates:
         }
 
     def _configured(self) -> dict[str, str]:
-        """Return in words the settings that must be equal in all groups, lest they wait in different collectives.
-
-        A joining group gets the hyperparameters of optimizers and schedulers from the run.
-        """
+        """Return in words the settings that must be equal in all groups, lest they wait in different collectives."""
         parts, trainer = self._parts, self._parts.trainer
         schedulers = [_in_words(config) for config in trainer.lr_scheduler_configs]
         return {
@@ -298,8 +295,7 @@ class RunStates:
     def take_over_optimizers(self) -> None:
         """Train the parameters that the run trains, with its settings.
 
-        All ranks of the group call it after ``on_fit_start``, in which a callback may have frozen parameters that the
-        run has unfrozen since.
+        All ranks of the group call it after ``on_fit_start``, in which a callback may have frozen some.
         """
         if (run := self._again) is None:
             return
@@ -408,7 +404,6 @@ class Rejoining:
             self._run, self._is_saved = run, True  # assumed until `took_part`
 
     def took_part(self, run: str, is_saved: bool) -> None:
-        """Note that the group participates in a run; ``is_saved`` if another server could continue it."""
         self._run, self._is_saved, self._began = run, is_saved, time.monotonic()
 
     def finished(self) -> None:

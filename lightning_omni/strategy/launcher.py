@@ -122,7 +122,6 @@ class OmniLauncherHooks(_Base):
 
     @override
     def kill(self, signum: Any) -> None:
-        """Kill the other ranks after Ctrl-C, without counting that as a failure."""
         if signum == signal.SIGKILL:
             end_children()
         super().kill(signum)
@@ -212,7 +211,7 @@ class Launching:
         self._parts, self._is_writing, self._is_rejoining = parts, is_writing, is_rejoining
 
     def choose_start_method(self) -> None:
-        """Fork the ranks in interactive sessions, as Lightning does: there is no script to start."""
+        """Fork the ranks in interactive sessions, as Lightning does."""
         strategy, environment = self._parts.strategy, self._parts.strategy.cluster_environment
         is_ours = environment is not None and not environment.creates_processes_externally
         if not is_ours or not is_interactive() or start_method(strategy) != "popen":

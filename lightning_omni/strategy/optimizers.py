@@ -91,7 +91,6 @@ class Proxies:
             self._hook = None
 
     def _refuse_unknown(self, optimizer: Optimizer, *_: Any) -> None:
-        """Reject a step of an unattached optimizer with parameters of the module."""
         world, module = self._world, self._module
         assert world is not None
         assert module is not None

@@ -251,10 +251,7 @@ _LOOPS = tuple(f"{name}.loops." for name in NAMESPACES)
 
 
 def user_collective_of(frame: FrameType | None) -> str:
-    """Return the collective that a thread is in and the user's code that called it, if any.
-
-    A rank that waits in a collective of Lightning or of this package is rarely the cause.
-    """
+    """Return the collective that a thread is in and the user's code that called it, if any."""
     collective = ""
     while frame is not None:
         module, code = str(frame.f_globals.get("__name__", "")), frame.f_code

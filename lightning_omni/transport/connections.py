@@ -121,11 +121,9 @@ class Control(ABC):
     ) -> Peers:
         """Open a leader's connections to other leaders.
 
-        Args:
-            layouts: layout of each optimizer's parameters.
-            is_lost: returns whether a group is gone.
-            everywhere: whether leaders on other machines must be able to reach this one.
-            wire_format: may encode the weights; a transport may also send them raw.
+        ``layouts`` are those of each optimizer's parameters; ``is_lost`` returns whether a group is gone. With
+        ``everywhere``, leaders on other machines must be able to reach this one. ``wire_format`` may encode the
+        weights; a transport may also send them raw.
         """
 
     @abstractmethod
@@ -342,12 +340,11 @@ class ReconnectingData(Data):
         return self._server_epoch
 
     def send_part(self, message: m.Message, payload: Tensor | None = None, into: Tensor | None = None) -> None:
-        """Send to the current server, like `send`; raise `ServerUnavailable` if it is gone."""
+        """Send to the current server only; raise `ServerUnavailable` if it is gone."""
         with self._telling():
             self._data.send(message, payload, into)
 
     def receive_part(self, expect: type[Answer], into: Tensor | None = None) -> tuple[Answer, Tensor]:
-        """Receive from the current server, like `receive`; raise `ServerUnavailable` if it is gone."""
         with self._telling():
             answer = self._data.receive(expect, into)
         self.moved, self.shared = self._before[0] + self._data.moved, self._before[1] + self._data.shared

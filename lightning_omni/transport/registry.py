@@ -77,10 +77,7 @@ def refusal(core: ServerCore, channel: m.Channel, peer: Peer, error: ProtocolErr
 
 
 class Transport(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
-    """A way for the ranks of a run and its server to communicate: its settings, and both ends.
-
-    (A msgspec struct cannot be an abstract base class, so methods raise errors.)
-    """
+    """A way for the ranks of a run and its server to communicate: its settings, and both ends."""
 
     def check_address(self, address: str) -> None:
         """Raise `ConfigurationError` unless this is a possible address of a server."""

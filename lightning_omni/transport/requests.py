@@ -135,7 +135,6 @@ class _Again:
             self.send(self._parts)
 
     def _reconnect(self) -> None:
-        """Connect to the newest servers that any member of the group has found."""
         self._server_epoch = self._largest(self._control.server_epoch)
         self._control.wait_for_server_epoch(self._server_epoch)
         for connection in self._connections:
@@ -163,7 +162,6 @@ def _received(
 
 
 def check_alike(answers: list[tuple[m.Weights, Tensor]]) -> None:
-    """Raise `ProtocolError` unless the weights from all servers contain equally many updates."""
     clocks = [answer.clock for answer, _ in answers]
     if len(set(clocks)) > 1:
         raise ProtocolError(f"servers that hold a partition each have applied different numbers of updates: {clocks}")

@@ -166,7 +166,7 @@ class ExternalWrites:
         self._attributes_seen = {part.optimizer: plain_attributes_of(part.optimizer) for part in served}
 
     def _is_state_written(self, part: Part) -> bool:
-        """Return whether user code wrote the state of an optimizer that steps at the server, and so has none here."""
+        """Return whether user code wrote the state of an optimizer that steps at the server."""
         if self._parallel.steps_at_worker:
             return False
         state: Any = part.optimizer.state
@@ -176,7 +176,6 @@ class ExternalWrites:
         return is_replaced or any(state.get(parameter) for parameter in part.replica.ordered)
 
     def _changed_attribute(self, part: Part) -> str:
-        """Return a user-changed attribute of an optimizer that steps at the server, or ""."""
         if not (seen := self._attributes_seen.get(part.optimizer)):
             return ""
         now = plain_attributes_of(part.optimizer)
@@ -225,7 +224,6 @@ class ExternalWrites:
         self._share((each.name, each.tensor) for each in whole)
 
     def _are_written(self, others: Sequence[BufferSync], known: Set[int]) -> list[bool]:
-        """Return which of ``others``, without the ``known`` identities, were written since the last synchronization."""
         seen = self._others_seen if len(self._others_seen) == len(others) else [0] * len(others)
         marks = iter(_marks(each for each in others if id(each.tensor) not in known))
         return [id(each.tensor) not in known and next(marks) != then for each, then in zip(others, seen, strict=True)]

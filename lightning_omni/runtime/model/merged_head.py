@@ -187,7 +187,6 @@ class RemoteHead:
         return len(self._parallel.members) > 1
 
     def _count_rows(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Return the rows of each member's tensors; nothing in a group of one."""
         if not self._is_shared:
             return []
         sizes = {tensor.shape[0] if tensor.ndim else -1 for tensor in tensors}

@@ -196,11 +196,6 @@ def seconds_of_push(optimizer: Optimizer) -> float:
     On the CPU, in one thread, it copies the gradients, steps a copy of the optimizer, and copies the weights. The
     largest parameters that fit into `TIMED_BYTES` are timed, and the others extrapolated. The result is 0 if no server
     can run the optimizer, or not without its state, or no parameter is trained.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.zeros(1000))
-        >>> 0 < seconds_of_push(torch.optim.SGD([weight], lr=0.1)) < 1
-        True
     """
     every: list[Tensor] = [each for each in held_by(optimizer) if each.requires_grad]
     timed = timed_part(every, lambda each: each.nbytes)

@@ -472,7 +472,7 @@ def fingerprints(tensors: Iterable[Tensor], most: int | None = None) -> list[int
 
 
 def _are_equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
-    """Return whether all pairs are equal; False if in doubt. One number is read from a device."""
+    """Return whether all pairs are equal; False if in doubt."""
     pairs = list(pairs)
     devices = {tensor.device for pair in pairs for tensor in pair}
     if len(devices) != 1 or torch.device("cpu") in devices:

@@ -105,7 +105,6 @@ def make_alike(module: Module, rank: int, largest: Largest, may_reorder: bool = 
 
 
 def check_all_shared(module: Module) -> None:
-    """Raise `UnsupportedError` if the user has excluded trained weights from DDP."""
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     if ignored := trained & ignored_by_ddp(module):
         raise UnsupportedError(

@@ -41,7 +41,6 @@ _TENSOR, _PLACE = "omni.tensor", "omni.place"
 
 
 def is_folder(path: Any) -> bool:
-    """Return whether a path is a checkpoint folder; raise `ConfigurationError` if it is incomplete."""
     if "://" in str(path) or not Path(path).is_dir():
         return False
     if not (Path(path) / METADATA).is_file():
@@ -230,7 +229,6 @@ class CheckpointFolder:
         return tree_map(lambda leaf: read[leaf[_TENSOR]] if _is_reference(leaf) else leaf, tree, is_leaf=_is_reference)
 
     def _room(self, name: str, parameter: Tensor | None = None) -> Any:
-        """Allocate memory for an entry: sharded as its parameter if that has the same shape, otherwise whole."""
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
         known = self._known[name]
@@ -268,7 +266,6 @@ class RunCheckpoint:
 
     Attributes:
         cut: the moment of the server at which it was saved.
-        groups: number of groups.
         samples: samples in the dataset, without padding; 0 if the data were not leased.
         progress: progress in samples and steps; None if the data were not leased.
         method: how groups exchanged, as plain data; None, as are all that follow, if only weights were saved.

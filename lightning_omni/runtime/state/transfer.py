@@ -123,7 +123,7 @@ class StateTransfer:
     def agree(self) -> None:
         """Load the optimizer state of a group's first replica into members with another one, as a loop begins.
 
-        All ranks call it. An earlier loop in several groups may have left a difference.
+        All ranks call it.
         """
         if not self._parallel.process_groups.had_several:
             return
@@ -230,10 +230,7 @@ class StateTransfer:
         load_state(optimizer, state)
 
     def share_hyperparameters(self) -> None:
-        """Set the recorder's learning rates and other hyperparameters on all ranks; warn if they differ.
-
-        They differ where schedules have counted different numbers of steps.
-        """
+        """Set the recorder's learning rates and other hyperparameters on all ranks; warn if they differ."""
         parallel = self._parallel
         optimizers = list(dict.fromkeys(part.optimizer for part in parallel.parts))
         mine = [hyperparameters_of(optimizer, are_needed=False) for optimizer in optimizers]

@@ -60,7 +60,7 @@ class ValidationSnapshots:
     def own_weights(self) -> Iterator[None]:
         """Keep the group's weights if hooks in this context restore those that they have saved when a validation began.
 
-        Those are outdated. Other writes in this context count as usual.
+        Other writes in this context count as usual.
         """
         if not self._evaluated:
             yield
@@ -99,7 +99,6 @@ class ValidationSnapshots:
             self._exchange.ask(message, m.EvaluationPublished, buffer)
 
     def read(self, number: int) -> dict[str, Any] | None:
-        """Return the result of a complete validation; None if its group died meanwhile."""
         evaluation, buffer = self._exchange.ask(m.ReadEvaluation(number=number), m.EvaluationResult)
         if evaluation.is_void:
             return None

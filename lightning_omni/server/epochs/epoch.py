@@ -109,7 +109,6 @@ class ValidationBook:
         self._end(number, None if number in self._lost else result)
 
     def evict(self, group: int) -> None:
-        """Remove a group; validations that it evaluates become void."""
         self._answers.pop(group, None)
         for number in [number for number, by in self._under_way.items() if by == group]:
             self.is_missed = True
@@ -221,7 +220,6 @@ class Epochs:
             self.book.draw(group, 0)
 
     def open(self, plan: EpochPlan) -> None:
-        """Open an epoch at the request of every rank; all must agree on the plan."""
         if self.book is not None and self.book.plan.epoch == plan.epoch:
             if self.book.plan != plan:
                 raise ProtocolError(
@@ -239,7 +237,6 @@ class Epochs:
         self._begin()
 
     def book_of(self, epoch: int, generation: int) -> LeaseBook:
-        """Return the book of an open epoch, unless the groups have changed since."""
         if generation != self.generation:
             raise ProtocolError(f"groups were formed again: generation {self.generation}, not {generation}")
         if self.book is None or self.book.plan.epoch != epoch:
@@ -284,7 +281,6 @@ class Epochs:
         return self.book.untrained_spans(group, batches)
 
     def leave(self, group: int, message: LeaveEpoch) -> None:
-        """Remove a group from the epoch early; it may also end the run for all."""
         if message.stop not in STOPS:
             raise ProtocolError(f"a group leaves an epoch with stop={message.stop!r}: there are {STOPS}")
         if self.holds(group, message.epoch):
@@ -411,7 +407,7 @@ class Epochs:
 
     @property
     def _is_called_over(self) -> bool:
-        """Return whether a rank was sent the end of this epoch: a later stop then affects no other."""
+        """Return whether a rank was sent the end of this epoch."""
         plan = self.plan
         return plan is not None and any(
             decision.startswith("over") and (asked.epoch, asked.generation) == (plan.epoch, self.generation)

@@ -163,7 +163,6 @@ class LeaseBook:
         self._sizes[group], self._drawn[group], self._trained[group] = size, [], 0
 
     def regroup(self, group_sizes: dict[int, int]) -> None:
-        """Return all leased batches to the pool, and replace the groups."""
         for group in list(self._sizes):
             self.evict(group)
         self._sizes = dict(group_sizes)

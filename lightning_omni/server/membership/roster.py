@@ -58,7 +58,6 @@ class FormedGroups:
         return self.topology.alive if self.topology is not None else ()
 
     def form(self, topology: Topology, names: Sequence[str], by_member: bool) -> None:
-        """Form groups, with one unique name for each, by default its number."""
         names = names or [str(group) for group in range(len(topology.groups))]
         if len(names) != len(topology.groups) or len(set(names)) != len(names):
             raise ProtocolError(f"names={tuple(names)}: {len(topology.groups)} groups need as many different names")
@@ -114,7 +113,6 @@ class FormedGroups:
             raise ProtocolError(f"rank {rank} does not lead group {group}; only leaders push")
 
     def history(self, formed: int) -> GroupHistory:
-        """Return all groups so far, of which the first ``formed`` were formed together."""
         every = range(len(self.topology.groups) if self.topology is not None else self._places)
         return GroupHistory(every[:formed], every[formed:], [group for group in every if group not in self.alive])
 
@@ -165,15 +163,11 @@ class RankNumbers:
     def register(self, peer: bytes, ranks: int, run: str, announced: int) -> tuple[int, int]:
         """Assign numbers to the ranks of a group.
 
-        Args:
-            peer: connection of the group.
-            ranks: number of its ranks.
-            run: suffix of the run's name if this group begins it.
-            announced: number of announced ranks; 0 if the run has not begun.
+        ``run`` is the suffix of the run's name if this group begins it; ``announced`` the number of announced ranks, 0
+        if the run has not begun.
 
-        Returns:
-            The first number, or -1 while another group is about to begin the run; and ``announced``, 0 if this group
-            must begin the run.
+        Return the first number, or -1 while another group is about to begin the run; and ``announced``, 0 if this group
+        must begin the run.
         """
         first = max(self.given, announced)
         if not 0 < ranks < MOST_RANKS - first:
@@ -288,18 +282,16 @@ class Roster:
 
     @property
     def recorder(self) -> int:
-        """Return the rank that forms groups, uploads the weights, logs and saves."""
         return min(self.live, default=RECORDER) if self.joining else RECORDER
 
     @property
     def live(self) -> tuple[int, ...]:
-        """Return the ranks that participate in collectives: announced or joined, not lost, and not gone."""
+        """Return the ranks that participate in collectives."""
         ranks = (*range(self.world_size), *self.late)
         return tuple(r for r in ranks if r not in self.lost and r not in self.gone)
 
     @property
     def is_over(self) -> bool:
-        """Return whether ranks have joined, none is left, and no other group can continue the run."""
         continues = self.can_continue and not self.finished
         return self._first is not None and not continues and not any(rank in self.members for rank in self.live)
 
@@ -330,7 +322,6 @@ class Roster:
         return self.numbers.register(peer, ranks, run, self.world_size)
 
     def join(self, ranks: Sequence[int], name: str) -> int:
-        """Make late ranks a group and return its number, unless one has connected from a barred address."""
         if not self.formed.is_any:
             raise ProtocolError("no group can join before the first are formed")
         for rank in ranks:

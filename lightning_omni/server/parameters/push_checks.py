@@ -132,7 +132,6 @@ def all_finite(tensors: Sequence[Tensor | None]) -> bool:
 
 
 def check_settings(settings: Mapping[str, Any], present: Mapping[str, Any]) -> None:
-    """Raise `ProtocolError` if an optimizer with settings ``present`` cannot take those of a push."""
     for name, value in settings.items():
         if name not in present or name == "params" or value is present[name]:
             continue

@@ -125,7 +125,6 @@ class ServedParameters:
     def from_state(
         cls, state: Mapping[str, Any], method: Method, groups: GroupHistory, resolve: Resolve
     ) -> ServedParameters:
-        """Rebuild an optimizer from a `state`, whose tensors are copied."""
         where = state["weights"], int(state["clock"]), method, groups.formed, resolve
         more = {"sizes": state["sizes"], "servers": int(state.get("servers", 1))}
         served = cls(state["optimizer"], *where, room=int(state["room"]), **more)
@@ -257,7 +256,6 @@ class ServedParameters:
     # --- Pushes ------------------------------------------------------------------------------------------------------
 
     def layout_of_push(self, group: int, message: PushMessage) -> Layout:
-        """Return the layout of a push's tensors, which must be its group's version."""
         known = self.layout_of(group)
         if message.layout != known.version:
             raise MalformedMessage(
@@ -310,7 +308,6 @@ class ServedParameters:
         tensors: Sequence[Tensor | None],
         finite: bool | None = None,
     ) -> list[Reply] | None:
-        """Merge a push whose tensors are decoded already; see `push`."""
         known = self.structures.of(group)
         if message.read_at > self.master.clock:
             if self.method_side.method.resyncs:
@@ -395,7 +392,6 @@ class ServedParameters:
         return known.subset(_there(absent, len(known.specs)))
 
     def average(self, group: int, payload: Tensor, finite: bool | None = None, absent: Collection[int] = ()) -> None:
-        """Add a group's own weights to the mean, or refuse and count them if they are not finite."""
         if group in self._averaging:
             raise ProtocolError(f"group {group} has handed its weights in already")
         views = iter(self.layout_of_average(group, absent).views(payload))

@@ -208,7 +208,6 @@ class ParameterStore:
 
     @property
     def clock(self) -> int:
-        """Return the updates so far, over all optimizers but merged heads."""
         return sum([optimizer.master.clock for _, optimizer in self.pushed])
 
     def optimizer(self, number: int) -> ServedParameters:

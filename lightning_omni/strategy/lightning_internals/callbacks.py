@@ -128,7 +128,7 @@ def call_module(trainer: Trainer) -> Any:
 
 
 def add_listener(trainer: Trainer, listener: Any) -> None:
-    """Call the listener, which need not be in ``trainer.callbacks``, before any callback's hook of the same name."""
+    """Call the listener before any callback's hook of the same name."""
     calls = call_module(trainer)
     if not isinstance(calls._call_callback_hooks, _CallbackRelay):
         calls._call_callback_hooks = _CallbackRelay(calls._call_callback_hooks)
@@ -207,7 +207,7 @@ def averages_weights(trainer: Trainer) -> bool:
 
 
 def lower_last_average_step(trainer: Trainer) -> None:
-    """Lower WeightAveraging's last update step, so that it continues after steps were set back."""
+    """Let WeightAveraging continue after steps were set back."""
     averaging: list[Any] = [each for each in callbacks_of(trainer) if hasattr(each, "_latest_update_step")]
     for each in averaging:
         each._latest_update_step = min(each._latest_update_step, trainer.global_step)
@@ -227,7 +227,6 @@ def dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
 
 
 def load_checkpoint(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Load a result of `dump_checkpoint` by the hooks of module, data module, callbacks and precision plugin."""
     calls, connector = call_module(trainer), trainer._checkpoint_connector
     connector._loaded_checkpoint = checkpoint
     try:
@@ -288,10 +287,7 @@ _RECORD_ATTRIBUTES = (
 
 
 def copy_checkpoint_records(trainer: Trainer, broadcast_from_recorder: Callable[[Any], Any]) -> None:
-    """Copy the recorder's record of saved checkpoints to all ranks, which call this.
-
-    Inside an epoch a ModelCheckpoint follows its group's own steps and metrics.
-    """
+    """Copy the recorder's record of saved checkpoints to all ranks, which call this."""
     callbacks = [each for each in callbacks_of(trainer) if hasattr(each, "best_k_models")]
     if not callbacks:
         return

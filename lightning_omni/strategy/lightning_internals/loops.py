@@ -55,13 +55,13 @@ def with_schedulers(trainer: Trainer, configs: list[Any]) -> Iterator[None]:
 
 
 def step_plateaus(trainer: Trainer, configs: list[Any]) -> None:
-    """Step schedulers that monitor a metric and are due, whatever this rank's batch number."""
+    """Step due schedulers that monitor a metric, whatever this rank's batch number."""
     with with_schedulers(trainer, [replace(config, frequency=1) for config in configs]):
         trainer.fit_loop.epoch_loop._update_learning_rates("step", update_plateau_schedulers=True)
 
 
 def ignore_missing_step(optimizer: Any) -> None:
-    """Suppress the warning that an optimizer was never stepped: the server steps its copy."""
+    """Suppress the warning that an optimizer was never stepped."""
     optimizer._opt_called = True
 
 
@@ -185,7 +185,7 @@ class LoopControl(Protocol):
         """Make ``step``, the loop's call of ``lr_scheduler_step``."""
 
     def own_batches(self, batches: float) -> float:
-        """Return the ``num_training_batches`` that user code reads in an open-ended epoch, from Lightning's."""
+        """Return the ``num_training_batches`` for user code in an open-ended epoch, from Lightning's."""
 
 
 class _ControlledTrainer(_Trainer):
@@ -304,7 +304,7 @@ def _iterating(fit_loop: Any) -> Iterator[None]:
 
 
 def loops_iterate(trainer: Trainer) -> bool:
-    """Return whether the loops begin to iterate the data; learning-rate finders do so inside a hook."""
+    """Return whether the loops begin to iterate the data."""
     return hasattr(trainer.fit_loop, "_iterates")
 
 
@@ -331,7 +331,7 @@ def _with_max_steps(epoch_loop: Any, max_steps: int | None) -> Iterator[None]:
 
 
 def control_loops(trainer: Trainer, control: LoopControl) -> None:
-    """Install ``control`` for the Trainer's loops, whose public interface stays the same."""
+    """Install ``control`` for the Trainer's loops."""
     epoch_loop = trainer.fit_loop.epoch_loop
     for loop, mixin in (
         (trainer, _ControlledTrainer),
@@ -375,7 +375,7 @@ def batches_trained(trainer: Trainer) -> int:
 
 
 def batches_resumed(trainer: Trainer) -> int:
-    """Return the batches trained in the epoch that a fit resumes; 0 without a checkpoint inside an epoch."""
+    """Return the batches trained in the epoch that a fit resumes, or 0."""
     if not trainer.fit_loop.restarted_mid_epoch:
         return 0
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress
@@ -384,7 +384,6 @@ def batches_resumed(trainer: Trainer) -> int:
 
 
 def accumulation_windows(trainer: Trainer, epochs: int) -> list[int]:
-    """Return ``accumulate_grad_batches`` of the first epochs if a callback schedules it."""
     for callback in callbacks_of(trainer):
         if hasattr(callback, "get_accumulate_grad_batches"):
             return [int(callback.get_accumulate_grad_batches(epoch)) for epoch in range(epochs)]

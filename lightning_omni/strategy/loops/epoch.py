@@ -38,7 +38,6 @@ class LeasedData:
         own_batches: returns how many batches this rank trains, given the number under DDP.
 
     Attributes:
-        leases: this rank's leases, if any.
         split: mark of the training data: see `split_of`.
     """
 
@@ -207,7 +206,7 @@ def has_lightning_sampler(loader: object) -> bool:
 
 
 def draws_batches(training_step: Callable[..., Any]) -> bool:
-    """Return whether a training step draws its batches itself; leases need the hooks around each."""
+    """Return whether a training step draws its batches itself."""
     return "dataloader_iter" in inspect.signature(training_step).parameters
 
 

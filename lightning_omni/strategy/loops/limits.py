@@ -41,7 +41,6 @@ class FitLimits:
         return ReferenceBatch(leases.world_size, leases.batch_size, int(self._trainer.accumulate_grad_batches))
 
     def progress(self, leases: RankLeases, epoch: int, trained: Spans, before: Progress | None = None) -> Progress:
-        """Return the progress at the start of an epoch with some ``trained`` samples, after the progress ``before``."""
         reference = self.reference(leases)
         there = -(-leases.total // reference.batch)
         limit = self._trainer.fit_loop.max_batches  # a callback may have set it larger than the data
@@ -77,7 +76,6 @@ class FitLimits:
         )
 
     def _later(self, total: int, progress: Progress) -> int | None:
-        """Return the samples to train in later epochs; None without a limit."""
         epochs, limits = self._trainer.max_epochs, list[int]()
         if epochs not in (None, -1):
             limits.append(max(0, epochs - progress.epochs - 1) * progress.budget(total, progress.epochs))

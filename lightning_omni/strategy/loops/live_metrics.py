@@ -206,7 +206,6 @@ class Reporting:
 
     @staticmethod
     def warning_before(world: World, steps: int | None) -> str:
-        """Return a warning if ``steps`` per group complete no exchange period, or ""."""
         method, fragments = world.method, world.method.fragments
         due = [method.steps_to_push(part.replica) for part in world.parts if part.head is None]
         every = method.push_period * (fragments - 1)  # from the first fragment to the last
@@ -227,7 +226,6 @@ class Reporting:
         )
 
     def warning(self, world: World) -> str:
-        """Return a warning if no group has completed an exchange period, or ""."""
         method, status = world.method, self._status
         if status is None or status.clock or not world.steps_at_worker or method.evaluated == "mean":
             return ""
@@ -251,7 +249,7 @@ def _remedy(method: Method, steps: int) -> str:
 class ProgressDisplay:
     """The additions to the user's progress bar in a run of groups: its total, and one short entry.
 
-    The total is an estimate at the present speeds. `get_metrics` is restored at the end of the fit.
+    The total is an estimate at the present speeds.
     """
 
     def __init__(self) -> None:

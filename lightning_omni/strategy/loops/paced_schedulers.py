@@ -165,10 +165,7 @@ class Pacer:
         self._bases.pop(scheduler)
 
     def catch_up(self) -> None:
-        """Advance schedulers that count steps to the end of the epoch, and count from there.
-
-        The next epoch may have other batches and steps, by which a frequency counts.
-        """
+        """Advance schedulers that count steps to the end of the epoch, and count from there."""
         for config in self._configs:
             self._catch_up(config)
             if self._counts_steps(config):
@@ -370,12 +367,8 @@ def caught_up(
 
     A scheduler that only the user's module can step keeps its own.
 
-    Args:
-        checkpoint: Lightning's checkpoint.
-        schedulers: those of the Trainer.
-        optimizers: those of the Trainer.
-        counts: each scheduler's present and target count; an empty tuple for one that counts no steps.
-        earlier: earlier states, from which those beyond their targets start again.
+    ``counts`` are each scheduler's present and target count, an empty tuple for one that counts no steps; from
+    ``earlier`` states those beyond their targets start again.
     """
     states, saved = checkpoint.get("lr_schedulers", ()), checkpoint.get("optimizer_states", ())
     if len(states) != len(counts) or len(saved) != len(optimizers):

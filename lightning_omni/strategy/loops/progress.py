@@ -118,7 +118,6 @@ class RunProgress:
         return self.limits.plan(self._data.leases, self.progress, trained)
 
     def trained_spans(self, epoch: int) -> Spans:
-        """Return the trained ranges of an epoch, as the checkpoint has them."""
         leases = self._data.leases
         if leases is None:
             return ()
@@ -146,10 +145,7 @@ class RunProgress:
 
     @property
     def is_resumed_inside(self) -> bool:
-        """Return whether several groups have trained a part of the current epoch, or had begun it.
-
-        The server does not have the samples that groups train between two exchanges.
-        """
+        """Return whether several groups have trained a part of the current epoch, or had begun it."""
         leases, epoch = self._data.leases, self.trainer.current_epoch
         if leases is None or not self._fits(epoch):
             return False

@@ -127,10 +127,7 @@ class RunSchedulers:
             reach_all(self._configs, all_reduce_max(counts), self._counts)
 
     def catch_up_in(self, checkpoint: dict[str, Any], progress: Progress | None) -> list[Counts]:
-        """Advance the schedulers in a checkpoint to its progress; return their counts: see `Pacer.counts_at`.
-
-        The rank that saves may lag behind the weights, or be ahead of them.
-        """
+        """Advance the schedulers in a checkpoint to its progress; return their counts: see `Pacer.counts_at`."""
         if self._pacer is None or progress is None or self._trainer is None:
             return []
         counts = self._pacer.counts_at(self._configs, self._run.steps_at(progress))

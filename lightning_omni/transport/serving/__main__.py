@@ -116,7 +116,6 @@ def _restore(settings: ServerSettings, core: ServerCore) -> StateDirectory | Non
 
 
 def _listen(settings: ServerSettings, core: ServerCore, again: str) -> registry.Served:
-    """Return the driver, bound to a new address or to that of an earlier server (``again``)."""
     chosen = registry.from_wire(settings.transport)
     if settings.number:
         if settings.state:

@@ -131,7 +131,6 @@ class ServerProcess:
         return self._address
 
     def how_ended(self) -> str:
-        """Return how the process has ended; "" while it runs."""
         if not self._how_ended and (status := self._process.poll()) is not None:
             self._how_ended = f"its process has ended with status {status}"
             try:

@@ -46,7 +46,6 @@ def numbers_in(folder: Path, kind: str) -> list[int]:
 
 
 def write_save(folder: Path, number: int, packed: Packed, buffer: Tensor) -> OSError | None:
-    """Write a save through to the disk; return the error if that fails."""
     new, head = folder / f"{NEW}-{os.getpid()}", msgspec.msgpack.encode(packed)
     try:
         with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", buffering=0) as file:

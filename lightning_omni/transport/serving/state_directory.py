@@ -94,14 +94,6 @@ class StateDirectory:
 
     Raises:
         ConfigurationError: the directory cannot be used, or another server uses it.
-
-    Example:
-        >>> import secrets, tempfile
-        >>> folder = tempfile.TemporaryDirectory()
-        >>> states = StateDirectory(folder.name)
-        >>> states.restore(ServerCore(bytes(32), secrets.token_bytes)), states.close()
-        ('', None)
-        >>> folder.cleanup()
     """
 
     def __init__(
@@ -340,7 +332,6 @@ class StateDirectory:
                 file_of(self._path, SAVED, number).rename(self._path / ENDED)
 
     def _entries(self, number: int) -> Iterator[Entry]:
-        """Yield the entries of a journal without an incomplete last one."""
         data, decode = file_of(self._path, JOURNAL, number).read_bytes(), msgspec.msgpack.Decoder(AnyEntry).decode
         position = 0
         while position + LENGTH <= len(data):
@@ -399,7 +390,7 @@ class ShareDirectory:
             raise ConfigurationError(f"--state {path}: {error.strerror}; pass a directory of your own") from error
 
     def restore(self, core: ServerCore, number: int) -> None:
-        """Load this server's share of a save (0 for none); the coordinating server then sends the later events."""
+        """Load this server's share of a save; 0 for none."""
         if number:
             core.load(read(file_of(self._path, SAVED, number)), (), 0.0)
         core.on_save = lambda number: self._save(core, number)
@@ -463,7 +454,7 @@ def _take(lock: int) -> None:
 
 
 def _remove_leftovers(path: Path, shares: list[Path]) -> None:
-    """Remove, also from the list, the saves of the other servers that match none of server 0."""
+    """Remove, also from the list, saves of other servers that match none of server 0."""
     saved = set(numbers_in(path, SAVED))
     for folder in list(shares):
         numbers = numbers_in(folder, SAVED)

@@ -183,7 +183,6 @@ def _make_in(base: Path) -> tuple[Path, int]:
 
 
 def _take(path: Path) -> tuple[Path, int]:
-    """Take over the directory of a server that is gone; create it if it was removed meanwhile."""
     try:
         path.mkdir(mode=0o700, exist_ok=True)
         lock = _open_locked(path)

@@ -159,13 +159,8 @@ def dial(
 ) -> tuple[Dialed, T]:
     """Repeat attempts until ``talk`` completes on one of them; return that attempt and the result.
 
-    Args:
-        make: starts an attempt.
-        talk: exchanges an attempt's messages until a deadline.
-        keys: secrets of the run.
-        where: the address, for messages.
-        silence: explanation of a missing answer.
-        limit: seconds.
+    ``make`` starts an attempt; ``talk`` exchanges its messages until a deadline, after ``limit`` seconds. ``where`` is
+    the address, and ``silence`` explains a missing answer, for messages.
 
     Raises:
         Refused: the other side refused, or ended every connection before admission.

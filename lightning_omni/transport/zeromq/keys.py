@@ -35,7 +35,6 @@ def new_key() -> bytes:
 
 
 def default_path() -> Path:
-    """Return the default path of the user's key file, common to machines with a common home directory."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "lightning-omni" / "key"
 
 
@@ -65,7 +64,6 @@ def load_key(path: Path | None = None) -> bytes:
 
 
 def is_open_to_others(path: Path | None = None) -> bool:
-    """Return whether other users may read or write the file that `load_key` reads."""
     if path is None and os.environ.get(ENVIRONMENT):
         return False
     return bool((path or default_path()).stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO))

@@ -42,7 +42,6 @@ class Observer:
 
     Args:
         address: the server's control socket, ``tcp://host:port`` or ``ipc:///directory/control``.
-        key: the run's shared secret.
         encryption: ``"curve"`` or ``"off"``, as the server's.
         timeout: seconds to wait for the connection.
 
