@@ -231,12 +231,14 @@ class Cluster:
 
     Args:
         devices: one for each rank.
-        link: the link from each group to the server, and from group to group.
+        link: the link from each group to the server, shared by an exchange with several servers, and from group to
+            group.
         server: each server's network card, with its bandwidth in each direction, which all transfers share.
-        group_link: the link between the members of a group.
+        group_link: the link between the members of a group, for ring all-reduces and broadcasts of answers.
         update_seconds: time of the server for one push, in seconds, one push at a time. A server that holds a partition
             of the weights takes that part of it.
-        head_seconds_per_sample: time of a merged head for one sample, in seconds, one group at a time.
+        head_seconds_per_sample: time of a merged head for one sample, forward and backward, in seconds, one group at a
+            time.
         events: failures and slowdowns of ranks, and restarts of the server.
         servers: number of parameter servers, each of which holds a partition of the parameters; ``"per-node"``: one on
             each node, and a group's exchange with that of its own node crosses no link.

@@ -242,8 +242,9 @@ class Profile(Serializable):
             rebalance: whether the members of a group share its batch in proportion to their speeds.
             period: local steps between two exchanges, H; None for the measured number.
             nbytes: bytes of one exchange, one way; None for the measured number.
-            exchanging: pattern of exchanges, in place of ``period`` and ``nbytes``. With a pattern, the bottleneck is
-                the part that would help most if it were twice as fast.
+            exchanging: pattern of exchanges, in place of ``period`` and ``nbytes``; None for groups that wait for their
+                own answers only, with equal bytes each way. With a pattern, the bottleneck is the part that would help
+                most if it were twice as fast.
             all_reduce: format of gradients in a group, as in ``Compression(all_reduce=...)``; ``"fp32"`` as measured.
             level: probability of the intervals, which cover noise in the measurements, not errors of the model.
 
