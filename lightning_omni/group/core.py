@@ -1,7 +1,6 @@
 """A group's state machine: it converts gradients and answers into actions. No sockets, clocks or threads.
 
-It drives the group sides of the method, one for each optimizer. A driver (a rank of a real run, the simulator, a
-replay, a test) performs each action and reports its result::
+It drives the group sides of the method, one for each optimizer. A driver performs each action and reports its result::
 
     action = core.gradient(optimizer, gradient)
     while not isinstance(action, NextGradient):
@@ -14,8 +13,7 @@ Rule 3: a push keeps its number until it is answered. After a lost answer, `Grou
 for the same `ServerRequest`. The server applies each number once.
 Rule 4: needs of the method that the group can meet by itself, such as a step of its own optimizer, are met here.
 Rule 5: an exchange may overlap the computation of gradients. The driver passes its answer to `GroupCore.apply_answer`
-before the group waits for others (at a synchronization point, or for more data), before its parameters change, and
-before other groups are formed.
+before the group waits for others, before its parameters change, and before other groups are formed.
 """
 
 from __future__ import annotations
@@ -177,10 +175,8 @@ class GroupCore:
 
     Args:
         wire_format: encoding of its pushes.
-        max_nonfinite_pushes: the number of consecutive pushes with NaN or infinite elements that ends the run; None if
-            there is no limit.
-        overlap: whether exchanges of `AsyncSGD` overlap the computation of gradients; see
-            `lightning_omni.methods.overlap`.
+        max_nonfinite_pushes: consecutive pushes with NaN or infinite elements that end the run; None for no limit.
+        overlap: whether exchanges of `AsyncSGD` overlap computation; see `lightning_omni.methods.overlap`.
 
     Attributes:
         data: the group's drawn and trained batches of the epoch, if its data is leased.
@@ -317,7 +313,7 @@ class GroupCore:
     # --- Actions -----------------------------------------------------------------------------------------------------
 
     def fetch(self, optimizer: int) -> ServerRequest:
-        """Return a request for the server's weights that the method did not need; pass the answer to `receive`."""
+        """Return a request for the server's weights; pass the answer to `receive`."""
         return ServerRequest(optimizer, Fetch(), *self.place)
 
     def synchronize(self, optimizer: int) -> ServerRequest:
@@ -382,7 +378,6 @@ class GroupCore:
         return state_of_fragment(own.sent, layout, need.fragment, self.method.fragments)
 
     def _store_sending(self, own: _MethodState, need: Exchange, layout: Layout, state: State) -> None:
-        """Store the sender's state that holds if the push is applied."""
         if need.fragment is not None:
             state = with_fragment(own.sent, state, layout, need.fragment, self.method.fragments)
         own.sending = state

@@ -118,7 +118,6 @@ class LeaseClient:
 
     Attributes:
         trained: batches of this epoch that the group has begun to train since groups were formed.
-        interval: number of the group's validation interval.
         handed: batches passed to the data loader.
         in_pairs: as in `positions`.
 
@@ -197,7 +196,6 @@ class LeaseClient:
 
     @property
     def current(self) -> Batch | None:
-        """Return the group's batch that is being trained."""
         return self._batches[self.trained - 1] if 0 < self.trained <= len(self._batches) else None
 
     @property
@@ -237,7 +235,6 @@ class LeaseClient:
 
     @property
     def weight(self) -> float:
-        """Return this member's weight in the gradient of the current batch."""
         batch = self.current
         if batch is None:
             return 1.0

@@ -32,7 +32,6 @@ class MergedHeadClient:
     Args:
         name: name of the submodule, for errors.
         number: number of the head, among the optimizers.
-        module: the submodule.
         optimizer: the user's optimizer of its parameters.
         parameters: its parameters, in the optimizer's order.
 

@@ -240,7 +240,6 @@ class Reply(msgspec.Struct, frozen=True):
         staleness: updates between the read that the push was computed from and its arrival.
         tensors: the tensors to send, each None as zeros; None sends the present master weights, or those of the pushed
             fragment.
-        note: one number for the group side.
     """
 
     group: int
@@ -251,9 +250,6 @@ class Reply(msgspec.Struct, frozen=True):
 
 class ServerSide(ABC):
     """The server side of a method, for one optimizer.
-
-    Args:
-        groups: numbers of the groups that participate.
 
     Attributes:
         groups: the groups that are alive.
@@ -414,7 +410,6 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
             than its own, and the group restarts from the present ones.
         fragments: number of fragments that are exchanged one by one. With several, the server side must be
             element-wise.
-        side: class of the server side.
     """
 
     steps_at: ClassVar[Literal["server", "worker"]] = "server"

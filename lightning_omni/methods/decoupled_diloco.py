@@ -182,8 +182,8 @@ class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco")
         \Theta_p \leftarrow \Theta_p - \eta_o (\Delta_p + \beta m_p)
 
     over the groups m that have sent it, which have trained :math:`n_m` samples in :math:`s_m` steps since they last
-    sent this fragment. A group loads :math:`\Theta_p` after ``delay`` steps, and keeps its changes in between. A late
-    group is answered at once, and its change since the :math:`\Theta_p` that it had read counts in the next merge.
+    sent this fragment. A group loads :math:`\Theta_p` after ``delay`` steps, and keeps its changes in between. The
+    change of a late group counts in the next merge.
 
     Args:
         period: H, inner steps between two exchanges of the same fragment.

@@ -89,7 +89,7 @@ class _Compensate(ServerSide):
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """Return a tensor as real numbers; each part of a complex number has its own curvature, as in torch's Adam."""
+    """Return a tensor as real numbers, of which a complex one has two, as in torch's Adam."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 

@@ -60,8 +60,7 @@ class Downpour(Method, frozen=True, kw_only=True, tag="downpour"):
         n_fetch: steps between two fetches.
         send: ``"gradients"`` or ``"updates"``.
         warm_start: server updates made in lock-step, with the mean of all groups' gradients or updates, before
-            asynchrony begins: from random weights, asynchronous steps often make no progress. (The GPU A-SGD paper
-            starts from a partly trained model instead: load the checkpoint of one group.)
+            asynchrony begins: from random weights, asynchronous steps often make no progress.
 
     ``n_push = n_fetch = 1`` with gradients is `AsyncSGD`.
 

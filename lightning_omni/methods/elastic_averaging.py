@@ -58,7 +58,7 @@ class ElasticAveraging(Method, frozen=True, kw_only=True, tag="elastic_averaging
 
     where u(x) is the step of the user's optimizer, at the worker, with the gradient taken *before* the elastic move. In
     the other steps :math:`x \leftarrow x + u(x)`. So x + c changes by u alone. With ``torch.optim.SGD(momentum=δ,
-    nesterov=True)`` this is EAMSGD: the spring pulls at the weights without their look-ahead.
+    nesterov=True)`` this is EAMSGD.
 
     Args:
         period: local steps between two exchanges.

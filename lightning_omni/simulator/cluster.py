@@ -155,7 +155,6 @@ class Failure:
     """The death of a rank, and of its group with it.
 
     Args:
-        rank: the rank.
         time: time of the death, in seconds.
         until: time at which the whole group returns, in seconds, as one that joins; None for never.
 
@@ -183,7 +182,6 @@ class Slowdown:
     """A period in which a rank is slower, in every batch that it begins then.
 
     Args:
-        rank: the rank.
         start: beginning of the period, in seconds.
         stop: end of the period, in seconds.
         factor: factor of its times, above 0.
@@ -345,12 +343,8 @@ class Cluster:
     ) -> Cluster:
         """Make a cluster of devices of different speeds.
 
-        Args:
-            speeds: one for each device, above 0; a device of speed 2 takes half the times.
-            seconds_per_sample: time at speed 1, see `Device`.
-            overhead: time at speed 1, see `Device`.
-            jitter: see `Device`; None if there is none.
-            network: other arguments of the cluster.
+        A device of speed 2 takes half the times, which are those of `Device` at speed 1; ``network`` are other
+        arguments of the cluster.
         """
         for speed in speeds:
             if not 0 < speed < math.inf:

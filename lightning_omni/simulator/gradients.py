@@ -48,7 +48,6 @@ class DeviceClock:
         return time * self._cluster.slowness(self._rank, now) if self._cluster.events else time
 
     def speed(self, samples: int, now: float) -> float:
-        """Return the expected samples per second of a batch that begins now."""
         return samples / (self._device.seconds(samples) * self._cluster.slowness(self._rank, now))
 
 
@@ -177,7 +176,6 @@ class SimulatedHead:
         self._module.forward = self
 
     def access_for(self, leader: int, epoch: int, trained: int) -> None:
-        """Set the group of the next forward pass, and its trained batches of the epoch, this one included."""
         self._group_place = (leader, epoch, trained)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -197,7 +195,6 @@ class SimulatedHead:
     def take_back(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[tuple[torch.Size, torch.dtype]]
     ) -> list[Any]:
-        """Send the output's gradients to the server, which steps the head; return those of the inputs."""
         leader, epoch, trained = self._group_place
         request = self._side.backward(gradients, (epoch, trained))
         answer, payload = self._server.ask_head(leader, request.message, request.payload, m.HeadGradients)

@@ -115,7 +115,6 @@ class SimulatedGroup:
     """One compute group.
 
     Args:
-        core: its state machine, without weights.
         ranks: ranks of its members; the first leads.
         epoch: the current epoch, if the group joins a running run.
 
@@ -207,7 +206,6 @@ class SimulatedGroup:
                 return None
 
     def ask(self, question: m.AskNext) -> None:
-        """Send the request for the next step, again after a restart of the server."""
         out = self._context.server.control(self.leader, question)
         self.leased.report(question.epoch, question.trained)
         self._context.network.deliver(out)
@@ -280,7 +278,6 @@ class SimulatedGroup:
             action = self.core.answer(0, answer)
 
     def _wait_for(self, action: Action) -> Timeline:
-        """Perform an action that takes time, and return its answer."""
         match action:
             case ServerRequest(waits=False):
                 return self._begin(action)
@@ -302,7 +299,6 @@ class SimulatedGroup:
     # --- To the server and back --------------------------------------------------------------------------------------
 
     def _begin(self, ask: ServerRequest) -> None:
-        """Start a push without waiting for its answer."""
         process = Process(self._push(ask))
         self._before, self._pushed = self._pushed, (ask.epoch, ask.trained)
         self._under_way, self._exchange = ask, process
@@ -317,7 +313,6 @@ class SimulatedGroup:
         return (yield from self._receive_answer(ask, answer))
 
     def stop(self) -> None:
-        """Stop the group after its death; nothing receives the answer to its exchange."""
         engine = self._context.engine
         engine.stop(self.process)
         if self._exchange is not None:
@@ -325,12 +320,10 @@ class SimulatedGroup:
         self.drop_answer()
 
     def drop_answer(self) -> None:
-        """Drop the exchange in flight; a living group repeats it."""
         if (attempt := self._context.network.exchanges.pop(self.number, None)) is not None:
             self._context.engine.stop(attempt)
 
     def go_back(self) -> None:
-        """Handle a restart from the last save: batches that are not pushed may be dealt out again."""
         self._unpushed.go_back()
         self._pushing.go_back()
 
@@ -375,7 +368,6 @@ class SimulatedGroup:
         return (yield None)
 
     def _check_divergence(self) -> None:
-        """End the run when the server refuses one push too many, before the group receives the refusal."""
         try:
             self.core.check_nonfinite(self._context.server.served.counts.refused_in_row[self.number])
         except NonFiniteGradients:
@@ -415,7 +407,7 @@ class SimulatedGroup:
     # --- From group to group -----------------------------------------------------------------------------------------
 
     def _read_peer(self, number: int) -> Timeline:
-        """Wait for the published weights of a group, and return them; None if it has none."""
+        """Wait for the published weights of a group; return them, or None."""
         yield self._context.network.to_peer()
         peer = self._context.groups.get(number)
         published = peer._published if peer is not None else None

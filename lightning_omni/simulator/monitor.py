@@ -55,7 +55,6 @@ class Monitor:
         step_times: rows of `Trace.STEPS`, likewise.
         useful_seconds: seconds in which ranks computed gradients that were pushed and not lost by a restart, summed
             over ranks.
-        ended: reason for the end of the run; empty before.
     """
 
     def __init__(
@@ -142,7 +141,6 @@ class Monitor:
             self.ended = self.ended or "max_updates"
 
     def evaluate_by_time(self, period: float) -> Timeline:
-        """Evaluate every ``period`` seconds while other events are scheduled."""
         for number in count(1):
             yield number * period
             self.evaluate()

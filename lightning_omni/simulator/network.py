@@ -1,9 +1,7 @@
 """Durations of a group's exchanges with the parameter servers: links, the servers' network cards, and their queues.
 
-Rule 1: messages on a card at the same time share it evenly, and cross their groups' links at the same time. The parts
-of an exchange, one for each server, share the group's link in proportion to their bytes.
-Rule 2: a part that stays on its group's node crosses no link and no card.
-Rule 3: with one server, each time is bitwise the same as without support for several.
+The page `docs/contribute/simulator.md` describes the model. With one server, each time is bitwise the same as without
+support for several.
 """
 
 from __future__ import annotations
@@ -88,7 +86,6 @@ class SharedLink:
             self._engine.start(self._arrive(first, self._engine.now + first.due, self._serial_number))
 
     def _arrive(self, lane: _Lane, due: float, serial_number: int) -> Timeline:
-        """Run a process that ends the first messages of a lane, unless the messages change before."""
         yield due
         if serial_number != self._serial_number:
             return
@@ -128,9 +125,6 @@ class _Server:
 
 class Exchanges:
     """Exchanges with the servers, in virtual time.
-
-    If there are several servers, the others report the arrival of their parts of a push to server 0, which informs them
-    when all have arrived: one small message each way.
 
     Args:
         shares: the fraction of the weights that each server holds; they add up to 1.
@@ -187,7 +181,6 @@ class Exchanges:
         return self._cluster.group_link.broadcast_seconds(nbytes, members)
 
     def begin_again(self) -> None:
-        """Reset the servers' queues and cards after a restart."""
         self._servers = [_Server(self._engine, self._card) for _ in self._shares]
 
     def _away_from(self, group: int) -> list[int]:
@@ -200,7 +193,6 @@ class Exchanges:
         return (yield from self._cross(parts))
 
     def _leave(self, parts: _Parts) -> Timeline:
-        """Wait until all parts have crossed cards, and then a link."""
         yield from self._cross(parts)
         delay = self._link.seconds(self._unshared(parts)) + self._card.latency
         yield self._engine.now + delay if parts else self._engine.now

@@ -321,7 +321,6 @@ class _Replay:
         return ServedParameters(description, weights, clock, method, topology.alive, resolve, servers=servers)
 
     def _join(self, event: Event) -> None:
-        """Add a group, which reads the weights before anything else."""
         (ranks,) = event.groups
         self._served.method_side.join(event.group)
         self._groups[event.group] = self._make_group(event.group, ranks, (*self._groups, event.group))
@@ -425,7 +424,6 @@ class _Replay:
         self._continue(group, group.core.answer(0, pulled))
 
     def _continue(self, group: _Group, action: Action) -> None:
-        """Perform the group's sends, and the receives whose answers have arrived."""
         while True:
             match action:
                 case ServerRequest(need=Exchange() as need, waits=False):
@@ -490,7 +488,6 @@ class _Replay:
         return Pulled(tensors, served.master.clock, reply.note, refused, need.fragment)
 
     def _fetch(self, group: _Group) -> None:
-        """Replay a fetch of the master weights, within the group's steps or at a synchronization."""
         side = self._served.method_side
         side.fetched(group.replica.group)
         pulled = Pulled(self._known(group), self._served.master.clock)

@@ -254,7 +254,6 @@ class Simulation:
         self._gradients.drop(group.number)
 
     def _restart_group(self, home: int, dead: SimulatedGroup) -> None:
-        """Form a new group of the devices of a dead one."""
         joined, ranks, out = self.server.join(len(dead.ranks), str(home))
         epoch = joined.plan.epoch if joined.plan is not None else 0
         identity = GroupId(str(home), joined.incarnation)
@@ -307,7 +306,6 @@ class Simulation:
         return named
 
     def _metrics(self) -> dict[str, float]:
-        """Return the metrics of the model that the method would validate now."""
         assert self._evaluate is not None
         parameters = dict(self._evaluated.named_parameters())
         for name, weight in self._weights().items():

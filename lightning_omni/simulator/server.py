@@ -85,9 +85,7 @@ class InMemoryConnections:
 class SavedState:
     """The last save of a server, and the journal of its answers to ranks since.
 
-    The state is saved when a real server saves it (`lightning_omni.transport.serving.state_directory`): after groups
-    were formed or have joined, and then periodically. If groups wait for answers when a save is due, it is made once
-    none waits, at most one period later.
+    The state is saved when a real server saves it (`lightning_omni.transport.serving.state_directory`).
 
     Args:
         every: seconds between two saves, above 0.
@@ -114,7 +112,6 @@ class SavedState:
         self._changed = now
 
     def restore(self, core: ServerCore, now: float) -> None:
-        """Restore the last save in another server, which saves at once."""
         packed, buffer = self._saved
         core.load(unpack(packed, buffer.clone()), self._journal, now)
         self._write(core, now)
@@ -141,7 +138,6 @@ class SimulatedServer:
     """A `ServerCore` that all ranks have joined; ``seed`` is that of nonces and tickets.
 
     Attributes:
-        snapshots: weights that it has sent, by clock.
         away_until: time at which a dead server is available again, in seconds; None while it is available.
         served: the master weights; unset before the groups were formed.
     """
@@ -214,7 +210,6 @@ class SimulatedServer:
         return cast(m.PushMessage, outgoing.message).nbytes, outgoing
 
     def ask(self, leader: int, core: GroupCore, ask: ServerRequest, outgoing: Outgoing | None = None) -> list[Out]:
-        """Deliver a push or a fetch; ``outgoing`` is from `prepare`."""
         if outgoing is None:
             [outgoing] = core.send(ask, Partition.whole(self.served.layout), [self._memory])
         return self._data(leader, outgoing.message, _NOTHING if outgoing.payload is None else outgoing.payload)
@@ -222,7 +217,6 @@ class SimulatedServer:
     def ask_head(
         self, leader: int, message: m.HeadForward | m.HeadBackward, payload: Tensor, expect: type[_Answer]
     ) -> tuple[_Answer, Tensor]:
-        """Send a batch or its gradients to the merged head, and return the answer."""
         (out,) = self._data(leader, message, payload)
         assert isinstance(out.message, expect)
         (answer,) = out.payload
@@ -254,7 +248,6 @@ class SimulatedServer:
         self.snapshots.forget()
 
     def restart(self, ranks: Iterable[int]) -> None:
-        """Let the server receive messages again, and attach these ranks again."""
         self.away_until = None
         for rank in ranks:
             self._join(rank, returns=True)
@@ -308,9 +301,6 @@ class SimulatedServer:
 
 class SimulatedNetwork:
     """The network that delivers the server's messages, in virtual time.
-
-    Args:
-        between: the link from group to group.
 
     Attributes:
         processes: the process that receives the server's messages, by group number.
@@ -457,5 +447,4 @@ class PartitionedFormat(WireFormat, frozen=True, kw_only=True, dict=True, tag="b
         return buffer
 
     def _split_of(self, layout: Layout) -> Partition:
-        """Return the same cuts for a layout of some of the tensors, or of a fragment of them."""
         return self.split if layout.specs == self.split.layout.specs else self.split.within(layout)

@@ -147,7 +147,6 @@ class Samples:
         return len(self._data)
 
     def at(self, epoch: int, positions: range) -> Tensor:
-        """Return the indices of the samples at these positions of an epoch's permutation."""
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self._seed + epoch)
             self._epoch, self._order = epoch, torch.randperm(len(self), generator=generator)
@@ -191,7 +190,6 @@ class Workbench:
 
     Args:
         model: the model, whose weights are replaced.
-        parameters: the trained ones, by name.
         group_batch: samples in a group's usual batch.
     """
 

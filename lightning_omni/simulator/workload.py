@@ -38,7 +38,6 @@ class Workload:
     """A model and its training.
 
     Args:
-        model: the model.
         data: a map-style dataset; the tensors of a ``TensorDataset`` are indexed directly, other data are collated.
         loss: the mean loss of a batch, from the model and the batch.
         evaluate: returns the metrics, by name, of a model in evaluation mode, if any.
@@ -97,7 +96,6 @@ def classification_loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def classification_metrics(model: nn.Module, inputs: Tensor, labels: Tensor) -> dict[str, float]:
-    """Return the mean cross entropy, and the fraction of samples that are classified correctly."""
     outputs = model(inputs)
     return {
         "loss": float(cross_entropy(outputs, labels)),

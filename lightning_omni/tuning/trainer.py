@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 def tuner_module(kind: type) -> Any:
-    """Return the tuner module for the namespace of a class."""
     return module_in("tuning.callback", namespace_of(kind) or NAMESPACES[-1])
 
 

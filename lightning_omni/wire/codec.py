@@ -115,10 +115,7 @@ def unpack(packed: Packed, buffer: Tensor, copy: bool = False) -> Any:
 
 
 def _check_nesting(tree: Any) -> None:
-    """Raise `ValueError` if lists and dicts are nested so deeply that recursion over them might fail.
-
-    Only Python before 3.12 itself refuses to decode below its recursion limit.
-    """
+    """Raise `ValueError` if lists and dicts are nested so deeply that recursion over them might fail."""
     level = [tree]
     for _ in range(_MOST_NESTED):
         inner: list[Any] = []

@@ -136,7 +136,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def _places(self) -> tuple[tuple[str, tuple[int, ...], tuple[int, ...], int], ...]:
-        """Return the dtype, shape, strides and offset of each tensor, the last two in elements."""
+        """Return each tensor's dtype, shape, strides and offset, the last two in elements."""
         return tuple(
             (spec.dtype, spec.local_shape, spec.strides, start // DTYPES[spec.dtype].itemsize)
             for spec, start in zip(self.specs, self.offsets, strict=True)
@@ -315,7 +315,6 @@ class Structures:
 
     @property
     def newest(self) -> Structure:
-        """Return the structure of the server's optimizer."""
         return self._all[-1]
 
     def of(self, group: int) -> Structure:

@@ -497,7 +497,6 @@ def _joined_of(values: Sequence[Any], spec: TensorSpec) -> Any:
 
 
 def _is_by_place(tree: Any) -> bool:
-    """Return whether a tree is a dict of dicts keyed by indices, like an optimizer's state."""
     return isinstance(tree, Mapping) and all(
         isinstance(place, int) and isinstance(value, Mapping) for place, value in tree.items()
     )

@@ -25,7 +25,6 @@ class Pulled(msgspec.Struct, frozen=True):
         tensors: one for each parameter, in the optimizer's order, valid until the group side's next request; empty if
             none were requested.
         clock: number of updates that the master weights contain.
-        note: one number from the server side.
         refused: whether the push was refused (not finite, or see `Method.resyncs`); ``tensors`` are then the master
             weights.
         fragment: fragment of ``tensors``, one for each of its pieces; None for all parameters.

@@ -259,10 +259,8 @@ def hyperparameters_of(
 ) -> list[dict[str, Any]]:
     """Return the hyperparameters of each parameter group as plain values.
 
-    Args:
-        optimizer: the optimizer.
-        of: if given, only groups that hold some of these parameters, or none at all, are returned.
-        are_needed: whether an optimizer is to step with them; if not, values that are not plain are left out.
+    With ``of``, only groups that hold some of these parameters, or are empty, are returned. Unless ``are_needed``,
+    values that are not plain are left out.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -337,7 +335,6 @@ def describe(optimizer: Optimizer, names: Mapping[Tensor, str], with_state: bool
 
 
 def _marks_of(names: Mapping[Tensor, str]) -> dict[str, dict[str, Any]]:
-    """Return, by name, plain attributes of parameters, which their optimizer may read."""
     marks = {
         name: {key: value for key, value in vars(parameter).items() if _is_mark(key, value)}
         for parameter, name in names.items()
@@ -346,7 +343,6 @@ def _marks_of(names: Mapping[Tensor, str]) -> dict[str, dict[str, Any]]:
 
 
 def _is_mark(name: str, value: Any) -> bool:
-    """Return whether an attribute is sent: None, a number or text that has no meaning in torch."""
     is_number = isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 63)
     return (value is None or is_number or isinstance(value, str)) and not hasattr(Parameter, name)
 
@@ -398,7 +394,6 @@ def holds(group: Mapping[str, Any], of: Container[Tensor]) -> bool:
 
 
 def state_of(optimizer: Optimizer, of: Container[Tensor]) -> dict[int, Any]:
-    """Return the state of these parameters, by their indices among them."""
     everything = optimizer.state_dict()["state"]
     return {place: everything[whole] for place, whole in enumerate(places_of(optimizer, of)) if whole in everything}
 
@@ -412,10 +407,7 @@ def rebuild(
 ) -> Optimizer:
     """Make the optimizer that `describe` described, over parameters of the same names.
 
-    Args:
-        description: from `describe`.
-        parameters: the parameters to move, by name.
-        resolve: maps a class path to its class; by default only ``torch.optim`` is allowed.
+    ``resolve`` maps a class path to its class; by default only ``torch.optim`` is allowed.
 
     Raises:
         UnsupportedError: the class is not allowed or cannot be imported.
@@ -507,7 +499,6 @@ def _is_plain(value: Any) -> bool:
 
 @cache
 def _torch_attributes() -> frozenset[str]:
-    """Return the attributes that ``Optimizer.__init__``, torch or schedulers add to an instance."""
     bare = object.__new__(Optimizer)
     Optimizer.__init__(bare, [torch.zeros(1)], {})
     return frozenset(vars(bare)) | {"step", "_opt_called", "_step_count", "_step_supports_amp_scaling"}

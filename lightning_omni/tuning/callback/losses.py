@@ -135,7 +135,6 @@ class TrialOutcome(IntEnum):
 
 
 def is_falling(losses: Sequence[float]) -> bool:
-    """Return whether a trial's loss falls by more than its scatter explains."""
     earlier, last = _latest(losses)
     if not earlier:
         return False
@@ -161,7 +160,6 @@ def _rounding(curve: TrainingLosses) -> float:
 
 
 def _error(losses: Sequence[float]) -> float:
-    """Return the standard error of the mean; NaN if a loss is not finite."""
     if not math.isfinite(math.fsum(losses)):
         return math.nan
     return statistics.stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else 0.0

@@ -76,7 +76,6 @@ class Microbenchmarks:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of a gradient, merged heads included."""
         return sum(part.replica.layout.nbytes for part in self._world.parts)
 
     @property
@@ -97,7 +96,6 @@ class Microbenchmarks:
 
     @cached_property
     def reduce_per_byte(self) -> float:
-        """Return the seconds that each byte adds to an all-reduce."""
         return seconds_per_byte(self._seconds_of_all_reduce, self.nbytes)
 
     @property
@@ -106,7 +104,7 @@ class Microbenchmarks:
 
     @cached_property
     def copy_per_byte(self) -> float:
-        """Return the seconds of each byte between rank 0's device and its host: the mean of both ways."""
+        """Return the seconds of each byte between rank 0's device and its host, both ways averaged."""
         if not self._has_device:
             return 0.0
         return gather(self._world, [seconds_per_byte(self._seconds_of_copy, self.nbytes)])[0][0]

@@ -46,7 +46,7 @@ class TimedStep:
 
     Attributes:
         own: compute time in seconds, with the optimizer's step and hooks.
-        seconds: seconds from the end of the last step to the end of this one.
+        seconds: from the end of the last step to the end of this one.
         loss: mean over the rank's samples, before the step.
         loading: seconds of ``own`` spent waiting for the data loader.
         squares: squared lengths of this rank's gradient and of the mean gradient; empty if unknown.
@@ -105,7 +105,6 @@ class FirstBatches:
         self._count += 1
 
     def interrupted(self) -> None:
-        """Leave the next step untimed, because it includes more than training."""
         self._timer.interrupt()
 
     @property
@@ -211,7 +210,6 @@ class _Decision:
     """A decision during the first batches.
 
     Attributes:
-        observation: the measurements, if there are enough.
         found: the future of rank 0's search, on rank 0.
         batches: batches trained since.
     """
@@ -230,11 +228,7 @@ class _Decision:
 
 
 class OnlineTuner:
-    """The tuning of a run by its own first batches.
-
-    Once batches are split by speed, they are timed again: equal batches alone do not show whether a slow rank takes
-    longer for each sample or for each step.
-    """
+    """The tuning of a run by its own first batches."""
 
     def __init__(
         self,
@@ -349,7 +343,6 @@ class OnlineTuner:
         self._exclude_seconds(time.perf_counter() - began, is_over)
 
     def _exclude_seconds(self, seconds: float, is_over: bool = False) -> None:
-        """Exclude seconds from the time of training; once a decision is over, its search has taken them."""
         self._deciding += seconds
         self._run.exclude_seconds(seconds)
         if is_over and self._run.is_rank_zero:

@@ -1,8 +1,8 @@
 """Trials of the user's own setting in a run that hardly learns any more with the chosen one.
 
-Stale gradients may keep the loss above that of synchronous training. When it is flat, the run continues with the user's
-own setting for a while, and keeps it if that lowers the loss by more than the chosen setting is still expected to. If
-the loss is then higher, the weights before the trial are restored.
+Stale gradients may keep the loss above that of synchronous training. When the loss is flat, the run continues with the
+user's own setting for a while, and keeps it if that lowers the loss by more than the chosen setting is still expected
+to. If the loss is then higher, the weights before the trial are restored.
 
 If nothing was learnt since the choice, its steps may have spoilt the weights: the trial then begins with the weights
 before the choice.
@@ -34,7 +34,6 @@ class UserSettingTrial:
 
     Attributes:
         length: steps of the trial, unless its loss falls for longer.
-        end: steps after which it ends.
         before: the run's state before the trial.
         losses: losses of its batches, on this rank.
     """

@@ -196,7 +196,6 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _text_of_wire(given: Compression) -> str:
-    """Return the formats of pushes and pulls as a setting has them; empty if one has no name."""
     if not isinstance(given.push, str) or not isinstance(given.pull, str):
         return ""
     return given.push if given.pull == "fp32" else f"{given.push}/{given.pull}"

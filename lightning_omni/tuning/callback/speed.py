@@ -197,13 +197,11 @@ class SpeedRecord:
             self.throughput.take()
 
     def stash_speeds(self) -> SpeedHistory:
-        """Start over for a temporary setting; return the speeds before it."""
         speeds = self._speeds
         self.changed(in_mid_epoch=self._run.strategy.parts.epochs.is_open)
         return speeds
 
     def restore_speeds(self, speeds: SpeedHistory) -> None:
-        """Continue with the speeds before a temporary setting, in mid-epoch."""
         self.changed(in_mid_epoch=True)
         self._speeds = speeds
 
@@ -355,7 +353,6 @@ class ForecastCheck:
         return why
 
     def _trained(self, speed: Speed, is_refuted: bool) -> list[TrainedSegment]:
-        """Return the last segment of each setting, with the one just measured."""
         run, setting, search = self._run, self._run.setting, self._run.searches[-1]
         log_ratio = math.log(search.modelled_throughput(setting) / speed.rate)
         variance = speed.error**2 + mean_error(search.measured) ** 2

@@ -63,7 +63,6 @@ class MonitoredMetric:
         self._is_decided = not is_needed
 
     def check_validated(self, trainer: Trainer) -> None:
-        """Raise a `ConfigurationError` if the fit has no validation, so that the metric is never read."""
         if not self._is_decided and not trainer.enable_validation:
             raise ConfigurationError(
                 f"target= is compared with monitor={self.name!r} when the run validates, and this one never does; pass"
@@ -97,7 +96,6 @@ class MonitoredMetric:
 
 
 def _may_log_late(trainer: Trainer, module: LightningModule) -> bool:
-    """Return whether the hook `_LATE` of the module or a user's callback may log something."""
     known = tuple(f"{name}." for name in (*NAMESPACES, "lightning_omni"))
     hooks = [getattr(type(each), _LATE, None) for each in (module, *callbacks_of(trainer))]
     return any(hook is not None and not (getattr(hook, "__module__", None) or "").startswith(known) for hook in hooks)
@@ -235,7 +233,6 @@ class TunedFit(Fit):
         run.begin()
 
     def _disable(self, problem: str, may_split: bool = False) -> None:
-        """Continue with the user's settings, except that batches may be split by speed."""
         run = self.run
         run.problem, run.strategy.parts.epochs.check_every = problem, 0
         run.strategy.parts.user_groups.form()
@@ -275,7 +272,6 @@ class TunedFit(Fit):
 
     @property
     def _lacks_server(self) -> bool:
-        """Return whether a resumed run needs several groups, now or after a trial, and has no server."""
         settings = (self.run.setting, self.run.state.before_trial or self.run.setting)
         return any(each.groups > 1 for each in settings) and not self.space.join_server()
 
@@ -492,7 +488,6 @@ class JoinedFit(Fit):
 
 
 def check_joined(options: TunerOptions) -> None:
-    """Raise `UnsupportedError` if ``space`` has a dimension that a group which has joined on its own cannot choose."""
     for name in options.space:
         if name not in _CHOSEN:
             raise UnsupportedError(

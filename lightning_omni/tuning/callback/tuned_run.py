@@ -69,7 +69,6 @@ class TunerState(Serializable):
         learnt_below: training loss below which it has learnt since the choice; NaN if unknown, or once it has.
         is_final: whether the run stays in one group: it had diverged, had learnt too slowly, or groups were too slow.
         before_trial: the setting to restore if a trial is no better; None without a trial.
-        samples: samples of the windows.
         forgotten: seconds of dropped searches.
         at_target: all seconds, and those for tuning, when the target was reached.
         trained: seconds of training before the run was resumed.
@@ -175,7 +174,6 @@ class TunedRun:
         return [TrainedSegment.from_dict(each) for each in json.loads(text)]
 
     def hyperparameters(self) -> Hyperparameters:
-        """Return the hyperparameters; raise `ConfigurationError` if the fit cannot be tuned."""
         check_tunable(self.trainer)
         return Hyperparameters.of(self.trainer)
 
@@ -229,7 +227,6 @@ class TunedRun:
     # --- Time ---------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Start the clock of training, or restart it after something else."""
         self._began = time.perf_counter()
 
     def exclude_seconds(self, seconds: float) -> None:
@@ -259,7 +256,6 @@ class TunedRun:
 
     @property
     def batches(self) -> float:
-        """Return the batches of each rank in an epoch; 1 if unknown."""
         batches = self.trainer.fit_loop.max_batches
         return max(1, batches) if math.isfinite(batches) else 1
 
@@ -292,7 +288,6 @@ class TunedRun:
 
     @property
     def seconds_left(self) -> float:
-        """Return the seconds until ``max_time`` ends the run; infinite without it."""
         left = [each.time_remaining() for each in callbacks_of(self.trainer) if hasattr(each, "time_remaining")]
         return min((each for each in left if each is not None), default=math.inf)
 

@@ -139,7 +139,6 @@ def align_layouts(optimizer: Optimizer, *_: Any) -> None:
 
 
 def contiguous(tree: Any) -> Any:
-    """Return a tree with contiguous tensors."""
     return tree_map(lambda each: each.contiguous() if _is_strided(each) else each, tree)
 
 

@@ -124,7 +124,6 @@ class Trial:
             return self.optimizer.step(closure)  # type: ignore[arg-type, return-value]  # typed for floats
 
     def check(self) -> None:
-        """Raise an error if a step gave the copy no gradients, because its loss uses another model."""
         if not any(parameter.grad is not None for parameter in self.model.parameters()):
             raise ConfigurationError(
                 "the loss of a copy of the model does not depend on the copy's weights; does the model keep a function"

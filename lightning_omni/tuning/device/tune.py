@@ -47,7 +47,6 @@ class Finding:
 
     Args:
         step: varied property: ``"allocator"``, ``"memory format"``, ...
-        tried: the candidate.
         verdict: decision, for this ``reason``.
         after: samples per second with the candidate, if measured.
         gain: median ratio of paired blocks, with the candidate over without it.
@@ -74,8 +73,6 @@ class DeviceReport(Serializable):
         baseline: samples per second with all defaults.
         tuned: samples per second with `setting`.
         gain: ratio of `setting` to the baseline, measured in separate pairs; None if nothing is applied.
-        batch_size: samples in the given batches.
-        seconds: duration of the search.
         spread: smallest and largest of the paired ratios behind `gain`.
 
     Example:
@@ -359,7 +356,6 @@ class _DeviceSearch:
         return replace(finding, after=after, gain=found.gain, spread=found.spread), trial
 
     def _compare_losses(self, trial: Trial) -> str:
-        """Return the distance of the loss curves, or raise `_Rejected`."""
         seconds = 2 * self._best.run(1) + trial.run(1)
         steps = min(_PROBE_STEPS, int((self._deadline - self._setup.clock()) / max(seconds, 1e-9)))
         if steps < _FEWEST_PROBE_STEPS:

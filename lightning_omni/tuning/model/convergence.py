@@ -1,7 +1,7 @@
 """Statistical efficiency: the samples to a loss, extrapolated from the losses of a run's first batches.
 
-The logarithm of the loss is taken to fall linearly with a power of the samples. A law with a final level fits better,
-but a dozen batches do not determine the level, which decides whether the target is ever reached.
+The logarithm of the loss is taken to fall linearly with a power of the samples: a dozen batches do not determine a
+final level.
 """
 
 from __future__ import annotations
@@ -60,8 +60,7 @@ def samples_to(target: float, samples: Sequence[float], losses: Sequence[float])
 
         \log L(n) = a + b\,n^{2/3}
 
-    is fitted to the last half of the batches by least squares. The interval has a probability of about 0.8; most of it
-    is `constants.EXTRAPOLATION_ERROR`.
+    is fitted to the last half of the batches by least squares. The interval has a probability of about 0.8.
 
     Args:
         target: the loss.

@@ -185,7 +185,7 @@ class ExchangePattern(Serializable):
         Args:
             method: the method or its name.
             compression: as in ``OmniStrategy(compression=...)``.
-            overlap: whether an exchange travels while the group computes the next gradient.
+            overlap: as in ``OmniStrategy(overlap=...)``.
             nbytes: bytes of the weights as float32, or their layout. With 0, bytes are as measured, in any format.
 
         Raises:
@@ -337,7 +337,6 @@ class CostModel:
         hand_ring: seconds of the whole fp32 gradient on a link over which a leader forwards an answer.
         hand_hop: seconds of such a message that do not depend on its bytes.
         servers: number of servers; costs of an exchange are those of one.
-        per_node: whether each node runs one server.
         hands_on: whether leaders forward answers to the other members, which ``delay`` does not include.
         node_ring: ``ring`` of a group on one node, if it is known to differ.
         node_hop: ``hop`` of such a group.
@@ -466,7 +465,6 @@ def first_draw(drawn: Drawn) -> Drawn:
 
 
 def part_away(servers: int, per_node: bool) -> float:
-    """Return the fraction of an exchange's bytes that crosses links."""
     return (servers - 1) / servers if per_node and servers > 1 else 1.0
 
 

@@ -147,7 +147,6 @@ class TrainedBatches(Serializable):
 
     @property
     def first_loss(self) -> float:
-        """Return the mean loss of each group's first batch; NaN without batches."""
         return float(np.mean(self.losses[: self.setting.groups])) if self.losses else math.nan
 
     @property
@@ -165,7 +164,6 @@ class TrainedBatches(Serializable):
         return float(np.sqrt(np.mean(differences**2) / 2)) if len(differences) else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the batches as plain values; None replaces a loss that is not finite."""
         losses = [loss if math.isfinite(loss) else None for loss in self.losses]
         return {**super().to_dict(), "losses": losses}
 
@@ -194,7 +192,6 @@ class Theory:
 
     Args:
         start: reference for all other settings.
-        scaling: rule for learning rates.
         most: largest explicit momentum; that of ``start`` if None.
         staleness: cost of very many groups, without ``spread``.
         spread: cost of every further group.
@@ -339,6 +336,5 @@ def _times(estimate: Estimate, value: float, low: float, high: float) -> Estimat
 
 
 def _deviations(level: float) -> float:
-    """Return the standard deviations to either side that enclose a normal number with this probability."""
     check_level(level)
     return NormalDist().inv_cdf((1 + level) / 2)

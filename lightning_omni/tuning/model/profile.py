@@ -58,7 +58,6 @@ class Prediction:
             ``"link"`` take. The first three are divided among the groups; no update is faster than any part.
         bottleneck: ``"server"`` or ``"link"`` if it is busy all the time, or else the largest part of a step,
             ``"compute"``, ``"allreduce"`` or ``"exchange"``.
-        statement: a sentence for users.
     """
 
     seconds_per_update: Estimate
@@ -69,7 +68,6 @@ class Prediction:
     statement: str
 
     def faster(self, factor: float) -> Prediction:
-        """Return the prediction for ``factor`` times the samples per second; parts and statement do not change."""
         seconds, samples = self.seconds_per_update.times(1 / factor), self.samples_per_second.times(factor)
         return replace(self, seconds_per_update=seconds, samples_per_second=samples)
 
@@ -98,8 +96,6 @@ class Profile(Serializable):
         measured: segments of training; see `fit`. Costs of exchanges are fitted to those with as many servers as the
             last one.
         draws: number of resampled fits for the intervals.
-        seed: seed of the resampling.
-        changes: changes made by `scaled`, in order.
         costs: known costs instead of measurements; see `of`.
         equal_ranks: number of ranks with these costs, and samples of each in a step.
 

@@ -34,7 +34,6 @@ class StepTimer:
         self._since: float | None = None
 
     def start(self) -> None:
-        """Record the beginning of a step, unless the end of the last one was recorded."""
         if self._since is None:
             self._since = self._clock()
 
@@ -102,7 +101,6 @@ class Throughput:
         self._speeds: deque[float] = deque(maxlen=window)
 
     def note(self, samples: int, seconds: float) -> None:
-        """Record a batch: this rank's samples, and its compute time."""
         if self._to_skip:
             self._to_skip -= 1
         elif samples and seconds > 0:
@@ -111,7 +109,6 @@ class Throughput:
 
     @property
     def speed(self) -> float:
-        """Return samples per second; 0.0 while too few batches are recorded."""
         return median(self._speeds) if len(self._speeds) >= c.SPLIT_FEWEST else 0.0
 
     @property
@@ -158,10 +155,8 @@ class Balancer:
     ) -> BatchSplit | None:
         """Return a split that makes the group noticeably faster, or None.
 
-        Args:
-            shares: current samples of each member.
-            speeds: samples per second of each member; 0.0 if not known yet.
-            variances: variance of the logarithm of each speed; empty if the speeds are exact.
+        ``speeds`` are samples per second, 0.0 if not known yet; ``variances`` are those of their logarithms, empty if
+        the speeds are exact.
         """
         if not all(speeds):
             return None

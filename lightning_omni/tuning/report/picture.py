@@ -138,7 +138,6 @@ def _bottleneck_of_choice(summary: SearchSummary) -> str:
 
 
 def _loss(axes: Any, summary: SearchSummary, losses: Sequence[tuple[float, float]], monitor: str) -> None:
-    """Draw the loss over time, and where the user's own setting is expected to be then."""
     if len(losses) < 2:
         axes.set_title("Loss of the timed batches")
         seconds, values = _timed(summary)
@@ -155,7 +154,6 @@ def _loss(axes: Any, summary: SearchSummary, losses: Sequence[tuple[float, float
 
 
 def _timed(summary: SearchSummary) -> tuple[Any, Any]:
-    """Return seconds and training losses of the timed batches, averaged over a twentieth of them."""
     batches = summary.search.observation.batches
     window = max(1, len(batches.losses) // 20)
     rate = summary.search.throughput(summary.start)
@@ -328,7 +326,6 @@ _MOMENTA = 20
 
 
 def _phase(axes: Any, summary: SearchSummary, figure: Any) -> None:
-    """Draw the predicted speed-up over groups and momentum, with the considered and the trained settings."""
     from matplotlib.colors import LogNorm
 
     low, high = summary.search.spec.space.momentum

@@ -138,7 +138,6 @@ class PlanRow:
 
     @property
     def log_seconds(self) -> float:
-        """Return the logarithm of the time to a target, up to a constant."""
         return self.efficiency[0] - math.log(self.prediction.samples_per_second.value)
 
     @property
@@ -301,7 +300,6 @@ def _advice(plan: Plan) -> str:
 
 
 def _halved(prediction: Prediction) -> float:
-    """Return a bound on the speed-up if the bottleneck took half as long."""
     parts: Mapping[str, float] = prediction.parts
     name = "serve" if prediction.bottleneck == "server" else prediction.bottleneck
     seconds = prediction.seconds_per_update.value

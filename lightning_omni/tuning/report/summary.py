@@ -201,7 +201,6 @@ class ConsideredRow:
     """One setting that a search considered.
 
     Attributes:
-        by: the source of the setting.
         rate: predicted samples per second.
         samples: samples to the target, relative to the user's own setting.
         speed_up: expected time to the target with the user's own setting, over that with this one.
@@ -298,7 +297,6 @@ class SearchSummary:
         return self._prediction_of(self.choice.setting).samples_per_second
 
     def _prediction_of(self, setting: Setting) -> Prediction:
-        """Return the prediction of a setting, with the rate that the search compared."""
         found, rate = self.search.prediction(setting), self.search.throughput(setting)
         interval = found.samples_per_second
         return replace(found, samples_per_second=Estimate(rate, min(interval.low, rate), max(interval.high, rate)))
@@ -309,7 +307,6 @@ class SearchSummary:
 
     @property
     def is_outside(self) -> bool:
-        """Return whether the measured samples per second are outside the forecast's interval."""
         rate = self.measured_rate
         return rate is not None and not self.rate.low <= rate <= self.rate.high
 
@@ -394,7 +391,6 @@ class SearchSummary:
 
     @cached_property
     def predictions(self) -> dict[tuple[int, bool], Prediction]:
-        """Return the predictions by groups and by whether batches are proportional."""
         return {
             (setting.groups, rebalance): self._prediction_of(replace(setting, rebalance=rebalance))
             for setting in (replace(self.choice.setting, groups=groups) for groups in self.groups)
@@ -450,6 +446,5 @@ NAMES = {
 
 
 def shares(parts: Mapping[str, float], seconds_per_update: float, groups: int) -> dict[str, float]:
-    """Return the seconds of each part of one step of a group."""
     own = {name: parts[name] * groups for name in ("compute", "allreduce", "exchange")}
     return {**own, "wait": max(0.0, seconds_per_update * groups - sum(own.values()))}

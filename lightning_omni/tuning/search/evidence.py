@@ -133,7 +133,6 @@ class TrainedSegment(Serializable):
 
     Attributes:
         log_ratio: logarithm of the measured over the predicted seconds.
-        variance: variance of ``log_ratio``.
         samples_per_second: the measured speed if it is still to be compared; otherwise 0.
     """
 
@@ -206,7 +205,6 @@ class Evidence:
 
     @cached_property
     def segments(self) -> list[TrainedSegment]:
-        """Return the trained segments, compared with the current predictions."""
         ranks = self.profile.ranks  # some may have died since
         return [self._as_compared(each) for each in self._given if each.setting.groups <= ranks]
 
@@ -227,7 +225,6 @@ class Evidence:
 
     @cached_property
     def widths(self) -> dict[str, float]:
-        """Return the widths of the user-defined dimensions that are ranges, by name."""
         axes = {each.name: checked_axis(each, self) for each in self.spec.space.further}
         return {name: axis[1] - axis[0] for name, axis in axes.items() if isinstance(axis, tuple)}
 
@@ -333,7 +330,10 @@ class Evidence:
 
     @property
     def learnt_below(self) -> float:
-        """Return the training loss below which the run has learnt since its first batches; NaN if these diverged."""
+        """Return the training loss below which the run has learnt since its first batches.
+
+        It is NaN if these have no finite losses.
+        """
         if self.observation is None or not self.observation.batches.is_finite:
             return math.nan
         batches = self.observation.batches

@@ -48,7 +48,6 @@ class ConsideredSetting(Serializable):
 
     Attributes:
         log_seconds: logarithm of the predicted seconds from now to the end.
-        deviation: standard deviation of ``log_seconds``.
         improvement: expected improvement over the run's setting, in logarithms.
         by: the source of the setting: "the run", "the list", "scikit-optimize", or "was trained with".
     """
@@ -122,7 +121,6 @@ class Optimization:
 
 
 def is_same_exchange(one: Setting, other: Setting) -> bool:
-    """Return whether two settings differ only in momentum, learning rate and user-defined dimensions."""
     return replace(one, momentum=other.momentum, lr=other.lr, further=other.further) == other
 
 
@@ -180,7 +178,6 @@ def _is_free(axis: Axis) -> bool:
 
 
 def _on(axis: Axis, value: Any) -> Any:
-    """Return the coordinate of a value on an axis, clipped to a range; a value that a list lacks becomes its first."""
     if isinstance(axis, list):
         return axis.index(value) if value in axis else 0
     return float(min(max(value, axis[0]), axis[1]))
@@ -213,11 +210,6 @@ class Search(Evidence):
 
     Attributes:
         overhead: seconds spent deciding and forming groups, from the caller.
-        considered: the settings that were compared for the choice.
-
-    Args:
-        known: earlier measurements of the same ranks in one group, with other batches.
-        segments: the segments that the run has trained since.
 
     Example:
         >>> from lightning_omni.tuning.model.forecast import Setting, TrainedBatches
@@ -297,11 +289,7 @@ class Search(Evidence):
         return best.setting, explain(self, best.setting, proposed)
 
     def _is_eligible(self, each: ConsideredSetting, listed: Setting) -> bool:
-        """Return whether a setting is worth a change and no worse than the best of the list.
-
-        A setting that exchanges in another way must be clearly better; an unknown value in a user-defined dimension may
-        be tried.
-        """
+        """Return whether a setting is worth a change, or a try, and no worse than the best of the list."""
         most = risk_adjusted_seconds(self, listed)
         tried = {segment.setting.further for segment in self.segments} - {self.start.further}
         if not is_same_exchange(each.setting, listed):

@@ -140,11 +140,9 @@ class Space:
     ) -> Space:
         """Build a space from a user's values, with defaults for the others.
 
-        Args:
-            given: any of the names in `Space`, with single values, lists or ranges; and user-defined dimensions.
-            ranks: number of ranks.
-            allowed: whether a number of groups is possible.
-            momentum: the user's own momentum, which is within the bounds unless ``given`` excludes it.
+        ``given`` has names of `Space`, with single values, lists or ranges, and user-defined dimensions; ``allowed``
+        tells whether a number of groups is possible. The user's own ``momentum`` is within the bounds unless ``given``
+        excludes it.
 
         Raises:
             ConfigurationError: a name is not known, or a value is not possible.
@@ -249,7 +247,6 @@ def _can_be(method: Method, groups: int, wire: str, overlap: bool) -> bool:
 
 
 def group_counts(ranks: int) -> list[int]:
-    """Return the powers of two up to the number of ranks, and the number of ranks."""
     return sorted({2**power for power in range(ranks.bit_length()) if 2**power <= ranks} | {ranks})
 
 

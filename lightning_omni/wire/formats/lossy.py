@@ -105,7 +105,6 @@ def _reals(tensor: Tensor) -> Tensor:
 
 
 def _sum(mine: Tensor, before: Tensor | None, where: slice, wide: torch.dtype) -> Tensor:
-    """Return a range of a tensor with its residual, if any, in a wide dtype."""
     own = mine[where].to(torch.promote_types(mine.dtype, torch.float32))
     return (own if before is None else own + before[where]).to(wide)
 
