@@ -46,8 +46,13 @@ def table_of(
     bold: int | None = None,
 ) -> Table:
     heads = heads or list(dict.fromkeys(head for row in rows for head in row))
-    columns = [Column(head, justify="left" if head in left else "right", no_wrap=True) for head in heads]
-    table = Table(*columns, title=title)
+    table = Table(
+        *(
+            Column(head, overflow="fold") if head in left else Column(head, justify="right", no_wrap=True)
+            for head in heads
+        ),
+        title=title,
+    )
     for place, row in enumerate(rows):
         table.add_row(*(Text(row.get(head, "-")) for head in heads), style="bold" if place == bold else None)
     return table

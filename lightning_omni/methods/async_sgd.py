@@ -1,4 +1,4 @@
-"""Asynchronous SGD: the server applies every push at once, to the current master weights."""
+"""Asynchronous SGD."""
 
 from __future__ import annotations
 

@@ -240,6 +240,7 @@ class Reply(msgspec.Struct, frozen=True):
         staleness: updates between the read that the push was computed from and its arrival.
         tensors: the tensors to send, each None as zeros; None sends the present master weights, or those of the pushed
             fragment.
+        note: one number for the group side.
     """
 
     group: int
@@ -407,7 +408,7 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
             `lightning_omni.methods.model.fragments.state_of`.
         talks_to_peers: whether group sides use `Publish`, `ReadPeer`, `SendPeer` or `ReadInbox`.
         resyncs: whether the server, after it went back to an earlier state, refuses a push computed from newer weights
-            than its own, and the group restarts from the present ones.
+            than its own, and the group restarts from the present ones; otherwise such a push is an error.
         fragments: number of fragments that are exchanged one by one. With several, the server side must be
             element-wise.
     """

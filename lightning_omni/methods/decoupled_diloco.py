@@ -1,4 +1,4 @@
-"""Decoupled DiLoCo: groups at their own speeds, merged fragment by fragment when a quorum has sent a fragment."""
+"""Decoupled DiLoCo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Delay-compensated asynchronous SGD: a first-order estimate of the gradient at the present weights."""
+"""Delay-compensated asynchronous SGD."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class _Compensate(ServerSide):
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """Return a tensor as real numbers, of which a complex one has two, as in torch's Adam."""
+    """Return a tensor as real numbers, two for each complex one, as in torch's Adam."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 

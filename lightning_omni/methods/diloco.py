@@ -1,4 +1,4 @@
-"""DiLoCo: many local steps, then one outer step along the mean of the groups' changes."""
+"""DiLoCo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Downpour SGD and GPU A-SGD: groups train alone for some steps between pushes and fetches."""
+"""Downpour SGD and GPU A-SGD."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ class Downpour(Method, frozen=True, kw_only=True, tag="downpour"):
         n_fetch: steps between two fetches.
         send: ``"gradients"`` or ``"updates"``.
         warm_start: server updates made in lock-step, with the mean of all groups' gradients or updates, before
-            asynchrony begins: from random weights, asynchronous steps often make no progress.
+            asynchrony begins: from random weights, asynchronous steps often make no progress. (GPU A-SGD starts from a
+            partly trained model instead: load the checkpoint of one group.)
 
     ``n_push = n_fetch = 1`` with gradients is `AsyncSGD`.
 

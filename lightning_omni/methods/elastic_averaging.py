@@ -1,4 +1,4 @@
-"""Elastic averaging: groups train on their own, tied to a centre by a spring."""
+"""Elastic averaging SGD."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gossip: groups average their weights pairwise, without a server."""
+"""Gossip SGD."""
 
 from __future__ import annotations
 

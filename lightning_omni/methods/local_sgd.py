@@ -1,4 +1,4 @@
-"""Local SGD: groups train on their own and average their weights every few steps."""
+"""Local SGD."""
 
 from __future__ import annotations
 

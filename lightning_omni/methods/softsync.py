@@ -1,4 +1,4 @@
-"""Hardsync and n-softsync: the server steps with the mean of all groups' gradients, or of any c of them."""
+"""Hardsync and n-softsync."""
 
 from __future__ import annotations
 
@@ -103,10 +103,10 @@ class SoftSync(Method, frozen=True, kw_only=True, tag="softsync"):
             \alpha / \max(1, \tfrac1c \sum_k \tau_k) & \text{"average"} \\
             \alpha / \max(1, \tau_k) & \text{"each"} \end{cases}
 
-    A fast group may appear twice in a sum, and no group waits. The mean staleness is :math:`(\lambda-1)/c`; n =
-    :math:`\lambda` is asynchronous SGD. With "each", the sum is weighted by :math:`1/\max(1,\tau_k)` and the learning
-    rate multiplied by the mean weight, which for plain SGD is the paper's :math:`\tfrac1c\sum\alpha_k g_k`, and for
-    adaptive optimizers makes the step smaller, too.
+    A fast group may appear twice in a sum, and no group waits. The mean staleness is :math:`(\lambda-1)/c` at any
+    speeds; n = :math:`\lambda` is asynchronous SGD. With "each", the sum is weighted by :math:`1/\max(1,\tau_k)` and
+    the learning rate multiplied by the mean weight, which for plain SGD is the paper's :math:`\tfrac1c\sum\alpha_k
+    g_k`, and for adaptive optimizers makes the step smaller, too.
 
     Args:
         n: number of parts that the groups are split into, 1 to the number of groups.

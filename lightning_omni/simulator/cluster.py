@@ -28,8 +28,9 @@ class Jitter:
 
     Args:
         kind: distribution of the factor; ``"exponential"`` makes the whole time exponential.
-        cv: standard deviation over mean, 0 or more; the exponential's is always 1. A normal factor is cut off at 0.05,
-            so its mean is 1 for a ``cv`` of up to about 0.4.
+        cv: standard deviation over mean, 0 or more, for ``"normal"``, ``"lognormal"`` and ``"gamma"``; the
+            exponential's is always 1. A normal factor is cut off at 0.05, so its mean is 1 for a ``cv`` of up to about
+            0.4.
 
     Raises:
         ConfigurationError: an argument is out of range.
@@ -230,12 +231,14 @@ class Cluster:
 
     Args:
         devices: one for each rank.
-        link: the link from each group to the server, and from group to group.
+        link: the link from each group to the server, shared by an exchange with several servers, and from group to
+            group.
         server: each server's network card, with its bandwidth in each direction, which all transfers share.
-        group_link: the link between the members of a group.
+        group_link: the link between the members of a group, for ring all-reduces and broadcasts of answers.
         update_seconds: time of the server for one push, in seconds, one push at a time. A server that holds a partition
             of the weights takes that part of it.
-        head_seconds_per_sample: time of a merged head for one sample, in seconds, one group at a time.
+        head_seconds_per_sample: time of a merged head for one sample, forward and backward, in seconds, one group at a
+            time.
         events: failures and slowdowns of ranks, and restarts of the server.
         servers: number of parameter servers, each of which holds a partition of the parameters; ``"per-node"``: one on
             each node, and a group's exchange with that of its own node crosses no link.
@@ -341,10 +344,9 @@ class Cluster:
         jitter: Jitter | None = None,
         **network: Any,
     ) -> Cluster:
-        """Make a cluster of devices of different speeds.
+        """Make a cluster of devices of different speeds; ``network`` are other arguments of the cluster.
 
-        A device of speed 2 takes half the times, which are those of `Device` at speed 1; ``network`` are other
-        arguments of the cluster.
+        ``seconds_per_sample`` and ``overhead`` are times at speed 1; a device of speed 2 takes half of them.
         """
         for speed in speeds:
             if not 0 < speed < math.inf:

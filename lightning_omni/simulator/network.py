@@ -1,7 +1,7 @@
 """Durations of a group's exchanges with the parameter servers: links, the servers' network cards, and their queues.
 
-The page `docs/contribute/simulator.md` describes the model. With one server, each time is bitwise the same as without
-support for several.
+:doc:`/contribute/simulator` describes the model. With one server, each time is bitwise the same as without support for
+several.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class _Lane:
 
     Attributes:
         messages: a heap of (``crossed`` at its end, serial number, process to resume).
-        crossed: bytes that would have crossed of a message in the lane from the beginning.
+        crossed: bytes that would have crossed of a message that was in the lane from the beginning.
         rate: bytes per second of each message.
     """
 
@@ -202,7 +202,7 @@ class Exchanges:
         return sum(nbytes for _, nbytes in parts) if math.isinf(self._card.bandwidth) else 0.0
 
     def _cross(self, parts: _Parts) -> Timeline:
-        """Wait until parts have crossed their cards and, at the same time, a link; return each end."""
+        """Wait until parts have crossed their cards and, at the same time, a link; return the end of each."""
         whole, now = sum(nbytes for _, nbytes in parts), self._engine.now
         if not whole or math.isinf(self._card.bandwidth):
             return [now] * len(parts)

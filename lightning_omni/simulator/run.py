@@ -188,7 +188,7 @@ class Simulation:
         return self._trace()
 
     def _start(self) -> None:
-        """Start all processes, in the order that `docs/contribute/simulator.md` defines for events at the same time."""
+        """Start all processes, in the order that :doc:`/contribute/simulator` defines for events at the same time."""
         for event in self._cluster.events:
             if isinstance(event, Failure):
                 self._engine.start(self._failure(event), Priority.FAILURE)

@@ -262,7 +262,7 @@ class SimulatedServer:
         return self._topology.group_of(self._link.rank_of(out.peer))
 
     def tensors_of(self, out: Out) -> list[Tensor]:
-        """Return the weights in an answer; groups that receive the same share them."""
+        """Return the weights in an answer; groups that receive the same weights share the tensors."""
         message, served = out.message, self.served
         assert isinstance(message, m.Weights)
         if not out.payload:
@@ -359,7 +359,7 @@ def part_of(
 ) -> dict[str, Any]:
     """Return weights and optimizer in the server's format, without an optimizer that steps at the workers.
 
-    ``servers`` is the number that the simulated one represents.
+    ``parameters`` are in the optimizer's order; ``servers`` is the number that the simulated one represents.
     """
     names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
     return {

@@ -186,7 +186,7 @@ class Workbench:
     """The computations in flight, which it makes late and, where that is faster, together.
 
     A computation is made when its result is fetched. All groups share the model's buffers (BatchNorm's running
-    statistics), which every forward pass changes.
+    statistics), which every forward pass changes, in the order of the fetches.
 
     Args:
         model: the model, whose weights are replaced.

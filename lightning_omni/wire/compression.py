@@ -1,4 +1,4 @@
-"""The formats in which a run sends tensors: pushes and pulls of the groups, and averages inside a group."""
+"""The formats of pushes, of pulls, and of averages inside a group."""
 
 from __future__ import annotations
 
@@ -131,8 +131,9 @@ class PowerSGD(AllReduce, frozen=True, kw_only=True, tag="powersgd"):
     """An average of gradient matrices as products of two thin ones, with error feedback and warm start.
 
     A gradient of shape (n, ...) counts as a matrix M of n rows. One step of subspace iteration from the last factor Q
-    gives P = mean(M Q), with orthonormal columns, and Q = mean(Mᵀ P). Each member adds the remainder of its own
-    gradient, M - P Qᵀ, to its next one. Gradients that would not shrink to half their size are sent whole.
+    gives P = mean(M Q), with orthonormal columns, and Q = mean(Mᵀ P). The result is P Qᵀ; each member adds the
+    remainder of its own gradient, M - P Qᵀ, to its next one. Gradients that would not shrink to half their size are
+    sent whole.
 
     Args:
         rank: columns of the thin matrices, 1 or more.

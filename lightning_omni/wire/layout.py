@@ -103,7 +103,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         version: number of times that entries were added.
         first: entries in the first version, which fragments divide; 0 if this is the first.
         division: how a group's members share these tensors, as text; empty if each member exchanges all.
-        servers: number of servers, each of which holds a share, which fragments divide.
+        servers: number of servers; each holds a share of these tensors, and fragments divide the shares.
 
     Example:
         >>> layout = Layout.of({"w": torch.ones(2, 3), "b": torch.zeros(3)})
@@ -156,7 +156,6 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def reals(self) -> tuple[int, ...]:
-        """Return the number of real values of each entry: a complex element counts as two."""
         return tuple(prod(spec.local_shape) * (1 + DTYPES[spec.dtype].is_complex) for spec in self.specs)
 
     @cached_property

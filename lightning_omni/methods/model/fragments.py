@@ -85,6 +85,8 @@ def _cut(sizes: Sequence[tuple[int, int]], of: int, first: int, servers: int) ->
 def divide(sizes: Sequence[tuple[int, int]], servers: int) -> list[list[Piece]]:
     """Divide tensors of ``sizes``, as in `cut`, into shares of equal bytes, cut at multiples of `UNIT` elements.
 
+    An empty tensor joins the share of the tensor before it.
+
     Example:
         >>> divide([(192, 4), (4, 4)], servers=2)
         [[Piece(place=0, range=(0, 128))], [Piece(place=0, range=(128, 192)), Piece(place=1, range=None)]]

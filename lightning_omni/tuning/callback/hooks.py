@@ -74,8 +74,8 @@ class OmniTunerHooks(_CallbackBase):
         budget: part of the run's time that choosing and forming groups may take, from 0 to below 1. 0 changes nothing.
         retune_every: epochs between two checks whether the setting is still the best; None for no checks.
         mode: ``"min"`` or ``"max"``: whether a smaller or a larger ``monitor`` is better; None decides by its name
-            (``"min"`` if it contains "loss" or "error", otherwise ``"max"``), and with a ``target`` an unclear name,
-            such as "val_rmse", is refused.
+            (``"min"`` if it contains "loss" or "error", otherwise ``"max"``), and with a ``target`` a name that tells
+            neither, such as "val_rmse", is refused.
         seed: seed of scikit-optimize's proposals.
 
     Attributes:

@@ -85,7 +85,6 @@ class TrainingLosses(Serializable):
     next_trial: float = 0.0
 
     def trial_begins(self) -> None:
-        """Count a trial of the user's own setting; each one makes the wait for the next longer."""
         self.trials += 1
         self.next_trial = c.LONGER**self.trials * len(self.windows)
 

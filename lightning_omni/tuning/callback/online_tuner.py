@@ -45,7 +45,7 @@ class TimedStep:
     """One optimizer step of one rank.
 
     Attributes:
-        own: compute time in seconds, with the optimizer's step and hooks.
+        own: compute time in seconds, with the optimizer's step and hooks, without waits for others.
         seconds: from the end of the last step to the end of this one.
         loss: mean over the rank's samples, before the step.
         loading: seconds of ``own`` spent waiting for the data loader.
@@ -228,7 +228,11 @@ class _Decision:
 
 
 class OnlineTuner:
-    """The tuning of a run by its own first batches."""
+    """The tuning of a run by its own first batches.
+
+    Once batches are split, they are timed again: equal batches do not show whether a slow rank takes longer for each
+    sample or for each step.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The settings of a fit: those that a search covers, and the one that the run trains with, on every rank."""
+"""The settings of a fit: those to search, and the one in use, on every rank."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ class AppliedSetting:
     """The setting of one fit.
 
     Attributes:
-        seconds_to_form: seconds that forming several groups took last; `FORMING` before.
+        seconds_to_form: seconds that the last formation of several groups took; `FORMING` before the first.
         rollback_point: the state of the run before its choice, with later weights once it has learnt, if known.
     """
 

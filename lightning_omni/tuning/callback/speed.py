@@ -1,4 +1,4 @@
-"""The speed of a run, and the check whether it is as forecast, or a reason to choose again."""
+"""The speed of a run, and its comparison with the forecast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tuned fit: the state that the parts of a tuner share, its time, and its reports."""
+"""A tuned fit: shared state, time, and reports."""
 
 from __future__ import annotations
 

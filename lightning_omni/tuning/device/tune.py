@@ -169,8 +169,8 @@ def tune_device(
 ) -> DeviceReport:
     """Measure how this device trains this model fastest, and apply nothing.
 
-    ``report.setting.apply(model, optimizer)`` applies the result. The search runs on copies, and changes neither the
-    model nor the RNG state. It needs device memory for two copies beside the model.
+    ``report.setting.apply(model, optimizer)`` applies the result. The search runs on copies: model, optimizer and RNG
+    state are the same afterwards. It needs device memory for two copies beside the model.
 
     Args:
         model: model in training mode.

@@ -101,7 +101,7 @@ class Measured(Serializable):
 
     @property
     def loading_share(self) -> float:
-        """Return the fraction of the slowest rank's compute time spent waiting for its data loader."""
+        """Return the fraction of the slowest rank's compute time spent waiting for its data loader; 0 if unknown."""
         means = [math.fsum(row) / len(row) for row in self.own]
         slowest = means.index(max(means))
         return self.loading[slowest] / means[slowest] if self.loading else 0.0

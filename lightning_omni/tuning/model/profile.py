@@ -5,7 +5,8 @@
     all-reduce of k members = (k - 1) / k × 2 a + (k - 1) × 2 l
     exchange = delay + service at shared resources, and the wait for it (`lightning_omni.tuning.model.queueing`)
 
-Groups do not wait for each other elsewhere, so an update follows every 1 / Σ 1 / (step of each group) seconds.
+Here a is the time of the gradient's bytes on a link, and l that of one message. Groups wait for each other only at
+shared resources, so an update follows every 1 / Σ 1 / (step of each group) seconds.
 
 With S servers, each takes 1 / S of the service. The delay that does not depend on bytes counts twice, because the
 servers agree on each update. If each node has a server, 1 / S of an exchange crosses no link. The fitted costs are
@@ -241,8 +242,9 @@ class Profile(Serializable):
             rebalance: whether the members of a group share its batch in proportion to their speeds.
             period: local steps between two exchanges, H; None for the measured number.
             nbytes: bytes of one exchange, one way; None for the measured number.
-            exchanging: pattern of exchanges, in place of ``period`` and ``nbytes``. With a pattern, the bottleneck is
-                the part that would help most if it were twice as fast.
+            exchanging: pattern of exchanges, in place of ``period`` and ``nbytes``; None for groups that wait for their
+                own answers only, with equal bytes each way. With a pattern, the bottleneck is the part that would help
+                most if it were twice as fast.
             all_reduce: format of gradients in a group, as in ``Compression(all_reduce=...)``; ``"fp32"`` as measured.
             level: probability of the intervals, which cover noise in the measurements, not errors of the model.
 

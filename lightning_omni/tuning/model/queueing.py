@@ -208,7 +208,8 @@ def residence_on_links(think: Array, demand: Array, counted: Array | None = None
     Args:
         think: seconds of a cycle elsewhere, shape (draws, groups).
         demand: seconds of a cycle on each link without other groups, shape (draws, groups, links).
-        counted: fraction of ``demand`` that counts, of its shape, so that time on two links at once counts once.
+        counted: fraction of ``demand`` that counts, of its shape, so that time on two links at once counts once; None
+            for all of it.
 
     Example:
         >>> demand = np.full((1, 2, 1), 1.0)  # two groups, which now and then share a link

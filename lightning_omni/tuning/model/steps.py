@@ -64,7 +64,7 @@ def parts_of_step(step: float, forward: float, exchange: float) -> dict[str, flo
 def straggler_sentence(status: Status, can_rebalance: bool = False) -> str:
     """Return a sentence that names the worst straggler; empty if no rank slows its group down.
 
-    With ``can_rebalance``, it suggests to split the batch by speed.
+    With ``can_rebalance``, it suggests splitting the batch by speed.
     """
     worst, sentence = c.STRAGGLER, ""
     for group in status.groups:
@@ -155,8 +155,8 @@ class Balancer:
     ) -> BatchSplit | None:
         """Return a split that makes the group noticeably faster, or None.
 
-        ``speeds`` are samples per second, 0.0 if not known yet; ``variances`` are those of their logarithms, empty if
-        the speeds are exact.
+        ``shares`` are the members' present samples, ``speeds`` their samples per second, 0.0 if not known yet;
+        ``variances`` are those of their logarithms, empty if the speeds are exact.
         """
         if not all(speeds):
             return None

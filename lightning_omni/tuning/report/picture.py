@@ -40,7 +40,7 @@ _CHOSEN = {"marker": "*", "s": 430, "color": CHOSEN, "edgecolor": "white", "zord
 def draw(summary: SearchSummary, heading: str, losses: Sequence[tuple[float, float]], monitor: str) -> Any:
     """Draw the picture as a matplotlib figure.
 
-    ``losses`` are seconds of training and validated losses; ``when`` and ``foot`` are texts for the heading.
+    ``losses`` are seconds of training and validated losses.
 
     Raises:
         ConfigurationError: matplotlib is missing.

@@ -108,7 +108,8 @@ class Prior:
         steepness: the rise about the best, of adaptive optimizers (True) and of SGD (False).
         wire: logarithm of the cost of a lossy wire format, and its standard deviation.
         overlap: the same of overlapped exchanges.
-        all_reduce: the same of all-reduce formats, likewise; one without an entry costs as much as a lossy wire format.
+        all_reduce: the same of all-reduce formats inside groups, for adaptive optimizers (True) and SGD (False); a
+            format without an entry costs as much as a lossy wire format.
         provenance: how the table was made.
 
     Example:

@@ -1,4 +1,4 @@
-"""`Search`, the tuner's decisions without a trainer, a cluster or a clock, and its scikit-optimize phase."""
+"""`Search`, and its scikit-optimize phase."""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ A wire format is a frozen value, sent by name and settings when groups are forme
 the server's flat memory, unless the format has another encoding for them (`WireFormat.answers`). Weights read outside
 an exchange are always raw.
 
-Rule 1: `WireFormat.encode` returns the sender's next state, valid once the server has applied the push.
+Rule 1: `WireFormat.encode` returns the sender's next state, valid once the server has applied the push; a refused push
+leaves the state unchanged.
 Rule 2: the unsent part of a sender's input is in its state as ``residual``: one tensor or None for each parameter, in
 order, in the units of the input. Only the format uses other entries.
 Rule 3: a number that is not finite stays so on the wire, because the server refuses such pushes.
@@ -119,12 +120,11 @@ class WireFormat(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
 
     @property
     def pushes(self) -> WireFormat:
-        """Return the format of pushes."""
         return self
 
     @property
     def answers(self) -> WireFormat:
-        """Return the format of answers to pushes."""
+        """Return the format of answers."""
         return RAW
 
     def sizes(self, layout: Layout) -> tuple[int, int]:

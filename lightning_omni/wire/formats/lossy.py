@@ -30,7 +30,8 @@ class Lossy(WireFormat, frozen=True, kw_only=True):
     complex element counts as two real ones.
 
     Attributes:
-        unit: a run may be cut at its multiples, to save memory, without another result of `compress`; 0 if it may not.
+        unit: a run may be cut at its multiples, to save memory: the tensors of `compress` for the parts are together
+            those for the whole. 0 if it may not.
     """
 
     @property
