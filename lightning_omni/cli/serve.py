@@ -52,7 +52,7 @@ EVERY = 0.25
 
 
 class RunLog:
-    """A log of a server's runs. The server's clock may have stood still for a while."""
+    """A log of the runs of a server, whose clock may have stood still."""
 
     def __init__(self, core: ServerCore, console: Console) -> None:
         self._core, self._console = core, console

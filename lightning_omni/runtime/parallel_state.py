@@ -289,6 +289,7 @@ class ParallelState:
 
     @property
     def lost(self) -> tuple[int, ...]:
+        """Return the lost ranks."""
         return self.control.lost if self.control else ()
 
     @property
@@ -298,6 +299,7 @@ class ParallelState:
 
     @property
     def has_joined(self) -> bool:
+        """Return whether this rank's group has joined a running run."""
         return self.joins_running_run and self.control is not None
 
     @property
@@ -308,6 +310,7 @@ class ParallelState:
 
     @property
     def live_groups(self) -> tuple[int, ...]:
+        """Return the numbers of the groups without a lost rank."""
         lost = set(self.lost)
         return tuple(g for g in self.topology.alive if not lost.intersection(self.topology.members(g)))
 
@@ -328,6 +331,7 @@ class ParallelState:
 
     @property
     def compute_group(self) -> Any:
+        """Return the process group of `members`."""
         return self.process_groups.compute(self.topology)
 
     @property
@@ -400,6 +404,7 @@ class ParallelState:
         return unpack(packed, torch.tensor([*values], dtype=torch.uint8), copy=True)
 
     def barrier(self) -> None:
+        """Wait until all live ranks call this."""
         self.process_groups.barrier()
 
 

@@ -451,7 +451,6 @@ class ServerExchange:
 
     @property
     def is_free(self) -> bool:
-        """Return whether no exchange is in flight."""
         return self._travels is None
 
     def _free_connections(self) -> Requests:

@@ -36,11 +36,9 @@ class ExternalWrites:
     """The detection of user code's writes, and their distribution to all ranks and the server.
 
     Attributes:
-        buffers: returns the model's buffers.
         others: returns the model's parameters, and averages of them that a callback keeps: a target network, for
             example, is written although no optimizer moves it.
         switched: returns whether the user has replaced attached optimizers.
-        reattach: attaches the present optimizers.
         are_validations_apart: whether one group validates while others train.
     """
 
