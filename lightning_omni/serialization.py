@@ -43,5 +43,4 @@ class Serializable:
 
 
 def _plain(value: Any) -> Any:
-    """Convert values that msgspec does not support: NumPy's numbers, and objects with ``to_dict``."""
     return value.to_dict() if hasattr(value, "to_dict") else value.item()

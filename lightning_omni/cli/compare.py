@@ -1,4 +1,4 @@
-"""DDP, this package and its peers on machines that a user describes: the rows that matter, and what to write."""
+"""The comparison of DDP, this package and its peers on machines that a user describes."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ class DescribedMachines:
     """A description of machines and of a training step.
 
     Args:
-        speeds: speed of each rank, relative to that of a rank that takes ``step``.
+        speeds: relative speed of each rank; one of speed 1 takes ``step``.
         step: seconds of forward and backward pass.
         nbytes: bytes of the weights, as float32.
         bandwidth: bytes per second of the links.
         latency: seconds of one message, as ``site_latency`` between sites.
-        sites: number of sites, among which the ranks are divided in order; ``bandwidth`` and ``latency`` hold inside.
+        sites: number of sites, among which the ranks are divided in order.
         site_bandwidth: bytes per second between sites; None if there is one site.
         scatter: coefficient of variation of a rank's step times.
-        serve_per_byte: seconds of a server's update for each byte of the weights.
-        backward: part of a step that is the backward pass, in which DDP hides its all-reduce but for the last bucket.
+        serve_per_byte: seconds of a server's update for a byte of the weights.
+        backward: part of a step in which DDP hides its all-reduce but for the last bucket.
 
     Raises:
         ConfigurationError: a number is out of range.
@@ -86,7 +86,6 @@ class DescribedMachines:
 
     @property
     def delay(self) -> float:
-        """Return the latency of these links."""
         return self.site_latency if self.sites > 1 else self.latency
 
     @property
@@ -102,7 +101,7 @@ class DescribedMachines:
 
     @property
     def measured(self) -> Measured:
-        """Return the measurements of a run in one group on these machines, from a fixed seed."""
+        """Return the measurements of a run in one group, from a fixed seed."""
         ranks = len(self.speeds)
         random = np.random.default_rng(0)
         jitter = random.lognormal(0.0, math.sqrt(math.log1p(self.scatter**2)), (ranks, DESCRIBED_STEPS))
@@ -173,7 +172,7 @@ ASSUMED = (
 
 
 class _KnownEvidence(PlannedEvidence):
-    """Evidence that limits groups and local steps to those of any simulation."""
+    """Evidence with only settings that simulations covered."""
 
     @cached_property
     @override
@@ -183,9 +182,9 @@ class _KnownEvidence(PlannedEvidence):
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """The prediction for one way to train. ``samples`` and ``time`` to the target are relative to DDP's.
+    """The prediction for one way to train.
 
-    ``time`` has an interval of probability 0.8. With ``per_node``, each node has a server, and not rank 0 alone.
+    ``samples`` and ``time`` to the target are relative to DDP's; ``time`` has an interval of probability 0.8.
     """
 
     name: str
@@ -215,7 +214,7 @@ class ComparedRow:
 
 @dataclass(frozen=True)
 class _Predictions:
-    """The predictions for a package, from the description and with each of `_ASSUMPTIONS`."""
+    """The predictions for a package, as described and with each of `_ASSUMPTIONS`."""
 
     described: PlannedEvidence
     assumed: tuple[PlannedEvidence, ...]
@@ -319,16 +318,19 @@ class MachineComparison:
         if self.has_hook:
             return f"use DDP with torch's bf16 hook: {gain}; groups gain no more"
         peer = self.rows[2]
-        beside = f"{peer.name}: {_gain(peer.time)}"
+        package, _, way = peer.name.partition(": ")
+        beside = f"{package} with {way}: {_gain(peer.time)}"
+        is_faster = peer.time.value < ours.time.value
         if peer.time.low <= ours.time.value <= peer.time.high or ours.time.low <= peer.time.value <= ours.time.high:
-            beside += ", which is no certain difference"
-        elif peer.time.value < ours.time.value:
-            return f"consider {peer.name} first: {_gain(peer.time)} faster than DDP; lightning-omni: {gain}"
+            names = f"lightning-omni or {package}" if is_faster else "lightning-omni"
+            return f"use {names}: {gain}; {beside}, which is no certain difference"
+        if is_faster:
+            return f"consider {package} first, with {way}: {_gain(peer.time)} faster than DDP; lightning-omni: {gain}"
         return f"use lightning-omni: {gain}; {beside}"
 
     @property
     def ddp_step(self) -> str:
-        """Return what DDP's step is made of, and so how much any other way to train can gain."""
+        """Return the times in DDP's step, which limit what any other way to train can gain."""
         known = self.machines
         computed, exposed = known.step / min(known.speeds), known.exposed
         alone = known.batch_size * sum(known.speeds) / known.step
@@ -351,9 +353,22 @@ class MachineComparison:
         factor = setting.lr / start.lr
         return f"{text}  # momentum {setting.momentum:.2g}, {factor:.2g} times DDP's learning rate"
 
+    @property
+    def tuned_snippet(self) -> str:
+        """Return what to write to leave the choice to the run; empty if DDP is as fast."""
+        if not self.pays or self.has_hook:
+            return ""
+        return "Trainer(strategy=OmniStrategy(), callbacks=[OmniTuner()], ...)  # or this: it measures and chooses"
+
     def to_dict(self) -> dict[str, Any]:
         rows = [row.to_dict() for row in self.rows]
-        told = {"verdict": self.verdict, "write": self.snippet, "ddp_step": self.ddp_step, "assumed": list(ASSUMED)}
+        told = {
+            "verdict": self.verdict,
+            "write": self.snippet,
+            "or_write": self.tuned_snippet,
+            "ddp_step": self.ddp_step,
+            "assumed": list(ASSUMED),
+        }
         return {"rows": rows, **told}
 
 

@@ -57,7 +57,6 @@ def _check_wire(wire: str, methods: Sequence[str]) -> None:
 
 
 def _asked_all_reduce(all_reduce: str, known: PlanSource) -> tuple[str, ...]:
-    """Return the all-reduce formats beside the exact one, if the user requests this one."""
     if _as_option("all-reduce", lambda: all_reduce_of(all_reduce)) == EXACT:
         return ()
     if not known.profile.shapes:
@@ -77,7 +76,7 @@ def _as_option(option: str, read: Callable[[], _Read]) -> _Read:
 
 
 def tables(planned: Plan, samples: float | None) -> tuple[Table, Group]:
-    """Return the table of a plan, and the same in three parts for narrow terminals."""
+    """Return the table of a plan, and its three parts for narrow terminals."""
     rows, heading, left = rows_of(planned, samples), title(planned), ("batches", "exchange", "bottleneck")
     best = planned.rows.index(planned.best)
     first, *heads = (head for head in rows[0] if head != "exchange")

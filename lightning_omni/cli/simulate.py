@@ -11,8 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from rich.table import Column, Table
-from rich.text import Text
 
 from lightning_omni import simulator
 from lightning_omni.cli.console import (
@@ -24,6 +22,7 @@ from lightning_omni.cli.console import (
     progress_bar,
     show,
     table_of,
+    tall_table_of,
 )
 from lightning_omni.cli.simulate_settings import SimulationSettings
 from lightning_omni.cli.simulate_task import Task
@@ -97,7 +96,7 @@ OnProgress = Callable[[float, str], None]
 
 @dataclass(frozen=True)
 class Entrant:
-    """A method with its groups; ``name`` is as the user wrote it."""
+    """A method with its groups; ``name`` is the user's text."""
 
     name: str
     method: Method
@@ -105,7 +104,7 @@ class Entrant:
 
     @classmethod
     def of(cls, name: str, devices: int, groups: int | None) -> Entrant:
-        """Parse the name of a method, as in ``"softsync:n=2@8"``; by default as many groups as devices."""
+        """Parse a method, as in ``"softsync:n=2@8"``; by default with as many groups as devices."""
         text, _, own = name.partition("@")
         if own and not own.isdecimal():
             raise ConfigurationError(f"{name}: after @ stands the number of groups, as in {text}@4")
@@ -119,7 +118,6 @@ class Entrant:
 
     @property
     def waits(self) -> bool:
-        """Return whether the method waits for exchanges, even if overlap is requested."""
         return len(self.topology.alive) > 1 and not isinstance(self.method, AsyncSGD)
 
 
@@ -135,7 +133,7 @@ class Run:
 
 
 def run(names: Sequence[str], settings: SimulationSettings, together: bool = False) -> int:
-    """Run a whole command; ``together`` in one picture, with a learning rate for each method unless one is given."""
+    """Run the command; ``together`` in one picture, with a learning rate found for each method if none is given."""
     if settings.picture:
         check_can_draw(remedy=", or pass --no-picture")
     task = Task.of(settings)
@@ -271,7 +269,7 @@ def _title(task: Task, settings: SimulationSettings) -> str:
 
 def _report(runs: Sequence[Run], task: Task, together: bool) -> None:
     rows = [_row(each, task.target) for each in runs]
-    show(table_of(rows, left=("method", "ended")), _tall_table(rows))
+    show(table_of(rows, left=("method", "ended")), tall_table_of(rows))
     if together:
         print_sentence(_of_rates(runs, task))
         if waiting := [each.entrant.name for each in runs if task.options["overlap"] and each.entrant.waits]:
@@ -319,15 +317,6 @@ def _of_rates(runs: Sequence[Run], task: Task) -> str:
 
 def _listed(rates: Sequence[float], between: str = ", ") -> str:
     return between.join(f"{rate:.3g}" for rate in rates)
-
-
-def _tall_table(rows: Sequence[Mapping[str, str]]) -> Table:
-    first, *heads = dict.fromkeys(head for row in rows for head in row)
-    columns = [Column(Text(row[first]), justify="right", overflow="fold") for row in rows]
-    table = Table(Column(first, no_wrap=True), *columns)
-    for head in heads:
-        table.add_row(head, *(Text(row.get(head, "-")) for row in rows))
-    return table
 
 
 def _row(run: Run, target: tuple[str, float] | None) -> Mapping[str, str]:

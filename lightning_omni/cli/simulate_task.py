@@ -51,11 +51,7 @@ class Task:
 
     @classmethod
     def of(cls, settings: SimulationSettings) -> Task:
-        """Convert settings.
-
-        Raises:
-            ConfigurationError: a setting is wrong; the message names it.
-        """
+        """Convert settings; raise `ConfigurationError` that names a wrong one."""
         check_above_zero({name: getattr(settings, name) for name in _POSITIVE})
         if settings.seed < 0:
             raise ConfigurationError(f"--seed {settings.seed}: pass a whole number from 0 up")
@@ -147,7 +143,6 @@ def jitter_of(given: str) -> Jitter:
 
 
 def epochs_of(settings: SimulationSettings) -> int | None:
-    """Return the epochs after which a run ends, by default only without another limit."""
     if settings.epochs is None and settings.updates is None and settings.seconds is None:
         return _DEFAULT_EPOCHS
     return settings.epochs

@@ -1,4 +1,4 @@
-"""Checks of a loop: members of a group leave it together, and without Lightning only wrapped optimizers step in it."""
+"""Checks of a loop: members leave it together, and without Lightning only wrapped optimizers step in it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class ExitCheck:
         self.renew()
 
     def renew(self) -> None:
-        """Count from here, where other groups were formed of members with different step counts. All ranks call it."""
+        """Count from here: new groups may have members with different step counts. All ranks call it."""
         self._loop, self._times = next(_loops), 0
         self._earlier = self.steps
         self.step_done()
@@ -93,7 +93,6 @@ class ExitCheck:
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
-        """Note Ctrl-C in this context, and raise the KeyboardInterrupt of Python's own handler as well."""
         is_ours = threading.current_thread() is threading.main_thread()
         if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             yield
@@ -110,12 +109,12 @@ class ExitCheck:
         signal.default_int_handler(number, frame)
 
     def step_done(self) -> None:
-        """Record the count of collectives after a step of an optimizer; members may have different ones within it."""
+        """Record the count of collectives after an optimizer's step; within it members may differ."""
         if self._is_needed:
             self._collectives = self._count()
 
     def check(self) -> None:
-        """Wait until the members of this rank's group leave the loop, too. Ranks call it before they synchronize.
+        """Wait until this group's members leave the loop, too. Ranks call it before they synchronize.
 
         Raises:
             RankLost: another member waits for this one in a further step, has left after another number of steps, or
@@ -160,7 +159,7 @@ class ExitCheck:
         raise RankLost(f"rank {self._parallel.rank} {left}, and {but}: {remedy}")
 
     def _watch_others(self, is_over: threading.Event) -> None:
-        """Report, in a separate thread, that this rank waits for another member which has left the loop."""
+        """Report, in a thread, that this rank waits for another member which has left the loop."""
         before: tuple[int, int] | None = None
         while not is_over.wait(POLL_S):
             if not self._is_needed:
@@ -211,15 +210,14 @@ def _are_there(store: Any, keys: list[str]) -> bool:
 
 
 def forget(group: Any, rank: int) -> None:
-    """Delete this rank's report from an earlier run of this process, in a process group of all ranks."""
+    """Delete this rank's report of an earlier run in this process."""
     store_of(group).delete_key(_key(rank))
 
 
 def failed_at_one_place(group: Any, rank: int, ranks: Sequence[int], where: str, within: float) -> bool:
-    """Return whether all of these ranks report a failure at the same line of the program; each waits for the others.
+    """Return whether all of these ranks report a failure at the same line of the program.
 
-    ``where`` describes the position of this rank's failure (`place_of`). The others' reports are awaited for ``within``
-    seconds.
+    ``where`` describes this rank's failure (`place_of`). The others' reports are awaited for ``within`` seconds.
     """
     store, keys = store_of(group), [_key(each) for each in ranks]
     try:
@@ -266,7 +264,7 @@ class RawStepGuard:
             _outside.add(self)
 
     def warn_outside(self, optimizer: Optimizer) -> None:
-        """Warn once of a step outside of a loop, where gradients are averaged in the group at most."""
+        """Warn once of a step outside of a loop."""
         if self._parallel.control is not None or set(held_by(optimizer)).isdisjoint(self._weights()):
             return
         _outside.discard(self)
@@ -287,7 +285,7 @@ class RawStepGuard:
 
     @contextmanager
     def watch(self, steps: Callable[[], int]) -> Iterator[None]:
-        """Watch the steps of all optimizers in this context; ``steps`` returns the number of the world's own steps.
+        """Watch all optimizers' steps in this context; ``steps`` returns the number of the world's own.
 
         Raises:
             ConfigurationError: the loop ends, and weights have moved in it by other means alone.
@@ -335,7 +333,6 @@ class RawStepGuard:
         self._stranger = name
 
     def modules(self) -> Iterator[Module]:
-        """Yield the modules that the world has wrapped."""
         for module in self._wrapped:
             if (alive := module()) is not None:
                 yield alive
@@ -349,24 +346,18 @@ class RawStepGuard:
 
 
 class OwnStatistics:
-    """The running statistics of wrapped modules that are this rank's own, since no `World.enter_world` has merged them.
-
-    Args:
-        modules: returns the wrapped modules.
-    """
+    """The running statistics of the wrapped ``modules`` that are this rank's own, not merged by `World.enter_world`."""
 
     def __init__(self, modules: Callable[[], Iterable[Module]]) -> None:
         self._modules = modules
         self._merged: dict[int, int] = {}
 
     def merged(self, module: Module | None = None) -> None:
-        """Record that all ranks have the same running statistics of a module, or of all wrapped modules."""
         held = self._modules() if module is None else [module]
         self._merged |= {id(each.tensor): mark for each, mark in _marked_statistics(held)}
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the running statistics that have changed since all ranks had the same."""
         return [
             each.name for each, mark in _marked_statistics(self._modules()) if self._merged.get(id(each.tensor)) != mark
         ]

@@ -47,7 +47,7 @@ class Communication(NamedTuple):
 
 
 def default_device(backend: str, current_gpu: Callable[[], int] = torch.cuda.current_device) -> torch.device:
-    """Return the default device of the weights: NCCL's process groups refuse tensors on the CPU."""
+    """Return the default device of the weights: NCCL refuses tensors on the CPU."""
     return torch.device("cuda", current_gpu()) if backend == dist.Backend.NCCL else torch.device("cpu")
 
 
@@ -58,25 +58,23 @@ class ParallelState:
         rank: this rank, as all groups of the run number it.
         torch_rank: this rank, as torch.distributed numbers it.
         is_synchronous: whether there is one group only, with no server in the path.
-        group: number of this rank's group; -1 if it is in none, as it was lost.
+        group: number of this rank's group; -1 if it was lost.
         members: ranks of this rank's group; the first one leads.
-        is_leader: whether this rank leads its group.
-        exchanges: whether this rank exchanges with the server, as ranks of the group's first replica do, for the
-            others.
+        exchanges: whether this rank exchanges with the server, as ranks of the group's first replica do.
         generation: number of times that groups were formed.
         control: the connection by which ranks synchronize; None unless the server was joined.
         parts: the exchanged part of each optimizer.
         names: names of parameters in modules that a loop without Lightning has wrapped.
         steps: optimizer steps of the run in one group, which no server's clock counts.
-        shards: number of ranks that hold one replica of the model together; 1 where each has all of it.
+        shards: number of ranks that hold one replica of the model together.
         holders: ranks, as torch numbers them, by the replica of the model that they hold together.
-        tensor_parallel: number of neighbours among these that compute on the same samples together.
+        tensor_parallel: number of neighbours that compute on the same samples together.
         is_computing: whether the default process group is the compute group.
-        is_entering: whether the group has joined others that train already, and is about to train.
-        joined_since_sync: whether the group has joined since the groups last synchronized.
+        is_entering: whether the group has joined groups that train, and is about to train.
+        joined_since_sync: whether the group has joined since the last synchronization.
         ever_lost: ranks that were lost in this loop or an earlier one.
-        failures: reasons of those among them that have failed by themselves.
-        where: returns this rank's position in its loop, in words, for messages to other ranks.
+        failures: reasons of those that have failed by themselves.
+        where: returns this rank's position in its loop, in words.
         registration: the reservation of a group that joins on its own, whose ranks are the only ones in
             torch.distributed; None where all ranks were started together.
     """
@@ -199,7 +197,7 @@ class ParallelState:
 
     @property
     def topology(self) -> Topology:
-        """Return the compute groups. Setting them sets this rank's place among them, which each step reads often."""
+        """Return the compute groups. Setting them sets this rank's place among them."""
         return self._topology
 
     @topology.setter
@@ -220,14 +218,14 @@ class ParallelState:
         """Return whether this rank is the recorder, which forms groups, transfers weights, logs and saves for the run.
 
         Where groups join on their own, it is the lowest live rank, agreed on where ranks synchronize. While they
-        compute it changes only in `follow_recorder`, because a checkpoint takes several calls.
+        compute it changes only in `follow_recorder`.
         """
         if self.registration is not None and self.control is not None and not self.is_computing:
             self._records = self.rank == self.process_groups.live.ranks[0]
         return self._records
 
     def follow_recorder(self) -> bool:
-        """Check whether this rank is the recorder now: while groups compute, the recorder's group may leave."""
+        """Return whether this rank is the recorder now: while groups compute, the recorder's group may leave."""
         status = self.control.status if self.control is not None else None
         if self.registration is not None and status is not None and self.is_computing:
             self._records |= self.rank == status.recorder  # never reset, because the status may be old
@@ -237,8 +235,7 @@ class ParallelState:
     def is_with_recorder(self) -> bool:
         """Return whether this rank holds a replica of the model together with the recorder.
 
-        Where groups join on their own, ranks agree on it where they synchronize; while a group computes, its members do
-        in `World.agree_on_recorder`.
+        Where groups join on their own, ranks agree on it where they synchronize, or in `World.agree_on_recorder`.
         """
         if self.registration is None:
             return RECORDER in self.members and self.exchanges
@@ -270,7 +267,7 @@ class ParallelState:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """Return the mesh of the ranks with which this one holds a replica of the model, the same after a regrouping.
+        """Return the mesh of the ranks with which this one holds a replica of the model.
 
         All ranks make the first access, before training begins.
         """
@@ -293,12 +290,11 @@ class ParallelState:
 
     @property
     def _compute_groups(self) -> Topology:
-        """Return the compute groups that torch knows, as it numbers their ranks."""
         return self.topology if self.registration is None else Topology.even(self.size, 1)
 
     @property
     def _alike(self) -> Topology:
-        """Return the ranks of each group with the same part of the model; if that is all of it, the groups."""
+        """Return each group's ranks with the same part of the model."""
         return columns_of(self._compute_groups, self.shards) if self.is_sharded else self._compute_groups
 
     @property
@@ -307,7 +303,7 @@ class ParallelState:
         return self.is_sharded and any(len(members) > self.shards for members in self._compute_groups.groups)
 
     def make_groups(self, gather: Callable[[list[int]], list[list[int]]] | None = None) -> None:
-        """Create the process groups of the compute groups, and of their ranks with the same part of a sharded model.
+        """Create the process groups of the compute groups, and of ranks with the same part of a sharded model.
 
         All live ranks call it; ``gather`` is as in `ProcessGroups.make`.
         """
@@ -324,13 +320,13 @@ class ParallelState:
         return list({id(group): group for group in map(self.process_groups.compute, topologies)}.values())
 
     def abandon_groups(self) -> None:
-        """Destroy this failed rank's process groups inside its compute group: see `ProcessGroups.abandon`."""
+        """Destroy this failed rank's process groups inside its compute group."""
         for topology in (self._compute_groups, self._alike, *self._parted):
             self.process_groups.abandon(topology)
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """Return the ranks that have been lost."""
+        """Return the lost ranks."""
         return self.control.lost if self.control else ()
 
     @property
@@ -345,24 +341,24 @@ class ParallelState:
 
     @property
     def live_ranks(self) -> tuple[int, ...]:
-        """Return the ranks that are not lost; in a group that joined on its own, those of the group."""
+        """Return the ranks that are not lost; in a group that joined on its own, its own."""
         ranks = range(self.size) if self.registration is None else self.members
         return tuple(rank for rank in ranks if rank not in self.lost)
 
     @property
     def live_groups(self) -> tuple[int, ...]:
-        """Return the numbers of the groups that have lost no rank."""
+        """Return the numbers of the groups without a lost rank."""
         lost = set(self.lost)
         return tuple(g for g in self.topology.alive if not lost.intersection(self.topology.members(g)))
 
     @property
     def steps_at_worker(self) -> bool:
-        """Return whether the user's optimizer steps on every rank, so that groups have weights of their own."""
+        """Return whether the user's optimizer steps on every rank."""
         return self.method.steps_at == "worker"
 
     @property
     def servers(self) -> int:
-        """Return the number of servers that divide this rank's exchanged parameters among them."""
+        """Return the number of servers that divide this rank's exchanged parameters."""
         return 1 if self.control is None or self.is_sharded else self.control.servers
 
     @property
@@ -372,21 +368,21 @@ class ParallelState:
 
     @property
     def compute_group(self) -> Any:
-        """Return the process group of this rank's compute group."""
+        """Return the process group of `members`."""
         return self.process_groups.compute(self.topology)
 
     @property
     def replica_group(self) -> Any:
-        """Return the process group of the members with the same part of the model as this rank."""
+        """Return the process group of the members with this rank's part of the model."""
         return self.process_groups.compute(self._alike)
 
     @property
     def holder_group(self) -> Any:
-        """Return the process group of the ranks with which this one holds a replica of the model."""
+        """Return the process group of the ranks that hold a replica with this one."""
         return self.process_groups.compute(self.holders)
 
     def split_of(self, part: Part, servers: int) -> Partition:
-        """Return the division of an optimizer's parameters over this number of servers."""
+        """Return the division of an optimizer's parameters over so many servers."""
         layout = part.replica.layout
         if servers == 1:
             return Partition.whole(layout)
@@ -401,7 +397,7 @@ class ParallelState:
         return self.control.empty(nbytes)
 
     def learn_names(self, module: Module) -> None:
-        """Record a module's names of its parameters, and make those unique that another module has, too."""
+        """Record a module's names of its parameters, made unique among modules."""
         taken = set(self.names.values())
         for name, parameter in module.named_parameters():
             if parameter not in self.names:
@@ -433,7 +429,7 @@ class ParallelState:
     def broadcast_from_recorder(self, tree: Any) -> Any:
         """Return the recorder's tree of plain values and tensors on every live rank; its own if the recorder has died.
 
-        Each byte is sent as a number, so the tree should be small.
+        Each byte is sent as a number: the tree should be small.
         """
         packed, buffer = pack(tree)
         mine = msgspec.msgpack.encode((packed, bytes(buffer.numpy()))) if self.is_recorder else b""

@@ -1,7 +1,7 @@
 """`World`: a rank's group, its phases, and the synchronization points of all ranks.
 
 Inside the training epoch torch.distributed's default process group is the compute group; elsewhere it is the whole live
-world. Each part of the world gets those before it in the constructor; none depends on the world.
+world.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ _END = "the end of training"
 class World(ParallelState):
     """The compute groups of a run, as seen from this rank. Create it after ``torch.distributed.init_process_group``.
 
-    It is for loops without Lightning; with Lightning, use `OmniStrategy`. A loop needs `wrap`, `training`,
-    `enter_world`, `enter_compute` and perhaps `regroup`; the other methods are for `OmniStrategy`.
+    With Lightning, use `OmniStrategy`. A loop needs `wrap`, `training`, `enter_world`, `enter_compute` and perhaps
+    `regroup`; the other methods are for `OmniStrategy`.
 
     Args:
         groups: number of compute groups, or None for one group per node.
@@ -72,17 +72,14 @@ class World(ParallelState):
         ranks_per_node: number of ranks on each node, in rank order; by default that of torchrun.
 
     Attributes:
-        rank: this rank.
-        size: number of ranks.
         group: number of this rank's compute group, from 0.
         members: ranks of this rank's compute group.
-        options: all settings.
 
     Raises:
         ConfigurationError: an argument is wrong, or not the same on all ranks.
 
     Example:
-        A loop run by ``torchrun --nproc-per-node 4 train.py``; docs/how-to/loops.md has one with epochs and
+        A loop run by ``torchrun --nproc-per-node 4 train.py``; :doc:`/how-to/loops` has one with epochs and
         checkpoints::
 
             dist.init_process_group("gloo")
@@ -129,7 +126,7 @@ class World(ParallelState):
 
     @property
     def executor(self) -> Executor:
-        """Return the executor of the present groups: local for synchronous training, otherwise the exchanging one."""
+        """Return the executor of the present groups."""
         return self._local if self.is_synchronous and self.registration is None else self._exchanging
 
     # --- Life --------------------------------------------------------------------------------------------------------
@@ -158,8 +155,8 @@ class World(ParallelState):
     ) -> int:
         """Attach an optimizer, before training begins, and return its number.
 
-        ``parameters`` are its exchanged parameters by name, ``outside`` its others; ``names`` returns the names of all
-        the model's parameters, including those added mid-run.
+        ``parameters`` are its exchanged parameters by name, ``outside`` its others; ``names`` returns the present names
+        of all the model's parameters.
 
         Raises:
             UnsupportedError: a parameter is in another optimizer already.
@@ -177,7 +174,7 @@ class World(ParallelState):
     def attach_head(self, name: str, model: Module, optimizers: Sequence[Optimizer]) -> RemoteHead:
         """Attach the submodule ``name`` of the whole ``model`` as a merged head, before training begins.
 
-        One of the optimizers holds all its parameters; `attach` still attaches that optimizer.
+        One of the optimizers holds all its parameters; `attach` attaches that optimizer, too.
 
         Raises:
             ConfigurationError: the submodule cannot be merged.
@@ -202,7 +199,7 @@ class World(ParallelState):
         self._exchanging.check_optimizer(optimizer)
 
     def detach_all(self) -> None:
-        """Forget the attached optimizers and heads."""
+        """Forget the optimizers and heads."""
         self.parts = []
         self.heads.clear()
         self.core.detach_all()
@@ -231,7 +228,7 @@ class World(ParallelState):
             self.registration.close()
 
     def take_part(self) -> m.Joined:
-        """Join a running run with this rank's group, on all of its ranks: see `GroupJoin.take_part`."""
+        """Join a running run with this rank's group: see `GroupJoin.take_part`."""
         self.executor.check_parts()
         return self.late_group.take_part()
 
@@ -257,17 +254,17 @@ class World(ParallelState):
     def training(self) -> Iterator[World]:
         """Provide the context for a training loop without Lightning. At its end every rank has the weights to evaluate.
 
-        It starts the server and trains each group separately. Buffers (BatchNorm's statistics) stay each rank's own;
-        `enter_world` with the model merges them. Inside, `torch.distributed` and any DistributedSampler created there
-        see the ranks of this compute group: to divide samples among all ranks, create the sampler before.
+        It starts the server. Buffers (BatchNorm's statistics) stay each rank's own; `enter_world` with the model merges
+        them. Inside, `torch.distributed` and any DistributedSampler created there see the ranks of this compute group:
+        to divide samples among all ranks, create the sampler before.
 
         Raises:
             UnsupportedError: a wrapped optimizer steps by itself while groups exchange; DDP over ranks of several
                 groups is called; or ``elastic=True`` was passed, which works with Lightning only.
             ConfigurationError: the members of a group have not averaged their gradients; weights have moved without an
-                OmniOptimizer of this world, so that groups exchange nothing; or this is inside another loop.
-            RankLost: an earlier loop has lost ranks; this one has, and cannot continue without them; or the members of
-                a group have made different numbers of steps.
+                OmniOptimizer of this world; or this is inside another loop.
+            RankLost: an earlier loop has lost ranks; this one cannot continue without those that it lost; or the
+                members of a group have made different numbers of steps.
         """
         if self.registration is not None:
             raise UnsupportedError(
@@ -324,7 +321,6 @@ class World(ParallelState):
             self.process_groups.live.contribute(what, b"")
 
     def _forget_own(self) -> None:
-        """Drop the group's own state, such as an exchange in flight, which no further loop may use."""
         self.is_computing = False
         for part in self.parts:
             part.replica.abandon()
@@ -343,7 +339,6 @@ class World(ParallelState):
             )
 
     def _warn_of_own_statistics(self) -> None:
-        """Warn if ranks would evaluate with running statistics of their own after a loop, unlike under DDP."""
         if self.executor.exchanges and self.is_recorder and (names := self._statistics.names):
             _log.warning(
                 "world.training(): each rank has running statistics of its own after the loop (%s%s), and would"
@@ -378,12 +373,12 @@ class World(ParallelState):
             self._watching.enter_context(self._leaving.watch_others())
 
     def check_left(self) -> None:
-        """Wait for the watched members of this group where all groups synchronize: see `ExitCheck.check`."""
+        """Wait for the watched members of this group: see `ExitCheck.check`."""
         if self._leaving is not None:
             self._leaving.check()
 
     def _share_weights(self) -> None:
-        """Copy rank 0's weights to all ranks: the module may be unwrapped, or have been loaded on some ranks since.
+        """Copy rank 0's weights to all ranks: the module may be unwrapped.
 
         Raises:
             ConfigurationError: the optimizers of another rank hold other parameters.
@@ -395,10 +390,7 @@ class World(ParallelState):
             take_from_rank_zero(named for part in self.parts for named in part.replica.parameters.items())
 
     def check_step(self) -> None:
-        """Raise `ConfigurationError` if a loop without Lightning steps between `enter_world` and `enter_compute`.
-
-        Later calls of `enter_world` would do nothing, and ranks would evaluate different weights.
-        """
+        """Raise `ConfigurationError` if a loop without Lightning steps between `enter_world` and `enter_compute`."""
         if self._leaving is not None:
             self._leaving.steps += 1
             if self._leaving.steps == 1 and self._samplers is not None:
@@ -415,10 +407,7 @@ class World(ParallelState):
             self._leaving.step_done()
 
     def explain(self, error: BaseException) -> None:
-        """Name another rank's failure in this error, if it is the cause. Call it before `fail`.
-
-        A rank that waits in a collective gets only a broken connection, often before the server knows the reason.
-        """
+        """Name another rank's failure in this error, if it is the cause. Call it before `fail`."""
         if not _is_of_a_collective(error):
             return
         if self.control is None:
@@ -492,12 +481,12 @@ class World(ParallelState):
 
         Tensors that no optimizer moves become the same on all ranks: running statistics and the parameters of a
         `torch.optim.swa_utils.AveragedModel` are averaged over the groups; other buffers, and other parameters that
-        were written (a target network's, for example), become rank 0's. Groups with weights of their own get these back
-        in `enter_compute`. If any rank ``wants_stop``, ``on_stop`` is called on all.
+        were written, become rank 0's. Groups with weights of their own get these back in `enter_compute`. If any rank
+        ``wants_stop``, ``on_stop`` is called on all.
 
         Args:
-            module: the model, with all that belongs to it (a ``ModuleList`` of the model and its average, for example);
-                with None each group keeps its own tensors.
+            module: the model, with all that belongs to it (its average, for example); with None each group keeps its
+                own tensors.
         """
         if self._is_in_loop and self.is_computing:
             self.check_left()
@@ -515,8 +504,8 @@ class World(ParallelState):
     def wrap(self, module: Module, **ddp_options: Any) -> Module:
         """Wrap a module in DistributedDataParallel over the compute group, with rank 0's initial weights.
 
-        In a group of one rank, and where the members of a group hold the model together (sharded here, or on `mesh`
-        before), the module itself is returned.
+        In a group of one rank, and where members hold the model together, the module itself is returned, in the latter
+        case sharded.
 
         Args:
             module: the model.
@@ -541,7 +530,7 @@ class World(ParallelState):
     # --- Regrouping --------------------------------------------------------------------------------------------------
 
     def check_regroup(self, groups: int) -> None:
-        """Raise an error if these ranks cannot form this number of groups now: see `regroup`."""
+        """Raise an error if these ranks cannot form so many groups now: see `regroup`."""
         if self.registration is not None:
             raise UnsupportedError(
                 "elastic=True: groups that have joined on their own cannot form other groups, for ranks of different"
@@ -565,8 +554,8 @@ class World(ParallelState):
     ) -> tuple[tuple[int, int], ...]:
         """Change the number of groups, and keep weights and optimizer state. All live ranks call it, at the same step.
 
-        In a loop without Lightning, `wrap` the module again afterwards: ``model = world.wrap(net)``. The former wrapper
-        averages gradients in the earlier groups, and a step with these is refused.
+        In a loop without Lightning, `wrap` the module again afterwards: ``model = world.wrap(net)``. A step with the
+        former wrapper's gradients is refused.
 
         Args:
             groups: the new number of groups.
@@ -575,7 +564,7 @@ class World(ParallelState):
                 None forms groups in the order of ranks.
 
         Returns:
-            The ranges of the epoch that the server knows to be trained, if there is one group from here on.
+            The trained ranges of the epoch, if there is one group from here on.
 
         Raises:
             ConfigurationError: ``groups`` is out of range, or this is outside `training`.
@@ -619,7 +608,7 @@ class World(ParallelState):
 
 
 def _is_of_a_loss(error: BaseException) -> bool:
-    """Return whether a collective has failed because another rank, or the link to it, is gone."""
+    """Return whether a collective has failed because another rank, or its link, is gone."""
     signs = ("connect", "network", "socket", "broken pipe", "timed out", "timeout")
     return _is_of_a_collective(error) and any(sign in str(_raised_first(error)).lower() for sign in signs)
 
@@ -635,8 +624,8 @@ def _is_of_a_collective(error: BaseException) -> bool:
 def _raised_first(error: BaseException) -> BaseException:
     """Return the error of a collective, also where torch's logging has replaced it.
 
-    While a group computes, the default process group numbers its ranks from 0; a process group of some of its members,
-    such as FSDP2's, numbers them as in the run, so torch's logging does not find this rank.
+    While a group computes, the default process group numbers its ranks from 0, and torch's logging may not find this
+    rank.
     """
     is_of_logging = type(error) is ValueError and "is not part of group" in str(error)
     return error.__context__ if is_of_logging and error.__context__ is not None else error

@@ -20,10 +20,8 @@ from lightning_omni.wire.messages import servers as sm
 class Admission:
     """The service that admits ranks and their data connections.
 
-    Args:
-        data_port: returns the port of the data socket, which every admitted rank is sent.
-        standing: returns for how many seconds ranks look for a server that is gone, the updates so far, and the start
-            time in ms.
+    ``data_port`` returns the port of the data socket; ``standing`` for how many seconds ranks look for a server that is
+    gone, the updates so far, and the start time in ms.
     """
 
     def __init__(
@@ -43,7 +41,6 @@ class Admission:
 
     @property
     def attached(self) -> set[Peer]:
-        """Return the data connections of live ranks."""
         out = self._roster.gone, self._roster.lost  # a server with a partition receives the dead in the latter only
         return {peer for peer, rank in self._attached.items() if not any(rank in ranks for ranks in out)}
 
@@ -65,7 +62,6 @@ class Admission:
         return self._data_peers[self._roster.formed.exchanges_with(group, self._replication.number)]
 
     def data_connection(self, rank: int) -> tuple[Peer, bytes] | None:
-        """Return a live rank's data connection, and the secret that has opened it."""
         if rank not in self._data_peers or rank in self._roster.gone:
             return None
         return self._data_peers[rank], self._roster.members[rank].session

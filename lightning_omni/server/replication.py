@@ -1,9 +1,8 @@
 """Several servers that hold a partition of the parameters each and act as one; or one server, on its own.
 
 Every server runs the whole state machine of training on its partition. Server 0 coordinates: ranks join it, and it
-decides the order of events. It sends the others each event (a rank was admitted, groups were formed, a group is dead or
-waits) and the next request, and all handle these in the same order. So clocks, staleness and the decisions of a method
-are the same at all servers, and every moment between two requests is a consistent cut.
+sends the others each event and the next request, which all handle in the same order. So clocks, staleness and the
+decisions of a method are the same at all servers, and every moment between two requests is a consistent cut.
 
 Rule 1: a request of a rank has one part for each server. Either all servers handle it, once all parts have arrived, or
 none does: a push that is not finite in one part, that a server refuses, or whose leader dies before all parts arrive.
@@ -71,7 +70,6 @@ class Replication(Service, ABC):
         return []
 
     def tick(self, now: float) -> list[Out]:
-        """Check time limits, and send signs of life."""
         return []
 
     @property
@@ -92,7 +90,7 @@ class Replication(Service, ABC):
         """Hold this server's part of a request, without its payload, or ``handle`` it at once."""
 
     def refuse(self, rank: int, request: int, refusal: m.RefusedMessage) -> None:
-        """Record that this server has refused its part of a request, so that all servers refuse theirs."""
+        """Record that this server has refused its part of a request: all servers refuse theirs."""
 
     # --- Messages ----------------------------------------------------------------------------------------------------
 
@@ -100,7 +98,7 @@ class Replication(Service, ABC):
         return self.send_addresses(sender.peer)
 
     def send_addresses(self, peer: Peer) -> list[Out]:
-        """Send the addresses of the other servers, once all of them have joined."""
+        """Send the addresses of the other servers, once all have joined."""
         return [Out(peer, m.CONTROL, m.ServerAddresses(addresses=()))]
 
 
@@ -179,9 +177,7 @@ class _PartitionedReplication(Replication):
 class _FollowerLink:
     """The coordinator's connection to another server.
 
-    Attributes:
-        address: address of the server's data socket.
-        done: number of commands that it has executed.
+    ``done`` counts the commands that it has executed.
     """
 
     peer: Peer
@@ -192,17 +188,14 @@ class _FollowerLink:
 
 @dataclass
 class _Parts:
-    """The servers that have their part of a request, with its presence, and whether all are finite so far."""
+    """The servers that have their part of a request, with its presence; ``finite`` if all are so far."""
 
     here: dict[int, tuple[bool, ...]] = field(default_factory=dict)
     finite: bool = True
 
 
 class _Candidates:
-    """The servers that have sent a hello, and must still prove that they hold the key.
-
-    ``most`` of them are remembered, which bounds the memory that strangers can occupy.
-    """
+    """The servers that have sent a hello, and must still prove that they hold the key; at most ``most``."""
 
     def __init__(self, key: bytes, random: Callable[[int], bytes], most: int) -> None:
         self._key, self._random, self._most = key, random, most
@@ -230,7 +223,7 @@ class Coordinator(_PartitionedReplication):
     Args:
         count: number of servers, including this one.
         heartbeat_timeout: seconds of silence after which a server counts as gone.
-        join_timeout: seconds for the other servers to join once a rank has requested their addresses.
+        join_timeout: seconds for the others to join once a rank has requested their addresses.
         continues: returns whether new servers continue when one of these is gone.
     """
 
@@ -267,7 +260,6 @@ class Coordinator(_PartitionedReplication):
 
     @property
     def lost_server(self) -> str:
-        """Return why no run can be served any more, or an empty string."""
         return next(iter(self._gone.values()), "")
 
     @property

@@ -33,7 +33,7 @@ class StatusService(Service):
     """The service that measures the server and collects the ranks' step times.
 
     Args:
-        strangers: returns the number of messages refused as malformed, or from a sender that was not admitted.
+        strangers: returns `ServerCore.strangers`.
         handled: returns the number of handled pushes, including those of earlier groups.
 
     Attributes:
@@ -68,7 +68,6 @@ class StatusService(Service):
         self._handled_before = self._handled()
 
     def end(self) -> None:
-        """Stop measuring the last message, whose answers have been passed to the socket."""
         if self._began is None:
             return
         lasted = max(0.0, self._clock() - self._began)
@@ -192,7 +191,7 @@ class Observers:
     def admit(self, peer: Peer, proof: m.ObserverProof) -> bytes:
         """Admit an observer that holds the key, and return the server's proof.
 
-        Beyond `MOST_OBSERVERS`, the observer that was admitted first loses its admission.
+        Beyond `MOST_OBSERVERS`, the one admitted first loses its admission.
         """
         hello, challenge = self._challenged.pop(peer, (None, b""))
         if hello is None or not is_equal(proof.mac, observer_mac(self._key, "observer", hello, challenge)):
@@ -252,7 +251,6 @@ class RunObservation(Service):
         return [Out(sender.peer, m.CONTROL, self._description())]
 
     def echo(self, sender: Sender, message: m.Echo, payload: Payload) -> list[Out]:
-        """Answer with a number of bytes, by which the observer measures the link."""
         if not 0 <= message.nbytes <= m.LARGEST_ECHO:
             raise MalformedMessage(f"{message.nbytes} bytes cannot be sent back; ask for {m.LARGEST_ECHO} at most")
         back = (self._observers.noise(message.nbytes),) if message.nbytes else ()

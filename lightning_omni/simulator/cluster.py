@@ -1,7 +1,6 @@
 """The machines of a simulated run: compute times of devices, delays of links, and failures.
 
-All times are seconds of virtual time, all sizes bytes. All classes are frozen values of plain numbers, so that a
-cluster can be written in YAML.
+Times are seconds of virtual time, sizes bytes. All classes are frozen values of plain numbers, which YAML can hold.
 """
 
 from __future__ import annotations
@@ -85,8 +84,8 @@ class Device:
     """A rank's compute speed: a batch of b samples takes ``(overhead + b * seconds_per_sample) * jitter``.
 
     Args:
-        seconds_per_sample: time of forward and backward for one sample, in seconds.
-        overhead: additional time of every batch, in seconds.
+        seconds_per_sample: seconds of forward and backward pass for one sample.
+        overhead: additional seconds of every batch.
         jitter: random variation of these times.
 
     Raises:
@@ -157,9 +156,8 @@ class Failure:
     """The death of a rank, and of its group with it.
 
     Args:
-        rank: number of the rank.
         time: time of the death, in seconds.
-        until: time at which the whole group returns, in seconds, as one that joins a running run; None for never.
+        until: time at which the whole group returns, in seconds, as one that joins; None for never.
 
     Raises:
         ConfigurationError: the return precedes the death.
@@ -182,12 +180,11 @@ class Failure:
 
 @dataclass(frozen=True)
 class Slowdown:
-    """A period in which a rank is slower, in every batch that it begins between ``start`` and ``stop``.
+    """A period in which a rank is slower, in every batch that it begins then.
 
     Args:
-        rank: number of the rank.
         start: beginning of the period, in seconds.
-        stop: first time after the period, in seconds.
+        stop: end of the period, in seconds.
         factor: factor of its times, above 0.
     """
 
@@ -206,8 +203,7 @@ class Slowdown:
 class ServerRestart:
     """The death of the parameter server, and its replacement, which continues from the last save.
 
-    Groups finish their current batch, wait, and attach to the replacement. Batches trained since that save (see
-    `Cluster`) are dealt out again. With one group there is no server, and the event has no effect.
+    Batches trained since that save are dealt out again. With one group there is no server, and the event has no effect.
 
     Args:
         time: time of the death, in seconds.
@@ -235,22 +231,20 @@ class Cluster:
 
     Args:
         devices: one for each rank.
-        link: the link from each group to the server, and from group to group. A group's exchange with several servers
-            shares it.
-        server: the server's network card, with its bandwidth in each direction, which all transfers share. Each of
-            several servers has one.
-        group_link: the link between the members of a group, for ring all-reduces and for broadcasts of their leader's
-            answers.
-        update_seconds: time of the server for one push, in seconds; one push at a time. A server that holds a partition
+        link: the link from each group to the server, shared by an exchange with several servers, and from group to
+            group.
+        server: each server's network card, with its bandwidth in each direction, which all transfers share.
+        group_link: the link between the members of a group, for ring all-reduces and broadcasts of answers.
+        update_seconds: time of the server for one push, in seconds, one push at a time. A server that holds a partition
             of the weights takes that part of it.
-        head_seconds_per_sample: time of a merged head for one sample, forward and backward, in seconds; one group at a
+        head_seconds_per_sample: time of a merged head for one sample, forward and backward, in seconds, one group at a
             time.
         events: failures and slowdowns of ranks, and restarts of the server.
-        servers: number of parameter servers; if there are several, each holds a partition of the parameters;
-            ``"per-node"``: one on each node, and a group's exchange with that of its own node crosses no link.
+        servers: number of parameter servers, each of which holds a partition of the parameters; ``"per-node"``: one on
+            each node, and a group's exchange with that of its own node crosses no link.
         nodes: number of nodes over which the devices are spread evenly, in the order of ranks, for
-            ``servers="per-node"``; None: each device is a node of its own.
-        save_every: seconds between two saves of the server's state, from which a replacement continues.
+            ``servers="per-node"``; None for one device a node.
+        save_every: seconds between two saves of the server's state.
 
     Raises:
         ConfigurationError: ``devices`` is empty, an event names no rank of the cluster, the devices cannot be spread
@@ -337,15 +331,7 @@ class Cluster:
         jitter: Jitter | None = None,
         **network: Any,
     ) -> Cluster:
-        """Make a cluster of equal devices.
-
-        Args:
-            size: number of devices.
-            seconds_per_sample: see `Device`.
-            overhead: see `Device`.
-            jitter: see `Device`; None if there is none.
-            network: other arguments of the cluster.
-        """
+        """Make a cluster of ``size`` equal devices; ``network`` are other arguments of the cluster."""
         check_whole("size", size, "the number of devices, 1 or more", 1)
         return cls.of_speeds([1.0] * size, seconds_per_sample, overhead, jitter, **network)
 
@@ -358,14 +344,9 @@ class Cluster:
         jitter: Jitter | None = None,
         **network: Any,
     ) -> Cluster:
-        """Make a cluster of devices of different speeds.
+        """Make a cluster of devices of different speeds; ``network`` are other arguments of the cluster.
 
-        Args:
-            speeds: one for each device, above 0; a device of speed 2 takes half the times.
-            seconds_per_sample: time at speed 1, see `Device`.
-            overhead: time at speed 1, see `Device`.
-            jitter: see `Device`; None if there is none.
-            network: other arguments of the cluster.
+        ``seconds_per_sample`` and ``overhead`` are times at speed 1; a device of speed 2 takes half of them.
         """
         for speed in speeds:
             if not 0 < speed < math.inf:
@@ -410,7 +391,7 @@ class Cluster:
 
     @property
     def words(self) -> str:
-        """Return a description of the cluster in one line.
+        """Return a description in one line.
 
         Example:
             >>> Cluster.with_straggler(8, 4.0, jitter=Jitter("gamma", 0.3), link=Link(1.25e9, 5e-5)).words

@@ -62,10 +62,8 @@ def replay(
 ) -> Replayed:
     """Repeat a recorded run of one optimizer.
 
-    Members of a group compute one after the other; their gradients are averaged as DDP does. An optimizer at the server
-    uses the recorded hyperparameters; optimizers at the workers keep their initial ones. The replay adds parameters
-    that the run added to the optimizer. If the optimizer is at the server, a parameter that was frozen or unfrozen
-    changes between two pushes.
+    An optimizer at the server uses the recorded hyperparameters; optimizers at the workers keep their initial ones.
+    :doc:`/reference/simulator` has the limitations.
 
     Args:
         events: from `lightning_omni.server.event_log.read_record`, or as a recorder received them.
@@ -181,8 +179,6 @@ class _Group:
 
 
 class _Replay:
-    """The state of a replay; see `replay`."""
-
     def __init__(
         self,
         model: nn.Module,
@@ -325,7 +321,6 @@ class _Replay:
         return ServedParameters(description, weights, clock, method, topology.alive, resolve, servers=servers)
 
     def _join(self, event: Event) -> None:
-        """Add a group, which reads the weights before anything else."""
         (ranks,) = event.groups
         self._served.method_side.join(event.group)
         self._groups[event.group] = self._make_group(event.group, ranks, (*self._groups, event.group))
@@ -429,7 +424,6 @@ class _Replay:
         self._continue(group, group.core.answer(0, pulled))
 
     def _continue(self, group: _Group, action: Action) -> None:
-        """Perform the group's sends, and the receives whose answers have arrived."""
         while True:
             match action:
                 case ServerRequest(need=Exchange() as need, waits=False):
@@ -485,7 +479,6 @@ class _Replay:
             self._answer(group, self._pulled(need, reply))
 
     def _pulled(self, need: Exchange, reply: Reply, refused: bool = False) -> Pulled:
-        """Return a reply to a push as the group receives it."""
         served = self._served
         known = served.layout_of(reply.group).fragment(need.fragment, self._method.fragments)
         tensors: list[Tensor] = []
@@ -495,7 +488,6 @@ class _Replay:
         return Pulled(tensors, served.master.clock, reply.note, refused, need.fragment)
 
     def _fetch(self, group: _Group) -> None:
-        """Replay a fetch of the master weights, within the group's steps or at a synchronization."""
         side = self._served.method_side
         side.fetched(group.replica.group)
         pulled = Pulled(self._known(group), self._served.master.clock)

@@ -1,8 +1,8 @@
-"""The handshake of admission: version, then key, then fingerprint. The key itself is never sent.
+"""The handshake of admission: version, then key, then fingerprint.
 
 Rule 1: a rank proves that it holds the run's key with a MAC over both nonces; the server proves the same in return.
 Rule 2: a process without the key learns nothing but version and nonces.
-Rule 3: every other secret is derived from the run's key for one purpose, and is never sent.
+Rule 3: the key is never sent. Every other secret is derived from it for one purpose, and is never sent.
 Rule 4: a data connection is opened by a proof over fresh nonces with a key of that rank's process alone, so that
 overheard bytes open nothing.
 """
@@ -41,7 +41,7 @@ Request = Callable[[Message, type[Any]], Any]
 
 
 def hello_of(run: str, rank: int, world_size: int, layout: Layout, nonce: bytes, returns: bool = False) -> Hello:
-    """Return a rank's first message; ``layout`` is that of all optimizers' parameters."""
+    """Return a rank's first message; ``layout`` has the parameters of all optimizers."""
     return Hello(
         version=VERSION,
         run=run,
@@ -85,11 +85,7 @@ def attach(request: Request, secret: bytes, number: int, nonce: bytes) -> None:
 
 
 def observe(request: Request, key: bytes, nonce: bytes, where: str = "") -> None:
-    """Perform an observer's side of the handshake.
-
-    Raises:
-        Refused: the server does not hold the key.
-    """
+    """Perform an observer's side of the handshake; errors are as in `join`."""
     hello = Observe(version=VERSION, nonce=nonce)
     challenge = request(hello, Challenge).nonce
     observing = request(ObserverProof(mac=observer_mac(key, "observer", hello, challenge)), ObserverWelcome)
@@ -106,7 +102,6 @@ def server_mac(key: bytes, hello: Hello, challenge: bytes) -> bytes:
 
 
 def session_key(key: bytes, hello: Hello, challenge: bytes) -> bytes:
-    """Return the secret of a rank's process and the server that opens its data connection."""
     return derive(key, b"session", msgspec.msgpack.encode((hello, challenge)))
 
 
@@ -151,10 +146,7 @@ def join_as_follower(request: Request, key: bytes, hello: FollowerHello, where: 
 
 
 def derive(key: bytes, purpose: bytes, salt: bytes = b"", length: int = 32) -> bytes:
-    """Derive a secret of at most 8160 bytes by HKDF with SHA-256 (RFC 5869).
-
-    Secrets for another ``purpose`` or ``salt`` are unrelated.
-    """
+    """Derive a secret of at most 8160 bytes by HKDF with SHA-256 (RFC 5869)."""
     extracted = hmac.digest(salt or bytes(hashlib.sha256().digest_size), key, hashlib.sha256)
     block, derived = b"", b""
     while len(derived) < length:

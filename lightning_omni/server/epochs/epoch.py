@@ -1,8 +1,8 @@
 """The current epoch: its lease book, the ranks that wait at its end, requests to stop, and validations.
 
-Rule: every member of a group gets the same decision on the same question, however late it asks. A decision therefore
-depends on the decisions that the member has received and on the batches that its group has drawn, and ``more`` is a
-promise: the batch is drawn already. A rank that repeats a question, because the answer was lost, gets the same answer.
+Rule: every member of a group gets the same decision on the same question, however late or often it asks. A decision
+therefore depends on the decisions that the member has received and on the batches that its group has drawn, and
+``more`` is a promise: the batch is drawn already.
 """
 
 from __future__ import annotations
@@ -109,7 +109,6 @@ class ValidationBook:
         self._end(number, None if number in self._lost else result)
 
     def evict(self, group: int) -> None:
-        """Remove a group; validations that it evaluates become void."""
         self._answers.pop(group, None)
         for number in [number for number, by in self._under_way.items() if by == group]:
             self.is_missed = True
@@ -189,7 +188,7 @@ class Epochs:
 
     @property
     def called(self) -> tuple[int, int]:
-        """Return the number of the last epoch opened, -1 for none, and the number of its validations so far."""
+        """Return the last epoch opened, or -1, and the number of its validations."""
         return (self.book.plan.epoch if self.book else -1), self._validations
 
     @property
@@ -221,7 +220,6 @@ class Epochs:
             self.book.draw(group, 0)
 
     def open(self, plan: EpochPlan) -> None:
-        """Open an epoch at the request of every rank; all must agree on the plan."""
         if self.book is not None and self.book.plan.epoch == plan.epoch:
             if self.book.plan != plan:
                 raise ProtocolError(
@@ -239,7 +237,6 @@ class Epochs:
         self._begin()
 
     def book_of(self, epoch: int, generation: int) -> LeaseBook:
-        """Return the book of an epoch that is open, unless the groups have changed since."""
         if generation != self.generation:
             raise ProtocolError(f"groups were formed again: generation {self.generation}, not {generation}")
         if self.book is None or self.book.plan.epoch != epoch:
@@ -267,7 +264,6 @@ class Epochs:
         return batches
 
     def repeated_decision(self, rank: int, question: AskNext) -> str:
-        """Return a rank's earlier decision on this question; empty for none."""
         asked, decision = self._told.get(rank, (None, ""))
         return decision if asked == question else ""
 
@@ -285,7 +281,6 @@ class Epochs:
         return self.book.untrained_spans(group, batches)
 
     def leave(self, group: int, message: LeaveEpoch) -> None:
-        """Remove a group from the epoch early, unless that is refused; it may also end the run for all."""
         if message.stop not in STOPS:
             raise ProtocolError(f"a group leaves an epoch with stop={message.stop!r}: there are {STOPS}")
         if self.holds(group, message.epoch):
@@ -312,8 +307,7 @@ class Epochs:
     def resolve_pending(self, all_answered: bool = True) -> list[tuple[int, str]]:
         """Return the decisions that are possible now: rank and decision.
 
-        Unless ``all_answered``, a group waits for the answer to a push, and the epoch is not over, because the answer
-        may depend on the other groups being idle.
+        Unless ``all_answered``, the epoch is not over: an answer may depend on the other groups being idle.
         """
         if not self._waiting:
             return []
@@ -359,9 +353,9 @@ class Epochs:
         self._dirty = True
 
     def go_back(self) -> None:
-        """Discard the training since the state was saved, because the weights do not contain it.
+        """Discard the training since the state was saved: its batches return to the pool.
 
-        Batches trained since then return to the pool; a group keeps the batches that it has drawn and not trained.
+        A group keeps the batches that it has drawn and not trained.
         """
         self.validations.go_back()
         if self.book is None or self._saved is None:
@@ -413,7 +407,7 @@ class Epochs:
 
     @property
     def _is_called_over(self) -> bool:
-        """Return whether a rank was sent the end of this epoch: a later stop then affects no other."""
+        """Return whether a rank was sent the end of this epoch."""
         plan = self.plan
         return plan is not None and any(
             decision.startswith("over") and (asked.epoch, asked.generation) == (plan.epoch, self.generation)
@@ -458,7 +452,7 @@ class _EpochsState(msgspec.Struct, frozen=True):
 
 
 class _QuiescenceCheck:
-    """The values shared by all waiting ranks until the next decision, each computed once."""
+    """Values shared by all waiting ranks until the next decision, each computed once."""
 
     def __init__(self, epochs: Epochs, all_answered: bool) -> None:
         self._epochs, self.all_answered = epochs, all_answered

@@ -29,8 +29,7 @@ LARGEST_EPOCH = 1 << 53
 class LeaseBook:
     """The record of one epoch's samples: free, leased or trained.
 
-    Args:
-        samples: counter of the positions that each group was first to train; it continues.
+    ``samples`` counts the positions that each group was first to train; it continues.
 
     Example:
         >>> book = LeaseBook(EpochPlan(epoch=0, total=8, batch_size=2, budget=8), {0: 1, 1: 2})
@@ -91,7 +90,6 @@ class LeaseBook:
         return self.is_drained and not any(self.out(group) for group in self._sizes)
 
     def out(self, group: int) -> int:
-        """Return how many batches a group has drawn and not trained."""
         return len(self._drawn[group]) - self._trained[group]
 
     def drawn(self, group: int, number: int) -> Batch | None:
@@ -113,7 +111,7 @@ class LeaseBook:
         """Return a group's batches from a number on: drawn before, or a few new ones; none if the pool is empty.
 
         A group without a batch in this validation interval that finds none left gets the epoch's first one again, to
-        reach the validation, or the end of the epoch, together with the others.
+        reach the interval's end with the others.
         """
         drawn = self._known(group)
         if not 0 <= number <= len(drawn):
@@ -140,7 +138,6 @@ class LeaseBook:
         self._trained[group] = max(batches, self._trained[group])
 
     def untrained_spans(self, group: int, batches: int) -> tuple[tuple[int, int], ...]:
-        """Return the untrained ranges of a group's first ``batches`` batches."""
         return tuple((batch.start, batch.stop) for batch in self._known(group)[self._trained[group] : batches])
 
     def check_trained(self, group: int, batches: int) -> None:
@@ -166,7 +163,6 @@ class LeaseBook:
         self._sizes[group], self._drawn[group], self._trained[group] = size, [], 0
 
     def regroup(self, group_sizes: dict[int, int]) -> None:
-        """Return all leased batches to the pool, and replace the groups."""
         for group in list(self._sizes):
             self.evict(group)
         self._sizes = dict(group_sizes)
@@ -182,11 +178,9 @@ class LeaseBook:
         self._before = dict(self._trained)
 
     def close(self) -> None:
-        """End the epoch early: no further batches are leased."""
         self._free = []
 
     def state(self) -> bytes:
-        """Return the state, without the counts of ``samples``."""
         return msgspec.msgpack.encode(
             _BookState(
                 self.plan,
@@ -241,8 +235,7 @@ class LeaseBook:
     def _missing(self, rest: int, size: int) -> int:
         """Return how many samples to take off a batch of ``size``, so that the rest is enough for a group.
 
-        With fewer than two samples for each member, one might get a single sample, with which BatchNorm cannot train.
-        The batches of one group stay those of DistributedSampler.
+        BatchNorm cannot train with a single sample. The batches of one group stay those of DistributedSampler.
         """
         if rest <= 0 or len(self._sizes) == 1:
             return 0
@@ -281,10 +274,7 @@ def _merge(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _insert(merged: list[tuple[int, int]], start: int, stop: int) -> int:
-    """Add a range to merged ones, in place, and return the number of added positions.
-
-    A run of many groups cannot merge all ranges at every push.
-    """
+    """Add a range to merged ones, in place, and return the number of added positions."""
     first = bisect_left(merged, start, key=itemgetter(1))  # the first range that ends at ``start`` or later
     last = bisect_right(merged, stop, lo=first, key=itemgetter(0))
     known = merged[first:last]

@@ -65,7 +65,7 @@ class LeaseService(Service):
         return [Out(sender.peer, m.CONTROL, m.BatchesDrawn(number=message.number, batches=tuple(batches)))]
 
     def wait(self, sender: Sender, message: m.AskNext, payload: Payload) -> list[Out]:
-        """Record that a group has trained its batches; the answer is its next step, once that is decided."""
+        """Record that a group has trained its batches; the answer is its next step, once decided."""
         if decision := self._epochs.repeated_decision(sender.rank, message):
             return [Out(sender.peer, m.CONTROL, m.Next(next=decision))]
         spans = self._events.new_spans(sender.group, message)

@@ -38,7 +38,6 @@ class LeasedData:
         own_batches: returns how many batches this rank trains, given the number under DDP.
 
     Attributes:
-        leases: this rank's leases, if any.
         split: mark of the training data: see `split_of`.
     """
 
@@ -111,7 +110,7 @@ class LeasedData:
     def process(self, loader: object, rank: int, objection: Callable[[DataLoader[Any]], str]) -> object:
         """Return a DataLoader with leased batches, if possible; otherwise the loader itself.
 
-        ``objection`` returns why a loader's use forbids leases, or nothing.
+        ``objection`` returns why a loader's use forbids leases, or "".
         """
         world = self._world
         if self.kind == "static" or world is None:
@@ -194,7 +193,6 @@ class LeasedData:
             self.leases.assign(*world.data_rank, world.executor.control, world.generation, shares)
 
     def weigh(self, loss: Tensor) -> Tensor:
-        """Return the loss times this rank's weight, by its part of the group's batch."""
         weight = self.leases.weight if self.leases is not None else 1.0
         return loss if weight == 1.0 else loss * weight
 
@@ -208,12 +206,12 @@ def has_lightning_sampler(loader: object) -> bool:
 
 
 def draws_batches(training_step: Callable[..., Any]) -> bool:
-    """Return whether a training step draws its batches itself; leases need the hooks around each."""
+    """Return whether a training step draws its batches itself."""
     return "dataloader_iter" in inspect.signature(training_step).parameters
 
 
 def split_of(dataset: object) -> int:
-    """Return a mark of a part of a dataset, as of `torch.utils.data.random_split`; 0 for a whole one."""
+    """Return a mark of a dataset's part, as of `torch.utils.data.random_split`; 0 for a whole one."""
     mark = 0
     while isinstance(dataset, Subset):
         indices = torch.as_tensor(dataset.indices, dtype=torch.int64)
@@ -259,11 +257,11 @@ class EntryPoint(NamedTuple):
 
 @dataclass
 class EpochState:
-    """The state of the current epoch, which is dropped at its end.
+    """The state of the current epoch.
 
     Attributes:
         validates: whether all groups validate after this batch; None leaves it to Lightning.
-        is_due: whether the others, too, validate after this batch without being notified.
+        is_due: whether the others validate after this batch without being notified.
         is_over: whether this group has trained its last batch.
         is_skipped: whether another group has ended the epoch early.
         is_check: whether all groups synchronize after this batch without a validation.
@@ -287,7 +285,7 @@ class EpochState:
     def check_window(self, window: int, counts: bool) -> None:
         """Reject a change of ``accumulate_grad_batches`` inside an epoch whose steps are counted in samples.
 
-        Steps are computed from samples with one window, and groups would change it at different samples.
+        Groups would change it at different samples.
         """
         before, self.window = self.window, window
         if counts and before not in (0, self.window):
@@ -366,7 +364,7 @@ class EpochEnd(NamedTuple):
 def differ(marks: Sequence[int]) -> bool:
     """Return whether ranks differ, from the maxima of `EpochEnd.marks`.
 
-    Rates are not compared where numbers of parameter groups differ: some ranks may add theirs later.
+    Rates are compared only where numbers of parameter groups agree: some ranks may add theirs later.
     """
     groups, minus_groups, rates, minus_rates, some, others = marks
     return groups == -minus_groups and (rates != -minus_rates or (some > 0 and others > 0))

@@ -1,6 +1,6 @@
 """Messages between leaders without a server: published weights that others read, and an inbox that they fill.
 
-A thread of each leader serves its one socket, even while the leader computes. Received weights are summed on arrival.
+A thread of each leader serves its one socket. Received weights are summed on arrival.
 """
 
 from __future__ import annotations
@@ -280,7 +280,6 @@ class PeerConnections:
         self._unread.clear()
 
     def _wire(self, group: int) -> zmq.Socket[bytes] | None:
-        """Return the connection to a group's leader, opened on first use; None if it cannot be reached."""
         if self._has_ended(group):
             self._drop(group)
         if group not in self._dialed:
@@ -367,7 +366,7 @@ class PeerConnections:
 class PeerWires(PeerConnections):
     """The connections of a leader with the other leaders, in both directions.
 
-    Unless ``everywhere``, only leaders on this machine must be able to reach it.
+    ``everywhere``: whether leaders on other machines must be able to reach this one.
     """
 
     def __init__(
@@ -401,7 +400,6 @@ def _fits(wire_format: WireFormat, nbytes: int, layout: Layout) -> bool:
 
 
 def _endpoint(server: str, rank: int, everywhere: bool) -> str:
-    """Return a leader's endpoint: in the server's private directory, or on the address that reaches the server."""
     if is_private(server):
         return sibling(server, f"peer-{rank}-{secrets.token_hex(4)}")
     host = own_host(server)

@@ -6,7 +6,7 @@ admitted data connection. Messages on that connection then have a second frame, 
 and so do their answers. Linux only.
 
 Rule 1: the server copies a push out of the leader's memory before it reads it, and copies an answer into it. Neither
-side waits for the other to release memory, and no message refers to data that a dead process left half written.
+side waits for the other to release memory.
 Rule 2: a connection may share a few times the size of the server's parameters, and loses all of it when its rank is
 lost.
 Rule 3: a process maps no memory that the creator could shorten, because access to removed pages would end it by SIGBUS.
@@ -111,7 +111,7 @@ def decode_record(data: Any, kind: type[Anything]) -> Anything:
 class Sharing:
     """The memory that a data connection shares with its server, to which a segment is passed on first use.
 
-    ``path`` is that of the server's socket; empty to share nothing. ``timeout`` is in seconds.
+    ``path`` is that of the server's socket; "" shares nothing. ``timeout`` is in seconds.
     """
 
     def __init__(self, path: str, rank: int, secret: bytes, timeout: float) -> None:
@@ -171,7 +171,7 @@ class SharedMemory:
 
         Raises:
             Refused: the proof is wrong, the segment's number is not higher than the last one, the connection would
-                share too many segments or bytes, or the memory is not safe to map.
+                share too much, or the memory is not safe to map.
         """
         peer, secret = self._find(share.rank) or (b"", b"")
         if not peer or not is_equal(share.mac, share.proof(secret, "rank")):
@@ -306,10 +306,7 @@ _NUMBERS = itertools.count(1)
 
 @dataclass(frozen=True)
 class Segment:
-    """A segment that this process has created.
-
-    ``number`` is one that no other segment of this process has had, ``address`` that of its first byte here.
-    """
+    """A segment that this process has created; ``number`` is unique in it, ``address`` that of its first byte."""
 
     number: int
     descriptor: int

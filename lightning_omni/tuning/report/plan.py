@@ -36,7 +36,7 @@ _FILE = "pass an omni-tuning.json that OmniTuner wrote, or the JSON of a Profile
 
 @dataclass(frozen=True)
 class PlanSource:
-    """The contents of a file of measurements; ``search`` is None if the file is a profile only."""
+    """The contents of a file of measurements; ``search`` is None if it is a profile only."""
 
     profile: Profile
     search: Search | None
@@ -82,12 +82,7 @@ class PlanSource:
 
 @dataclass(frozen=True)
 class PossibleExchanges:
-    """The possible exchanges between groups, as in `OmniTuner(space=...)`, and inside them.
-
-    Args:
-        periods: local steps between two exchanges; empty for powers of two.
-        all_reduces: formats in which the members of a group may average gradients, besides the exact one.
-    """
+    """The possible exchanges between groups, as in `OmniTuner(space=...)`, and inside them."""
 
     methods: tuple[str, ...] = DEFAULT_METHODS
     wires: tuple[str, ...] = DEFAULT_WIRES
@@ -143,12 +138,10 @@ class PlanRow:
 
     @property
     def log_seconds(self) -> float:
-        """Return the logarithm of the time to a target, up to a constant."""
         return self.efficiency[0] - math.log(self.prediction.samples_per_second.value)
 
     @property
     def risk_adjusted(self) -> float:
-        """Return `log_seconds` with a small penalty for an untried setting."""
         return risk_adjusted(self.log_seconds, self.efficiency[1])
 
 
@@ -173,7 +166,6 @@ class Plan:
 
     @cached_property
     def rows(self) -> list[PlanRow]:
-        """Return the predictions for powers of two, and for as many groups as ranks."""
         return list(map(self._row, group_counts(self.cluster.profile.ranks)))
 
     def _row(self, groups: int) -> PlanRow:
@@ -202,7 +194,7 @@ class Plan:
     def best(self) -> PlanRow:
         """Return the row that reaches the target first; among equals the one with the fewest groups.
 
-        Rows that are extrapolated are shown, and never recommended.
+        Rows that are extrapolated are never recommended.
         """
         known = [row for row in self.rows if not row.is_extrapolated]
         return cheapest(known, lambda row: row.risk_adjusted, lambda row: row.setting.groups)
@@ -215,7 +207,7 @@ class Plan:
         return samples * math.exp(row.log_seconds - self.rows[0].efficiency[0])
 
     def deviation(self, row: PlanRow) -> float:
-        """Return the standard deviation of the log samples, relative to the best row's; 0 for the best."""
+        """Return the standard deviation of the log samples, relative to the best row's."""
         return 0.0 if row is self.best else math.hypot(row.efficiency[1], self.best.efficiency[1])
 
     def with_cluster(self, **changes: Any) -> Plan:
@@ -287,7 +279,6 @@ def sentences(plan: Plan, samples: float | None) -> list[str]:
 
 
 def _advice(plan: Plan) -> str:
-    """Name the bottleneck, and the gain from twice as much of it."""
     bottleneck = plan.best.prediction.bottleneck
     cluster = plan.cluster
     if bottleneck == "compute":
@@ -309,7 +300,6 @@ def _advice(plan: Plan) -> str:
 
 
 def _halved(prediction: Prediction) -> float:
-    """Return a bound on the speed-up if the bottleneck took half as long."""
     parts: Mapping[str, float] = prediction.parts
     name = "serve" if prediction.bottleneck == "server" else prediction.bottleneck
     seconds = prediction.seconds_per_update.value
