@@ -10,17 +10,16 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
+from core import Setting, search
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_omni import Compression
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
 from lightning_omni.tuning.callback.pytorch_lightning import OmniTuner
-from lightning_omni.tuning.model.forecast import Setting
-from lightning_omni.tuning.search import Dimension
-from lightning_omni.wire.compression import all_reduce_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of Lightning, about loaders and checkpoints
 
@@ -75,7 +74,7 @@ def run_of(tuner: OmniTuner) -> Any:
     return tuner._fit.run
 
 
-class Rounded(Dimension):
+class Rounded(search.Dimension):
     """Which format DistributedDataParallel averages in; a dimension of the user's own."""
 
     name = "rounded"
@@ -88,7 +87,7 @@ class Rounded(Dimension):
         return str(world.reduction.format.__struct_config__.tag)
 
     def apply(self, world: Any, value: str) -> None:
-        world.reduction.format = all_reduce_of(value)
+        world.reduction.format = Compression(all_reduce=value).all_reduce_format
 
 
 def test_a_dimension_of_the_users_own_is_applied_in_one_group_too() -> None:

@@ -298,7 +298,7 @@ class World(ParallelState):
                     yield self
                 except GeneratorExit as error:  # the loop is in a generator, whose user has left it as by a break
                     closed = error
-            self._meet(_END)
+            self._wait_for_all(_END)
             self._synchronize(_END)
             if self._clocks == before:
                 self._warn_of_no_update(leaving.steps)
@@ -315,7 +315,7 @@ class World(ParallelState):
         if closed is not None:
             raise closed
 
-    def _meet(self, what: str) -> None:
+    def _wait_for_all(self, what: str) -> None:
         """Wait for all ranks of a loop where groups are synchronized; one that calls something else is named."""
         if self.executor.exchanges and not self.is_computing:
             self.process_groups.live.contribute(what, b"")
@@ -473,7 +473,7 @@ class World(ParallelState):
             )
         reshard(self.wrapper.sharded)
         if self._is_in_loop:
-            self._meet("enter_compute()")
+            self._wait_for_all("enter_compute()")
         self.executor.enter_compute()
 
     def enter_world(self, module: Module | None = None) -> None:
