@@ -386,6 +386,22 @@ def _watch_outside() -> None:
 # --- What a loop does not hear of, or divides otherwise than meant ----------------------------------------------------
 
 
+@contextmanager
+def announced_wait() -> Iterator[None]:
+    """Log in a while that this rank, whose loop was closed, waits for the others: its caller may have failed."""
+    words = (
+        "the generator that has this rank's loop was closed, by a break or an error of its caller: the rank waits until"
+        " all others have left their loops"
+    )
+    timer = threading.Timer(WITHIN, _log.warning, (words,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def warn_of_variables(options: WorldOptions) -> None:
     """Warn of environment variables of OmniStrategy that differ from a loop's settings, for loops read none of them."""
     own = {"GROUPS": options.groups, "METHOD": options.method, "SERVER": options.server.address}

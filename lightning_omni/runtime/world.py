@@ -30,6 +30,7 @@ from lightning_omni.runtime.loop_checks import (
     OwnSamplers,
     OwnStatistics,
     RawStepGuard,
+    announced_wait,
     warn_of_variables,
 )
 from lightning_omni.runtime.membership import LEARN, Connection, GroupFormation, GroupJoin
@@ -296,10 +297,11 @@ class World(ParallelState):
             with self._guarded() as leaving:
                 try:
                     yield self
-                except GeneratorExit as error:  # the loop is in a generator, whose user has left it as by a break
+                except GeneratorExit as error:  # the loop is in a generator, whose caller has left it as by a break
                     closed = error
-            self._wait_for_all(_END)
-            self._synchronize(_END)
+            with nullcontext() if closed is None else announced_wait():
+                self._wait_for_all(_END)
+                self._synchronize(_END)
             if self._clocks == before:
                 self._warn_of_no_update(leaving.steps)
             self._warn_of_own_statistics()
