@@ -59,23 +59,24 @@ def best_rate(own: float, attempt: Try, target: tuple[str, float] | None) -> tup
         for factor in (COARSE**power for power in range(-_REACH, _REACH + 1))
     }
     for _ in range(_REACH):
-        best = _smallest_of_the_best(first)
+        best = min(_equally_good(first))
         if best not in (min(first), max(first)):
             break
         beyond = best * COARSE if best == max(first) else best / COARSE
         first[beyond] = merit(attempt(own * beyond, FIRST), target)
-    best = _smallest_of_the_best(first)
+    # If the rate makes no difference, the runs were too short for the method: its first exchange was not reached.
+    best = 1.0 if len(_equally_good(first)) == len(first) else min(_equally_good(first))
     second = {factor: merit(attempt(own * factor, SECOND), target) for factor in (best / FINE, best, best * FINE)}
     tried = sorted({*first, *second})
-    return own * _smallest_of_the_best(second), [own * factor for factor in tried]
+    return own * min(_equally_good(second)), [own * factor for factor in tried]
 
 
-def _smallest_of_the_best(merits: dict[float, tuple[float, float]]) -> float:
-    """Return the smallest of equally good rates: nearly too large ones suffer in longer runs."""
+def _equally_good(merits: dict[float, tuple[float, float]]) -> list[float]:
+    """Return the best rates, of which the smallest is to be taken: nearly too large ones suffer in longer runs."""
     seconds, loss = min(merits.values())
     if math.isfinite(seconds):
-        return min(factor for factor, each in merits.items() if each[0] <= (1 + _EQUAL) * seconds)
-    return min(factor for factor, each in merits.items() if each[1] <= loss + _EQUAL * abs(loss))
+        return [factor for factor, each in merits.items() if each[0] <= (1 + _EQUAL) * seconds]
+    return [factor for factor, each in merits.items() if each[1] <= loss + _EQUAL * abs(loss)]
 
 
 def merit(trace: Trace, target: tuple[str, float] | None) -> tuple[float, float]:
