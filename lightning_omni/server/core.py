@@ -329,7 +329,9 @@ class ServerCore:
         self.replication.ended(number, how)
 
     def load(self, state: Mapping[str, Any], journal: Iterable[Entry], now: float) -> None:
-        """Continue a run with the weights of a `state`, and all decisions since; ``now`` is in seconds of this server.
+        """Continue a run with the weights of a `state`, and all decisions since.
+
+        ``now`` is this server's time in seconds.
 
         Raises:
             ConfigurationError: this server cannot continue from the state.
