@@ -128,7 +128,7 @@ def check_can_draw(option: str = "", remedy: str = "") -> None:
 
 
 def new_figure(width: float, height: float, **options: Any) -> Any:
-    """Return a matplotlib figure, sizes in inches.
+    """Return a matplotlib figure of this size in inches.
 
     Raises:
         ConfigurationError: matplotlib is missing.

@@ -52,7 +52,7 @@ EVERY = 0.25
 
 
 class RunLog:
-    """A log of a server's runs. The server's clock may stand still for a while."""
+    """A log of the runs of a server, whose clock may have stood still."""
 
     def __init__(self, core: ServerCore, console: Console) -> None:
         self._core, self._console = core, console
@@ -107,7 +107,7 @@ class StopSignals:
         self._on_stop: list[Callable[[], None]] = []
 
     def listen(self, on_stop: Callable[[], None] | None = None) -> None:
-        """Handle the signals from now on; call ``on_stop`` also for earlier ones."""
+        """Handle the signals from now on; call ``on_stop`` also for an earlier one."""
         if on_stop is not None:
             self._on_stop.append(on_stop)
             if self._numbers:

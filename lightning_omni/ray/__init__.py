@@ -94,7 +94,7 @@ class RayOmniStrategy(OmniStrategy):
     @property
     @override
     def num_processes(self) -> int:
-        """Return the number of all ranks; Lightning's own counts the devices of one."""
+        """Return the number of all ranks: the Trainer counts the devices of one."""
         return self.world_size
 
     @property

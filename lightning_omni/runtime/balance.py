@@ -261,7 +261,7 @@ def _gathered(world: World, mine: Tensor) -> list[Tensor]:
 
 
 def gather_values(world: World, value: Any, kind: Any) -> list[Any]:
-    """Return every member's value, sent by msgspec, in rank order. All members call it."""
+    """Return every member's value, encoded by msgspec, in rank order. All members call it."""
     mine = msgspec.msgpack.encode(value)
     lengths = [int(length) for [length] in gather(world, [len(mine)])]
     rows = _gathered(world, torch.frombuffer(bytearray(mine.ljust(max(lengths), b"\0")), dtype=torch.uint8))

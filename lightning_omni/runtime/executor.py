@@ -36,7 +36,7 @@ from lightning_omni.wire.partition import check_by_parts
 class Executor:
     """The operations in which one group and several groups differ; this base class is for one group.
 
-    With one group the merged heads are ordinary modules.
+    With one group, merged heads are ordinary modules.
 
     Attributes:
         exchanges: whether several groups train and exchange.
@@ -62,7 +62,6 @@ class Executor:
         """Raise `UnsupportedError` if the optimizers' parameters cannot be trained in this way."""
 
     def place_heads(self) -> None:
-        """Install or remove merged heads, depending on where they are trained."""
         for head in self._heads:
             head.remove()
 

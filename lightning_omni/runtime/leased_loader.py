@@ -28,7 +28,7 @@ class RankLeases(LeaseClient):
         total: positions in an epoch's permutation.
         rank: this rank, which gets DistributedSampler's samples until `assign` places it in a group.
         before_epoch: called with the epoch's number before samples are drawn from the server's book.
-        is_local: whether no server is needed.
+        is_local: whether no server is needed: one group, or static data.
         shares: see `set_batch_shares`.
         dataset_size: samples in the dataset, if they differ from ``total``.
 

@@ -59,7 +59,7 @@ class Connection:
             self._parallel.process_groups.join(self._exchange.synchronize, self._parallel.rank)
 
     def try_to_join(self) -> str:
-        """Join the server if all ranks can. All ranks call it, while they are one group.
+        """Join the server if all ranks can, or else none. All ranks call it, while they are one group.
 
         Return why a rank could not, the same on all ranks; "" on success.
         """

@@ -152,8 +152,8 @@ class Elastic:
             or begins it if it is the first: see :doc:`/how-to/joining`. None means True if OmniStrategy, passed no
             address, takes it from LIGHTNING_OMNI_SERVER, and otherwise False.
         max_rejoins: with ``join``, how often in a row a group that was evicted by mistake (its machine was suspended or
-            its link failed) rejoins: if the script ends with that error, its process runs its command again, after 1,
-            2, 4, ... seconds. Only OmniStrategy uses it.
+            its link failed) rejoins as a new group: if the script ends with that error, its process runs its command
+            again, after 1, 2, 4, ... seconds. Only OmniStrategy uses it.
         timeout: seconds, at least 2, after which a group that answers heartbeats but completes no training or
             validation batch is evicted, because others would wait for it. The embedded server counts from the first
             trained batch on; ``lightning-omni serve`` has its own option. None disables this.

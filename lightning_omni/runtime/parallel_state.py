@@ -70,7 +70,7 @@ class ParallelState:
         is_entering: whether the group has joined groups that train, and is about to train.
         joined_since_sync: whether the group has joined since the last synchronization.
         ever_lost: ranks that were lost in this loop or an earlier one.
-        failures: reasons of those that have failed by themselves.
+        failures: reasons of ranks that have failed by themselves.
         where: returns this rank's position in its loop, in words.
         registration: the reservation of a group that joins on its own, whose ranks are the only ones in
             torch.distributed; None where all ranks were started together.
@@ -160,7 +160,7 @@ class ParallelState:
 
     @property
     def topology(self) -> Topology:
-        """Return the compute groups. Setting them sets this rank's place among them, which each step reads often."""
+        """Return the compute groups. Setting them sets this rank's place among them."""
         return self._topology
 
     @topology.setter
@@ -230,7 +230,7 @@ class ParallelState:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """Return the mesh of the ranks with which this one holds a replica of the model.
+        """Return the mesh of the ranks that hold a replica with this one, the same after a regrouping.
 
         All ranks make the first access, before training begins.
         """
@@ -289,7 +289,7 @@ class ParallelState:
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """Return the ranks that have been lost."""
+        """Return the lost ranks."""
         return self.control.lost if self.control else ()
 
     @property
@@ -310,7 +310,7 @@ class ParallelState:
 
     @property
     def live_groups(self) -> tuple[int, ...]:
-        """Return the numbers of the groups that have lost no rank."""
+        """Return the numbers of the groups without a lost rank."""
         lost = set(self.lost)
         return tuple(g for g in self.topology.alive if not lost.intersection(self.topology.members(g)))
 

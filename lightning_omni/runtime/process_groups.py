@@ -210,8 +210,8 @@ class ProcessGroups:
     def abandon(self, topology: Topology) -> None:
         """Destroy this failed rank's process group in a topology; the original one becomes the default.
 
-        With gloo, members that wait for it fail at once. A group of all ranks is not destroyed: its members fail when
-        this process ends.
+        With gloo, members that wait for it fail at once. A group of all ranks that torch knows is not destroyed: its
+        members fail when this process ends.
         """
         self.use(self.original)
         self._cache.destroy(topology.groups)

@@ -85,7 +85,10 @@ class ServerStore:
         return whole
 
     def seed(self, parts: Sequence[dict[str, Any]]) -> None:
-        """Send weights and optimizers to the servers, to each its share. The recorder calls it."""
+        """Send weights and optimizers to the servers, to each its share. The recorder calls it.
+
+        ``parts`` are those of `Snapshots.seed`.
+        """
         requests = self._connections()
         parts = [self._cut_again(self._parallel.parts[index], part, requests.count) for index, part in enumerate(parts)]
         seeds = []
@@ -101,7 +104,6 @@ class ServerStore:
         requests.exchange(seeds, m.WeightsUploaded)
 
     def _cut_again(self, part: Part, seed: dict[str, Any], servers: int) -> dict[str, Any]:
-        """Return a seed in the fragments of the present servers."""
         if seed.get("method") is None or self._parallel.share is not None:
             return seed
         return {**seed, "method": self._parallel.split_of(part, servers).recut(seed["method"])}
@@ -247,7 +249,7 @@ class ServerExchange:
     def send(self, ask: ServerRequest) -> None:
         """Send a request to the server without waiting for its answer, which `receive` returns.
 
-        A group has one exchange in flight: the answer to another optimizer's request is received first.
+        A group has one exchange in flight: the answer to another optimizer's request is received first, and kept.
         """
         parallel, part, route = self._parallel, self._parallel.parts[ask.optimizer], self._route(ask)
         if parallel.share is not None:
@@ -448,7 +450,6 @@ class ServerExchange:
 
     @property
     def is_free(self) -> bool:
-        """Return whether no exchange is in flight, so that the server answers the next request at once."""
         return self._travels is None
 
     def _free_connections(self) -> Requests:

@@ -478,8 +478,8 @@ class World(ParallelState):
     def wrap(self, module: Module, **ddp_options: Any) -> Module:
         """Wrap a module in DistributedDataParallel over the compute group, with rank 0's initial weights.
 
-        In a group of one rank, and where members hold the model together, the module itself is returned, sharded if
-        necessary.
+        In a group of one rank, and where members hold the model together, the module itself is returned, in the latter
+        case sharded.
 
         Args:
             module: the model.
@@ -528,7 +528,8 @@ class World(ParallelState):
     ) -> tuple[tuple[int, int], ...]:
         """Change the number of groups, and keep weights and optimizer state. All live ranks call it, at the same step.
 
-        In a loop without Lightning, `wrap` the module again afterwards: ``model = world.wrap(net)``.
+        In a loop without Lightning, `wrap` the module again afterwards: ``model = world.wrap(net)``. A step with the
+        former wrapper's gradients is refused.
 
         Args:
             groups: the new number of groups.

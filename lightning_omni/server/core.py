@@ -307,7 +307,6 @@ class ServerCore:
 
     @property
     def is_quiet(self) -> bool:
-        """Return whether no group waits for the answer to a push."""
         return self._training.all_answered
 
     @property
@@ -330,7 +329,9 @@ class ServerCore:
         self.replication.ended(number, how)
 
     def load(self, state: Mapping[str, Any], journal: Iterable[Entry], now: float) -> None:
-        """Continue a run with the weights of a `state`, and all decisions since; ``now`` is in seconds of this server.
+        """Continue a run with the weights of a `state`, and all decisions since.
+
+        ``now`` is this server's time in seconds.
 
         Raises:
             ConfigurationError: this server cannot continue from the state.

@@ -28,7 +28,7 @@ Kind = Literal[
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An event of one optimizer at the server, at ``time`` in seconds.
+    """An event of one optimizer at the server, at ``time`` in seconds. An access to a merged head counts as a push.
 
     Attributes:
         kind: ``"seed"``: the server received weights, for existing groups; ``"form"``: other groups were formed on the

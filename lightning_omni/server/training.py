@@ -127,7 +127,10 @@ class Training(Service):
         return out
 
     def _waited_for(self, number: int) -> set[int]:
-        """Return the groups whose own weights a mean needs: all but those that an earlier server has sent the mean."""
+        """Return the groups whose own weights a mean needs: all but those that an earlier server has sent the mean.
+
+        These groups have continued with the next optimizer's mean, or wait for all others.
+        """
         later = {group for served in self._store.all[number + 1 :] for group in served.averaging}
         return set(self._roster.groups) - ((self._idle | later) - set(self._store.all[number].averaging))
 

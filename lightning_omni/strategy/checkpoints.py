@@ -401,7 +401,6 @@ class CheckpointHooks:
 
     @property
     def _is_asynchronous(self) -> bool:
-        """Return whether several groups train."""
         world = self._parts.current_world
         return world is not None and world.executor.control is not None
 
@@ -445,7 +444,6 @@ class CheckpointHooks:
             )
 
     def _put_together(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the whole state on the recorder."""
         if self._sharding is None or self.saves_folders or not self._parts.world.is_with_recorder:
             return state
         together: dict[str, Any] = whole(state, keeps=self._parts.world.is_recorder)

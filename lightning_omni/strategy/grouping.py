@@ -322,7 +322,6 @@ class OneGroup:
         """Guard the user's optimizers after the groups were formed."""
 
     def batch_starts(self) -> None:
-        """Prepare for a batch after the last callback."""
         if self._parts.world.size > 1:
             self._parts.trainable.warn_of_late(self._parts.strategy.optimizers)
 

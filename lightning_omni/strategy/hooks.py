@@ -94,9 +94,9 @@ class OmniStrategyHooks(_Base):
             :doc:`/how-to/large-models`.
         validation: ``"wait"``: all groups synchronize and validate together. ``"published"``: inside an epoch one group
             validates while the others train on; see :doc:`/how-to/validation`.
-        merged: name of a submodule that stays at the server, such as the last layers of a classifier. Its weights are
-            never stale and never sent, only activations and their gradients are. No effect with one group. See
-            :doc:`/how-to/merged-head`.
+        merged: name of a submodule that stays at the server, such as the last layers of a classifier. Each group's
+            batch passes through it there, one group at a time: its weights are never stale and never sent, only
+            activations and their gradients are. No effect with one group. See :doc:`/how-to/merged-head`.
         **ddp: arguments of DDPStrategy (``find_unused_parameters``, ``timeout``, ``start_method``, ...).
 
     Attributes:
@@ -174,7 +174,7 @@ class OmniStrategyHooks(_Base):
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Return a reduction that names the namespace: another process may import them in another order."""
+        """Return a reduction that names the namespace: another process may import namespaces in another order."""
         parts: Any = super().__reduce_ex__(max(2, protocol))
         kind = type(self)
         return new_in, (vars(kind).get("_original", kind), namespace_of(kind)), *parts[2:]

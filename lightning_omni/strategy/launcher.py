@@ -306,7 +306,7 @@ class Launching:
 
 
 class ChildObserver(threading.Thread):
-    """A thread that watches a launcher's children, and asks the strategy whether the run continues without one."""
+    """A thread that watches a launcher's children, and asks the strategy whether the run continues when one fails."""
 
     def __init__(
         self, children: Sequence[Popen[bytes]], on_death: Callable[[int, int], bool], is_writing: Callable[[], bool]

@@ -262,7 +262,7 @@ class Data(ABC):
 
     @abstractmethod
     def send(self, message: m.Message, payload: Tensor | None = None, into: Tensor | None = None) -> None:
-        """Send a message with its payload, while this rank continues.
+        """Send a message with its payload, without waiting for the transfer.
 
         Args:
             message: its answer must be received before the next one is sent.

@@ -56,7 +56,7 @@ def allowed(core: ServerCore, channel: m.Channel, peer: Peer, data: bytes | memo
     """Decode and check a message before its payload of ``nbytes``, for a transport that receives it first.
 
     Raises:
-        ProtocolError: the message is invalid or not allowed; answer with `refusal`.
+        ProtocolError: the message is invalid or not allowed; answer with `refusal`, and do not keep the payload.
     """
     message = core.decode(channel, data)
     if channel == m.CONTROL:
@@ -137,7 +137,8 @@ class Transport(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
             world_size: number of ranks; 0 if this one was not announced and joins a running run, under its own number.
             layout: the parameters of all optimizers; every rank must have the same.
             on_end: called, perhaps from another thread, when this rank must stop.
-            silence: seconds without a sign of life after which the server may end the connection; 0 for never.
+            silence: seconds without a sign of life after which the server may end the connection, if the transport can
+                send such signs without Python; 0 for never.
 
         Raises:
             ConnectionLost: the server cannot be reached.

@@ -22,7 +22,7 @@ class Requests:
     """A rank's data connections, used concurrently: it sends each server its part before it waits for any answer.
 
     With ``by_member``, this rank exchanges only with the last one, and the other members of its group with the others.
-    ``largest`` returns the largest of a number over those members.
+    ``largest`` returns the largest of a number over those members, all of which call it.
     """
 
     def __init__(

@@ -36,11 +36,9 @@ class ExternalWrites:
     """The detection of user code's writes, and their distribution to all ranks and the server.
 
     Attributes:
-        buffers: returns the model's buffers.
-        others: returns the model's parameters, and averages of them that a callback keeps: no optimizer may move a
-            target network.
+        others: returns the model's parameters, and averages of them that a callback keeps: a target network, for
+            example, is written although no optimizer moves it.
         switched: returns whether the user has replaced attached optimizers.
-        reattach: attaches the present optimizers.
         are_validations_apart: whether one group validates while others train.
     """
 
@@ -166,7 +164,7 @@ class ExternalWrites:
         self._attributes_seen = {part.optimizer: plain_attributes_of(part.optimizer) for part in served}
 
     def _is_state_written(self, part: Part) -> bool:
-        """Return whether user code wrote the state of an optimizer that steps at the server."""
+        """Return whether user code wrote the state of an optimizer that steps at the server, and so has none here."""
         if self._parallel.steps_at_worker:
             return False
         state: Any = part.optimizer.state

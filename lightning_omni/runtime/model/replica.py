@@ -404,7 +404,8 @@ class Writes:
     def of_trained(self, parameters: Mapping[str, Parameter], in_passing: bool = False) -> list[str]:
         """Return the names of trained weights that other code has written.
 
-        With ``in_passing``, each call compares another eighth of each large weight that is unwritten by torch's count.
+        With ``in_passing``, each call compares another eighth of each large weight that is unwritten by torch's count,
+        which misses writes through ``.data``.
         """
         self._checks += in_passing
         pairs = {

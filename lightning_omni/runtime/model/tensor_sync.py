@@ -188,7 +188,6 @@ def _difference(mine: Mapping[str, str], theirs: Mapping[str, str], rank: int, f
 
 
 def _text_of(is_mine: bool, text: str, largest: Largest) -> str:
-    """Return one rank's text on all ranks; each byte is sent as a number."""
     mine = text.encode() if is_mine else b""
     [length] = largest([len(mine)])
     return bytes(largest([*mine] or [0] * length)).decode()

@@ -108,7 +108,8 @@ def _free(partial: Path) -> str:
 def beside(path: Path, suffix: str) -> Path:
     """Return a path beside a checkpoint, for a folder that is not the checkpoint yet, or not any more.
 
-    Lightning takes the digits of every name with ``ckpt_`` for the N of an ``hpc_ckpt_N.ckpt``, so this name has none.
+    Lightning takes the digits of every name with ``ckpt_`` for the N of an ``hpc_ckpt_N.ckpt``, so this name has no
+    ``ckpt_``.
 
     Example:
         >>> beside(Path("hpc_ckpt_2.ckpt"), "17.partial").name

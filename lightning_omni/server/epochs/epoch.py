@@ -188,7 +188,7 @@ class Epochs:
 
     @property
     def called(self) -> tuple[int, int]:
-        """Return the number of the last epoch opened, or -1, and of its validations so far."""
+        """Return the last epoch opened, or -1, and the number of its validations."""
         return (self.book.plan.epoch if self.book else -1), self._validations
 
     @property

@@ -476,7 +476,10 @@ class Roster:
         return not self.joining and (len(self.groups) == 1 or self.recorder in self.formed.members(group))
 
     def lose(self, rank: int, reason: str, barred: bool = False) -> tuple[int | None, bool]:
-        """Remove a dead rank's group; return its number, or None, and whether the run is over."""
+        """Remove a dead rank's group; return its number, or None, and whether the run is over.
+
+        If ``barred``, the group must not rejoin by itself.
+        """
         group = self.formed.group_of(rank)
         if group < 0 or self.ends_with(group):
             self.lost[rank] = reason

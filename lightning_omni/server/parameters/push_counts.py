@@ -14,7 +14,7 @@ class PushCounts:
         staleness: number of pushes with each staleness.
         by_group: for each group, the same since groups were formed.
         refused: refused pushes and weights so far.
-        refused_in_row: each group's, since its last finite one.
+        refused_in_row: each group's refused pushes since its last finite one.
     """
 
     def __init__(self) -> None:

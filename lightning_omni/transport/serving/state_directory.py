@@ -317,7 +317,6 @@ class StateDirectory:
             (self._path / f"{_BEGUN}{begun}").touch(mode=0o600)
 
     def _forget_begun(self) -> None:
-        """Remove that record once part of the run is saved, or cannot be."""
         with contextlib.suppress(OSError):
             for begun in self._path.glob(f"{_BEGUN}*"):
                 begun.unlink()
@@ -378,7 +377,10 @@ class StateDirectory:
 
 
 class ShareDirectory:
-    """The directory in which a server saves its share, at the coordinating server's command."""
+    """The directory in which a server saves its share, at the coordinating server's command.
+
+    The coordinating server's lock on its own directory protects this one.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
@@ -441,7 +443,7 @@ def _as_begun(core: ServerCore) -> str:
 def _take(lock: int) -> None:
     """Lock a file, or raise `BlockingIOError`.
 
-    A successor may start before the system has ended the killed server.
+    A successor may start before the system has ended the killed server, which holds the lock.
     """
     deadline = time.monotonic() + _RELEASE
     while True:

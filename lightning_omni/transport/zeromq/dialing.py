@@ -77,7 +77,7 @@ class Dialed:
     Args:
         decode: decodes an answer from bytes; by default as a message to a rank.
         silence: seconds without a sign of life after which the server ends the connection; 0 for never. ZeroMQ's own
-            thread sends the signs, so they continue while Python holds its lock.
+            thread sends the signs, so they continue while Python holds its lock, and cease when the process is stopped.
     """
 
     def __init__(

@@ -135,7 +135,10 @@ class Copies:
 
 
 class Untaken:
-    """A limit on answers that no rank waits for: ZeroMQ queues without limit for a peer that does not read."""
+    """A limit on answers that no rank waits for: a peer that does not read them is sent no more.
+
+    ZeroMQ would queue them without limit.
+    """
 
     def __init__(self) -> None:
         self._sent: dict[bytes, deque[tuple[int, zmq.MessageTracker]]] = {}

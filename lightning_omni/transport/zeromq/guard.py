@@ -131,7 +131,7 @@ class ConnectionGuard:
             yield
 
     def let_in(self, descriptor: int) -> None:
-        """Stop watching the connection with this descriptor, which was admitted."""
+        """Stop watching an admitted connection, by its descriptor."""
         with self._lock:
             self._read_events()
             for listener in self._listeners:

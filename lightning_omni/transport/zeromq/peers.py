@@ -366,7 +366,7 @@ class PeerConnections:
 class PeerWires(PeerConnections):
     """The connections of a leader with the other leaders, in both directions.
 
-    Unless ``everywhere``, only leaders on this machine can reach it.
+    ``everywhere``: whether leaders on other machines must be able to reach this one.
     """
 
     def __init__(

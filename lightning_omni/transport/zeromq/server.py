@@ -197,7 +197,8 @@ class ZeroMQServer:
         port: port of the control socket; 0 takes a free one, as for ``data_port``.
         directory: directory to listen in instead of on TCP ports; it is removed when the server closes.
         encryption: ``"curve"`` or ``"off"`` for TCP. With ``"off"``, strangers can read and alter the network traffic,
-            and the server holds the bytes of one in memory until the guard ends it.
+            and the server holds the bytes of one in memory until the guard ends it (within `guard.ADMISSION_TIME`, or
+            after `guard.STRANGERS_MAY_SEND` bytes where the system counts them).
         shared_memory: whether leaders may share memory with the server; only in a directory.
 
     Raises:
