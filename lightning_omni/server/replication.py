@@ -50,8 +50,11 @@ Key = tuple[int, int]
 """The rank and the number of a request."""
 
 
-class Replication(Service, ABC):
-    """The relation of server ``number`` of ``count`` servers to the others, which hold a partition each."""
+class Replication(Service):
+    """The relation of server ``number`` of ``count`` servers to the others, which hold a partition each.
+
+    This one has no others, and holds everything.
+    """
 
     count: int = 1
     number: int = 0
@@ -85,9 +88,9 @@ class Replication(Service, ABC):
     def check_number(self, rank: int, request: int) -> None:
         """Raise `ProtocolError` if a request cannot have this number."""
 
-    @abstractmethod
     def hold(self, sender: Sender, message: Request, finite: bool, handle: Handle) -> list[Out]:
         """Hold this server's part of a request, without its payload, or ``handle`` it at once."""
+        return handle(sender)
 
     def refuse(self, rank: int, request: int, refusal: m.RefusedMessage) -> None:
         """Record that this server has refused its part of a request: all servers refuse theirs."""
@@ -102,14 +105,7 @@ class Replication(Service, ABC):
         return [Out(peer, m.CONTROL, m.ServerAddresses(addresses=()))]
 
 
-class NoReplication(Replication):
-    """The only server, which holds everything."""
-
-    def hold(self, sender: Sender, message: Request, finite: bool, handle: Handle) -> list[Out]:
-        return handle(sender)
-
-
-class _PartitionedReplication(Replication):
+class _PartitionedReplication(Replication, ABC):
     def __init__(self, number: int, count: int) -> None:
         self.number, self.count = number, count
         self._out: list[Out] = []
