@@ -6,13 +6,14 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from lightning_omni import simulator
+from lightning_omni.checks import counted
 from lightning_omni.cli.console import (
     INTERRUPTED,
     check_file,
@@ -90,6 +91,8 @@ def merit(trace: Trace, target: tuple[str, float] | None) -> tuple[float, float]
 # --- Runs -------------------------------------------------------------------------------------------------------------
 
 _PICTURES = (".png", ".svg", ".pdf")
+_UNTITLED = ("devices", "workload", "batch_size", "groups", "lr", "out", "picture", "threads")
+"""The settings that the title of a picture states otherwise, or not at all."""
 
 OnProgress = Callable[[float, str], None]
 
@@ -151,9 +154,9 @@ def run(names: Sequence[str], settings: SimulationSettings, together: bool = Fal
             each.trace.save(files.trace(each.entrant.name))
     if settings.picture and together:
         traces = {each.entrant.name: each.trace for each in runs}
-        plot_comparison(traces, files.picture, _title(task, settings), task.target)
+        plot_comparison(traces, files.picture, _title(settings), task.target)
     elif settings.picture:
-        runs[0].trace.plot(files.picture, _title(task, settings))
+        runs[0].trace.plot(files.picture, _title(settings))
     if settings.picture:
         print_line(f"picture: {files.picture}")
     for each in runs:
@@ -260,9 +263,13 @@ def _file_name(method: str) -> str:
     return re.sub(r"[^\w.=@]+", "-", method)
 
 
-def _title(task: Task, settings: SimulationSettings) -> str:
-    words = task.cluster.words
-    return f"{words}; {settings.workload.rpartition('/')[2]}, batches of {settings.batch_size} a device"
+def _title(settings: SimulationSettings) -> str:
+    """Return the cluster and the workload in one line, with the settings that differ from the defaults."""
+    usual = asdict(SimulationSettings())
+    changed = {name: value for name, value in asdict(settings).items() if value != usual[name]}
+    given = [f"{name.replace('_', ' ')} {value}" for name, value in changed.items() if name not in _UNTITLED]
+    workload = f"{settings.workload.rpartition('/')[2]}, batches of {settings.batch_size} a device"
+    return "; ".join([counted(settings.devices, "device"), workload, *given])
 
 
 def _report(runs: Sequence[Run], task: Task, together: bool) -> None:
