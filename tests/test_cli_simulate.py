@@ -160,6 +160,17 @@ def test_each_method_is_given_a_rate_of_its_own_and_the_output_says_how(
     assert shared["async_sgd"] > 2 * losses["async_sgd"]
 
 
+def test_a_method_whose_short_runs_learn_nothing_keeps_the_rate_of_the_workload(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A group makes 128 steps: a tenth of the run has no outer step of 20, a third of it has two."""
+    own = ["--devices", "4", "--batch-size", "32", "--epochs", "4", "--no-picture", "--out", str(tmp_path)]
+    assert main(["simulate", "--method", "diloco:period=20 hardsync", *own]) == 0
+    kept, found = (float(row["lr"]) for row in rows(capsys.readouterr().out))
+    assert 0.05 <= kept <= 0.2
+    assert found > 0.2, "where rates make a difference, others than the workload's 0.1 are taken"
+
+
 def test_the_picture_names_the_cluster_and_each_run_and_hides_no_curve() -> None:
     evaluated = {"time": np.arange(5.0), "update": np.arange(5), "accuracy": np.linspace(0, 1, 5)}
     empty = {name: np.empty(0, kind) for name, kind in Trace.COLUMNS.items()}

@@ -191,7 +191,9 @@ def plan(
     known = of.PlanSource.of(file)
     per_node = servers == "per-node"
     count = nodes or ranks or known.profile.ranks if per_node else servers
-    cluster = of.PlannedCluster(known.profile, ranks, rate, delay, count, per_node, batch_size)  # type: ignore[arg-type]
+    changes = {"ranks": ranks, "bandwidth": rate, "latency": delay, "servers": count, "batch_size": batch_size}
+    given = {name: value for name, value in changes.items() if value is not None}
+    cluster = of.PlannedCluster(known.profile, {**given, "per_node": True} if per_node else given)
     has_lr = known.search is not None or lr is not None
     ways = exchanges_of(known, method, compression, period, all_reduce)
     if out is not None:

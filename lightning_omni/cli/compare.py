@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from typing_extensions import override
@@ -133,22 +133,21 @@ class DescribedMachines:
 # --- Comparison -------------------------------------------------------------------------------------------------------
 
 _AVERAGE = "diloco:outer_lr=1.0,outer_momentum=0"
-
-
-class _Ways(NamedTuple):
-    methods: tuple[str, ...]
-    wires: tuple[str, ...]
-    all_reduces: tuple[str, ...]
-    rebalance: bool = False
-
-
-_OURS = _Ways(DEFAULT_METHODS, DEFAULT_WIRES, ("bf16",), rebalance=True)
+_OURS = Space((1,), method=DEFAULT_METHODS, compression=DEFAULT_WIRES, all_reduce=("bf16",))
 _STREAMED = f"{_AVERAGE},fragments=4,delay=1,keep_steps=true"
 _PEERS = {
-    "torch: DDP's bf16 hook": _Ways((), (), ("bf16",)),
-    "torch: post-local SGD": _Ways(("local_sgd",), ("fp32",), ()),
-    "torchft: DiLoCo": _Ways((_AVERAGE, _STREAMED), ("fp32", "int8/int8"), ("bf16",)),
-    "hivemind: local updates": _Ways((f"{_AVERAGE},dynamic_steps=true",), ("fp32", "int8/int8"), ()),
+    "torch: DDP's bf16 hook": replace(_OURS, rebalance=False, method=(), compression=()),
+    "torch: post-local SGD": Space((1,), rebalance=False, method=("local_sgd",), compression=("fp32",)),
+    "torchft: DiLoCo": Space(
+        (1,),
+        rebalance=False,
+        method=(_AVERAGE, _STREAMED),
+        compression=("fp32", "int8/int8"),
+        all_reduce=("bf16",),
+    ),
+    "hivemind: local updates": Space(
+        (1,), rebalance=False, method=(f"{_AVERAGE},dynamic_steps=true",), compression=("fp32", "int8/int8")
+    ),
 }
 """The methods of this package that have the form of each peer's."""
 _FASTER = 1.05
@@ -224,17 +223,14 @@ class _Predictions:
         cls,
         machines: DescribedMachines,
         profiles: Iterable[Profile],
-        ways: _Ways,
+        ways: Space,
         momentum: float,
         is_adaptive: bool,
     ) -> _Predictions:
         ranks = len(machines.speeds)
         start, batch = Setting(1, momentum, 1.0, all_reduce="fp32"), ranks * machines.batch_size
-        groups = tuple(sorted({*group_counts(ranks), machines.sites})) if ways.methods else (1,)
-        space = Space(
-            groups, rebalance=ways.rebalance, method=ways.methods, compression=ways.wires, all_reduce=ways.all_reduces
-        )
-        spec = SearchSpec(start, batch, _LONG * batch, space, Scaling(is_adaptive))
+        groups = tuple(sorted({*group_counts(ranks), machines.sites})) if ways.method else (1,)
+        spec = SearchSpec(start, batch, _LONG * batch, replace(ways, groups=groups), Scaling(is_adaptive))
         described, *assumed = (_KnownEvidence(spec, each) for each in profiles)
         return cls(described, tuple(assumed))
 

@@ -107,7 +107,7 @@ class StopSignals:
         self._on_stop: list[Callable[[], None]] = []
 
     def listen(self, on_stop: Callable[[], None] | None = None) -> None:
-        """Handle the signals from now on; call ``on_stop`` also for earlier ones."""
+        """Handle the signals from now on; call ``on_stop`` also for an earlier one."""
         if on_stop is not None:
             self._on_stop.append(on_stop)
             if self._numbers:

@@ -6,13 +6,14 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from lightning_omni import simulator
+from lightning_omni.checks import counted
 from lightning_omni.cli.console import (
     INTERRUPTED,
     check_file,
@@ -60,23 +61,24 @@ def best_rate(own: float, attempt: Try, target: tuple[str, float] | None) -> tup
         for factor in (COARSE**power for power in range(-_REACH, _REACH + 1))
     }
     for _ in range(_REACH):
-        best = _smallest_of_the_best(first)
+        best = min(_equally_good(first))
         if best not in (min(first), max(first)):
             break
         beyond = best * COARSE if best == max(first) else best / COARSE
         first[beyond] = merit(attempt(own * beyond, FIRST), target)
-    best = _smallest_of_the_best(first)
+    # If the rate makes no difference, the runs were too short for the method: its first exchange was not reached.
+    best = 1.0 if len(_equally_good(first)) == len(first) else min(_equally_good(first))
     second = {factor: merit(attempt(own * factor, SECOND), target) for factor in (best / FINE, best, best * FINE)}
     tried = sorted({*first, *second})
-    return own * _smallest_of_the_best(second), [own * factor for factor in tried]
+    return own * min(_equally_good(second)), [own * factor for factor in tried]
 
 
-def _smallest_of_the_best(merits: dict[float, tuple[float, float]]) -> float:
-    """Return the smallest of equally good rates: nearly too large ones suffer in longer runs."""
+def _equally_good(merits: dict[float, tuple[float, float]]) -> list[float]:
+    """Return the best rates, of which the smallest is to be taken: nearly too large ones suffer in longer runs."""
     seconds, loss = min(merits.values())
     if math.isfinite(seconds):
-        return min(factor for factor, each in merits.items() if each[0] <= (1 + _EQUAL) * seconds)
-    return min(factor for factor, each in merits.items() if each[1] <= loss + _EQUAL * abs(loss))
+        return [factor for factor, each in merits.items() if each[0] <= (1 + _EQUAL) * seconds]
+    return [factor for factor, each in merits.items() if each[1] <= loss + _EQUAL * abs(loss)]
 
 
 def merit(trace: Trace, target: tuple[str, float] | None) -> tuple[float, float]:
@@ -90,6 +92,8 @@ def merit(trace: Trace, target: tuple[str, float] | None) -> tuple[float, float]
 # --- Runs -------------------------------------------------------------------------------------------------------------
 
 _PICTURES = (".png", ".svg", ".pdf")
+_UNTITLED = ("devices", "workload", "batch_size", "groups", "lr", "out", "picture", "threads")
+"""The settings that the title of a picture states otherwise, or not at all."""
 
 OnProgress = Callable[[float, str], None]
 
@@ -153,9 +157,9 @@ def run(names: Sequence[str], settings: SimulationSettings, together: bool = Fal
             each.trace.save(files.trace(each.entrant.name))
     if settings.picture and together:
         traces = {each.entrant.name: each.trace for each in runs}
-        plot_comparison(traces, files.picture, _title(task, settings), task.target)
+        plot_comparison(traces, files.picture, _title(settings), task.target)
     elif settings.picture:
-        runs[0].trace.plot(files.picture, _title(task, settings))
+        runs[0].trace.plot(files.picture, _title(settings))
     if settings.picture:
         print_line(f"picture: {files.picture}")
     for each in runs:
@@ -262,9 +266,13 @@ def _file_name(method: str) -> str:
     return re.sub(r"[^\w.=@]+", "-", method)
 
 
-def _title(task: Task, settings: SimulationSettings) -> str:
-    words = task.cluster.words
-    return f"{words}; {settings.workload.rpartition('/')[2]}, batches of {settings.batch_size} a device"
+def _title(settings: SimulationSettings) -> str:
+    """Return the cluster and the workload in one line, with the settings that differ from the defaults."""
+    usual = asdict(SimulationSettings())
+    changed = {name: value for name, value in asdict(settings).items() if value != usual[name]}
+    given = [f"{name.replace('_', ' ')} {value}" for name, value in changed.items() if name not in _UNTITLED]
+    workload = f"{settings.workload.rpartition('/')[2]}, batches of {settings.batch_size} a device"
+    return "; ".join([counted(settings.devices, "device"), workload, *given])
 
 
 def _report(runs: Sequence[Run], task: Task, together: bool) -> None:

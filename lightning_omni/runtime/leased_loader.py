@@ -96,7 +96,7 @@ class RankLeases(LeaseClient):
 
     def begin_local(self, plan: EpochPlan, resumed: bool = False) -> None:
         """Begin an epoch of one group, or after a regrouping continue it with the untrained positions of ``plan``."""
-        self._book = LeaseBook(plan, {0: self._members * plan.ranks_per_batch})
+        self._book = LeaseBook.open(plan, {0: self._members * plan.ranks_per_batch})
         self._is_resumed = resumed
         self._deal(is_as_ddp=not resumed)
         self.restart(plan.epoch)

@@ -73,7 +73,7 @@ class ParallelState:
         is_entering: whether the group has joined groups that train, and is about to train.
         joined_since_sync: whether the group has joined since the last synchronization.
         ever_lost: ranks that were lost in this loop or an earlier one.
-        failures: reasons of those that have failed by themselves.
+        failures: reasons of ranks that have failed by themselves.
         where: returns this rank's position in its loop, in words.
         registration: the reservation of a group that joins on its own, whose ranks are the only ones in
             torch.distributed; None where all ranks were started together.
@@ -267,7 +267,7 @@ class ParallelState:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """Return the mesh of the ranks with which this one holds a replica of the model.
+        """Return the mesh of the ranks that hold a replica with this one, the same after a regrouping.
 
         All ranks make the first access, before training begins.
         """

@@ -104,7 +104,6 @@ class ServerStore:
         requests.exchange(seeds, m.WeightsUploaded)
 
     def _cut_again(self, part: Part, seed: dict[str, Any], servers: int) -> dict[str, Any]:
-        """Return a seed in the fragments of the present servers."""
         if seed.get("method") is None or self._parallel.share is not None:
             return seed
         return {**seed, "method": self._parallel.split_of(part, servers).recut(seed["method"])}

@@ -25,7 +25,7 @@ from lightning_omni.server.membership.timeouts import TimeLimits
 from lightning_omni.server.merged_head import MergedHeadService
 from lightning_omni.server.parameters.served_parameters import ServedParameters
 from lightning_omni.server.parameters.store import ParameterStore
-from lightning_omni.server.replication import Coordinator, Follower, NoReplication, Replication
+from lightning_omni.server.replication import Coordinator, Follower, Replication
 from lightning_omni.server.restore import Restore, check_state
 from lightning_omni.server.router import FOLLOWER_TABLE, TABLE, Router, Row
 from lightning_omni.server.run_context import RunContext
@@ -117,7 +117,7 @@ class ServerCore:
             )
             table = (*TABLE, *FOLLOWER_TABLE)
         else:
-            self.replication = NoReplication()
+            self.replication = Replication()
         self._table = (*table, *rows)
         self.strangers = 0
         self.data_port = 0
@@ -329,7 +329,9 @@ class ServerCore:
         self.replication.ended(number, how)
 
     def load(self, state: Mapping[str, Any], journal: Iterable[Entry], now: float) -> None:
-        """Continue a run with the weights of a `state`, and all decisions since; ``now`` is in seconds of this server.
+        """Continue a run with the weights of a `state`, and all decisions since.
+
+        ``now`` is this server's time in seconds.
 
         Raises:
             ConfigurationError: this server cannot continue from the state.

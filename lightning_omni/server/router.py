@@ -25,7 +25,7 @@ from lightning_omni.server.epochs.service import LeaseService, ValidationService
 from lightning_omni.server.membership.roster import Roster
 from lightning_omni.server.membership.service import Joining, Membership
 from lightning_omni.server.merged_head import MergedHeadService
-from lightning_omni.server.replication import Coordinator, NoReplication, Replication, refusal_of
+from lightning_omni.server.replication import Coordinator, Replication, refusal_of
 from lightning_omni.server.service import Out, Payload, Peer, Sender
 from lightning_omni.server.snapshots import Snapshots
 from lightning_omni.server.status import RunObservation, StatusService
@@ -207,7 +207,7 @@ class Router:
         self._rows = {row.message: row for row in rows}
         self._services = {type(service): service for service in services}
         self._roster = roster
-        self._replication = self._services[Replication] = servers or NoReplication()
+        self._replication = self._services[Replication] = servers or Replication()
         self._admission: Admission = self._services[Admission]
         self._membership: Membership = self._services[Membership]
         self._observation: RunObservation = self._services[RunObservation]

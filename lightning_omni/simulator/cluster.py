@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lightning_omni.checks import check_choice, check_kind, check_number, check_whole, counted, keep_plain
+from lightning_omni.checks import check_choice, check_kind, check_number, check_whole, keep_plain
 from lightning_omni.errors import ConfigurationError
 
 _SLOWEST_NORMAL = 0.05
@@ -389,43 +389,6 @@ class Cluster:
         """Return the node of a rank's device."""
         return rank * (self.nodes or len(self.devices)) // len(self.devices)
 
-    @property
-    def words(self) -> str:
-        """Return a description in one line.
-
-        Example:
-            >>> Cluster.with_straggler(8, 4.0, jitter=Jitter("gamma", 0.3), link=Link(1.25e9, 5e-5)).words
-            '8 devices, 1 of them 4× as slow, gamma jitter 0.3; link 10 Gbit/s, 0.05 ms'
-        """
-        servers = f"{self.server_count} servers" if self.server_count > 1 else ""
-        parts = (self._devices_in_words, self._link_in_words, servers, self._events_in_words)
-        return "; ".join(filter(None, parts))
-
-    @property
-    def _devices_in_words(self) -> str:
-        times = [device.seconds(1) for device in self.devices]
-        slower = Counter(round(time / min(times), 2) for time in times if time > 1.001 * min(times))
-        parts = [counted(len(times), "device")]
-        parts += [f"{count} of them {factor:g}× as slow" for factor, count in sorted(slower.items())]
-        kinds = {device.jitter: None for device in self.devices if device.jitter.kind != "none"}
-        scatters = [f"{jitter.kind} jitter{f' {jitter.cv:g}' if jitter.cv else ''}" for jitter in kinds]
-        return ", ".join([*parts, " and ".join(scatters)] if scatters else parts)
-
-    @property
-    def _link_in_words(self) -> str:
-        rate = "" if math.isinf(self.link.bandwidth) else f"{_short(8 * self.link.bandwidth)}bit/s"
-        delay = f"{1e3 * self.link.latency:g} ms" if self.link.latency else ""
-        return f"link {', '.join(filter(None, (rate, delay)))}" if rate or delay else "links without delay"
-
-    @property
-    def _events_in_words(self) -> str:
-        failed = sum(isinstance(event, Failure) for event in self.events)
-        slowed = len({event.rank for event in self.events if isinstance(event, Slowdown)})
-        parts = [f"{failed} fail{'s' * (failed == 1)}"] if failed else []
-        parts += [f"{slowed} slow for a while"] if slowed else []
-        restarts = len(self.restarts)
-        return ", ".join([*parts, counted(restarts, "server restart")] if restarts else parts)
-
     def summary(self) -> dict[str, Any]:
         """Return the cluster in plain values, with counts of equal devices."""
         plain = {**asdict(replace(self, devices=self.devices[:1], nodes=None, events=())), "nodes": self.nodes}
@@ -440,11 +403,6 @@ class Cluster:
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _short(value: float) -> str:
-    power = max(0, min(4, int(math.log10(value) // 3)))
-    return f"{value / 1000**power:g} {('', 'k', 'M', 'G', 'T')[power]}"
 
 
 def _check_time(name: str, seconds: float) -> None:

@@ -157,10 +157,6 @@ def _message(event: Event, tensors: Tensors, pull: bool = True, fragment: int | 
     )
 
 
-def _tree(event: Event, weights: dict[str, Tensor]) -> dict[str, Any]:
-    return {"groups": event.param_groups, "weights": weights, "state": {}}
-
-
 @dataclass
 class _Group:
     ranks: tuple[int, ...]
@@ -299,7 +295,9 @@ class _Replay:
         else:
             self._served.change_method(method, topology.alive)
         self._served.answer_in(self._wire_format.answers)
-        self._groups = {number: self._new_group(number, topology) for number in topology.alive}
+        self._groups = {
+            number: self._make_group(number, topology.members(number), topology.alive) for number in topology.alive
+        }
 
     def _divided(self, servers: int) -> Partition:
         layout = Layout.of({name: parameter.detach() for name, parameter in self._parameters.items()})
@@ -326,9 +324,6 @@ class _Replay:
         self._groups[event.group] = self._make_group(event.group, ranks, (*self._groups, event.group))
         self._groups[event.group].has_joined = True
 
-    def _new_group(self, number: int, topology: Topology) -> _Group:
-        return self._make_group(number, topology.members(number), topology.alive)
-
     def _make_group(self, number: int, ranks: tuple[int, ...], peers: tuple[int, ...]) -> _Group:
         replica = own_replica(self._make, self._model, self._parameters, self._served.master.weights(), number)
         replica.clock, replica.peers = self._served.master.clock, peers
@@ -345,7 +340,8 @@ class _Replay:
         served = self._served
         for name in event.parameters:
             self._add(name)
-        served.restructure(event.group, _tree(event, {name: self._start[name] for name in event.parameters}))
+        weights = {name: self._start[name] for name in event.parameters}
+        served.restructure(event.group, {"groups": event.param_groups, "weights": weights, "state": {}})
         for name in event.parameters:
             group.replica.ordered.append(nn.Parameter(served.master.parameters[name].detach().clone()))
             group.others.pop(name, None)
@@ -490,7 +486,8 @@ class _Replay:
     def _fetch(self, group: _Group) -> None:
         side = self._served.method_side
         side.fetched(group.replica.group)
-        pulled = Pulled(self._known(group), self._served.master.clock)
+        known = copies(self._served.master.weights()[: len(group.replica.ordered)])
+        pulled = Pulled(known, self._served.master.clock)
         if isinstance(group.core.waits_for(0), Fetch):
             self._answer(group, pulled)
             return
@@ -499,6 +496,3 @@ class _Replay:
             group.has_joined = False
         beyond = list(self._served.master.parameters.items())[len(pulled.tensors) :]
         group.others.update((name, parameter.detach().clone()) for name, parameter in beyond)
-
-    def _known(self, group: _Group) -> list[Tensor]:
-        return copies(self._served.master.weights()[: len(group.replica.ordered)])

@@ -164,7 +164,7 @@ class ExternalWrites:
         self._attributes_seen = {part.optimizer: plain_attributes_of(part.optimizer) for part in served}
 
     def _is_state_written(self, part: Part) -> bool:
-        """Return whether user code wrote the state of an optimizer that steps at the server."""
+        """Return whether user code wrote the state of an optimizer that steps at the server, and so has none here."""
         if self._parallel.steps_at_worker:
             return False
         state: Any = part.optimizer.state

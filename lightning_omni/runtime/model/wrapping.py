@@ -118,7 +118,7 @@ def take_from_rank_zero(named: Iterable[tuple[str, Tensor]]) -> None:
 
 @contextmanager
 def frozen(parameters: Iterable[Parameter]) -> Iterator[None]:
-    """Freeze parameters while DDP is constructed: it would wait for their gradients."""
+    """Freeze parameters while DDP is constructed: it would wait for gradients that never arrive."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     try:
         for parameter in trainable:

@@ -9,7 +9,6 @@ Rule 3: the answer to (group, batch number) never changes, so the members of a g
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Sequence
 from operator import itemgetter
 
@@ -26,18 +25,30 @@ LARGEST_EPOCH = 1 << 53
 """The most positions in an epoch."""
 
 
-class LeaseBook:
+class LeaseBook(msgspec.Struct):
     """The record of one epoch's samples: free, leased or trained.
 
-    ``samples`` counts the positions that each group was first to train; it continues.
+    ``trained`` is the number of trained positions.
 
     Example:
-        >>> book = LeaseBook(EpochPlan(epoch=0, total=8, batch_size=2, budget=8), {0: 1, 1: 2})
+        >>> book = LeaseBook.open(EpochPlan(epoch=0, total=8, batch_size=2, budget=8), {0: 1, 1: 2})
         >>> book.draw(0, 0), book.draw(1, 0)
         ([Batch(start=0, stop=2, interval=0)], [Batch(start=2, stop=6, interval=0)])
     """
 
-    def __init__(self, plan: EpochPlan, group_sizes: dict[int, int], samples: Counter[int] | None = None) -> None:
+    plan: EpochPlan
+    interval: int
+    trained: int
+    _free: list[tuple[int, int]]
+    _done: list[tuple[int, int]]
+    _sizes: dict[int, int]
+    _drawn: dict[int, list[Batch]]
+    _trained: dict[int, int]
+    _before: dict[int, int]  # trained batches of each group when the interval began
+    _repeats: set[tuple[int, int]]  # groups and numbers of batches that repeat another group's
+
+    @classmethod
+    def open(cls, plan: EpochPlan, group_sizes: dict[int, int]) -> LeaseBook:
         spans_in_range = all(0 <= start < stop <= plan.total for start, stop in plan.trained)
         if plan.batch_size < 1 or not 0 <= plan.budget <= plan.total <= LARGEST_EPOCH or not spans_in_range:
             raise ProtocolError(f"no epoch can be as in {plan}")
@@ -45,23 +56,12 @@ class LeaseBook:
             raise ProtocolError(f"no epoch can be validated as in {plan}")
         if plan.ranks_per_batch < 1 or any(size % plan.ranks_per_batch for size in group_sizes.values()):
             raise ProtocolError(f"groups of {sorted(set(group_sizes.values()))} ranks cannot train as in {plan}")
-        self.plan = plan
-        self.interval = 0
-        self._free = _complement(plan.trained, plan.budget)
-        self._done = _merge(plan.trained)
-        self._done_size = sum(stop - start for start, stop in self._done)
-        if self._free:
-            self.interval = self.next_interval
-        self._sizes = dict(group_sizes)
-        self._drawn: dict[int, list[Batch]] = {group: [] for group in group_sizes}
-        self._trained: dict[int, int] = dict.fromkeys(group_sizes, 0)
-        self._before: dict[int, int] = {}  # trained batches of each group when the interval began
-        self._repeats: set[tuple[int, int]] = set()  # groups and numbers of batches that repeat another group's
-        self._samples = Counter[int]() if samples is None else samples
-
-    @property
-    def trained(self) -> int:
-        return self._done_size
+        free, done = _complement(plan.trained, plan.budget), _merge(plan.trained)
+        book = cls(plan, 0, _size(done), free, done, {}, {}, {}, {}, set())
+        book.regroup(group_sizes)
+        if free:
+            book.interval = book.next_interval
+        return book
 
     @property
     def trained_spans(self) -> tuple[tuple[int, int], ...]:
@@ -128,14 +128,14 @@ class LeaseBook:
                 self._repeats.add((group, number))
         return drawn[number:]
 
-    def train(self, group: int, batches: int) -> None:
+    def train(self, group: int, batches: int) -> int:
+        """Record a group's first ``batches`` batches as trained; return how many positions were not trained before."""
         self.check_trained(group, batches)
-        drawn = self._drawn[group]
-        for batch in drawn[self._trained[group] : batches]:
-            new = _insert(self._done, batch.start, batch.stop)
-            self._done_size += new
-            self._samples[group] += new
+        drawn = self._drawn[group][self._trained[group] : batches]
+        new = sum([_insert(self._done, batch.start, batch.stop) for batch in drawn])
+        self.trained += new
         self._trained[group] = max(batches, self._trained[group])
+        return new
 
     def untrained_spans(self, group: int, batches: int) -> tuple[tuple[int, int], ...]:
         return tuple((batch.start, batch.stop) for batch in self._known(group)[self._trained[group] : batches])
@@ -180,35 +180,10 @@ class LeaseBook:
     def close(self) -> None:
         self._free = []
 
-    def state(self) -> bytes:
-        return msgspec.msgpack.encode(
-            _BookState(
-                self.plan,
-                self.interval,
-                self._free,
-                self._done,
-                self._sizes,
-                self._drawn,
-                self._trained,
-                self._before,
-                sorted(self._repeats),
-            )
-        )
-
-    @classmethod
-    def from_state(cls, state: bytes, samples: Counter[int]) -> LeaseBook:
-        saved = msgspec.msgpack.decode(state, type=_BookState)
-        book = cls(saved.plan, saved.sizes, samples)
-        book.interval, book._free, book._done = saved.interval, saved.free, saved.done
-        book._done_size = sum(stop - start for start, stop in saved.done)
-        book._drawn, book._trained, book._before = saved.drawn, saved.trained, saved.before
-        book._repeats = set(saved.repeats)
-        return book
-
     def go_back(self, trained: Sequence[tuple[int, int]]) -> None:
         """Reset the trained ranges, and free all others but drawn and untrained batches."""
         self._done = _merge(trained)
-        self._done_size = sum(stop - start for start, stop in self._done)
+        self.trained = _size(self._done)
         held = [(each.start, each.stop) for group in self._sizes for each in self._drawn[group][self._trained[group] :]]
         self._free = _complement([*self._done, *held], self.plan.budget)
         # A group may hold the only lease of positions that are untrained again; that one must return to the pool.
@@ -251,16 +226,8 @@ class LeaseBook:
         return max(own, self.interval)
 
 
-class _BookState(msgspec.Struct, frozen=True, array_like=True):
-    plan: EpochPlan
-    interval: int
-    free: list[tuple[int, int]]
-    done: list[tuple[int, int]]
-    sizes: dict[int, int]
-    drawn: dict[int, list[Batch]]
-    trained: dict[int, int]
-    before: dict[int, int]
-    repeats: list[tuple[int, int]]
+def _size(spans: Sequence[tuple[int, int]]) -> int:
+    return sum(stop - start for start, stop in spans)
 
 
 def _merge(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -21,8 +21,8 @@ import msgspec
 from lightning_omni.errors import ProtocolError, Refused
 from lightning_omni.server.parameters.served_parameters import GroupHistory
 from lightning_omni.topology import RECORDER, GroupId, Topology
-from lightning_omni.wire.handshake import fingerprint_problem, is_equal, rank_mac, session_key, version_problem
-from lightning_omni.wire.messages import Heartbeat, Hello, Proof
+from lightning_omni.wire.handshake import fingerprint_problem, session_key
+from lightning_omni.wire.messages import Heartbeat, Hello
 
 # --- Groups -----------------------------------------------------------------------------------------------------------
 
@@ -208,8 +208,6 @@ class RankNumbers:
         return self._claim[1] if self._claim is not None else ""
 
 
-MOST_CHALLENGED = 1024
-"""The most connections with an open challenge; a further one displaces the first. Each holds at most 1 kB."""
 TRAINED_TO_ITS_END = "it has been trained to its end"
 """The reason for which a finished run refuses groups."""
 
@@ -257,7 +255,6 @@ class Roster:
         self._key = key
         self._first: Hello | None = None
         self._began = 0.0
-        self._challenged: dict[bytes, tuple[Hello, bytes]] = {}
         self.members: dict[int, Member] = {}
         self.lost: dict[int, str] = {}
         self.barred: set[int] = set()
@@ -344,22 +341,12 @@ class Roster:
         if len(self.groups) > 1 or self.joining:
             self.formed.remove(group)
 
-    def record_hello(self, peer: bytes, hello: Hello, challenge: bytes) -> None:
-        if problem := version_problem(hello):
-            raise Refused("version", problem)
-        self._challenged[peer] = (hello, challenge)
-        while len(self._challenged) > MOST_CHALLENGED:  # bounds the memory that strangers can occupy
-            self._challenged.pop(next(iter(self._challenged)))
-
-    def admit(self, peer: bytes, proof: Proof, now: float) -> tuple[Hello, bytes]:
-        """Check the answer to a challenge, and admit the rank; return its hello and the challenge.
+    def admit(self, peer: bytes, hello: Hello, challenge: bytes, now: float) -> None:
+        """Admit a rank that has answered its challenge.
 
         Raises:
-            Refused: wrong key, another run, another model, an invalid rank, or an unknown run of an earlier server.
+            Refused: another run, another model, an invalid rank, or an unknown run of an earlier server.
         """
-        hello, challenge = self._challenged.pop(peer, (None, b""))
-        if hello is None or not is_equal(proof.mac, rank_mac(self._key, hello, challenge)):
-            raise Refused("key", "the key does not match the server's; both sides must be given the same key")
         if problem := self._gone_with_its_server(hello):
             raise Refused("gone", problem)
         joins = hello.run.startswith(JOINS)
@@ -386,7 +373,6 @@ class Roster:
         if problem := fingerprint_problem(hello, first):
             raise Refused("fingerprint", problem)
         self.add_member(peer, hello, challenge, now)
-        return hello, challenge
 
     def _gone_with_its_server(self, hello: Hello) -> str:
         """Return why a rank cannot continue the run that it joined at an earlier server, or ""."""

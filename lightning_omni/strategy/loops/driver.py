@@ -42,7 +42,7 @@ from lightning_omni.strategy.loops.epoch import (
     EpochEnd,
     EpochState,
     LeasedData,
-    differ,
+    difference,
     has_lightning_sampler,
 )
 from lightning_omni.strategy.loops.limits import size_of
@@ -346,12 +346,12 @@ class EpochDriver:
         if not self.world.executor.exchanges:
             return
         trainer, by_hand = self.trainer, self.run.by_hand
-        own = EpochEnd.of(trainer, by_hand.unstepped if by_hand is not None else 0)
-        stops, *marks = self.world.all_reduce_max([int(should_stop_now(trainer)), *own.marks])
-        trainer.should_stop |= bool(stops)
-        if not self._have_differed and differ(marks):
+        mine = EpochEnd.of(trainer, by_hand.unstepped if by_hand is not None else 0)
+        ends = mine.of_all(self.world.process_groups.live)
+        trainer.should_stop |= any(end.stops for end in ends.values())
+        if not self._have_differed and (sentence := difference(ends)):
             self._have_differed = True
-            self._warn(f"OmniStrategy: {own.sentence(self.world)}")
+            self._warn(f"OmniStrategy: {sentence}")
 
     def expected_batches(self, done: int) -> int | None:
         """Estimate this rank's batches in this epoch; None if Lightning knows them."""

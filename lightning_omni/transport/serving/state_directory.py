@@ -443,7 +443,7 @@ def _as_begun(core: ServerCore) -> str:
 def _take(lock: int) -> None:
     """Lock a file, or raise `BlockingIOError`.
 
-    A successor may start before the system has ended the killed server.
+    A successor may start before the system has ended the killed server, which holds the lock.
     """
     deadline = time.monotonic() + _RELEASE
     while True:

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from lightning_omni.errors import MalformedMessage, Refused
 from lightning_omni.server.service import Peer
-from lightning_omni.wire.handshake import is_equal, share_mac
+from lightning_omni.wire.handshake import is_equal, mac_of
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ NO_RANGES = MemoryRanges()
 class Share(msgspec.Struct, frozen=True, array_like=True):
     """The message that is sent with a descriptor.
 
-    ``segment`` numbers are ascending on a connection; ``mac`` is by `lightning_omni.wire.handshake.share_mac`.
+    ``segment`` numbers are ascending on a connection; ``mac`` is by `lightning_omni.wire.handshake.mac_of`.
     """
 
     rank: int
@@ -85,7 +85,7 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
     mac: bytes = b""
 
     def proof(self, secret: bytes, side: str) -> bytes:
-        return share_mac(secret, side, (self.rank, self.segment, self.nbytes, self.released))
+        return mac_of(secret, "share", side, (self.rank, self.segment, self.nbytes, self.released))
 
 
 class Shared(msgspec.Struct, frozen=True, array_like=True):

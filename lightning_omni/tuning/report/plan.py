@@ -18,12 +18,12 @@ from lightning_omni.tuning.model.convergence import Estimate
 from lightning_omni.tuning.model.forecast import Scaling, Setting, Theory
 from lightning_omni.tuning.model.profile import BOTTLENECKS, Prediction, Profile
 from lightning_omni.tuning.report.summary import ReportOrigin, duration
-from lightning_omni.tuning.report.tuning import TextTable, TuningReport, templates
+from lightning_omni.tuning.report.tuning import TextTable, templates
 from lightning_omni.tuning.search import Search, SearchSpec, Space
 from lightning_omni.tuning.search.choice import best_by_forecast, cheapest, risk_adjusted
 from lightning_omni.tuning.search.constants import QUANTILE
 from lightning_omni.tuning.search.evidence import PlannedEvidence, is_faster
-from lightning_omni.tuning.search.space import DEFAULT_METHODS, DEFAULT_WIRES, group_counts
+from lightning_omni.tuning.search.space import group_counts
 
 _STEM = "plan"
 """Name of the page and of the picture, without suffix."""
@@ -52,7 +52,7 @@ class PlanSource:
             plain = json.loads(path.read_text(encoding="utf-8"))
             if "measured" in plain:
                 return cls(Profile.from_dict(plain), None)
-            search = TuningReport.from_dict(plain).rounds[-1].search
+            search = Search.from_dict(plain["rounds"][-1]["search"])
         except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             missing = f"it has no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
             reason = getattr(error, "strerror", None) or missing
@@ -81,40 +81,16 @@ class PlanSource:
 
 
 @dataclass(frozen=True)
-class PossibleExchanges:
-    """The possible exchanges between groups, as in `OmniTuner(space=...)`, and inside them."""
-
-    methods: tuple[str, ...] = DEFAULT_METHODS
-    wires: tuple[str, ...] = DEFAULT_WIRES
-    periods: tuple[int, ...] = ()
-    all_reduces: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class PlannedCluster:
-    """The planned machines: the measured ones, with the user's changes, as in `Profile.scaled`."""
+    """The planned machines: the measured ones, with the user's changes, the arguments of `Profile.scaled`."""
 
     measured: Profile
-    ranks: int | None = None
-    bandwidth: float | None = None
-    latency: float | None = None
-    servers: int | None = None
-    per_node: bool = False
-    batch_size: float | None = None
+    changes: Mapping[str, Any]
 
     @cached_property
     def profile(self) -> Profile:
-        changes: dict[str, Any] = {
-            name: getattr(self, name)
-            for name in ("ranks", "bandwidth", "latency", "servers", "batch_size")
-            if getattr(self, name) is not None
-        }
-        if not changes:
-            return self.measured
-        if self.servers is not None:
-            changes["per_node"] = self.per_node
         try:
-            return self.measured.scaled(**changes)
+            return self.measured.scaled(**self.changes) if self.changes else self.measured
         except ConfigurationError as error:
             raise ConfigurationError(f"--{error}") from error
 
@@ -149,13 +125,14 @@ class PlanRow:
 class Plan:
     """The predictions for planned machines, for each number of groups.
 
+    Groups may exchange, and their members average gradients, as in ``ways``; numbers of groups follow from the ranks.
     If learning rates are unknown (not ``has_lr``), they are multiples of the user's.
     """
 
     cluster: PlannedCluster
     known: PlanSource
     theory: Theory
-    ways: PossibleExchanges
+    ways: Space
     has_lr: bool
 
     def describe(self, setting: Setting) -> str:
@@ -178,14 +155,7 @@ class Plan:
     @cached_property
     def _evidence(self) -> PlannedEvidence:
         profile, ways = self.cluster.profile, self.ways
-        space = Space(
-            tuple(group_counts(profile.ranks)),
-            rebalance=self.known.rebalance,
-            method=ways.methods,
-            compression=ways.wires,
-            period=ways.periods,
-            all_reduce=ways.all_reduces,
-        )
+        space = replace(ways, groups=tuple(group_counts(profile.ranks)), rebalance=self.known.rebalance)
         batch = max(1, round(profile.ranks * profile.batch_size))
         start = replace(self.theory.setting(1), period=1)
         return PlannedEvidence(SearchSpec(start, batch, batch, space, self.theory.scaling), profile)
@@ -211,7 +181,8 @@ class Plan:
         return 0.0 if row is self.best else math.hypot(row.efficiency[1], self.best.efficiency[1])
 
     def with_cluster(self, **changes: Any) -> Plan:
-        return replace(self, cluster=replace(self.cluster, **changes))
+        cluster = replace(self.cluster, changes={**self.cluster.changes, **changes})
+        return replace(self, cluster=cluster)
 
 
 # --- Text ------------------------------------------------------------------------------------------------------------
@@ -284,8 +255,8 @@ def _advice(plan: Plan) -> str:
     if bottleneck == "compute":
         count = 2 * cluster.profile.ranks
         change, other = f"{count} ranks", plan.with_cluster(ranks=count)
-    elif bottleneck in ("allreduce", "exchange", "link") and cluster.bandwidth is not None:
-        change, other = "twice the bandwidth", plan.with_cluster(bandwidth=2 * cluster.bandwidth)
+    elif bottleneck in ("allreduce", "exchange", "link") and "bandwidth" in cluster.changes:
+        change, other = "twice the bandwidth", plan.with_cluster(bandwidth=2 * cluster.changes["bandwidth"])
     elif bottleneck in ("server", "link") and not cluster.profile.per_node:
         count = 2 * cluster.profile.servers
         change, other = f"{count} servers", plan.with_cluster(servers=count)

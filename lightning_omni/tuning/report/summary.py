@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import cached_property
-from typing import Any
 
 from lightning_omni.checks import counted
 from lightning_omni.serialization import Serializable
@@ -94,7 +93,7 @@ def interval(seconds: Estimate) -> str:
 
 
 @dataclass(frozen=True)
-class Round:
+class Round(Serializable):
     """One search of a fit: the first, or a retuning.
 
     Args:
@@ -107,19 +106,6 @@ class Round:
     epoch: int
     seconds_run: float
     measured_after: dict[int, float] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "search": self.search.to_dict(),
-            "epoch": self.epoch,
-            "seconds_run": self.seconds_run,
-            "measured_after": {str(groups): rate for groups, rate in self.measured_after.items()},
-        }
-
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> Round:
-        measured = {int(groups): float(rate) for groups, rate in plain["measured_after"].items()}
-        return cls(Search.from_dict(plain["search"]), plain["epoch"], plain["seconds_run"], measured)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.palette import can_draw, png_of
+from lightning_omni.serialization import Serializable
 from lightning_omni.tuning.report.summary import (
     NAMES,
     ReportOrigin,
@@ -227,7 +228,7 @@ _STEM = "omni-tuning"
 
 
 @dataclass(frozen=True)
-class TuningReport:
+class TuningReport(Serializable):
     """The searches of a fit, their results, and the predicted costs of other settings.
 
     Args:
@@ -284,33 +285,8 @@ class TuningReport:
     # --- Files -------------------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values."""
-        rounds = [each.to_dict() for each in self.rounds]
-        times = self.times.to_dict() if self.times is not None else None
-        return {
-            "target": self.target,
-            "monitor": self.monitor,
-            "numbers": self.numbers,
-            "statement": self.statement,
-            "rounds": rounds,
-            "times": times,
-            "validated": [list(each) for each in self.validated],
-            "written": self.written.to_dict() if self.written is not None else None,
-        }
-
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> TuningReport:
-        """Rebuild a report from `to_dict`."""
-        rounds = tuple(map(Round.from_dict, plain["rounds"]))
-        times, written = plain["times"], plain["written"]
-        return cls(
-            rounds,
-            plain["target"],
-            plain["monitor"],
-            RunTimes.from_dict(times) if times else None,
-            tuple((float(seconds), float(value)) for seconds, value in plain["validated"]),
-            ReportOrigin.from_dict(written) if written else None,
-        )
+        """Return the report as plain values, with the numbers and the sentence that follow from them."""
+        return {"numbers": self.numbers, "statement": self.statement, **super().to_dict()}
 
     def save(self, folder: str | Path) -> list[Path]:
         """Write ``omni-tuning.json``, ``omni-tuning.html`` and, if matplotlib is installed, ``omni-tuning.png``.
