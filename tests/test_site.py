@@ -45,7 +45,7 @@ def test_the_readme_has_the_speed_ups_that_were_measured(
     rows = {row[0]: row for row in draw["table"]("tuning-measurements.md", "On emulated hosts", "hosts")}
     theirs = rows[hosts][column].partition("PowerSGD:")[2] if peer == "PowerSGD" else rows[hosts][column]
     ratios = [a / b for a, b in zip(draw["numbers"](theirs), draw["numbers"](rows[hosts][3]), strict=True)]
-    assert f"| {min(ratios):.1f} to {max(ratios):.1f} times faster than {peer}" in README
+    assert f" | {min(ratios):.1f} to {max(ratios):.1f} times faster than {peer}" in README
 
 
 def test_the_recorded_session_has_the_commands_of_its_script_and_lasts_two_minutes() -> None:
