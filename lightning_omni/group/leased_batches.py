@@ -19,10 +19,10 @@ def apportion(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
 
     Args:
         total: samples to split.
-        speeds: speed of each member, in any unit. Earlier results are valid speeds, too, and give the same proportions.
+        speeds: speed of each member, in any unit. Earlier results above 0 are valid, too: the proportions stay.
 
     Raises:
-        ValueError: the group has no member, or a speed is not a positive number.
+        ValueError: the group has no member, a speed is not a positive number, or ``total`` is negative.
 
     Example:
         >>> apportion(64, [1.0, 2.0, 4.0])

@@ -467,7 +467,7 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
         return groups if self.steps_at == "server" else 1
 
     def changes_with_period(self, period: int) -> dict[str, Any]:
-        """Return the settings that change with ``period``; the number of fragments must divide it."""
+        """Return the settings that change with ``period``; the returned number of fragments divides it."""
         return {"period": period, **({"fragments": math.gcd(self.fragments, period)} if self.fragments > 1 else {})}
 
     def apply_answer(self, replica: Replica, pulled: Pulled) -> None:

@@ -117,8 +117,8 @@ class Streaming(Method, frozen=True, kw_only=True):
 
     .. math:: x_{i,p} \leftarrow \theta_p + (x_{i,p} - x_{i,p}^{\text{captured}})
 
-     With ``dynamic_steps=True`` slower groups make fewer steps, at least one between two exchanges. `DiLoCo` describes
-     the arguments.
+    With ``dynamic_steps=True`` slower groups make fewer steps, at least one between two exchanges. `DiLoCo` describes
+    the arguments.
 
     References:
         Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", arXiv:2501.18512 (algorithm 2); steps

@@ -62,7 +62,10 @@ _loops = count()
 
 
 class ExitCheck:
-    """A check that the members of this rank's group leave a loop together. All ranks create one for each loop."""
+    """A check that the members of this rank's group leave a loop together.
+
+    Unless groups join on their own, all ranks create one for each `World.training`, or for each fit.
+    """
 
     def __init__(self, parallel: ParallelState) -> None:
         self._parallel = parallel

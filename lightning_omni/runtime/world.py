@@ -73,6 +73,8 @@ class World(ParallelState):
         ranks_per_node: number of ranks on each node, in rank order; by default that of torchrun.
 
     Attributes:
+        rank: this rank.
+        size: number of ranks.
         group: number of this rank's compute group, from 0.
         members: ranks of this rank's compute group.
 

@@ -357,7 +357,7 @@ def part_of(
     head: Mapping[str, Any] | None = None,
     servers: int = 1,
 ) -> dict[str, Any]:
-    """Return weights and optimizer in the server's format, without an optimizer that steps at the workers.
+    """Return weights and optimizer in the server's format; ``optimizer`` is None if it steps at the workers.
 
     ``parameters`` are in the optimizer's order; ``servers`` is the number that the simulated one represents.
     """

@@ -66,8 +66,8 @@ class Drift:
 class Replica:
     """The parameters of one optimizer on one rank.
 
-    A frozen weight stays bitwise constant: neither a lossy wire format nor the mean of equal values may move it. It is
-    exchanged only where groups have trained it before: see `agreed`.
+    A frozen weight stays bitwise constant until a group writes it: neither a lossy wire format nor the mean of equal
+    values may move it. It is exchanged only where groups have trained it before: see `agreed`.
 
     Args:
         parameters: in the optimizer's order; moved in place.
@@ -184,7 +184,7 @@ class Replica:
         return [place for place, (each, part) in enumerate(pairs) if part is not None or each.requires_grad]
 
     def part(self, fragment: int | None, of: int) -> list[Tensor]:
-        """Return the weights' pieces of a fragment; None for all weights."""
+        """Return the weights' pieces of a fragment, or all weights if it is None."""
         return read(self.weights(), self.pieces(fragment, of))
 
     def overwrite(self, values: Sequence[Tensor], fragment: int | None = None, of: int = 1) -> None:

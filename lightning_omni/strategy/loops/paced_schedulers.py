@@ -365,7 +365,8 @@ def caught_up(
 ) -> list[Counts]:
     """Set the schedulers in a checkpoint, in place, to its moment, as if they had kept pace; return their counts in it.
 
-    A scheduler that only the user's module can step keeps its own.
+    The parameter groups that they set follow. A scheduler that cannot be stepped here, as of a class outside torch,
+    keeps its state and counts.
 
     ``counts`` are each scheduler's present and target count, an empty tuple for one that counts no steps; from
     ``earlier`` states those beyond their targets start again.

@@ -73,6 +73,7 @@ class DeviceReport(Serializable):
         baseline: samples per second with all defaults.
         tuned: samples per second with `setting`.
         gain: ratio of `setting` to the baseline, measured in separate pairs; None if nothing is applied.
+        seconds: duration of the search.
         spread: smallest and largest of the paired ratios behind `gain`.
 
     Example:

@@ -291,7 +291,7 @@ class TuningReport(Serializable):
     def save(self, folder: str | Path) -> list[Path]:
         """Write ``omni-tuning.json``, ``omni-tuning.html`` and, if matplotlib is installed, ``omni-tuning.png``.
 
-        A missing folder is created.
+        A missing folder is created. Return the files.
 
         Raises:
             ConfigurationError: a file cannot be written.

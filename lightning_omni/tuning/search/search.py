@@ -48,6 +48,7 @@ class ConsideredSetting(Serializable):
 
     Attributes:
         log_seconds: logarithm of the predicted seconds from now to the end.
+        deviation: standard deviation of ``log_seconds``.
         improvement: expected improvement over the run's setting, in logarithms.
         by: the source of the setting: "the run", "the list", "scikit-optimize", or "was trained with".
     """
@@ -207,6 +208,8 @@ def _surrogate(predict: Any) -> Any:
 
 class Search(Evidence):
     """A search for the setting to train with next, driven by observations. Equal inputs give equal choices.
+
+    The arguments are those of `Evidence`.
 
     Attributes:
         overhead: seconds spent deciding and forming groups, from the caller.
