@@ -301,6 +301,7 @@ def changing_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, A
     loops: dict[str, dict[str, Any]] = {**BESIDE, **LAID, **REGROUPED, **UNLIKE, **FORGOTTEN, **WITHOUT_STEPS}
     loops |= {**THEN_ONE, **SHORT, **THEN_DDP, **DISCARDED, **OUTSIDE, "alone": {"alone": 0}}
     loops |= {"trains on alone": {"alone": 0, "goes_on": True}, "generated": {"generated": 3}}
+    loops |= {f"repeated, {each}": {"repeated": each} for each in ("async_sgd", "local_sgd:period=1")}
     loops |= {
         **MERGED,
         "forked": {"forked": "of a fork"},
@@ -468,6 +469,14 @@ def test_a_rank_that_trains_on_alone_where_the_other_ends_is_told_what_each_call
     for each in changing_loops:
         assert "called enter_compute()" in each["trains on alone"]
         assert "called the end of training" in each["trains on alone"]
+
+
+@pytest.mark.parametrize("method", ["async_sgd", "local_sgd:period=1"])
+def test_of_a_second_world_for_the_same_module_nothing_is_said(
+    changing_loops: list[dict[str, Any]], method: str
+) -> None:
+    """Its steps are no steps outside of the first one's loop."""
+    assert [each[f"repeated, {method}"] for each in changing_loops] == [[], []]
 
 
 def test_a_loop_in_a_generator_that_is_left_ends_as_by_a_break(changing_loops: list[dict[str, Any]]) -> None:

@@ -259,12 +259,17 @@ class RawStepGuard:
         self._parallel, self._executor = parallel, executor
         self._wrapped: list[ref[Module]] = []
         self._stranger = ""
+        _guards.add(self)
 
     def wrapped(self, module: Module) -> None:
         self._wrapped.append(ref(module))
         if self._executor().exchanges:
             _watch_outside()
             _outside.add(self)
+
+    def steps(self, optimizer: Optimizer) -> bool:
+        """Return whether an `OmniOptimizer` of this world makes a step of this optimizer."""
+        return self._executor().is_called and any(part.optimizer is optimizer for part in self._parallel.parts)
 
     def warn_outside(self, optimizer: Optimizer) -> None:
         """Warn once of a step outside of a loop."""
@@ -371,6 +376,7 @@ def _marked_statistics(modules: Iterable[Module]) -> list[tuple[BufferSync, int]
     return [*zip(found.values(), fingerprints(each.tensor for each in found.values()), strict=True)]
 
 
+_guards: WeakSet[RawStepGuard] = WeakSet()
 _outside: WeakSet[RawStepGuard] = WeakSet()
 """The guards that have not warned yet of steps outside of loops."""
 
@@ -380,6 +386,8 @@ def _watch_outside() -> None:
     """Watch the steps of all optimizers from now on: no hook can be removed while hooks are called."""
 
     def warn(optimizer: Optimizer, *_: Any) -> None:
+        if any(guard.steps(optimizer) for guard in list(_guards)):  # also that of another World, for the same module
+            return
         for guard in list(_outside):
             guard.warn_outside(optimizer)
 

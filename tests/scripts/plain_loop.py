@@ -779,6 +779,20 @@ def misplace(misplaced: dict[str, str]) -> list[str]:
     return said
 
 
+def repeat(repeated: str) -> list[str]:
+    """What is said of two Worlds of two groups, one after the other, that train one module."""
+    net, said, worlds = torch.nn.Linear(4, 1), list[str](), list[World]()
+    with heard(said):
+        for _ in range(2):
+            worlds.append(World(2, options=WorldOptions(method=repeated)))
+            model = worlds[-1].wrap(net)
+            optimizer = OmniOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), worlds[-1])
+            with worlds[-1].training():
+                model(torch.randn(8, 4)).square().mean().backward()
+                optimizer.step()
+    return said
+
+
 def generate(generated: int) -> list[Any]:
     """The steps of a loop in a generator that is left after some of them, and the weights that this rank ends with."""
     world, steps = World(2), list[int]()
@@ -882,6 +896,7 @@ def main() -> None:
         "local": count,
         "sampled": sample,
         "generated": generate,
+        "repeated": repeat,
         "page": follow,
     }
     results: dict[str, Any] = {
