@@ -328,6 +328,8 @@ class Epochs:
         self._asked.clear()
         if given:
             self._journal.note(ResolvedEntry(all_answered))
+        if any(decision.startswith(("over", "stop")) for _, decision in given):
+            self._journal.is_due = True  # samples of an epoch that has ended are not dealt out again
         return given
 
     # --- Saved state --------------------------------------------------------------------------------------------------
