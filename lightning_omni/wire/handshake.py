@@ -176,7 +176,7 @@ def version_problem(hello: Hello | Observe | FollowerHello) -> str:
         case Hello():
             speaker = f"rank {hello.rank}"
         case Observe():
-            speaker = "the process that watches"
+            speaker = "the process that connects"  # to watch the run, or to join it
         case _:
             speaker = f"server {hello.number}"
     return (

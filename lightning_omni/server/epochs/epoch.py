@@ -26,7 +26,7 @@ from lightning_omni.wire.journal import (
     TrainedEntry,
 )
 from lightning_omni.wire.messages import AskNext, Batch, EpochPlan, LeaveEpoch
-from lightning_omni.wire.messages.data import STOPS
+from lightning_omni.wire.messages.data import STOPS, difference
 
 # --- Validations while groups train -----------------------------------------------------------------------------------
 
@@ -223,9 +223,10 @@ class Epochs:
     def open(self, plan: EpochPlan) -> None:
         """Open an epoch at the request of every rank; all must agree on the plan."""
         if self.book is not None and self.book.plan.epoch == plan.epoch:
-            if self.book.plan != plan:
+            if differing := difference(self.book.plan, plan):
+                words, theirs, own = differing
                 raise ProtocolError(
-                    f"ranks disagree on the data of epoch {plan.epoch}: {self.book.plan} against {plan}; every rank"
+                    f"ranks disagree on the data of epoch {plan.epoch}: {words}: {theirs} against {own}; every rank"
                     " must build the same dataset and dataloader"
                 )
             return
