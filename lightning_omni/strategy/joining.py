@@ -19,6 +19,7 @@ import msgspec
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
@@ -31,6 +32,7 @@ from lightning_omni.strategy.lightning_internals.callbacks import (
     averaged_models,
     deciding_callbacks,
     dump_checkpoint,
+    limits_in_callbacks,
     load_callback_states,
     load_checkpoint,
     output_folders,
@@ -45,7 +47,7 @@ from lightning_omni.strategy.lightning_internals.loops import (
     start_fit_at_epoch,
 )
 from lightning_omni.strategy.lightning_internals.metrics import cached_metric_values, set_cached_metrics
-from lightning_omni.strategy.loops.epoch import EntryPoint
+from lightning_omni.strategy.loops.epoch import DataSizes, EntryPoint
 from lightning_omni.strategy.loops.paced_schedulers import described
 from lightning_omni.strategy.shared_parts import SharedParts
 from lightning_omni.wire.codec import pack
@@ -65,11 +67,13 @@ _APART = ("state_dict", "loops", "epoch", "global_step")
 """Omitted entries of Lightning's checkpoint: the server has the weights, and progress is counted in samples."""
 _ALIKE = (
     "max_epochs",
+    "min_epochs",
     "max_steps",
     "accumulate_grad_batches",
     "gradient_clip_val",
     "limit_train_batches",
     "limit_val_batches",
+    "overfit_batches",
     "val_check_interval",
     "check_val_every_n_epoch",
     "reload_dataloaders_every_n_epochs",
@@ -113,6 +117,7 @@ class RunStates:
         self._limits = {name: getattr(trainer, name) for name in _ALIKE}
         algorithm = trainer.gradient_clip_algorithm
         self._limits["gradient_clip_algorithm"] = algorithm.value if algorithm else "norm"
+        self._limits |= limits_in_callbacks(trainer)
 
     # --- The recorder's group ----------------------------------------------------------------------------------------
 
@@ -163,6 +168,7 @@ class RunStates:
             "metrics": cached_metric_values(trainer),
             "order": parts.epochs.data.order,
             "split": parts.epochs.data.split,
+            "sizes": list(parts.epochs.sizes),
             "folders": output_folders(trainer),
             "reloads": reload_epochs(trainer),
             "schedule": [list(bases.get(config.scheduler, ())) for config in trainer.lr_scheduler_configs],
@@ -238,6 +244,7 @@ class RunStates:
             samples=tree["samples"],
             progress=msgspec.convert(tree["progress"], Progress | None),
             split=tree["split"],
+            sizes=DataSizes(*tree["sizes"]),
         )
         parts.epochs.enter(entered, schedule)
         set_cached_metrics(trainer, tree["metrics"])
@@ -282,6 +289,7 @@ class RunStates:
     def _take_over_module(self, tree: Mapping[str, Any]) -> None:
         """Load buffers and untrained parameters; each member loads its own shards."""
         module = self._parts.pl_module
+        _check_tensors(module, tree)
         unexpected = Module.load_state_dict(module, tree["module"], strict=False).unexpected_keys
         if unexpected:
             raise ConfigurationError(
@@ -325,6 +333,28 @@ def _in_words(config: Any) -> str:
     within = f"({', '.join(one or 'of its own' for one, _ in inside)})" if inside else ""
     when = config.interval if config.frequency == 1 else f"{config.frequency} {config.interval}s"
     return f"{name or type(config.scheduler).__name__}{within} every {when}"
+
+
+def _check_tensors(module: Module, tree: Mapping[str, Any]) -> None:
+    """Reject buffers and untrained parameters that differ from the run's, because groups merge them."""
+    mine = {name: each for name, each in tensors_of(module).items() if isinstance(each, Tensor)}
+    for name, theirs in tree["module"].items():
+        own = mine.get(name, theirs)
+        if not is_lazy(own) and (own.dtype, own.shape) != (theirs.dtype, theirs.shape):
+            raise ConfigurationError(
+                f"{name} is {_kind(own)} in this group's module, and {_kind(theirs)} in that of the run that it joins:"
+                " give all groups the same module"
+            )
+    others = mine.keys() & {name for name, _ in module.named_buffers()}
+    if surplus := sorted(others - tree["module"].keys() - tree["shared"].keys()):
+        raise ConfigurationError(
+            f"this group's module has the buffer {surplus[0]}, and the module of the run that it joins has not: give"
+            " all groups the same module"
+        )
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.dtype} of shape {list(tensor.shape)}".removeprefix("torch.")
 
 
 def _names_in(optimizer: Optimizer, module: Module) -> list[list[str]]:

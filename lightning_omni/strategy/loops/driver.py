@@ -36,8 +36,10 @@ from lightning_omni.strategy.lightning_internals.metrics import (
     cached_metrics,
     divide_validation_data,
     validation_loaders,
+    validation_sizes,
 )
 from lightning_omni.strategy.loops.epoch import (
+    DataSizes,
     EntryPoint,
     EpochEnd,
     EpochState,
@@ -199,7 +201,7 @@ class EpochDriver:
         self.published.begin(plan, size_of(trained), self.data.is_dynamic)
         if entered is not None:
             plan = msgspec.structs.replace(plan, trained=trained)
-            entered.check(self._dealt(plan), self.data.split)
+            entered.check(self._dealt(plan), self.data.split, self.sizes)
             self.run.advance(entered.samples)
         self._epoch.plan = plan
         self._plateaus.begin(plan, size_of(trained) if entered is None else entered.samples)
@@ -235,6 +237,10 @@ class EpochDriver:
     def _have_parted(self) -> None:
         self.on_parted()
         self.published.have_parted()
+
+    @property
+    def sizes(self) -> DataSizes:
+        return DataSizes(self.leases.dataset_size if self.leases is not None else 0, validation_sizes(self.trainer))
 
     @property
     def samples(self) -> int:
