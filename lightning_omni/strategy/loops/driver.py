@@ -202,12 +202,15 @@ class EpochDriver:
         if entered is not None:
             plan = msgspec.structs.replace(plan, trained=trained)
             entered.check(self._dealt(plan), self.data.split, self.sizes)
-            self.run.advance(entered.samples)
+            # The server has sent the others' progress with its weights; schedules begin there, and not at the epoch's.
+            self.run.advance(max(entered.samples, self.world.core.last_answer.progress))
         self._epoch.plan = plan
         self._plateaus.begin(plan, size_of(trained) if entered is None else entered.samples)
         self.world.core.last_answer.progress, self.world.core.last_answer.stop = self.run.now().samples, ""
         self.schedulers.begin_epoch()
         self._follow_schedulers()
+        if entered is not None:
+            self.schedulers.catch_up()
         self.schedulers.note_synchronized()
         if self.data.is_dynamic:
             if entered is not None:

@@ -1298,6 +1298,20 @@ def test_a_group_that_joins_scales_its_losses_as_the_run_does(joined: Run) -> No
     assert joined.result("a")["scale"] == joined.result("b")["scale"] == 1024.0
 
 
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_first_step_of_a_group_that_joins_is_at_the_rate_that_the_run_has_reached(run: Run) -> None:
+    first = run.start("a", {"epochs": 3, "hold": [1], "batch": 6})
+    run.wait_for("a0-in-1")
+    second = run.start("b", {"epochs": 3, "hold": [1]}, seed=2)
+    run.wait_for("b0-in-1")
+    rates = [(run.folder / f"{name}0-rate-1").read_text() for name in "ab"]
+    run.go(1)
+    assert first.end(PATIENCE) == 0, first.output
+    assert second.end(PATIENCE) == 0, second.output
+    assert rates[0] == rates[1]
+
+
 @pytest.mark.parametrize(("own", "says"), [(127, "training dataset: 127; .* has: 128;"), (128, "")])
 def test_datasets_of_other_lengths_are_told_from_one_another_although_padding_makes_them_equal(
     own: int, says: str
