@@ -25,7 +25,9 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_omni.errors import ConfigurationError, MalformedMessage, UnsupportedError
 from lightning_omni.runtime import names_of
+from lightning_omni.runtime.model.replica import fingerprints
 from lightning_omni.runtime.model.sharded import fill, is_part, local_of, reshard, tensors_of
+from lightning_omni.runtime.model.tensor_sync import write
 from lightning_omni.runtime.registration import COMES_BACK, comes_back_to, return_to, run_is_saved
 from lightning_omni.strategy import launcher
 from lightning_omni.strategy.lightning_internals.callbacks import (
@@ -93,6 +95,7 @@ class RunStates:
         self._told: set[str] = set()
         self._again: dict[str, Any] | None = None
         self._limits: dict[str, float | str | None] = {}
+        self._first_marks: dict[str, int] = {}
         self.is_described = False
 
     def check(self, trainer: Trainer) -> None:
@@ -118,6 +121,7 @@ class RunStates:
         algorithm = trainer.gradient_clip_algorithm
         self._limits["gradient_clip_algorithm"] = algorithm.value if algorithm else "norm"
         self._limits |= limits_in_callbacks(trainer)
+        self._first_marks = _marks(_not_persistent(self._parts.pl_module))
 
     # --- The recorder's group ----------------------------------------------------------------------------------------
 
@@ -155,6 +159,11 @@ class RunStates:
         entries = tensors_of(parts.pl_module).items()
         own = {name: each for name, each in entries if isinstance(each, Tensor) and id(each) not in served}
         shared = {name: own.pop(name) for name in list(own) if is_part(own[name])}
+        more = _not_persistent(parts.pl_module)
+        now = _marks(more)  # constants, such as a mask, are not sent
+        own |= {
+            name: each for name, each in more.items() if name not in now or self._first_marks.get(name) != now[name]
+        }
         bases = parts.epochs.schedulers.bases
         averages = averaged_models(trainer)
         progress = parts.epochs.run.progress
@@ -290,7 +299,11 @@ class RunStates:
         """Load buffers and untrained parameters; each member loads its own shards."""
         module = self._parts.pl_module
         _check_tensors(module, tree)
-        unexpected = Module.load_state_dict(module, tree["module"], strict=False).unexpected_keys
+        more = {name: each for name, each in _not_persistent(module).items() if name in tree["module"]}
+        for name, buffer in more.items():
+            write(buffer, tree["module"][name], name)
+        saved = {name: each for name, each in tree["module"].items() if name not in more}
+        unexpected = Module.load_state_dict(module, saved, strict=False).unexpected_keys
         if unexpected:
             raise ConfigurationError(
                 f"the module of the run that this group joins has {unexpected[0]}, and this group's module has not:"
@@ -337,7 +350,8 @@ def _in_words(config: Any) -> str:
 
 def _check_tensors(module: Module, tree: Mapping[str, Any]) -> None:
     """Reject buffers and untrained parameters that differ from the run's, because groups merge them."""
-    mine = {name: each for name, each in tensors_of(module).items() if isinstance(each, Tensor)}
+    saved = {name: each for name, each in tensors_of(module).items() if isinstance(each, Tensor)}
+    mine = {**saved, **_not_persistent(module)}
     for name, theirs in tree["module"].items():
         own = mine.get(name, theirs)
         if not is_lazy(own) and (own.dtype, own.shape) != (theirs.dtype, theirs.shape):
@@ -345,12 +359,22 @@ def _check_tensors(module: Module, tree: Mapping[str, Any]) -> None:
                 f"{name} is {_kind(own)} in this group's module, and {_kind(theirs)} in that of the run that it joins:"
                 " give all groups the same module"
             )
-    others = mine.keys() & {name for name, _ in module.named_buffers()}
+    others = saved.keys() & {name for name, _ in module.named_buffers()}
     if surplus := sorted(others - tree["module"].keys() - tree["shared"].keys()):
         raise ConfigurationError(
             f"this group's module has the buffer {surplus[0]}, and the module of the run that it joins has not: give"
             " all groups the same module"
         )
+
+
+def _not_persistent(module: Module) -> dict[str, Tensor]:
+    saved = tensors_of(module)
+    return {name: each for name, each in module.named_buffers() if name not in saved}
+
+
+def _marks(buffers: Mapping[str, Tensor]) -> dict[str, int]:
+    there = {name: each for name, each in buffers.items() if not (is_lazy(each) or each.is_meta)}
+    return dict(zip(there, fingerprints(there.values()), strict=True))
 
 
 def _kind(tensor: Tensor) -> str:
