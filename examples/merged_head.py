@@ -8,7 +8,22 @@ The last layers of a network like AlexNet hold nearly all of its weights and lit
 the server: each group's batch passes through it there, one group at a time, so its weights are never stale, and only
 activations and their gradients travel (Hadjis et al. 2016, "Omnivore").
 
-Look at the megabytes of a step, and at the staleness of the head: it is 0 with a merged head.
+Look at the megabytes of a step, and at the staleness of the head: it is 0 with a merged head. Output on two cores which
+other programs used, too:
+
+        3,439,498 weights, 99.4% in the head; 4 workers in 4 groups
+    ┏━━━━━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━┓
+    ┃                          ┃ everything pushed ┃      merged head ┃
+    ┡━━━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━┩
+    │ MB exchanged per step    │            27.516 │            0.747 │
+    │ ... by calculation       │            27.516 │            0.747 │
+    │ staleness of the body    │              3.00 │             2.99 │
+    │ staleness of the head    │ mean 3.00, max 12 │ mean 0.00, max 0 │
+    │ updates                  │             1,716 │            1,716 │
+    │ ms per update            │             46.01 │            36.34 │
+    │ ms of access to the head │                   │            29.43 │
+    │ test accuracy            │            79.61% │           81.08% │
+    └──────────────────────────┴───────────────────┴──────────────────┘
 """
 
 from __future__ import annotations

@@ -8,26 +8,38 @@ with a checkpoint, as with RayDDPStrategy. In the second part one worker is kill
 other trains on, Ray starts a worker in its place, and that one joins the run.
 
 Look at the second part: the run does not start again, and the batches that the workers have trained in the last epoch
-add up to its 100. Output with ``--short``:
+add up to its 100. Output, without a line of Ray on the death of its worker:
 
     Two groups, with Ray's checkpoints
-    worker 1, process 22202: trains, from epoch 0 on
-    worker 0, process 22167: trains, from epoch 0 on
-    worker 0, process 22167: has trained 50 batches in epoch 0
-    worker 1, process 22202: has trained 50 batches in epoch 0
-    worker 0, process 22167: has trained 52 batches in epoch 1
-    worker 1, process 22202: has trained 48 batches in epoch 1
-    loss 0.58 after epoch 1, checkpoint loaded
+    worker 0, process 8148: trains, from epoch 0 on
+    worker 1, process 8218: trains, from epoch 0 on
+    worker 0, process 8148: has trained 55 batches in epoch 0
+    worker 1, process 8218: has trained 45 batches in epoch 0
+    worker 0, process 8148: has trained 72 batches in epoch 1
+    worker 1, process 8218: has trained 28 batches in epoch 1
+    worker 0, process 8148: has trained 68 batches in epoch 2
+    worker 1, process 8218: has trained 32 batches in epoch 2
+    worker 1, process 8218: has trained 46 batches in epoch 3
+    worker 0, process 8148: has trained 54 batches in epoch 3
+    worker 0, process 8148: has trained 51 batches in epoch 4
+    worker 1, process 8218: has trained 49 batches in epoch 4
+    loss 0.19 after epoch 4, checkpoint loaded
 
     Workers that are replaced one by one
-    worker 1, process 27451: trains, from epoch 0 on
-    worker 0, process 27263: trains, from epoch 0 on
-    worker 1, process 27451: is killed
-    worker 1, process 820: trains, from epoch 0 on
-    worker 0, process 27263: has trained 75 batches in epoch 0
-    worker 1, process 820: has trained 23 batches in epoch 0
-    worker 0, process 27263: has trained 54 batches in epoch 1
-    worker 1, process 820: has trained 46 batches in epoch 1
+    worker 1, process 10052: trains, from epoch 0 on
+    worker 0, process 10011: trains, from epoch 0 on
+    worker 1, process 10052: is killed
+    worker 1, process 11672: trains, from epoch 0 on
+    worker 1, process 11672: has trained 62 batches in epoch 0
+    worker 0, process 10011: has trained 36 batches in epoch 0
+    worker 1, process 11672: has trained 51 batches in epoch 1
+    worker 0, process 10011: has trained 49 batches in epoch 1
+    worker 1, process 11672: has trained 59 batches in epoch 2
+    worker 0, process 10011: has trained 41 batches in epoch 2
+    worker 0, process 10011: has trained 53 batches in epoch 3
+    worker 1, process 11672: has trained 47 batches in epoch 3
+    worker 1, process 11672: has trained 44 batches in epoch 4
+    worker 0, process 10011: has trained 56 batches in epoch 4
 """
 
 import argparse

@@ -11,7 +11,7 @@ from lightning_omni.errors import ConfigurationError
 
 
 def counted(number: int, noun: str) -> str:
-    """Return the number and its noun, whose plural has an s.
+    """Return the number and its noun, plural with an s.
 
     Example:
         >>> counted(1, "rank"), counted(4, "rank")
@@ -36,7 +36,7 @@ def plain(value: Any) -> Any:
 
 
 def keep_plain(values: Any) -> None:
-    """Replace the numbers of a frozen dataclass as `plain` returns them; for its ``__post_init__``."""
+    """Make the numbers of a frozen dataclass `plain`, in its ``__post_init__``."""
     for each in fields(values):
         object.__setattr__(values, each.name, plain(getattr(values, each.name)))
 
@@ -56,14 +56,8 @@ def check_number(
 ) -> None:
     """Raise `ConfigurationError` unless a value is a number in a range; text, booleans and NaN are not.
 
-    Args:
-        name: name of the argument, or ``Value(name`` for an argument of a value.
-        value: value of the argument.
-        what: valid values, in words.
-        low: inclusive lower bound.
-        high: inclusive upper bound.
-        above: exclusive lower bound.
-        below: exclusive upper bound.
+    ``name`` is the argument's, or ``Value(name`` for an argument of a value; ``what`` are the valid values, in words.
+    ``low`` and ``high`` are inclusive bounds, ``above`` and ``below`` exclusive ones.
 
     Example:
         >>> check_number("target", 0.88, "a number")
@@ -77,20 +71,18 @@ def check_number(
 
 
 def check_whole(name: str, value: Any, what: str, low: int = 0, high: int | None = None) -> None:
-    """Raise `ConfigurationError` unless a value is a whole number from ``low`` to ``high``; see `check_number`."""
+    """Raise `ConfigurationError` unless a value is a whole number from ``low`` to ``high``."""
     is_whole = isinstance(value, Integral) and not isinstance(value, bool)
     if not is_whole or value < low or (high is not None and value > high):
         raise _refused(name, value, what)
 
 
 def check_kind(name: str, value: Any, kinds: type | tuple[type, ...], what: str) -> None:
-    """Raise `ConfigurationError` unless a value has one of these classes; see `check_number`."""
     if not isinstance(value, kinds):
         raise _refused(name, value, what)
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Raise `ConfigurationError` unless a value is one of these words."""
     if value not in choices:
         *others, last = (f'"{choice}"' for choice in choices)
         raise _refused(name, value, f"{', '.join(others)} or {last}")

@@ -1,7 +1,6 @@
-"""The pairs of features that do not work together, as one table, which every refusal of a pair consults.
+"""The table of pairs of features that do not work together. Every refusal of a pair reads it.
 
-A pair that would need code of its own is refused at construction, with a remedy. docs/reference/combinations.md prints
-the table, and tests/test_combinations.py tries every pair.
+A pair that would need code of its own is refused at construction, with a remedy.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ class Trait(NamedTuple):
 
     Args:
         label: its name in the docs.
-        has: returns whether a method has it.
         setting: the setting of the method that causes it; empty if all methods of this kind have it.
     """
 
@@ -45,7 +43,6 @@ class Trait(NamedTuple):
     setting: str = ""
 
     def given(self, method: Method) -> str:
-        """Return the method as a message names it."""
         setting = f"({self.setting}={getattr(method, self.setting)!r})" if self.setting else ""
         return f"method={type(method).__name__}{setting}"
 
@@ -197,6 +194,5 @@ def refused_pairs(method: Method, given: Mapping[str, str]) -> Iterator[tuple[Pa
 
 
 def refuse_pairs(method: Method, given: Mapping[str, str]) -> None:
-    """Raise `ConfigurationError` if two features do not work together; see `refused_pairs`."""
     for _, message in refused_pairs(method, given):
         raise ConfigurationError(message)

@@ -14,7 +14,7 @@
     └── NonFiniteGradients                       gradients stayed NaN or infinite for too long
 
 The class indicates where the cause is: a :class:`ConfigurationError` at the caller, a :class:`ProtocolError` at the
-other process, a :class:`ConnectionLost` at the machine or network. docs/reference/errors.md has remedies.
+other process, a :class:`ConnectionLost` at the machine or network. :doc:`/reference/errors` has remedies.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Refused(ProtocolError):
     """A request that the server refused.
 
     Attributes:
-        code: a short word for programs (``"version"``, ``"fingerprint"``, ``"key"``, ...).
+        code: the reason for programs (``"version"``, ``"fingerprint"``, ``"key"``, ...).
     """
 
     def __init__(self, code: str, reason: str) -> None:
@@ -67,13 +67,13 @@ class RankLost(OmniError):
 
 
 class Evicted(RankLost):
-    """The eviction of this rank's group after one of its ranks was silent or exited; it may rejoin, as a new group."""
+    """The eviction of this rank's group after one of its ranks was silent or exited; it may rejoin as a new group."""
 
 
 class CollectiveMismatch(OmniError):
-    """Different collectives on live ranks; the message names the ranks and the call of each.
+    """Different collectives on live ranks; the message names the ranks and their calls.
 
-    It is raised at the server and ends the run; ranks raise a :class:`RankLost` with its message.
+    The server raises it and ends the run; ranks raise a :class:`RankLost` with its message.
     """
 
 
@@ -82,7 +82,6 @@ class NonFiniteGradients(OmniError):
 
 
 def describe(error: BaseException) -> str:
-    """Return an error's class, and its message if it has one."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
@@ -91,7 +90,7 @@ INTERRUPTED = "was interrupted (Ctrl-C)"
 
 
 def end_reason(error: BaseException) -> str:
-    """Return how an error ends a rank, as text to follow the rank's name.
+    """Return how an error ends a rank, to follow the rank's name.
 
     Example:
         >>> end_reason(ValueError("no such class")), end_reason(KeyboardInterrupt())
@@ -104,7 +103,7 @@ _FAILED = "failed: "
 
 
 def is_failure_reason(reason: str) -> bool:
-    """Return whether a rank was lost by an exception, and not by a death, a cut link or a person who evicts its group.
+    """Return whether an exception ended a rank, not its death, a cut link or a person who evicted its group.
 
     Example:
         >>> is_failure_reason("rank 3 failed: ValueError"), is_failure_reason("rank 3 was interrupted (Ctrl-C)")

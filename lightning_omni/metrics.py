@@ -89,7 +89,7 @@ class RunReport:
     serve_time: float = 0.0
 
     def __str__(self) -> str:
-        """Format the report for people, rounded; on one rank: ``if trainer.is_global_zero: print(strategy.report())``.
+        """Format the report, rounded. Print it on one rank: ``if trainer.is_global_zero: print(strategy.report())``.
 
         Example:
             >>> print(RunReport(1024, 0.98123, 4, 2, 2, serve_time=0.00021))

@@ -1,7 +1,7 @@
 """The colours of all plots, one for each meaning, and their files.
 
-The origins of settings have the colours of Okabe and Ito, methods and the parts of a step those of Tol, which people
-with colour blindness can distinguish. Numbers (of groups, learning rates) are shades of viridis.
+The origins of settings have the colours of Okabe and Ito, methods and the parts of a step those of Tol, all
+distinguishable with colour blindness. Numbers (of groups, learning rates) are shades of viridis.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _MOST_WIDTH = 3.6
 
 
 def method_colours(names: Sequence[str], groups: Sequence[int]) -> list[str]:
-    """Return a colour for each run, from its method's name and its number of groups.
+    """Return each run's colour, from its method's name and number of groups.
 
     Example:
         >>> method_colours(["async_sgd@1", "softsync:n=2", "async_sgd"], [1, 8, 8]) == [
@@ -83,9 +83,9 @@ def method_colours(names: Sequence[str], groups: Sequence[int]) -> list[str]:
 
 
 def line_styles(colours: Sequence[str]) -> list[dict[str, Any]]:
-    """Return styles of curves in these colours that keep each visible, even where all coincide.
+    """Return styles of curves in these colours that keep each visible where they coincide.
 
-    Earlier curves are wider and below later ones; curves of one colour differ in their dashes, all in their markers.
+    Earlier curves are wider and below; curves of one colour differ in their dashes, all in their markers.
     """
     step = min(1.1, (_MOST_WIDTH - 1.4) / max(1, len(colours) - 1))
     return [
@@ -122,10 +122,7 @@ def can_draw() -> bool:
 
 
 def check_can_draw(option: str = "", remedy: str = "") -> None:
-    """Raise `ConfigurationError` if matplotlib is missing, before time is spent on the data of a figure.
-
-    ``option`` and ``remedy`` precede and follow its message.
-    """
+    """Raise `ConfigurationError` if matplotlib is missing; its message is between ``option`` and ``remedy``."""
     if not can_draw():
         raise ConfigurationError(f"{option}{_MISSING}{remedy}")
 
@@ -144,7 +141,7 @@ def new_figure(width: float, height: float, **options: Any) -> Any:
 
 
 def plot_interval(axes: Any, places: Sequence[float], estimates: Sequence[Any], colour: str, label: str = "") -> None:
-    """Draw a curve of estimates (with ``value``, ``low`` and ``high``), and the band of their intervals."""
+    """Draw a curve of estimates (``value``, ``low``, ``high``) and the band of their intervals."""
     axes.plot(places, [each.value for each in estimates], color=colour, marker="o", markersize=4, label=label)
     lows, highs = ([getattr(each, end) for each in estimates] for end in ("low", "high"))
     axes.fill_between(places, lows, highs, color=colour, alpha=0.16, linewidth=0)

@@ -1,4 +1,4 @@
-"""Registries of the types that travel by name: frozen structs by their tags, including a user's own."""
+"""Registries of the types that travel by name: frozen structs by their tags, including users' own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Registry(Generic[Kind]):
         argument: the user's argument that names one.
         path: import path of the base class for users.
         option: option of ``lightning-omni serve`` that registers others.
-        internal: tags that are not names for users.
+        internal: tags that users cannot name.
     """
 
     known: dict[str, type[Kind]]
@@ -39,7 +39,7 @@ class Registry(Generic[Kind]):
     internal: frozenset[str] = frozenset()
 
     def named(self, text: str, presets: Mapping[str, Kind] = MappingProxyType({})) -> Kind:
-        """Return the value of this name or preset; settings may follow it after a colon: ``"diloco:period=50"``.
+        """Return the value of this name or preset; settings may follow after a colon: ``"diloco:period=50"``.
 
         A setting without a name is the first one: ``"topk:0.01"``.
         """
@@ -134,7 +134,6 @@ def _value_of(setting: str, field: msgspec.structs.FieldInfo) -> str | None:
 
 
 def _number(value: Any) -> Any:
-    """Return a Python number for one of NumPy's, which msgspec does not support."""
     if (number := plain(value)) is value:
         raise TypeError(f"{value!r} is neither text nor a number")
     return number
@@ -142,7 +141,7 @@ def _number(value: Any) -> Any:
 
 @cache
 def _fields_of(kind: type[msgspec.Struct]) -> dict[str, msgspec.structs.FieldInfo]:
-    """Return the fields, cached because evaluating their types takes a millisecond."""
+    """Return the fields, cached: evaluating their types takes a millisecond."""
     return {field.name: field for field in msgspec.structs.fields(kind)}
 
 

@@ -37,11 +37,15 @@ class Serializable:
             ConfigurationError: the values are not those of such an object.
         """
         try:
-            return msgspec.convert(plain, cls, str_keys=True)
+            return msgspec.convert(plain, cls, str_keys=True, dec_hook=_rebuilt)
         except msgspec.ValidationError as error:
             raise ConfigurationError(f"plain: {error}; pass what {cls.__name__}.to_dict returned") from error
 
 
 def _plain(value: Any) -> Any:
-    """Convert values that msgspec does not support: NumPy's numbers, and objects with ``to_dict``."""
     return value.to_dict() if hasattr(value, "to_dict") else value.item()
+
+
+def _rebuilt(kind: Any, plain: Any) -> Any:
+    """Rebuild an object of a class that msgspec does not support."""
+    return kind.from_dict(plain)

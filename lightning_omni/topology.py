@@ -19,7 +19,7 @@ RECORDER = 0
 
 @dataclass(frozen=True)
 class GroupId:
-    """A group's name, and its incarnation among the groups of that name, which together are unique in a run.
+    """A group's name and incarnation, which together are unique in a run.
 
     Group numbers are array indices and are reused.
 
@@ -89,19 +89,19 @@ class Topology:
 
     @classmethod
     def of(cls, ranks: Iterable[int], groups: int, together: int = 1) -> Topology:
-        """Split any set of ranks, such as those that are still alive, like :meth:`even`."""
+        """Split any set of ranks, such as those still alive, like :meth:`even`."""
         return cls(_joined(_cut(_neighbours(sorted(ranks), together), groups)))
 
     @classmethod
     def by_speed(cls, speeds: Mapping[int, float] | Sequence[float], groups: int, together: int = 1) -> Topology:
-        """Form groups of similar speed: the fastest ranks form the first group, so that no slow rank delays a fast one.
+        """Form groups of similar speed, the fastest first, so that no slow rank delays a fast one.
 
-        Sizes differ by at most ``together``. Ranks of equal speed stay in order, so equal speeds give :meth:`even`.
-        Neighbours that stay together count with the speed of the slowest of them.
+        Sizes differ by at most ``together``. Equal speeds give :meth:`even`. Neighbours that stay together have the
+        speed of the slowest.
 
         Args:
             speeds: each rank's speed, in any unit.
-            groups: number of compute groups.
+            groups: as in `even`.
             together: as in `even`.
 
         Raises:
@@ -158,11 +158,7 @@ class Topology:
         return len(self.alive) == 1
 
     def group_of(self, rank: int) -> int:
-        """Return the number of the group that holds ``rank``.
-
-        Raises:
-            KeyError: the rank is in no group.
-        """
+        """Return the number of the group that holds ``rank``; raise `KeyError` if none does."""
         if rank not in self._homes:
             raise KeyError(f"rank {rank} is in no group of {self.groups}")
         return self._homes[rank]
@@ -180,7 +176,7 @@ class Topology:
         return self.groups[group][0]
 
     def without(self, group: int) -> Topology:
-        """Return the topology with one group evicted; the numbers of the others do not change."""
+        """Return the topology with one group evicted and no other renumbered."""
         return Topology(tuple(() if index == group else members for index, members in enumerate(self.groups)))
 
 
@@ -205,7 +201,6 @@ def _joined(parts: Iterable[Sequence[tuple[int, ...]]]) -> tuple[tuple[int, ...]
 
 
 def check_groups(groups: int, world_size: int, together: int = 1) -> None:
-    """Raise `ConfigurationError` unless so many groups can be formed."""
     given: Any = groups  # NumPy's integers are valid, but not for type checkers
     if isinstance(given, bool) or not isinstance(given, Integral):
         raise ConfigurationError(f"groups={groups!r}: pass a whole number of compute groups, or None for one per node")

@@ -54,10 +54,10 @@ class Trace:
     - ``epoch``: number of the epoch;
     - ``steps``: its local steps, each of one batch.
 
-    A trace may also hold durations. One row of `steps` is one local step of a group, in the order of their ends:
-    ``group``, ``time`` (its end), ``seconds`` (since the end of the step before, without waits for other groups between
-    two epochs) and ``exchange`` (the seconds of these after its gradient was computed). One row of `work` is one rank's
-    part of one step: ``rank``, ``samples`` and ``seconds`` (its own forward and backward pass, without waits).
+    One row of `steps` is one local step of a group, in the order of their ends: ``group``, ``time`` (its end),
+    ``seconds`` (since the end of the step before, without waits for other groups between two epochs) and ``exchange``
+    (the seconds of these after its gradient was computed). One row of `work` is one rank's part of one step: ``rank``,
+    ``samples`` and ``seconds`` (its own forward and backward pass, without waits).
 
     Args:
         rows: the columns.
@@ -136,9 +136,9 @@ class Trace:
         """Return useful device time over all device time, 0 to 1; NaN if not measured.
 
         Useful time is that of gradients that reached the other groups: in an applied push or, where groups exchange
-        only with one another, in a local step. Waits, computation that was never pushed, and the time for which a
-        device was dead are not. If the server restarts from its last save, repeated training is useful once, and a lost
-        update is not. A device that is slow for a while is in use.
+        only with one another, in a local step. Waits, computation that was never pushed, and the time of a dead device
+        are not useful. If the server restarts from its last save, repeated training counts once, a lost update not at
+        all. A slow device is in use.
 
         References:
             Douillard et al. 2026, "Decoupled DiLoCo for Resilient Distributed Pre-training", arXiv:2604.21428.
@@ -151,10 +151,10 @@ class Trace:
 
     @property
     def seconds_per_update(self) -> float:
-        """Return the seconds between two updates in the steady part of the run; NaN if there are too few.
+        """Return the seconds between two updates in the steady part of the run; NaN for fewer than two.
 
-        The first fifth is left out, and the remainder cut into up to 20 blocks of equally many updates; the result is
-        the median of their means, since updates often arrive in bursts.
+        It is the median over the means of up to 20 equal blocks after the first fifth, since updates often arrive in
+        bursts.
         """
         writes, first = np.unique(self.rows["write"][::-1], return_index=True)
         times = self.rows["time"][::-1][first][writes <= max(self.updates, 0)]
@@ -232,7 +232,6 @@ class Trace:
 
     @property
     def time_axis(self) -> str:
-        """Return the label of the time axis; a simulated run has virtual time."""
         return "virtual time / s" if "cluster" in self.meta else "time / s"
 
     def plot(self, path: str | Path, title: str = "") -> None:
@@ -322,7 +321,7 @@ def plot_comparison(
     """Draw several runs into one figure: each metric, or else the training loss, over time and over updates.
 
     Args:
-        traces: the runs by name; a method's name gives a run that method's colour.
+        traces: the runs by name; a method's name sets the colour.
         path: the image file, in the format of its suffix.
         title: description of the comparison, in one line.
         target: name and value of a metric, drawn as a line.
@@ -380,7 +379,6 @@ def _tell_apart(axes: Any, traces: Iterable[Trace]) -> None:
 
 
 def _leave_out_divergence(axes: Any, traces: Iterable[Trace], name: str) -> None:
-    """Limit a loss's axis, so that a divergence does not flatten the others."""
     if "loss" not in name:
         return
     courses = [values[np.isfinite(values)] for values in (_course(trace, name, "time")[1] for trace in traces)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,18 @@ REASONS = "omni/reasons"
 def is_all(request: pytest.FixtureRequest) -> bool:
     """Return whether what is marked exhaustive is run, too."""
     return bool(request.config.getoption("--all"))
+
+
+@pytest.fixture(autouse=True)
+def _environment_of_launches() -> Iterator[None]:
+    """Take away what Lightning's launcher leaves in the environment: the next Trainer would not launch its ranks."""
+    before = {name: os.environ.get(name) for name in runs.LAUNCHED}
+    yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

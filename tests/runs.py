@@ -26,8 +26,8 @@ from patience import SLOWER
 SCRIPTS = Path(__file__).parent / "scripts"
 SERVER = "omni-server"
 """What a copy of a process that is a server calls itself, see ``scripts/spares.py``."""
-_NOT_INHERITED = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "PL_GLOBAL_SEED", "MASTER_ADDR", "MASTER_PORT")
-"""What a test in this process may have left in the environment."""
+LAUNCHED = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "PL_GLOBAL_SEED", "MASTER_ADDR", "MASTER_PORT")
+"""What Lightning's launcher, and seeds, leave in the environment of the process that has started ranks."""
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Run:
 
 def inherited() -> dict[str, str]:
     """This process's environment, as it was before tests."""
-    return {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
+    return {name: value for name, value in os.environ.items() if name not in LAUNCHED}
 
 
 @cache

@@ -479,7 +479,7 @@ class StreamPeers:
         challenge = secrets.token_bytes(handshake.NONCE_BYTES)
         wire.send(m.AttachChallenge(nonce=challenge))
         proof = m.decode(wire.receive()[0], at="server", channel=m.PEER)
-        right = handshake.attach_mac(self._secret, "rank", attach, challenge)
+        right = handshake.client_mac(self._secret, attach, challenge)
         if not isinstance(proof, m.AttachProof) or not handshake.is_equal(proof.mac, right):
             raise Refused("stranger", "this proof opens nothing")
-        wire.send(m.Attached(mac=handshake.attach_mac(self._secret, "server", attach, challenge)))
+        wire.send(m.Attached(mac=handshake.server_mac(self._secret, attach, challenge)))

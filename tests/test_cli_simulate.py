@@ -160,6 +160,17 @@ def test_each_method_is_given_a_rate_of_its_own_and_the_output_says_how(
     assert shared["async_sgd"] > 2 * losses["async_sgd"]
 
 
+def test_a_method_whose_short_runs_learn_nothing_keeps_the_rate_of_the_workload(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A group makes 128 steps: a tenth of the run has no outer step of 20, a third of it has two."""
+    own = ["--devices", "4", "--batch-size", "32", "--epochs", "4", "--no-picture", "--out", str(tmp_path)]
+    assert main(["simulate", "--method", "diloco:period=20 hardsync", *own]) == 0
+    kept, found = (float(row["lr"]) for row in rows(capsys.readouterr().out))
+    assert 0.05 <= kept <= 0.2
+    assert found > 0.2, "where rates make a difference, others than the workload's 0.1 are taken"
+
+
 def test_the_picture_names_the_cluster_and_each_run_and_hides_no_curve() -> None:
     evaluated = {"time": np.arange(5.0), "update": np.arange(5), "accuracy": np.linspace(0, 1, 5)}
     empty = {name: np.empty(0, kind) for name, kind in Trace.COLUMNS.items()}
@@ -217,6 +228,18 @@ def test_compare_overlaps_what_it_can_and_says_which_methods_ran_without(
     assert "local_sgd:period=2, elastic_averaging ran without" in overlapped
     assert "ran without" not in waited
     assert "--overlap and method=LocalSGD" in refusal(capsys, "simulate", "--method", "local_sgd", "--overlap")
+
+
+def test_options_that_the_groups_leave_without_effect_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--rebalance", "auto", "--all-reduce", "bf16", "--compression", "int8", "--update-seconds", "1ms")
+    for groups, unused in (("4", "--rebalance and --all-reduce"), ("1", "--compression and --update-seconds")):
+        command = ["simulate", "--groups", groups, *SHARED, "--updates", "2", "--no-picture", "--out", str(tmp_path)]
+        assert main([*command, *options]) == 0
+        assert f"without effect: {unused}, because" in capsys.readouterr().out
+        assert main(command) == 0
+        assert "without effect" not in capsys.readouterr().out
 
 
 def test_one_seed_gives_one_file(tmp_path: Path) -> None:
@@ -342,6 +365,7 @@ def test_wrong_workloads_are_told(workload: str, capsys: pytest.CaptureFixture[s
         (("--target", "accuracy=nan"), "--target accuracy=nan: pass a metric and its value, as in accuracy=0.9"),
         (("--target", "accuracy=inf"), "--target accuracy=inf: pass a metric and its value"),
         (("--seed=-1",), "--seed -1: pass a whole number from 0 up"),
+        (("--head-seconds-per-sample", "1ms"), "--head-seconds-per-sample 1ms: it is of a merged head"),
     ],
 )
 def test_wrong_settings_are_one_line_with_the_remedy(

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from functools import reduce
+from itertools import pairwise
 from operator import getitem
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,25 @@ def test_a_misspelt_field_or_a_value_of_another_type_is_none(
         kubernetes.validate(job, version, strict=True)
 
 
+# --- SkyPilot --------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_of_skypilot_joins_the_server_with_what_the_shell_has(commands: Path) -> None:
+    server, group = (yaml.safe_load((RECIPES / f"skypilot-{name}.yaml").read_text()) for name in ("server", "group"))
+    assert server["secrets"] == group["secrets"] == {ENVIRONMENT: None}
+    assert group["envs"] == {SERVER: None}
+    assert group["resources"]["use_spot"]
+    code, (served,) = run_text(server["run"], commands)
+    given = dict(pairwise(served.split()))
+    assert code == 0
+    assert serve_options(served.split()) <= set(inspect.signature(serve).parameters)
+    assert server["resources"]["ports"] == [int(given["--port"]), int(given["--data-port"])]
+    assert (given["--host"], "--once" in served) == ("0.0.0.0", True)
+    assert f":{given['--port']}" in (RECIPES / "skypilot-server.yaml").read_text().partition("resources:")[0]
+    code, calls = run_text(group["run"], commands, SKYPILOT_NUM_GPUS_PER_NODE="4")
+    assert (code, calls[-1]) == (0, "torchrun --standalone --nproc-per-node 4 train.py")
+
+
 # --- Scripts ---------------------------------------------------------------------------------------------------------
 
 
@@ -154,6 +174,7 @@ def commands(tmp_path: Path) -> Path:
         ' sed -i 1d "$LOG.codes"; exit "$code"',
         "scontrol": 'echo "scontrol $*" >> "$LOG"',
         "lightning-omni": 'echo "lightning-omni $*" >> "$LOG"',
+        "torchrun": 'echo "torchrun $*" >> "$LOG"',
         "hostname": 'echo "10.0.0.9 10.1.0.9"',
         "curl": 'echo "curl ${*: -1}" >> "$LOG"; [[ "$*" == *api/token* ]] && echo token || [ -e "$LOG.notice" ]',
     }
@@ -165,12 +186,19 @@ def commands(tmp_path: Path) -> Path:
 
 def run_script(name: str, commands: Path, *words: str, **env: str) -> tuple[int, list[str]]:
     """Exit status of a recipe, and what it has called."""
+    return run_bash([str(RECIPES / name), *words], commands, **env)
+
+
+def run_text(text: str, commands: Path, **env: str) -> tuple[int, list[str]]:
+    """Exit status of a part of a recipe, and what it has called."""
+    return run_bash(["-c", text], commands, **env)
+
+
+def run_bash(words: Sequence[str], commands: Path, **env: str) -> tuple[int, list[str]]:
     log = commands / "log"
     path = f"{commands}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "LOG": str(log), **env}
-    ended = subprocess.run(
-        ["bash", RECIPES / name, *words], env=environment, timeout=30, stdin=subprocess.DEVNULL, check=False
-    )
+    ended = subprocess.run(["bash", *words], env=environment, timeout=30, stdin=subprocess.DEVNULL, check=False)
     return ended.returncode, log.read_text().splitlines()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import warnings
@@ -67,6 +68,26 @@ def test_workflows_say_where_they_have_not_run_and_ask_for_few_permissions(path:
     assert text.startswith("# Not run yet")
     assert plain["permissions"] == {"contents": "read"}
     assert all(job["timeout-minutes"] <= 90 for job in plain["jobs"].values())
+
+
+def test_a_release_has_whole_addresses(tmp_path: Path) -> None:
+    (tmp_path / ".github").mkdir()
+    for name in (".github/release.py", "README.md", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    home = "https://example.com/them/theirs"
+    subprocess.run([sys.executable, tmp_path / ".github" / "release.py", home, "v1.0"], check=True, timeout=60)
+    links = re.findall(r"(!?)\[[^]]*\]\(([^)]*)\)", (tmp_path / "README.md").read_text())
+    before = re.findall(r"(!?)\[[^]]*\]\(([^)]*)\)", (ROOT / "README.md").read_text())
+    assert len(links) == len(before) > 20
+    for (is_picture, address), (_, path) in zip(links, before, strict=True):
+        assert address == f"{home}/{'raw' if is_picture else 'blob'}/v1.0/{path}"
+        assert (ROOT / path.partition("#")[0]).exists()
+    assert "until the first release" not in (tmp_path / "README.md").read_text()
+    project = (tmp_path / "pyproject.toml").read_text()
+    assert f'[project.urls]\nDocumentation = "{home}/blob/v1.0/docs/index.md"\n' in project
+    assert project.replace(project.partition("[project.urls]\n")[2].partition("[project.scripts]\n")[0], "") == (
+        PROJECT.replace("[project.scripts]\n", "[project.urls]\n[project.scripts]\n")
+    )
 
 
 @pytest.mark.exhaustive

@@ -45,7 +45,7 @@ def test_the_readme_has_the_speed_ups_that_were_measured(
     rows = {row[0]: row for row in draw["table"]("tuning-measurements.md", "On emulated hosts", "hosts")}
     theirs = rows[hosts][column].partition("PowerSGD:")[2] if peer == "PowerSGD" else rows[hosts][column]
     ratios = [a / b for a, b in zip(draw["numbers"](theirs), draw["numbers"](rows[hosts][3]), strict=True)]
-    assert f"| {min(ratios):.1f} to {max(ratios):.1f} times faster than {peer}" in README
+    assert f" | {min(ratios):.1f} to {max(ratios):.1f} times faster than {peer}" in README
 
 
 def test_the_recorded_session_has_the_commands_of_its_script_and_lasts_two_minutes() -> None:
@@ -57,6 +57,8 @@ def test_the_recorded_session_has_the_commands_of_its_script_and_lasts_two_minut
     assert events[-1][0] < 130
 
 
+COLUMN = 90
+"""Characters of a line of code that the site shows beside its contents, on a screen of 1,280 pixels."""
 UNITS = r"s|ms|us|seconds?|minutes?|min|hours?|%|kB|MB|GB|KiB|MiB|GiB|bytes|[MG]bit(?:/s)?|megabits|points|times"
 CONDITIONS = {
     *("4 times", "40 Mbit", "40 Mbit/s", "50 megabits", "100 Mbit", "1 Gbit/s"),  # slower devices, and links
@@ -91,6 +93,12 @@ def test_a_number_with_a_unit_is_in_one_place() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_blank_line_cuts_a_table_in_two(page: Path) -> None:
     assert not re.findall(r"^\|.*\|\n\n(\|.*\|)\n(?!\|-)", page.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_is_no_wider_than_its_column(page: Path) -> None:
+    code = re.findall(r"^ *```python\n(.*?)^ *```", page.read_text(), re.DOTALL | re.MULTILINE)
+    assert [line for block in code for line in block.splitlines() if len(line) > COLUMN] == []
 
 
 def strategies() -> list[tuple[str, str]]:

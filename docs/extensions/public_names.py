@@ -1,12 +1,8 @@
-"""The API reference is whole: a public name without an entry is a warning, and so an error.
-
-It also makes links of the pages that docstrings name, as in "see docs/how-to/tuning.md".
-"""
+"""The API reference is whole: a public name without an entry is a warning, and so an error."""
 
 from __future__ import annotations
 
 import importlib
-import re
 
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
@@ -38,13 +34,7 @@ def _check_reference(app: Sphinx, env: BuildEnvironment) -> None:
             _log.warning("%s is public, and not in the API reference", name)
 
 
-def _link_pages(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    for number, line in enumerate(lines):
-        lines[number] = re.sub(r"`*\bdocs/([\w/-]+)\.md\b`*", r":doc:`/\1`", line)
-
-
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register the check, which runs once all pages are read."""
     app.connect("env-check-consistency", _check_reference)
-    app.connect("autodoc-process-docstring", _link_pages)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

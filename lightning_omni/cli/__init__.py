@@ -1,4 +1,4 @@
-"""The ``lightning-omni`` command: ``commands`` has the options of all, and a module of its name the work of each."""
+"""The ``lightning-omni`` command."""
 
 from lightning_omni.cli.entry_point import main
 

@@ -1,7 +1,6 @@
 """The subcommands of ``lightning-omni``: one function each, whose parameters are its options.
 
-Nothing heavy is imported at the top, so that ``--help`` does not wait for torch. The work of a command is in the module
-of its name.
+A module of its name has the work of each. Nothing heavy is imported at the top: ``--help`` must not wait for torch.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from lightning_omni.cli.console import (
     progress_bar,
     show,
     table_of,
+    tall_table_of,
 )
 from lightning_omni.cli.simulate_settings import SimulationSettings
 from lightning_omni.cli.units import Quantity, bytes_of, check_above_zero, rate_of, seconds_of, time_of
@@ -51,7 +51,7 @@ def compare(
 ) -> int:
     """Compare DDP, the best setting of this package and the best peer on your machines, and print what to write.
 
-    Nothing is run: the times are those that OmniTuner would predict. It measures the steps instead of asking for them.
+    Nothing is run: the times are those that OmniTuner, which measures steps, would predict.
 
     Args:
         speeds: Relative speeds of the devices, as in 1,1,1,0.25; or 8x1 for eight equal ones.
@@ -60,10 +60,10 @@ def compare(
         step: Time of forward and backward pass of one batch on a device of speed 1, as in 0.2s.
         batch_size: Samples in one device's batch.
         latency: Latency of one message, as in 50us, or in seconds.
-        sites: Sites among which the devices are divided, in their order. The network between sites has its own options.
-        site_link: Bandwidth between sites. By default that of the network.
+        sites: Number of sites, among which the devices are divided in order.
+        site_link: Bandwidth between sites. By default that of --link.
         site_latency: Latency of one message between sites.
-        scatter: Scatter of the times of a device's steps, as a part of their mean.
+        scatter: Scatter of a device's step times, as a part of their mean.
         optimizer: sgd, or adam for Adam and its relatives.
         momentum: Momentum that suits DDP (the first beta of Adam).
         json: Print JSON instead of a table.
@@ -107,9 +107,14 @@ def compare(
         print_line(dumps(found.to_dict()))
         return 0
     rows = [row.cells for row in found.rows]
-    show(table_of(rows, ("", "setting"), title=found.title, bold=found.best))
+    show(
+        table_of(rows, ("", "setting"), title=found.title, bold=found.best),
+        tall_table_of(rows, title=found.title),
+    )
     print_sentence(found.verdict)
     print_line(found.snippet)
+    if found.tuned_snippet:
+        print_line(found.tuned_snippet)
     for line in (found.ddp_step, *ASSUMED):
         print_sentence(line)
     return 0
@@ -153,12 +158,12 @@ def plan(
 
     Args:
         file: An omni-tuning.json that OmniTuner wrote, or the JSON of a Profile.
-        ranks: Number of devices of the planned machines, of the measured kinds. By default as measured.
+        ranks: Number of devices, of the measured kinds. By default as measured.
         bandwidth: Bandwidth of the network, as in 10Gbit or 1GB/s, or in bytes per second. By default as measured.
         latency: Latency of one message, as in 50us, or in seconds. By default as measured.
         servers: Number of parameter servers that share the weights; or per-node, one on each node. By default as
             measured.
-        nodes: Nodes of the planned machines, for per-node. By default each device is a node.
+        nodes: Number of nodes, for per-node. By default each device is a node.
         batch_size: Samples in one device's batch. By default as measured.
         method: Method of the exchange, as in local_sgd. By default the best of those that OmniTuner searches.
         compression: Format of pushes, or of push and pull, as in int8 or int8/bf16. The default follows the rule for
@@ -166,7 +171,7 @@ def plan(
         period: Local steps between two exchanges. By default the best.
         all_reduce: Format in which the members of a group average gradients, as in powersgd:8; fp32 for uncompressed.
             The default follows the rule for the method.
-        samples: Number of samples that training takes with one group, to predict the time of the whole training.
+        samples: Samples that training takes with one group, to predict the time of the whole training.
         momentum: Momentum that suits a single group. By default the file's; 0.9 if it has none.
         lr: Learning rate that suits a single group. By default the file's; if it has none, rates are multiples of it.
         out: Folder for the page, plan.html, and the picture.
@@ -186,7 +191,9 @@ def plan(
     known = of.PlanSource.of(file)
     per_node = servers == "per-node"
     count = nodes or ranks or known.profile.ranks if per_node else servers
-    cluster = of.PlannedCluster(known.profile, ranks, rate, delay, count, per_node, batch_size)  # type: ignore[arg-type]
+    changes = {"ranks": ranks, "bandwidth": rate, "latency": delay, "servers": count, "batch_size": batch_size}
+    given = {name: value for name, value in changes.items() if value is not None}
+    cluster = of.PlannedCluster(known.profile, {**given, "per_node": True} if per_node else given)
     has_lr = known.search is not None or lr is not None
     ways = exchanges_of(known, method, compression, period, all_reduce)
     if out is not None:
@@ -305,10 +312,11 @@ JOIN_TIMEOUT = 300.0
 """Seconds in which all ranks, or servers of other shares, must arrive after the first one."""
 
 LARGEST_PORT = 65_535
+LOOPBACK, SAVE_EVERY = "127.0.0.1", 30.0
 
 
 def serve(
-    host: str = "127.0.0.1",
+    host: str = LOOPBACK,
     port: int = 5555,
     data_port: int = 0,
     key_file: Path | None = None,
@@ -327,9 +335,9 @@ def serve(
     number: int = 0,
     coordinator: str = "",
     http: int | None = None,
-    http_host: str = "127.0.0.1",
+    http_host: str = LOOPBACK,
     state: Path | None = None,
-    save_every: Quantity = 30.0,
+    save_every: Quantity = SAVE_EVERY,
     progress_timeout: Quantity = 600.0,
 ) -> int:
     """Run a parameter server for runs with OmniStrategy(server="tcp://host:port").
@@ -337,7 +345,7 @@ def serve(
     The server takes one run at a time; when all its ranks have left, the next one may join. Stop it with Ctrl-C.
 
     Args:
-        host: Address to listen on. Loopback by default: other machines can connect only if you set an address here.
+        host: Address to listen on. With the default, loopback, other machines cannot connect.
         port: Port of the control socket; 0 selects a free one.
         data_port: Port of the data socket; 0 selects a free one.
         key_file: File with the shared key, created on first use. Copy it to the machines that train.
@@ -347,7 +355,7 @@ def serve(
             5s if groups join on their own, and 30s if all ranks are started together.
         threads: Threads for the optimizer's arithmetic.
         once: Exit after the first run.
-        record: File for a record of all changes to the weights, for replay in the simulator. With several servers, the
+        record: File for a record of all changes to the weights, for replay in the simulator. Of several servers, the
             coordinating one writes it.
         method: Methods of your own that runs may use, as module:Class, separated by commas.
         encryption: "curve", or "off" on a network whose every user you trust; the runs must use the same.
@@ -361,10 +369,10 @@ def serve(
         coordinator: Address of the coordinating server.
         http: Port for /metrics (Prometheus), /status (JSON), /healthz and /readyz, which anyone who can connect may
             read; 0 selects a free one. By default the server has no HTTP port.
-        http_host: Address for --http. Loopback by default: other machines can connect only if you set an address here.
+        http_host: Address for --http; see --host.
         state: Directory in which the server saves its state. If it is killed, another one continues its run at once (on
-            Linux); so does a server that you start with the same directory. Ranks try to reconnect at the same address
-            for five minutes.
+            Linux), or a server that you start with the same directory and address. Ranks try to reconnect for five
+            minutes.
         save_every: Time between two saves in --state, as in 30s, or in seconds.
         progress_timeout: Time without progress after which a live group that has trained is evicted, as in 10min, or in
             seconds, at least 2; 0 for never.
@@ -408,12 +416,17 @@ def serve(
         state=str(state or ""),
         save_every=time_of("--save-every", save_every),
     )
+    for option, is_given, needed in (
+        (f"--save-every {save_every}", settings.save_every != SAVE_EVERY and state is None, "--state"),
+        (f"--http-host {http_host}", http_host != LOOPBACK and http is None, "--http"),
+    ):
+        if is_given:
+            raise ConfigurationError(f"{option}: it is for {needed}, which is missing; pass both, or leave it out")
     options = Options(here, data_port, encryption, once, http, http_host, where)
     return stand(settings, options, Console(stderr=True))
 
 
 def _listed(option: str, given: str) -> tuple[str, ...]:
-    """Return the class paths in an option's text, which commas separate."""
     paths = tuple(path.strip() for path in given.split(",")) if given else ()
     for path in paths:
         module, _, name = path.partition(":")
@@ -423,14 +436,12 @@ def _listed(option: str, given: str) -> tuple[str, ...]:
 
 
 def _check_ports(given: Mapping[str, int | None]) -> None:
-    """Raise an error for a port out of range, of which ZeroMQ would use the last 16 bits."""
     for option, port in given.items():
         if port is not None and not 0 <= port <= LARGEST_PORT:
             raise ConfigurationError(f"{option} {port}: pass a port, 1 to {LARGEST_PORT}, or 0 for a free one")
 
 
 def _check_servers(servers: int, here: int, number: int, coordinator: str, record: Path | None) -> int:
-    """Check the options for several servers, and return the number of servers on this machine."""
     if servers < 1 or not 0 <= here <= servers:
         raise ConfigurationError(
             f"--servers {servers} --servers-here {here}: pass the number of servers, and how many of them run here"
@@ -466,9 +477,8 @@ def _check_state(servers: int, record: Path | None, transport: str, port: int) -
 def doctor(address: str, key_file: Path | None = None, mb: float = 100.0, encryption: str = "curve") -> int:
     """Check and measure the connection from this machine to a parameter server.
 
-    The command checks ports, key, versions, clock, latency, and bandwidth in both directions, for two seconds, and
-    predicts the time of an exchange. Every failure shows a remedy. The command does not join the run. The exit status
-    is 0, or 1 if a check failed.
+    It checks ports, key, versions, clock, latency, and bandwidth in both directions, for two seconds, and predicts the
+    time of an exchange. It does not join the run. The exit status is 1 if a check failed, else 0.
 
     Args:
         address: Address of the server, as in tcp://host:5555.
@@ -503,14 +513,14 @@ def top(
 ) -> int:
     """Watch the run of a parameter server: groups, speeds, staleness, progress, joins and losses.
 
-    Like the ranks, the command needs the run's key, in LIGHTNING_OMNI_KEY or a file. It does not join the run.
+    It needs the run's key, in LIGHTNING_OMNI_KEY or a file, and does not join the run.
 
     Args:
         address: Address of the server, as in tcp://host:5555.
         key_file: File with the shared key, by default the one that lightning-omni serve creates.
         every: Time between two requests to the server, as in 2s, or in seconds.
-        once: Print the table once and exit. This is the default if standard output is not a terminal, or one that
-            cannot overwrite lines (TERM=dumb).
+        once: Print the table once and exit. The default if standard output is no terminal, or cannot overwrite lines
+            (TERM=dumb).
         encryption: "curve" or "off", the same as the server's.
     """
     # Imported here, so that --help does not wait for torch.

@@ -1,4 +1,4 @@
-"""DDP, this package and its peers on machines that a user describes: the rows that matter, and what to write."""
+"""The comparison of DDP, this package and its peers on machines that a user describes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from typing_extensions import override
@@ -41,16 +41,16 @@ class DescribedMachines:
     """A description of machines and of a training step.
 
     Args:
-        speeds: speed of each rank, relative to that of a rank that takes ``step``.
+        speeds: relative speed of each rank; one of speed 1 takes ``step``.
         step: seconds of forward and backward pass.
         nbytes: bytes of the weights, as float32.
         bandwidth: bytes per second of the links.
         latency: seconds of one message, as ``site_latency`` between sites.
-        sites: number of sites, among which the ranks are divided in order; ``bandwidth`` and ``latency`` hold inside.
+        sites: number of sites, among which the ranks are divided in order.
         site_bandwidth: bytes per second between sites; None if there is one site.
         scatter: coefficient of variation of a rank's step times.
-        serve_per_byte: seconds of a server's update for each byte of the weights.
-        backward: part of a step that is the backward pass, in which DDP hides its all-reduce but for the last bucket.
+        serve_per_byte: seconds of a server's update for a byte of the weights.
+        backward: part of a step in which DDP hides its all-reduce but for the last bucket.
 
     Raises:
         ConfigurationError: a number is out of range.
@@ -86,7 +86,6 @@ class DescribedMachines:
 
     @property
     def delay(self) -> float:
-        """Return the latency of these links."""
         return self.site_latency if self.sites > 1 else self.latency
 
     @property
@@ -102,7 +101,7 @@ class DescribedMachines:
 
     @property
     def measured(self) -> Measured:
-        """Return the measurements of a run in one group on these machines, from a fixed seed."""
+        """Return the measurements of a run in one group, from a fixed seed."""
         ranks = len(self.speeds)
         random = np.random.default_rng(0)
         jitter = random.lognormal(0.0, math.sqrt(math.log1p(self.scatter**2)), (ranks, DESCRIBED_STEPS))
@@ -134,22 +133,21 @@ class DescribedMachines:
 # --- Comparison -------------------------------------------------------------------------------------------------------
 
 _AVERAGE = "diloco:outer_lr=1.0,outer_momentum=0"
-
-
-class _Ways(NamedTuple):
-    methods: tuple[str, ...]
-    wires: tuple[str, ...]
-    all_reduces: tuple[str, ...]
-    rebalance: bool = False
-
-
-_OURS = _Ways(DEFAULT_METHODS, DEFAULT_WIRES, ("bf16",), rebalance=True)
+_OURS = Space((1,), method=DEFAULT_METHODS, compression=DEFAULT_WIRES, all_reduce=("bf16",))
 _STREAMED = f"{_AVERAGE},fragments=4,delay=1,keep_steps=true"
 _PEERS = {
-    "torch: DDP's bf16 hook": _Ways((), (), ("bf16",)),
-    "torch: post-local SGD": _Ways(("local_sgd",), ("fp32",), ()),
-    "torchft: DiLoCo": _Ways((_AVERAGE, _STREAMED), ("fp32", "int8/int8"), ("bf16",)),
-    "hivemind: local updates": _Ways((f"{_AVERAGE},dynamic_steps=true",), ("fp32", "int8/int8"), ()),
+    "torch: DDP's bf16 hook": replace(_OURS, rebalance=False, method=(), compression=()),
+    "torch: post-local SGD": Space((1,), rebalance=False, method=("local_sgd",), compression=("fp32",)),
+    "torchft: DiLoCo": Space(
+        (1,),
+        rebalance=False,
+        method=(_AVERAGE, _STREAMED),
+        compression=("fp32", "int8/int8"),
+        all_reduce=("bf16",),
+    ),
+    "hivemind: local updates": Space(
+        (1,), rebalance=False, method=(f"{_AVERAGE},dynamic_steps=true",), compression=("fp32", "int8/int8")
+    ),
 }
 """The methods of this package that have the form of each peer's."""
 _FASTER = 1.05
@@ -173,7 +171,7 @@ ASSUMED = (
 
 
 class _KnownEvidence(PlannedEvidence):
-    """Evidence that limits groups and local steps to those of any simulation."""
+    """Evidence with only settings that simulations covered."""
 
     @cached_property
     @override
@@ -183,9 +181,9 @@ class _KnownEvidence(PlannedEvidence):
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """The prediction for one way to train. ``samples`` and ``time`` to the target are relative to DDP's.
+    """The prediction for one way to train.
 
-    ``time`` has an interval of probability 0.8. With ``per_node``, each node has a server, and not rank 0 alone.
+    ``samples`` and ``time`` to the target are relative to DDP's; ``time`` has an interval of probability 0.8.
     """
 
     name: str
@@ -215,7 +213,7 @@ class ComparedRow:
 
 @dataclass(frozen=True)
 class _Predictions:
-    """The predictions for a package, from the description and with each of `_ASSUMPTIONS`."""
+    """The predictions for a package, as described and with each of `_ASSUMPTIONS`."""
 
     described: PlannedEvidence
     assumed: tuple[PlannedEvidence, ...]
@@ -225,17 +223,14 @@ class _Predictions:
         cls,
         machines: DescribedMachines,
         profiles: Iterable[Profile],
-        ways: _Ways,
+        ways: Space,
         momentum: float,
         is_adaptive: bool,
     ) -> _Predictions:
         ranks = len(machines.speeds)
         start, batch = Setting(1, momentum, 1.0, all_reduce="fp32"), ranks * machines.batch_size
-        groups = tuple(sorted({*group_counts(ranks), machines.sites})) if ways.methods else (1,)
-        space = Space(
-            groups, rebalance=ways.rebalance, method=ways.methods, compression=ways.wires, all_reduce=ways.all_reduces
-        )
-        spec = SearchSpec(start, batch, _LONG * batch, space, Scaling(is_adaptive))
+        groups = tuple(sorted({*group_counts(ranks), machines.sites})) if ways.method else (1,)
+        spec = SearchSpec(start, batch, _LONG * batch, replace(ways, groups=groups), Scaling(is_adaptive))
         described, *assumed = (_KnownEvidence(spec, each) for each in profiles)
         return cls(described, tuple(assumed))
 
@@ -319,16 +314,19 @@ class MachineComparison:
         if self.has_hook:
             return f"use DDP with torch's bf16 hook: {gain}; groups gain no more"
         peer = self.rows[2]
-        beside = f"{peer.name}: {_gain(peer.time)}"
+        package, _, way = peer.name.partition(": ")
+        beside = f"{package} with {way}: {_gain(peer.time)}"
+        is_faster = peer.time.value < ours.time.value
         if peer.time.low <= ours.time.value <= peer.time.high or ours.time.low <= peer.time.value <= ours.time.high:
-            beside += ", which is no certain difference"
-        elif peer.time.value < ours.time.value:
-            return f"consider {peer.name} first: {_gain(peer.time)} faster than DDP; lightning-omni: {gain}"
+            names = f"lightning-omni or {package}" if is_faster else "lightning-omni"
+            return f"use {names}: {gain}; {beside}, which is no certain difference"
+        if is_faster:
+            return f"consider {package} first, with {way}: {_gain(peer.time)} faster than DDP; lightning-omni: {gain}"
         return f"use lightning-omni: {gain}; {beside}"
 
     @property
     def ddp_step(self) -> str:
-        """Return what DDP's step is made of, and so how much any other way to train can gain."""
+        """Return the times in DDP's step, which limit what any other way to train can gain."""
         known = self.machines
         computed, exposed = known.step / min(known.speeds), known.exposed
         alone = known.batch_size * sum(known.speeds) / known.step
@@ -351,9 +349,22 @@ class MachineComparison:
         factor = setting.lr / start.lr
         return f"{text}  # momentum {setting.momentum:.2g}, {factor:.2g} times DDP's learning rate"
 
+    @property
+    def tuned_snippet(self) -> str:
+        """Return what to write to leave the choice to the run; empty if DDP is as fast."""
+        if not self.pays or self.has_hook:
+            return ""
+        return "Trainer(strategy=OmniStrategy(), callbacks=[OmniTuner()], ...)  # or this: it measures and chooses"
+
     def to_dict(self) -> dict[str, Any]:
         rows = [row.to_dict() for row in self.rows]
-        told = {"verdict": self.verdict, "write": self.snippet, "ddp_step": self.ddp_step, "assumed": list(ASSUMED)}
+        told = {
+            "verdict": self.verdict,
+            "write": self.snippet,
+            "or_write": self.tuned_snippet,
+            "ddp_step": self.ddp_step,
+            "assumed": list(ASSUMED),
+        }
         return {"rows": rows, **told}
 
 

@@ -46,15 +46,30 @@ def table_of(
     bold: int | None = None,
 ) -> Table:
     heads = heads or list(dict.fromkeys(head for row in rows for head in row))
-    columns = [Column(head, justify="left" if head in left else "right", no_wrap=True) for head in heads]
-    table = Table(*columns, title=title)
+    table = Table(
+        *(
+            Column(head, overflow="fold") if head in left else Column(head, justify="right", no_wrap=True)
+            for head in heads
+        ),
+        title=title,
+    )
     for place, row in enumerate(rows):
         table.add_row(*(Text(row.get(head, "-")) for head in heads), style="bold" if place == bold else None)
     return table
 
 
+def tall_table_of(rows: Sequence[Mapping[str, str]], title: str | None = None) -> Table:
+    """Return the same table with a column for each row, whose texts are folded."""
+    first, *heads = dict.fromkeys(head for row in rows for head in row)
+    columns = [Column(Text(row[first]), justify="right", overflow="fold") for row in rows]
+    table = Table(Column(first, no_wrap=True), *columns, title=title)
+    for head in heads:
+        table.add_row(head, *(Text(row.get(head, "-")) for row in rows))
+    return table
+
+
 def print_line(line: str) -> None:
-    """Print a line, unbroken because programs and the clipboard read it."""
+    """Print a line unbroken, for programs and the clipboard."""
     _output().print(Text(line), soft_wrap=True)
 
 
@@ -64,7 +79,7 @@ def print_sentence(sentence: str) -> None:
 
 
 def log(console: Console, line: str, style: str | None = None, highlight: bool | None = None) -> None:
-    """Print an unbroken line, or lose it if the output fails (the disk is full, the reader is gone)."""
+    """Print an unbroken line, or drop it if the output fails."""
     with suppress(OSError, SystemExit):  # rich ends the program if a pipe has lost its reader
         console.print(line, style=style, soft_wrap=True, markup=False, highlight=highlight)
 
@@ -101,11 +116,7 @@ class CommandOutput(NamedTuple):
 
 @contextmanager
 def command_output() -> Iterator[CommandOutput]:
-    """Show results when they are found, and announce each wait in between.
-
-    On a terminal, the announcement is a line that disappears; otherwise a line on standard error for each wait of more
-    than a second.
-    """
+    """Show results when they are found, and announce each wait in between."""
     console, timers = _output(), list[threading.Timer]()
 
     def is_over() -> None:
@@ -137,7 +148,7 @@ def _output() -> Console:
 
 
 def check_file(option: str, path: Path) -> None:
-    """Raise `ConfigurationError`, with the ``option``, if a file cannot be written; the file stays as it is."""
+    """Raise `ConfigurationError`, with the ``option``, if a file cannot be written; leave the file as it is."""
     folder = path.resolve().parent
     if not folder.is_dir():
         raise ConfigurationError(

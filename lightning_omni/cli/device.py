@@ -1,4 +1,4 @@
-"""The model and the data of ``lightning-omni device``, as the command line names them, and the lines to paste."""
+"""The model and the data of ``lightning-omni device``, and the lines to paste."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ _ALIKE = {"torch": 2, "lightning-omni": 3}
 
 
 class Failed(Exception):
-    """The failure of a step that later ones require."""
+    """The failure of a check that later ones require."""
 
 
 class Checkup:
@@ -66,12 +66,11 @@ class Checkup:
         self._show("ok", step, what)
 
     def warn(self, step: str, what: str, remedy: str) -> None:
-        """Report a problem that may not harm a run."""
         self._show("warning", step, what)
         self._remedies.append(f"{step}: {remedy}")
 
     def fail(self, step: str, what: str, remedy: str) -> Failed:
-        """Report a problem that prevents any run, and return the error for the caller to raise."""
+        """Report a problem that prevents any run, and return the error to raise."""
         self._show("failed", step, what)
         self.has_failed = True
         self._remedies.append(f"{step}: {remedy}")
@@ -92,7 +91,7 @@ class Checkup:
 
 
 def examine(checkup: Checkup, address: str, key_file: Path | None, mb: float, encryption: str) -> None:
-    """Check the connection step by step; ``mb`` is a model's size in MB, for the prediction of an exchange."""
+    """Check the connection step by step; ``mb`` is the model's size in MB."""
     with contextlib.suppress(Failed):
         key = _key(checkup, key_file)
         host, port = _address(checkup, address)
@@ -225,7 +224,7 @@ def _versions(checkup: Checkup, server: m.ServerDescription) -> None:
 
 
 def _clock(checkup: Checkup, observer: Observer) -> None:
-    """Compare the clocks as NTP does, by the fastest request, whose two ways differ least."""
+    """Compare the clocks as NTP does, by the fastest of several requests."""
     checkup.wait_for("five answers, for the clock")
     asked = []
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""The entry point: subcommands, the spelling of options, and the output of errors."""
+"""The entry point: subcommands, the spelling of options, and errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightning_omni.errors import OmniError
 
 
 class _HelpFormatter(DefaultHelpFormatter):
-    """A formatter that keeps paragraphs apart, and shows an option's default instead of its Python type."""
+    """A formatter that keeps paragraphs, and shows defaults instead of Python types."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         paragraphs = text.strip().split("\n\n")
@@ -175,7 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _own(error: BaseException | None) -> OmniError | None:
-    """Return this package's error behind another one, because the parser wraps errors of a cluster's parts."""
+    """Return this package's error behind another one: the parser wraps errors of a cluster's parts."""
     while error is not None and not isinstance(error, OmniError):
         error = error.__cause__
     return error

@@ -14,9 +14,15 @@ from lightning_omni.cli.console import table_of
 from lightning_omni.combinations import refuse_pairs
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import method_named, text_of
-from lightning_omni.tuning.report.plan import Plan, PlanSource, PossibleExchanges, title
+from lightning_omni.tuning.report.plan import Plan, PlanSource, title
 from lightning_omni.tuning.report.plan import rows as rows_of
-from lightning_omni.tuning.search.space import DEFAULT_ALL_REDUCES, DEFAULT_METHODS, DEFAULT_WIRES, compression_named
+from lightning_omni.tuning.search.space import (
+    DEFAULT_ALL_REDUCES,
+    DEFAULT_METHODS,
+    DEFAULT_WIRES,
+    Space,
+    compression_named,
+)
 from lightning_omni.wire.compression import EXACT, all_reduce_of
 
 _Read = TypeVar("_Read")
@@ -24,7 +30,7 @@ _Read = TypeVar("_Read")
 
 def exchanges_of(
     known: PlanSource, method: str | None, wire: str | None, period: int | None, all_reduce: str | None = None
-) -> PossibleExchanges:
+) -> Space:
     if period is not None:
         _as_option(
             "period", lambda: check_whole("period", period, "local steps between two exchanges, 1 or more", low=1)
@@ -45,8 +51,12 @@ def exchanges_of(
     all_reduces = DEFAULT_ALL_REDUCES if spec is None else spec.space.all_reduce
     if all_reduce is not None:
         all_reduces = _asked_all_reduce(all_reduce, known)
-    return PossibleExchanges(
-        methods, wires, () if period is None else (period,), all_reduces if known.profile.shapes else ()
+    return Space(
+        groups=(1,),
+        method=methods,
+        compression=wires,
+        period=() if period is None else (period,),
+        all_reduce=all_reduces if known.profile.shapes else (),
     )
 
 
@@ -57,7 +67,6 @@ def _check_wire(wire: str, methods: Sequence[str]) -> None:
 
 
 def _asked_all_reduce(all_reduce: str, known: PlanSource) -> tuple[str, ...]:
-    """Return the all-reduce formats beside the exact one, if the user requests this one."""
     if _as_option("all-reduce", lambda: all_reduce_of(all_reduce)) == EXACT:
         return ()
     if not known.profile.shapes:
@@ -77,7 +86,7 @@ def _as_option(option: str, read: Callable[[], _Read]) -> _Read:
 
 
 def tables(planned: Plan, samples: float | None) -> tuple[Table, Group]:
-    """Return the table of a plan, and the same in three parts for narrow terminals."""
+    """Return the table of a plan, and its three parts for narrow terminals."""
     rows, heading, left = rows_of(planned, samples), title(planned), ("batches", "exchange", "bottleneck")
     best = planned.rows.index(planned.best)
     first, *heads = (head for head in rows[0] if head != "exchange")

@@ -52,7 +52,7 @@ EVERY = 0.25
 
 
 class RunLog:
-    """A log of the runs of a server, whose clock may have been still for a while."""
+    """A log of the runs of a server, whose clock may have stood still."""
 
     def __init__(self, core: ServerCore, console: Console) -> None:
         self._core, self._console = core, console
@@ -71,7 +71,6 @@ class RunLog:
 
 
 def line_of(event: RunEvent, now: float) -> str:
-    """Return a line with local time and event; ``now`` is on the server's clock."""
     return stamped(quoted(event.text), now - event.at)
 
 
@@ -88,8 +87,8 @@ class Options:
 
     Attributes:
         here: servers on this machine that share the weights, with this one.
-        encryption: encryption of ZeroMQ, unless ``settings.transports`` names a transport of the user's.
-        http: port of the status pages; None if there are none.
+        encryption: encryption of ZeroMQ; another transport does not read it.
+        http: port of the status pages; None for none.
         key_file: file of the key; None for the environment.
     """
 
@@ -129,7 +128,7 @@ class StopSignals:
 
 
 def stand(settings: ServerSettings, options: Options, console: Console) -> int:
-    """Serve until the server is stopped; one that saves its state is forked, and again after its death."""
+    """Serve until stopped. A server that saves its state is forked, and forked again after its death."""
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt=TIMES, level=logging.WARNING)
     signals = StopSignals()
     supervises = bool(settings.state) and can_supervise()
@@ -229,7 +228,6 @@ class StandaloneServer:
             log(self._console, self._continued)
 
     def _is_over(self) -> bool:
-        """Do periodic work between messages, and return whether to stop."""
         if self._states is not None:
             self._states.poll(self._core)
         if self._log is not None:

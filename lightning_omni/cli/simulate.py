@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from rich.table import Column, Table
-from rich.text import Text
 
 from lightning_omni import simulator
+from lightning_omni.checks import counted
 from lightning_omni.cli.console import (
     INTERRUPTED,
     check_file,
@@ -24,9 +23,11 @@ from lightning_omni.cli.console import (
     progress_bar,
     show,
     table_of,
+    tall_table_of,
 )
 from lightning_omni.cli.simulate_settings import SimulationSettings
 from lightning_omni.cli.simulate_task import Task
+from lightning_omni.cli.units import flag
 from lightning_omni.combinations import refuse_pairs
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import AsyncSGD, Method, method_named
@@ -60,23 +61,24 @@ def best_rate(own: float, attempt: Try, target: tuple[str, float] | None) -> tup
         for factor in (COARSE**power for power in range(-_REACH, _REACH + 1))
     }
     for _ in range(_REACH):
-        best = _smallest_of_the_best(first)
+        best = min(_equally_good(first))
         if best not in (min(first), max(first)):
             break
         beyond = best * COARSE if best == max(first) else best / COARSE
         first[beyond] = merit(attempt(own * beyond, FIRST), target)
-    best = _smallest_of_the_best(first)
+    # If the rate makes no difference, the runs were too short for the method: its first exchange was not reached.
+    best = 1.0 if len(_equally_good(first)) == len(first) else min(_equally_good(first))
     second = {factor: merit(attempt(own * factor, SECOND), target) for factor in (best / FINE, best, best * FINE)}
     tried = sorted({*first, *second})
-    return own * _smallest_of_the_best(second), [own * factor for factor in tried]
+    return own * min(_equally_good(second)), [own * factor for factor in tried]
 
 
-def _smallest_of_the_best(merits: dict[float, tuple[float, float]]) -> float:
-    """Return the smallest of equally good rates: nearly too large ones suffer in longer runs."""
+def _equally_good(merits: dict[float, tuple[float, float]]) -> list[float]:
+    """Return the best rates, of which the smallest is to be taken: nearly too large ones suffer in longer runs."""
     seconds, loss = min(merits.values())
     if math.isfinite(seconds):
-        return min(factor for factor, each in merits.items() if each[0] <= (1 + _EQUAL) * seconds)
-    return min(factor for factor, each in merits.items() if each[1] <= loss + _EQUAL * abs(loss))
+        return [factor for factor, each in merits.items() if each[0] <= (1 + _EQUAL) * seconds]
+    return [factor for factor, each in merits.items() if each[1] <= loss + _EQUAL * abs(loss)]
 
 
 def merit(trace: Trace, target: tuple[str, float] | None) -> tuple[float, float]:
@@ -90,13 +92,15 @@ def merit(trace: Trace, target: tuple[str, float] | None) -> tuple[float, float]
 # --- Runs -------------------------------------------------------------------------------------------------------------
 
 _PICTURES = (".png", ".svg", ".pdf")
+_UNTITLED = ("devices", "workload", "batch_size", "groups", "lr", "out", "picture", "threads")
+"""The settings that the title of a picture states otherwise, or not at all."""
 
 OnProgress = Callable[[float, str], None]
 
 
 @dataclass(frozen=True)
 class Entrant:
-    """A method with its groups; ``name`` is as the user wrote it."""
+    """A method with its groups; ``name`` is the user's text."""
 
     name: str
     method: Method
@@ -104,7 +108,7 @@ class Entrant:
 
     @classmethod
     def of(cls, name: str, devices: int, groups: int | None) -> Entrant:
-        """Parse the name of a method, as in ``"softsync:n=2@8"``; by default as many groups as devices."""
+        """Parse a method, as in ``"softsync:n=2@8"``; by default with as many groups as devices."""
         text, _, own = name.partition("@")
         if own and not own.isdecimal():
             raise ConfigurationError(f"{name}: after @ stands the number of groups, as in {text}@4")
@@ -118,7 +122,6 @@ class Entrant:
 
     @property
     def waits(self) -> bool:
-        """Return whether the method waits for exchanges, even if overlap is requested."""
         return len(self.topology.alive) > 1 and not isinstance(self.method, AsyncSGD)
 
 
@@ -134,7 +137,7 @@ class Run:
 
 
 def run(names: Sequence[str], settings: SimulationSettings, together: bool = False) -> int:
-    """Run a whole command; ``together`` in one picture, with a learning rate for each method unless one is given."""
+    """Run the command; ``together`` in one picture, with a learning rate found for each method if none is given."""
     if settings.picture:
         check_can_draw(remedy=", or pass --no-picture")
     task = Task.of(settings)
@@ -147,14 +150,16 @@ def run(names: Sequence[str], settings: SimulationSettings, together: bool = Fal
     runs, code = _runs(entrants, task, finds_rates=together and not task.rates)
     try:
         _report(runs, task, together)
+        for sentence in _without_effect(entrants, settings):
+            print_sentence(sentence)
     finally:  # a full or closed standard output must not lose the traces
         for each in runs:
             each.trace.save(files.trace(each.entrant.name))
     if settings.picture and together:
         traces = {each.entrant.name: each.trace for each in runs}
-        plot_comparison(traces, files.picture, _title(task, settings), task.target)
+        plot_comparison(traces, files.picture, _title(settings), task.target)
     elif settings.picture:
-        runs[0].trace.plot(files.picture, _title(task, settings))
+        runs[0].trace.plot(files.picture, _title(settings))
     if settings.picture:
         print_line(f"picture: {files.picture}")
     for each in runs:
@@ -261,19 +266,41 @@ def _file_name(method: str) -> str:
     return re.sub(r"[^\w.=@]+", "-", method)
 
 
-def _title(task: Task, settings: SimulationSettings) -> str:
-    words = task.cluster.words
-    return f"{words}; {settings.workload.rpartition('/')[2]}, batches of {settings.batch_size} a device"
+def _title(settings: SimulationSettings) -> str:
+    """Return the cluster and the workload in one line, with the settings that differ from the defaults."""
+    usual = asdict(SimulationSettings())
+    changed = {name: value for name, value in asdict(settings).items() if value != usual[name]}
+    given = [f"{name.replace('_', ' ')} {value}" for name, value in changed.items() if name not in _UNTITLED]
+    workload = f"{settings.workload.rpartition('/')[2]}, batches of {settings.batch_size} a device"
+    return "; ".join([counted(settings.devices, "device"), workload, *given])
 
 
 def _report(runs: Sequence[Run], task: Task, together: bool) -> None:
     rows = [_row(each, task.target) for each in runs]
-    show(table_of(rows, left=("method", "ended")), _tall_table(rows))
+    show(table_of(rows, left=("method", "ended")), tall_table_of(rows))
     if together:
         print_sentence(_of_rates(runs, task))
         if waiting := [each.entrant.name for each in runs if task.options["overlap"] and each.entrant.waits]:
             without = ", ".join(waiting)
             print_sentence(f"--overlap is for async_sgd: {without} ran without")
+
+
+_INSIDE = ("rebalance", "all_reduce")
+_BETWEEN = ("compression", "overlap", "servers", "server_bandwidth", "update_seconds")
+
+
+def _without_effect(entrants: Sequence[Entrant], settings: SimulationSettings) -> Iterator[str]:
+    """Yield a sentence on the given options that no run has used, because of its groups."""
+    topologies = [each.topology for each in entrants]
+    alone = all(len(members) == 1 for each in topologies for members in each.groups)
+    synchronous = all(each.is_synchronous for each in topologies)
+    for is_unused, names, why in (
+        (alone, _INSIDE, "every group is one device; pass fewer --groups"),
+        (synchronous, _BETWEEN, "one group exchanges with no server; pass more --groups"),
+    ):
+        given = [flag(name) for name in names if getattr(settings, name) != getattr(SimulationSettings, name)]
+        if is_unused and given:
+            yield f"without effect: {' and '.join(given)}, because {why}"
 
 
 def _of_rates(runs: Sequence[Run], task: Task) -> str:
@@ -298,15 +325,6 @@ def _of_rates(runs: Sequence[Run], task: Task) -> str:
 
 def _listed(rates: Sequence[float], between: str = ", ") -> str:
     return between.join(f"{rate:.3g}" for rate in rates)
-
-
-def _tall_table(rows: Sequence[Mapping[str, str]]) -> Table:
-    first, *heads = dict.fromkeys(head for row in rows for head in row)
-    columns = [Column(Text(row[first]), justify="right", overflow="fold") for row in rows]
-    table = Table(Column(first, no_wrap=True), *columns)
-    for head in heads:
-        table.add_row(head, *(Text(row.get(head, "-")) for row in rows))
-    return table
 
 
 def _row(run: Run, target: tuple[str, float] | None) -> Mapping[str, str]:

@@ -1,4 +1,4 @@
-"""The settings of ``simulate``, as users write them. This module imports nothing heavy."""
+"""The settings of ``simulate``. This module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ class SimulationSettings:
 
     Args:
         groups: Number of compute groups, into which the devices are split evenly. By default every device is a group.
-        devices: Number of devices in the cluster.
+        devices: Number of devices.
         seconds_per_sample: Time of forward and backward for one sample, as in 1ms, or in seconds.
         overhead: Additional time of every batch, as in 5ms, or in seconds.
-        jitter: Scatter of the devices' times: none, exponential, or normal, lognormal or gamma with their standard
-            deviation over their mean, as in lognormal:0.2.
+        jitter: Scatter of the devices' times: none, exponential; or normal, lognormal or gamma with standard deviation
+            over mean, as in lognormal:0.2.
         straggler: Factor by which the last device is slower than the others.
         bandwidth: Bandwidth of all links, to the server and inside groups, as in 10Gbit, or in bytes per second.
         latency: Latency of all links, as in 50us, or in seconds.
         server_bandwidth: Bandwidth of the server's network card, which all groups share. By default that of the links.
-        update_seconds: Time that the server takes for one push, as in 5ms, or in seconds.
-        head_seconds_per_sample: Time that a merged head takes for one sample, one group at a time.
+        update_seconds: Time of the server for one push, as in 5ms, or in seconds.
+        head_seconds_per_sample: Time of a merged head for one sample, in seconds, one group at a time.
         servers: Number of parameter servers that share the weights; or per-node, one on each node, which the groups on
             that node reach without a link.
         nodes: Nodes over which the devices are spread evenly, for per-node; by default each device is a node.
         workload: Model and data: synthetic, or file.py:function or package.module:function that returns a
             lightning_omni.simulator.Workload.
         batch_size: Samples in one device's batch.
-        rebalance: auto splits a group's batch in proportion to the speeds of its devices; off splits it equally.
+        rebalance: auto splits a group's batch in proportion to its devices' speeds; off splits it equally.
         merged: Name of a submodule that stays at the server.
-        compression: Encoding of pushes: fp32, bf16, fp16, int8 or topk:0.01; of pushes and pulls, as in
-            {"push": "int8", "pull": "bf16"}.
+        compression: Encoding of pushes: fp32, bf16, fp16, int8 or topk:0.01; of pushes and pulls, as in {"push":
+            "int8", "pull": "bf16"}.
         all_reduce: Format in which the devices of a group average gradients: fp32, bf16, fp16 or powersgd:8.
-        overlap: Groups compute their next gradient during an exchange, with async_sgd. Of several methods,
-            others run without it, and are named.
-        lr: Learning rate, or several as in [0.03, 0.1]: then each method is shown with its best one, which reaches the
-            target first or else has the lowest last loss. By default one method uses the workload's; of several, each
-            gets its best around it.
+        overlap: Groups compute their next gradient during an exchange, with async_sgd. Of several methods, the others
+            run without it.
+        lr: Learning rate, or several as in [0.03, 0.1], of which each method gets its best: the first to reach the
+            target, or else with the lowest last loss. By default one method uses the workload's; each of several gets
+            its best around it.
         momentum: Momentum. By default the workload's.
         epochs: Passes over the data after which a run ends; 10 if nothing else ends it.
         updates: Updates after which a run ends.

@@ -51,11 +51,7 @@ class Task:
 
     @classmethod
     def of(cls, settings: SimulationSettings) -> Task:
-        """Convert settings.
-
-        Raises:
-            ConfigurationError: a setting is wrong; the message names it.
-        """
+        """Convert settings; raise `ConfigurationError` that names a wrong one."""
         check_above_zero({name: getattr(settings, name) for name in _POSITIVE})
         if settings.seed < 0:
             raise ConfigurationError(f"--seed {settings.seed}: pass a whole number from 0 up")
@@ -109,7 +105,12 @@ class Task:
 
 def cluster_of(settings: SimulationSettings) -> Cluster:
     link = Link(rate_of("--bandwidth", settings.bandwidth), seconds_of("--latency", settings.latency))
-    card = settings.server_bandwidth
+    card, head = settings.server_bandwidth, seconds_of("--head-seconds-per-sample", settings.head_seconds_per_sample)
+    if head and settings.merged is None:
+        raise ConfigurationError(
+            f"--head-seconds-per-sample {settings.head_seconds_per_sample}: it is of a merged head, and there is none;"
+            " pass --merged, too"
+        )
     return Cluster.with_straggler(
         settings.devices,
         settings.straggler,
@@ -120,7 +121,7 @@ def cluster_of(settings: SimulationSettings) -> Cluster:
         server=Link(link.bandwidth if card is None else rate_of("--server-bandwidth", card)),
         group_link=link,
         update_seconds=seconds_of("--update-seconds", settings.update_seconds),
-        head_seconds_per_sample=seconds_of("--head-seconds-per-sample", settings.head_seconds_per_sample),
+        head_seconds_per_sample=head,
         servers=settings.servers,
         nodes=settings.nodes,
     )
@@ -142,7 +143,6 @@ def jitter_of(given: str) -> Jitter:
 
 
 def epochs_of(settings: SimulationSettings) -> int | None:
-    """Return the epochs after which a run ends, by default only without another limit."""
     if settings.epochs is None and settings.updates is None and settings.seconds is None:
         return _DEFAULT_EPOCHS
     return settings.epochs

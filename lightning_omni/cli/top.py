@@ -55,7 +55,7 @@ _STYLES = {"lost": "red", "over": "bold red", "joined": "green"}
 
 
 class Rates:
-    """The increase per second of a run's counters over the last seconds."""
+    """The increase per second of a run's counters over `WINDOW`."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, Overview]] = deque()
@@ -76,7 +76,7 @@ class Rates:
 
 
 def picture(overview: Overview, rates: Rates, chosen: int = 0, note: str = "", keys: bool = True) -> RenderableType:
-    """Render a run; keys, if any, act on the group with index ``chosen``, and are answered by ``note``."""
+    """Render a run; keys, if any, act on the group with index ``chosen``; ``note`` is the answer to the last one."""
     if not overview.run:
         return Group(Text("No run: the server waits for ranks."), *_foot(note, keys))
     return Group(
@@ -91,7 +91,7 @@ def picture(overview: Overview, rates: Rates, chosen: int = 0, note: str = "", k
 class GroupsTable:
     """A table with a row for each group; times are means over its ranks.
 
-    In narrow terminals, the least important columns are left out. ``chosen`` is None without keys.
+    Narrow terminals omit the least important columns. ``chosen`` is None without keys.
     """
 
     def __init__(self, overview: Overview, rates: Rates, chosen: int | None = None) -> None:
@@ -351,7 +351,7 @@ def _no_keys(seconds: float) -> list[str]:
 
 
 class _Connected:
-    """The actions on a run over the present connection; None while the server cannot be reached."""
+    """The actions on a run over the present connection; ``observer`` is None while the server cannot be reached."""
 
     def __init__(self, observer: Observer | None) -> None:
         self.observer = observer

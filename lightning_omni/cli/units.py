@@ -1,4 +1,4 @@
-"""Quantities as users write them, ``10Gbit`` or ``5ms``, with one spelling in all commands and in YAML."""
+"""Quantities as users write them, ``10Gbit`` or ``5ms``, in all commands and in YAML."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def flag(name: str) -> str:
 
 
 def check_above_zero(given: Mapping[str, float | None]) -> None:
-    """Raise an error with the option if a number is not above 0; None is skipped."""
+    """Raise `ConfigurationError`, with the option, if a number is not above 0; skip None."""
     for name, value in given.items():
         if value is not None and not 0 < value < math.inf:
             raise ConfigurationError(f"{flag(name)} {value}: pass a number above 0")

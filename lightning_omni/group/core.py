@@ -1,8 +1,6 @@
 """A group's state machine: it converts gradients and answers into actions. No sockets, clocks or threads.
 
-It is the counterpart of `lightning_omni.server.core`. It drives the group sides of the method, one for each
-optimizer, and keeps the group's view of the run. A driver (a rank of a real run, the simulator, a replay, a test)
-performs each action and reports its result::
+It drives the group sides of the method, one for each optimizer. A driver performs each action and reports its result::
 
     action = core.gradient(optimizer, gradient)
     while not isinstance(action, NextGradient):
@@ -11,12 +9,11 @@ performs each action and reports its result::
 Rule 1: each optimizer has one action at a time. The action's tensors are live, and stay unchanged until it is answered.
 Rule 2: every rank of a group drives its own core with the same events. Only the leader communicates with the server and
 other groups; it shares the results, so all members arrive at the same actions.
-Rule 3: a push keeps its number until it is answered. If the answer was lost, `GroupCore.send` may be called again for
-the same `ServerRequest` and returns the same. The server applies each number once.
+Rule 3: a push keeps its number until it is answered. After a lost answer, `GroupCore.send` returns the same messages
+for the same `ServerRequest`. The server applies each number once.
 Rule 4: needs of the method that the group can meet by itself, such as a step of its own optimizer, are met here.
-Rule 5: an exchange of an optimizer may overlap the computation of gradients. The driver receives its answer and passes
-it to `GroupCore.apply_answer` before the group waits for others (at a synchronization point, or for more data), before
-its parameters change, and before other groups are formed. So no exchange is under way at these times.
+Rule 5: an exchange may overlap the computation of gradients. The driver passes its answer to `GroupCore.apply_answer`
+before the group waits for others, before its parameters change, and before other groups are formed.
 """
 
 from __future__ import annotations
@@ -73,7 +70,7 @@ class Average:
     """A request for the mean of all groups' own weights: methods without master weights are evaluated by it.
 
     Attributes:
-        tensors: this group's weights; None for those that all groups share, such as master weights.
+        tensors: this group's weights; None for frozen ones that equal the server's.
     """
 
     tensors: Tensors
@@ -83,12 +80,10 @@ class ServerRequest(NamedTuple):
     """A request to the server; its answer is the result of `GroupCore.receive`.
 
     Attributes:
-        optimizer: number of the optimizer.
-        need: the method's need, or a synchronization point.
         epoch: epoch of leased data; -1 if none is leased.
         trained: batches of it that are trained with this request.
-        waits: whether the driver waits for the server's answer. Otherwise it sends the request and answers None; a
-            later `Receive` requests the answer.
+        waits: whether the driver waits for the answer. Otherwise it sends the request and answers None; a later
+            `Receive` requests the answer.
     """
 
     optimizer: int
@@ -103,22 +98,15 @@ class ServerRequest(NamedTuple):
 
     @property
     def pulls(self) -> bool:
-        """Return whether the answer contains tensors."""
         return not isinstance(self.need, Exchange) or self.need.pull
 
     @property
     def fragment(self) -> int | None:
-        """Return the fragment that is pushed and answered; None for all parameters."""
         return self.need.fragment if isinstance(self.need, Exchange) else None
 
 
 class Outgoing(NamedTuple):
-    """A message of the leader to the server, from `GroupCore.send`.
-
-    Attributes:
-        message: the message.
-        payload: for a push, its tensors in the run's wire format.
-    """
+    """A message to the server, and its payload, if any: a push's tensors are in the run's wire format."""
 
     message: m.PushMessage | m.FetchMessage | m.AverageMessage | m.UploadWeights | m.TakeSnapshot
     payload: Tensor | None = None
@@ -130,17 +118,11 @@ Action = NextGradient | ServerRequest | Receive | Publish | SendPeer | ReadPeer 
 
 @dataclass
 class LastAnswer:
-    """The state of the run in the server's last answer.
+    """The state of the run in the server's last answer, as in `lightning_omni.wire.messages.Weights`.
 
     Attributes:
-        staleness: staleness of the answered push; -1 for a fetch.
-        applied: whether that push was applied.
-        progress: positions of the epoch trained by all groups.
-        stop: as in `lightning_omni.wire.messages.LeaveEpoch`.
-        refused_in_row: consecutive refused pushes of this group, up to this one.
-        repeated: whether that push was counted when it arrived first, and its answer was lost.
-        validations: number of validations that all groups have completed.
-        groups: number of participating groups, if groups join the run on their own; otherwise 0.
+        refused_in_row: consecutive pushes of this group that were not finite, up to this one.
+        repeated: whether the answered push was counted when it arrived first, and its answer was lost.
     """
 
     staleness: int = -1
@@ -192,17 +174,12 @@ class GroupCore:
     """A compute group, without the computation of its gradients.
 
     Args:
-        method: the method.
         wire_format: encoding of its pushes.
-        max_nonfinite_pushes: the number of consecutive pushes with NaN or infinite elements that ends the run; None if
-            there is no limit.
-        overlap: whether exchanges of `AsyncSGD` overlap the computation of gradients; see
-            `lightning_omni.methods.overlap`.
+        max_nonfinite_pushes: consecutive pushes with NaN or infinite elements that end the run; None for no limit.
+        overlap: whether exchanges of `AsyncSGD` overlap computation; see `lightning_omni.methods.overlap`.
 
     Attributes:
-        identity: identity of this group.
         data: the group's drawn and trained batches of the epoch, if its data is leased.
-        last_answer: state of the run in the server's last answer.
 
     Example:
         >>> import torch
@@ -239,11 +216,7 @@ class GroupCore:
         self._method_states: list[_MethodState] = []
 
     def attach(self, replica: Replica) -> int:
-        """Add the weights of an optimizer; return its number.
-
-        Args:
-            replica: the weights.
-        """
+        """Add the weights of an optimizer; return its number."""
         self._method_states.append(_MethodState(replica))
         return len(self._method_states) - 1
 
@@ -251,12 +224,9 @@ class GroupCore:
         self._method_states.clear()
 
     def form(self, identity: GroupId | None = None) -> None:
-        """Restart the method for other groups, with the memory of its replicas.
+        """Restart the method for other groups; the memory of its replicas and the senders' states stay.
 
-        The senders' states are kept: the rank that forms groups passes them to the new leaders.
-
-        Args:
-            identity: new identity of this group, whose pushes are then counted from the first; None keeps both.
+        With a new ``identity``, the group's pushes are counted from the first.
         """
         for own in self._method_states:
             own.side = own.under_way = own.outgoing = None
@@ -304,14 +274,7 @@ class GroupCore:
     def receive(
         self, answer: LastAnswer, tensors: Sequence[Tensor], clock: int, note: float = 0.0, fragment: int | None = None
     ) -> Pulled:
-        """Return the weights that the server has sent, in the form that the method expects.
-
-        Args:
-            answer: state of the run sent with the weights.
-            tensors: the weights, or none.
-            clock: clock of the master weights.
-            note: a number for the method.
-            fragment: fragment of the weights; None for all parameters.
+        """Return the server's answer in the form that the method expects.
 
         Raises:
             NonFiniteGradients: the server refused too many consecutive pushes.
@@ -323,11 +286,7 @@ class GroupCore:
         return Pulled(tensors, clock, note, refused=lost or not answer.applied, fragment=fragment)
 
     def check_nonfinite(self, in_row: int) -> None:
-        """Check the number of this group's consecutive pushes that were not finite and not applied.
-
-        Raises:
-            NonFiniteGradients: too many.
-        """
+        """Raise `NonFiniteGradients` if too many consecutive pushes of this group were not finite."""
         if self._max_nonfinite_pushes is not None and in_row >= self._max_nonfinite_pushes:
             raise NonFiniteGradients(
                 f"what group {self.identity.name} pushed was NaN or infinite {in_row} times in a row, and none of"
@@ -349,19 +308,18 @@ class GroupCore:
 
     @property
     def overlaps(self) -> bool:
-        """Return whether exchanges overlap the computation of gradients."""
         return self.overlap and isinstance(self.method, AsyncSGD)
 
     # --- Actions -----------------------------------------------------------------------------------------------------
 
     def fetch(self, optimizer: int) -> ServerRequest:
-        """Return a request for the server's weights that the method did not need; pass the answer to `receive`."""
+        """Return a request for the server's weights; pass the answer to `receive`."""
         return ServerRequest(optimizer, Fetch(), *self.place)
 
     def synchronize(self, optimizer: int) -> ServerRequest:
         """Return a request for the weights to evaluate at a synchronization point; pass the answer to `receive`.
 
-        These are the master weights or, if groups have none in common, the mean of all groups' own weights.
+        If groups have no master weights in common, it is for the mean of all groups' own weights.
         """
         own = self._method_states[optimizer]
         if self.method.evaluated == "mean":
@@ -370,16 +328,13 @@ class GroupCore:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Return the group's position in the epoch's data: see `LeaseClient.place`."""
         return self.data.place if self.data is not None else (-1, 0)
 
     def send(self, ask: ServerRequest, split: Partition, memories: Sequence[Memory]) -> list[Outgoing]:
         """Return each server's message for a request; only ranks that exchange call it, again if an answer was lost.
 
-        Args:
-            ask: a request of this core.
-            split: division of the optimizer's parameters over the servers, of which the first coordinates.
-            memories: memory for each server's payload, which no other may use before this is answered.
+        The first server of ``split`` coordinates. No other payload may use ``memories``, one for each server, before
+        the answer.
         """
         own = self._method_states[ask.optimizer]
         if ask is own.under_way and own.outgoing is not None:
@@ -423,13 +378,11 @@ class GroupCore:
         return state_of_fragment(own.sent, layout, need.fragment, self.method.fragments)
 
     def _store_sending(self, own: _MethodState, need: Exchange, layout: Layout, state: State) -> None:
-        """Store the sender's state that holds if the push is applied."""
         if need.fragment is not None:
             state = with_fragment(own.sent, state, layout, need.fragment, self.method.fragments)
         own.sending = state
 
     def sequence(self, optimizer: int) -> int:
-        """Return the number of an optimizer's pushes that the server has answered in this incarnation of the group."""
         return self._method_states[optimizer].sequence
 
     def sender_state(self, optimizer: int) -> State:

@@ -14,19 +14,15 @@ from lightning_omni.wire.messages.data import Batch
 def apportion(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
     """Split samples into whole numbers for the members of a group, so that the slowest ends as early as possible.
 
-    The parts are proportional to the speeds, up to rounding. Each member gets at least two samples if there are enough,
-    or one: BatchNorm fails with a single sample, which has no variance.
+    The parts are proportional to the speeds, up to rounding. Each is at least ``min(2, total // members)``: BatchNorm
+    fails with a single sample, which has no variance.
 
     Args:
         total: samples to split.
-        speeds: speed of each member, in samples per second or any other unit. Earlier results are valid speeds, too,
-            and give the same proportions again.
-
-    Returns:
-        Each member's samples, whose sum is ``total``.
+        speeds: speed of each member, in any unit. Earlier results above 0 are valid, too: the proportions stay.
 
     Raises:
-        ValueError: the group has no member, or a speed is not a positive number.
+        ValueError: the group has no member, a speed is not a positive number, or ``total`` is negative.
 
     Example:
         >>> apportion(64, [1.0, 2.0, 4.0])
@@ -50,16 +46,16 @@ def positions(batch: Batch, member: int, members: int, shares: Sequence[int] = (
     """Return one member's positions of a group batch: every ``members``-th one, as in DistributedSampler.
 
     With one group they are exactly those of DistributedSampler and BatchSampler for that rank. A batch with fewer
-    positions than members uses some of them twice, because every member of a group needs at least one sample.
+    positions than members uses some twice, because every member needs one.
 
     Args:
         batch: the group's batch.
         member: index in the group, from 0.
         members: size of the group.
-        shares: each member's samples of a whole batch, if they differ: each member then gets a contiguous range, and of
-            a shorter batch a proportional part.
-        in_pairs: whether members get two positions of a batch with fewer than two for each member, some of them twice:
-            with a single one BatchNorm cannot train.
+        shares: each member's samples of a whole batch, if they differ: each then gets a contiguous range, of a shorter
+            batch a proportional one.
+        in_pairs: whether members get two positions of a batch with fewer than two for each, some of them twice, for
+            BatchNorm.
 
     Example:
         >>> list(positions(Batch(10, 16, 0), member=1, members=2))
@@ -87,14 +83,8 @@ def positions(batch: Batch, member: int, members: int, shares: Sequence[int] = (
 def weight(batch: Batch, member: int, members: int, shares: Sequence[int] = (), in_pairs: bool = False) -> float:
     """Return the factor for a member's mean gradient that makes DDP's mean over members the mean over the batch.
 
-    It is ``members * own samples / all samples``, and less for a sample that several members hold.
-
-    Args:
-        batch: the group's batch.
-        member: index in the group, from 0.
-        members: size of the group.
-        shares: as in `positions`. If empty, the result is 1.0 for any batch: members count equally, as under DDP.
-        in_pairs: as in `positions`.
+    It is ``members * own samples / all samples``, and less for a sample that several members hold. The arguments are as
+    in `positions`; without ``shares`` the factor is 1.0, as under DDP.
 
     Example:
         >>> [weight(Batch(0, 6, 0), member, 2, shares=(2, 4)) for member in (0, 1)]
@@ -110,7 +100,6 @@ def weight(batch: Batch, member: int, members: int, shares: Sequence[int] = (), 
 
 
 def _is_short(size: int, members: int) -> bool:
-    """Return whether a batch has at least two positions, but fewer than two for each member."""
     return 1 < size < 2 * members
 
 
@@ -124,18 +113,13 @@ class LeaseClient:
     """One member's view of an epoch's batches: those of its group, and its own part of each.
 
     Args:
-        member: index in the group.
-        members: size of the group.
-        generation: the server's number of this forming of groups.
+        generation: the server's count of formings of groups.
         shares: each member's samples of a whole batch, if they differ; see `set_batch_shares`.
 
     Attributes:
-        epoch: number of the epoch.
-        trained: batches of this epoch that the group has begun to train, since groups were last formed.
-        interval: number of the group's validation interval.
+        trained: batches of this epoch that the group has begun to train since groups were formed.
         handed: batches passed to the data loader.
-        in_pairs: whether members get at least two samples of a batch; see
-            `lightning_omni.group.leased_batches.positions`.
+        in_pairs: as in `positions`.
 
     Example:
         >>> client = LeaseClient(member=1, members=2, generation=1)
@@ -172,17 +156,14 @@ class LeaseClient:
     # --- Messages -----------------------------------------------------------------------------------------------------
 
     def draw(self, number: int, trained: int | None = None) -> m.DrawBatches:
-        """Return the request for the group's batches from a number on.
+        """Return the request for the group's batches from a number on, the first that is not drawn yet.
 
-        Args:
-            number: number of the first batch that is not drawn yet.
-            trained: completely trained batches; by default all that were begun.
+        ``trained`` is the number of completely trained batches, by default all that were begun.
         """
         done = self.trained if trained is None else trained
         return m.DrawBatches(epoch=self.epoch, generation=self._formed, number=number, trained=done)
 
     def record_drawn(self, batches: Sequence[Batch]) -> None:
-        """Add the answer to `draw`, which is empty if the pool is empty now."""
         self._batches += batches
 
     def ask_next(self) -> m.AskNext:
@@ -190,17 +171,13 @@ class LeaseClient:
         return m.AskNext(epoch=self.epoch, generation=self._formed, trained=self.trained, interval=self.interval)
 
     def apply_next(self, decision: str, coming: Batch | None = None) -> None:
-        """Apply the answer to `ask_next`, and the next batch, if any.
-
-        After ``"validate"`` the group is in the next interval; after ``"more"`` it is in that of its next batch.
-        """
+        """Enter the validation interval that follows from the answer to `ask_next`, and from the next batch, if any."""
         if decision == "validate":
             self.interval += 1
         elif decision == "more" and coming is not None:
             self.interval = max(self.interval, coming.interval)
 
     def leave_epoch(self, stop: str) -> m.LeaveEpoch:
-        """Return the message that the group leaves the epoch early; see `lightning_omni.wire.messages.LeaveEpoch`."""
         return m.LeaveEpoch(epoch=self.epoch, generation=self._formed, trained=self.trained, stop=stop)
 
     # --- Batches ------------------------------------------------------------------------------------------------------
@@ -219,7 +196,6 @@ class LeaseClient:
 
     @property
     def current(self) -> Batch | None:
-        """Return the group's batch that is being trained."""
         return self._batches[self.trained - 1] if 0 < self.trained <= len(self._batches) else None
 
     @property
@@ -231,12 +207,11 @@ class LeaseClient:
         return self.current.stop if self.current is not None else 0
 
     def indices(self, number: int) -> range:
-        """Return this member's positions of a batch, by the batch's number among the drawn ones."""
+        """Return this member's positions of a batch, by its number among the drawn ones."""
         return positions(self._batches[number], self._member, self._members, self._shares_of(number), self.in_pairs)
 
     @property
     def samples(self) -> int:
-        """Return this member's number of samples in the batch that is being trained."""
         return len(self.indices(self.trained - 1)) if self.current is not None else 0
 
     # --- Shares ------------------------------------------------------------------------------------------------------
@@ -249,12 +224,10 @@ class LeaseClient:
     def set_batch_shares(self, shares: Sequence[int], from_number: int) -> None:
         """Give members unequal parts of each batch, from a batch number on. All members must call this alike.
 
-        Args:
-            shares: each member's samples of a whole batch; equal ones have no effect.
-            from_number: first batch that is split this way; no member may have been handed it.
+        Equal ``shares`` (samples of a whole batch) have no effect.
 
         Raises:
-            ValueError: the shares do not fit the group, or this member was handed that batch.
+            ValueError: the shares do not fit the group, or this member was handed a batch from that number on.
         """
         if from_number < self.handed or len(shares) != self._members or min(shares) < 1:
             raise ValueError(f"cannot share out {shares} among {self._members} from batch {from_number} on")
@@ -262,7 +235,6 @@ class LeaseClient:
 
     @property
     def weight(self) -> float:
-        """Return this member's weight in the gradient of the current batch; see `protocol.leases.weight`."""
         batch = self.current
         if batch is None:
             return 1.0

@@ -1,8 +1,5 @@
 """A group's side of a merged head: its messages to the server, and the state of its access. No I/O.
 
-It is the counterpart of `lightning_omni.server.merged_head`. The driver (a rank, the simulator) transfers the
-messages.
-
 Rule: exclusive access is one forward pass and one backward pass, with which the head is stepped; or it is given up.
 """
 
@@ -35,9 +32,8 @@ class MergedHeadClient:
     Args:
         name: name of the submodule, for errors.
         number: number of the head, among the optimizers.
-        module: the submodule.
-        optimizer: the user's optimizer of its parameters, for the hyperparameters.
-        parameters: these parameters, in the optimizer's order.
+        optimizer: the user's optimizer of its parameters.
+        parameters: its parameters, in the optimizer's order.
 
     Attributes:
         clip: largest norm or magnitude of the head's gradient; 0 clips nothing.
@@ -119,12 +115,9 @@ class MergedHeadClient:
     def backward(
         self, gradients: Sequence[Tensor | None], place: tuple[int, int] = (-1, 0), scale: float = 1.0
     ) -> HeadMessage:
-        """Return the message with the gradients of the head's output.
+        """Return the message with the gradients of the head's output, each None if the loss does not depend on it.
 
-        Args:
-            gradients: one for each tensor of the output; None if the loss did not depend on it.
-            place: the group's position in the epoch's data: see `LeaseClient.place`.
-            scale: factor for the gradients of the head's weights.
+        ``place`` is from `LeaseClient.place`; ``scale`` is a factor for the gradients of the head's weights.
         """
         packed, buffer = pack(list(gradients))
         epoch, trained = place

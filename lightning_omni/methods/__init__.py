@@ -1,4 +1,4 @@
-"""The methods by which groups exchange and merge gradients or weights; docs/reference/methods.md compares them.
+"""The methods by which groups exchange and merge gradients or weights; :doc:`/reference/methods` compares them.
 
 Pass one to ``OmniStrategy(method=...)``, by its name in `METHODS` or as a value: ``methods.DiLoCo(period=50)``.
 """

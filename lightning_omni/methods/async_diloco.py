@@ -1,4 +1,4 @@
-"""Asynchronous DiLoCo: no barrier, momentum that waits for a full buffer, and fewer local steps for slow groups."""
+"""Asynchronous DiLoCo."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Fragment:
     """The state of delayed Nesterov for one fragment.
 
     Attributes:
-        block: the sum of the arrivals since the last full block.
+        block: sum of the arrivals since the last full block.
         momentum: one tensor for each of the weights.
     """
 
@@ -110,8 +110,6 @@ class _DelayedNesterov(ServerSide):
 class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
     r"""Asynchronous local SGD with delayed Nesterov momentum (DN) and dynamic local updates (DyLU).
 
-    Use it when the network is very slow, the run is long, and speeds differ.
-
     Each group makes :math:`H_w` steps of the user's optimizer from the outer weights :math:`\theta` that it last read,
     and pushes :math:`\Delta_t = \theta_{read} - x`. The server applies the t-th arrival immediately, and momentum only
     with every N-th, from the mean of the last N:
@@ -120,13 +118,12 @@ class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
         \theta \leftarrow \theta - \epsilon\bigl[(1 - cN + c)\beta m + \Delta_t/N\bigr], \; B \leftarrow 0;
         \quad \text{else } \theta \leftarrow \theta - \epsilon\bigl[c\beta m + \Delta_t/N\bigr]
 
-    With c = 0, N arrivals from one :math:`\theta` make one Nesterov step along their mean. Slow groups make fewer local
-    steps, :math:`H_w = \lfloor H v_w / \max_{w'} v_{w'} \rfloor` for speeds v in steps per second, so that all arrive
-    at about the same time.
+    With c = 0, N arrivals from one :math:`\theta` make one Nesterov step along their mean. Slow groups make :math:`H_w
+    = \lfloor H v_w / \max_{w'} v_{w'} \rfloor` local steps, for speeds v in steps per second, so that all arrive at
+    about the same time.
 
-    With P fragments, a group exchanges the next of them every :math:`\lfloor H_w / P \rfloor` steps and overwrites its
-    own with the answer. Each fragment has its own block and momentum, and :math:`\Delta_t` is the t-th arrival of the
-    fragment.
+    With P fragments, a group exchanges the next one every :math:`\lfloor H_w / P \rfloor` steps and overwrites its own
+    with the answer. Each fragment has its own block, momentum and count t.
 
     Args:
         period: H, local steps of the fastest group between two exchanges of the same weight.
@@ -136,9 +133,7 @@ class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
         activation: c, 0 to 1/N: the part of the momentum that is applied with every arrival.
         dynamic_steps: whether slow groups make fewer steps.
         min_steps: the fewest local steps of any group; with fragments, at least P.
-        fragments: P, fragments of equal bytes that are exchanged one after the other; P divides H.
-
-    The model that is evaluated is the server's outer weights.
+        fragments: P, fragments of equal bytes, exchanged one after the other; P divides H.
 
     Raises:
         ConfigurationError: an argument is out of range.

@@ -1,4 +1,4 @@
-"""Asynchronous SGD: the server applies every push at once, to the current master weights."""
+"""Asynchronous SGD."""
 
 from __future__ import annotations
 
@@ -65,21 +65,16 @@ class _ApplyAtOnce(ServerSide):
 class AsyncSGD(Method, frozen=True, kw_only=True, tag="async_sgd"):
     r"""Asynchronous SGD with the user's own optimizer at the server.
 
-    Use it when step times vary and the network can carry the model every step: start here.
-
     .. math:: w_{t+1} = \mathrm{step}\bigl(w_t,\; g(w_{t-\tau})\bigr), \qquad t \leftarrow t + 1
 
-    where ``step`` is one step of the user's torch optimizer (with one state, such as a momentum buffer, for all
-    groups), ``g`` the mean gradient of one compute group's batch, and :math:`\tau` its staleness: the updates that
-    other groups made between this group's read and its write. With random step times and g groups, the mean of
-    :math:`\tau` is g-1, and asynchrony adds momentum of about 1 - 1/g.
+    where ``step`` is one step of the user's torch optimizer (with one state for all groups), ``g`` the mean gradient of
+    one compute group's batch, and :math:`\tau` its staleness: the updates that other groups made between this group's
+    read and its write.
 
     Args:
         staleness_aware: divide the learning rate of every step by :math:`\max(1, \tau)`.
-        bound: number of pushes by which a group may be ahead of the slowest one; a group that is further ahead waits
-            for its answer (stale-synchronous parallel). 0 is bulk-synchronous; None is unbounded.
-
-    The model that is evaluated is the server's.
+        bound: pushes by which a group may be ahead of the slowest one before it waits (stale-synchronous parallel). 0
+            is bulk-synchronous; None is unbounded.
 
     Raises:
         ConfigurationError: ``bound`` is negative.

@@ -1,17 +1,7 @@
 """The contract of a method: a frozen value with a group side and a server side. No sockets, clocks or threads here.
 
-The *group side* is a generator that reads as the paper's pseudo-code of a worker. It yields requests (the next
-gradient, an exchange with the server, a peer's weights), and its driver sends it the answers, in real or virtual time.
-Every rank of a group runs it on the same answers. The *server side* receives a push and returns replies to the groups
-that now get an answer.
-
-Rule 1: both sides keep all their state in `Replica.memory` and `ServerSide.state`; a driver may discard a generator and
-start a new one whenever it requests a gradient.
-Rule 2: only the server side counts staleness, when a push arrives, against `Master.clock`.
-Rule 3: time is an event: a server side reads it from `ServerSide.now` and requests a time in `ServerSide.due`, at which
-its driver calls `ServerSide.expire`.
-Rule 4: no code changes weights behind the replica's or the master's back: both sides hand tensors over, and a side that
-keeps a tensor keeps a copy.
+:doc:`/contribute/extending` explains both sides and their rules. Both keep all their state in `Replica.memory` and
+`ServerSide.state`; a driver may start a new generator whenever the present one requests a gradient.
 """
 
 from __future__ import annotations
@@ -36,7 +26,7 @@ from lightning_omni.methods.model.server_optimizer import Master
 class Total:
     """A running weighted sum of pushes.
 
-    A parameter that no push has stays ``None``; one that some pushes have counts as zero in the others.
+    A parameter that no push has is ``None``; one that some pushes have counts as zero in the others.
 
     Example:
         >>> import torch
@@ -57,7 +47,7 @@ class Total:
         self._counts: list[int] = []
 
     def reach(self, parameters: int) -> None:
-        """Extend the total to this number of parameters, absent from earlier pushes."""
+        """Extend the total to this number of parameters."""
         missing = parameters - len(self._sum)
         self._sum.extend([None] * missing)
         self._counts.extend([0] * missing)
@@ -121,8 +111,7 @@ class Gradient(msgspec.Struct, frozen=True):
     """A group's gradient: the mean over the group's batch, after clipping, unscaling and accumulation.
 
     Attributes:
-        tensors: one for each parameter.
-        hyperparameters: the worker's hyperparameters at this step.
+        hyperparameters: the worker's, at this step.
         samples: samples in the group's batch; 0 if unknown, as for data that are not leased.
     """
 
@@ -142,12 +131,12 @@ class Exchange(msgspec.Struct, frozen=True):
 
     Attributes:
         tensors: a gradient, weights or a difference of weights, by the method.
-        read_at: clock of the weights that they were computed from.
+        read_at: clock of the weights that ``tensors`` were computed from.
         hyperparameters: the values for this step of the server's optimizer; empty if it has none.
         note: one number for the server side.
         pull: whether the answer contains tensors.
-        fragment: number of the exchanged fragment (`lightning_omni.methods.model.fragments`), for each of whose pieces
-            push and answer hold one tensor; None for all parameters.
+        fragment: number of the exchanged fragment (`lightning_omni.methods.model.fragments`): push and answer hold one
+            tensor for each of its pieces; None for all parameters.
     """
 
     tensors: Tensors
@@ -161,12 +150,11 @@ class Exchange(msgspec.Struct, frozen=True):
 class Send(msgspec.Struct, frozen=True):
     """A request to begin an exchange without waiting for its answer. Answer: None, at once.
 
-    The exchange travels while the group computes its next gradients; `Receive` returns its answer. Until then, the
-    group side sends nothing else to the server. Where a group must stop computing (at a synchronization point of all
-    groups, for example), the driver receives the answer early and passes it to `Method.apply_answer`.
+    Until `Receive` returns its answer, the group side sends nothing else to the server. Where a group must stop
+    computing (at a synchronization point, for example), the driver passes the answer to `Method.apply_answer`.
 
     Attributes:
-        exchange: the exchange; its tensors are copied before this request is answered.
+        exchange: its tensors are copied before this request is answered.
     """
 
     exchange: Exchange
@@ -233,7 +221,6 @@ class Push(msgspec.Struct, frozen=True):
     """A group's push, as the server side receives it; `Exchange` has the other attributes.
 
     Attributes:
-        read_at: clock of the weights that ``tensors`` were computed from.
         tensors: only valid until `ServerSide.receive` returns.
         fragment: `Master.fragment` has the same pieces of the master weights.
     """
@@ -251,8 +238,8 @@ class Reply(msgspec.Struct, frozen=True):
 
     Attributes:
         staleness: updates between the read that the push was computed from and its arrival.
-        tensors: the tensors to send, where a None is sent as zeros; None in their place sends the present master
-            weights, or those of the pushed fragment.
+        tensors: the tensors to send, each None as zeros; None sends the present master weights, or those of the pushed
+            fragment.
         note: one number for the group side.
     """
 
@@ -263,21 +250,16 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class ServerSide(ABC):
-    """The server side of a method, for one optimizer. It and its `Master` hold the whole state.
-
-    Args:
-        method: the method.
-        master: the master weights.
-        groups: numbers of the groups that participate.
+    """The server side of a method, for one optimizer.
 
     Attributes:
         groups: the groups that are alive.
-        idle_groups: the groups among them that wait for others, at the end of an epoch or at a synchronization point of
-            all ranks. No group may wait for a push of theirs.
-        as_sent: maps the tensors of an answer to the values that the group receives, which both sides must apply if
-            both apply the answer.
-        now: time of the current event, in seconds on a monotonic clock; set by the driver.
-        due: time of the next call of `expire`, on the same clock; infinite for never.
+        idle_groups: those that wait for others, at the end of an epoch or at a synchronization point. No group may wait
+            for a push of theirs.
+        as_sent: maps the tensors of an answer to the values that the group receives; where both sides apply an answer,
+            they apply these.
+        now: time of the current event, in seconds on a monotonic clock, from the driver.
+        due: time at which the driver calls `expire`; infinite for never.
     """
 
     method: Method
@@ -308,7 +290,7 @@ class ServerSide(ABC):
         return []
 
     def expire(self) -> list[Reply]:
-        """Handle the time `due`. Pushes at the same time may arrive before this call, but no later event."""
+        """Handle the time `due`. Pushes at that time may arrive before this call, but no later event."""
         return []
 
     def idle(self, group: int) -> list[Reply]:
@@ -340,7 +322,7 @@ class ServerSide(ABC):
         """Handle a group's first read of the parameters from index ``start`` on."""
 
     def staleness_of(self, push: Push) -> int:
-        """Return the number of updates since the read that a push was computed from."""
+        """Return the updates since the read that a push was computed from."""
         return self.master.clock - push.read_at
 
     def state(self) -> dict[str, Any]:
@@ -354,8 +336,7 @@ class ServerSide(ABC):
 class Barrier(ServerSide):
     """A server side that sums the pushes of the working groups, merges the total once all have pushed, and answers all.
 
-    It does not wait for groups that are idle or gone. Each fragment has its own total; groups that resume from the ends
-    of different epochs may push different fragments.
+    Each fragment has its own total; groups that resume from the ends of different epochs may push different fragments.
     """
 
     def setup(self) -> None:
@@ -397,7 +378,7 @@ class Barrier(ServerSide):
         return state_of([self.state_of_fragment(number) for number in range(self.method.fragments)])
 
     def state_of_fragment(self, number: int) -> dict[str, Any]:
-        """Return the state of fragment ``number``, which is 0 without fragments."""
+        """Return the state of a fragment, 0 without fragments."""
         return {"total": self._totals[number].state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -412,26 +393,24 @@ class Barrier(ServerSide):
 class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
     """A distributed-SGD method: its hyperparameters, and constructors of its two sides.
 
-    A method is frozen and comparable, and travels to the server as plain numbers.
+    It travels to the server as plain numbers.
 
     Attributes:
         steps_at: where the user's optimizer runs: at the ``"server"``, once for all groups, or on every rank
             (``"worker"``).
-        evaluated: the model that is validated, tested and saved: ``"server"``, the server's weights; ``"centre"``, the
-            same for methods in which the groups' own weights circle around them; ``"mean"``, the mean of all groups'
-            own weights.
-        pushes_weights: whether pushes are weights, and not gradients or changes of weights, which add up.
-        answers_changes: whether answers are changes of weights, which both sides apply, and not weights.
-        elementwise: whether the server side treats each number of the weights separately, so that several servers may
-            each hold a part of a tensor. Its state per parameter must then be in lists with one entry per parameter, or
-            in mappings by parameter index, as in the state of torch's optimizers; with several fragments, see
+        evaluated: the weights that are validated, tested and saved: ``"server"``, the server's; ``"centre"``, the same
+            where the groups' own circle around them; ``"mean"``, the mean of all groups' own.
+        pushes_weights: whether pushes are weights, and not gradients or changes, which add up.
+        answers_changes: whether answers are changes of weights, which both sides apply.
+        elementwise: whether the server side treats each element separately, so that several servers may each hold a
+            part of a tensor. Its state per parameter must then be in lists with one entry per parameter, or in mappings
+            by parameter index, as in torch's optimizers; with several fragments, see
             `lightning_omni.methods.model.fragments.state_of`.
         talks_to_peers: whether group sides use `Publish`, `ReadPeer`, `SendPeer` or `ReadInbox`.
-        resyncs: whether the server refuses a push computed from newer weights than its own (it went back to an earlier
-            state), and the group restarts from the present weights; otherwise such a push is an error.
-        fragments: number of fragments of the parameters that are exchanged one by one. With several, the server side
-            must compute element-wise, because cuts go through tensors.
-        side: class of the server side.
+        resyncs: whether the server, after it went back to an earlier state, refuses a push computed from newer weights
+            than its own, and the group restarts from the present ones; otherwise such a push is an error.
+        fragments: number of fragments that are exchanged one by one. With several, the server side must be
+            element-wise.
     """
 
     steps_at: ClassVar[Literal["server", "worker"]] = "server"
@@ -446,11 +425,11 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
 
     @property
     def push_period(self) -> int:
-        """Return the local steps of a group between two pushes of any fragment: ``period / fragments``, or 1."""
+        """Return the local steps of a group between two pushes of any fragment."""
         return int(getattr(self, "period", 1)) // self.fragments
 
     def steps_to_push(self, replica: Replica) -> int:
-        """Return the local steps of a group, which waits for its next gradient, until its next push of any fragment."""
+        """Return the local steps until a group that waits for its next gradient pushes any fragment."""
         return self.push_period - int(replica.memory.get("steps", 0)) % self.push_period
 
     @property
@@ -474,7 +453,7 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
     def group_side(self, replica: Replica) -> GroupSide:
         """Run the worker's half, an endless generator of requests.
 
-        By default it computes a gradient at the weights last read, pushes it, and loads the master weights.
+        By default it pushes the gradient at the weights last read, and loads the master weights.
         """
         while True:
             gradient = yield NextGradient()
@@ -483,18 +462,18 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
     def updates_per_batch(self, groups: int) -> int:
         """Return the updates of the master weights in which all ranks, in ``groups`` groups, train one batch.
 
-        By default this is one for each group if the server steps for each push, and else 1.
+        By default: one for each group if the server steps for each push, else 1.
         """
         return groups if self.steps_at == "server" else 1
 
     def changes_with_period(self, period: int) -> dict[str, Any]:
-        """Return the settings that change with ``period``, with a number of fragments that divides it."""
+        """Return the settings that change with ``period``; the returned number of fragments divides it."""
         return {"period": period, **({"fragments": math.gcd(self.fragments, period)} if self.fragments > 1 else {})}
 
     def apply_answer(self, replica: Replica, pulled: Pulled) -> None:
         """Apply the answer of an exchange in flight that arrives before `group_side` requests it; by default, load it.
 
-        `group_side` starts again afterwards, so this method keeps its state in the replica's memory.
+        `group_side` restarts afterwards.
         """
         replica.load(pulled)
 

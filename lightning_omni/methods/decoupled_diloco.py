@@ -1,4 +1,4 @@
-"""Decoupled DiLoCo: groups on clocks of their own, merged fragment by fragment when a quorum has sent a fragment."""
+"""Decoupled DiLoCo."""
 
 from __future__ import annotations
 
@@ -173,8 +173,6 @@ class _Syncer(ServerSide):
 class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco"):
     r"""Decoupled DiLoCo: no group waits for one that is slow or dead.
 
-    Use it when there are many groups, some of which are temporarily slow, fail or return.
-
     The parameters are split into P fragments. Each group makes steps of the user's optimizer at its own speed; every
     H/P of them it sends the change of the next fragment, and continues computing. The server merges fragment p when K
     groups have sent it and a grace period for others is over:
@@ -184,23 +182,19 @@ class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco")
         \Theta_p \leftarrow \Theta_p - \eta_o (\Delta_p + \beta m_p)
 
     over the groups m that have sent it, which have trained :math:`n_m` samples in :math:`s_m` steps since they last
-    sent this fragment. A group loads :math:`\Theta_p` when it is about to send its next fragment, and keeps its changes
-    in between. A late group is answered at once, and its change since the :math:`\Theta_p` that it had read counts in
-    the next merge. The inner optimizer's state stays at the worker.
+    sent this fragment. A group loads :math:`\Theta_p` after ``delay`` steps, and keeps its changes in between. The
+    change of a late group counts in the next merge.
 
     Args:
         period: H, inner steps between two exchanges of the same fragment.
         fragments: P, of equal bytes; divides ``period``.
-        quorum: K, groups that a merge needs; None for more than half of the live groups. The smaller it is, the more
-            often a fragment is merged, each time with the whole outer step.
-        grace: time that a merge with a quorum waits for more groups, as a fraction (from 0 to less than 1) of the time
-            until the first of the waiting groups needs its answer.
+        quorum: K, groups that a merge needs; None for more than half of the live groups.
+        grace: how long a merge with a quorum waits for more groups, as a fraction (from 0 to less than 1) of the time
+            until the first waiting group needs its answer.
         delay: steps after which the merged fragment is loaded; None for H/P, when the next one is sent. With 0 a group
             waits for the merge, as in `DiLoCo`.
         outer_lr: :math:`\eta_o`, above 0.
         outer_momentum: :math:`\beta`, from 0 to less than 1.
-
-    The model that is evaluated is the server's outer weights.
 
     Raises:
         ConfigurationError: an argument is out of range.
@@ -249,7 +243,6 @@ class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco")
             )
 
     def changes_with_period(self, period: int) -> dict[str, Any]:
-        """Return the settings that change with ``period``; the delay stays below H/P."""
         changes = super().changes_with_period(period)
         if self.delay is not None:
             changes["delay"] = min(self.delay, period // changes.get("fragments", 1) - 1)
@@ -299,7 +292,7 @@ class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco")
         memory["read_at"][pulled.fragment or 0] = replica.clock = pulled.clock
 
     def _begin_again(self, replica: Replica) -> GroupSide:
-        """Restart from the master weights: own state has diverged, or is newer than that of a restarted server."""
+        """Restart from the master weights after divergence, or with newer state than that of a restarted server."""
         replica.restart((yield Fetch()))
         replica.memory.clear()
 
@@ -313,7 +306,7 @@ class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco")
         return int(memory["step"])
 
     def _exchange(self, replica: Replica, fragment: int) -> Exchange:
-        """Return the exchange of a fragment: its change since it was loaded, and that change's weight."""
+        """Return the exchange of a fragment: its change since it was loaded, and the change's weight."""
         memory, number = replica.memory, None if self.fragments == 1 else fragment
         change = replica.change(memory["outer"], -1.0, number, self.fragments)
         memory["sent"] = copies(read(replica.weights(), replica.pieces(number, self.fragments)))

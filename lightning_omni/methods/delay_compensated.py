@@ -1,4 +1,4 @@
-"""Delay-compensated asynchronous SGD: a first-order estimate of the gradient at the present weights."""
+"""Delay-compensated asynchronous SGD."""
 
 from __future__ import annotations
 
@@ -89,28 +89,24 @@ class _Compensate(ServerSide):
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """Return a tensor as real numbers; a complex number is two, each with its own curvature, as in torch's Adam."""
+    """Return a tensor as real numbers, two for each complex one, as in torch's Adam."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 class DelayCompensated(Method, frozen=True, kw_only=True, tag="delay_compensated"):
     r"""DC-ASGD: asynchronous SGD whose gradients are corrected for their delay.
 
-    Use it when `AsyncSGD` loses updates to staleness.
-
     .. math:: w_{t+1} = \mathrm{step}\bigl(w_t,\; g + \lambda_t\, g \odot g \odot (w_t - w_{t-\tau})\bigr)
 
     with g taken at :math:`w_{t-\tau}`, the weights that this group last read; :math:`g \odot g` approximates the
     Hessian's diagonal. The constant form has :math:`\lambda_t = \lambda`; the adaptive one :math:`\lambda_t = \lambda /
-    \sqrt{m_t + 10^{-7}}` with :math:`m_t = \mu m_{t-1} + (1-\mu)\, g \odot g`, kept for each group. The server keeps
-    the weights that every group read: one more copy of the model for each group.
+    \sqrt{m_t + 10^{-7}}` with :math:`m_t = \mu m_{t-1} + (1-\mu)\, g \odot g`, kept for each group. The server keeps a
+    copy of the weights that each group read.
 
     Args:
         strength: :math:`\lambda`, 0 or more; 0 is `AsyncSGD`. Usual values are 0.04 (constant) and 2 (adaptive).
         adaptive: whether to scale by the gradients' running mean square.
         decay: :math:`\mu`, from 0 to less than 1.
-
-    The model that is evaluated is the server's.
 
     Raises:
         ConfigurationError: an argument is out of range.

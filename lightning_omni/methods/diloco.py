@@ -1,4 +1,4 @@
-"""DiLoCo: many local steps, then one outer step along the mean of the groups' changes."""
+"""DiLoCo."""
 
 from __future__ import annotations
 
@@ -47,14 +47,12 @@ class _OuterStep(PacedBarrier):
 class DiLoCo(Streaming, frozen=True, kw_only=True, tag="diloco"):
     r"""DiLoCo: local training with an outer Nesterov optimizer at the server.
 
-    Use it when the network is very slow and the run is long.
-
     Each group makes H steps of the user's optimizer from the outer weights :math:`\theta`; then, at a barrier,
 
     .. math:: \Delta = \tfrac1p \sum_i (\theta - x_i), \qquad m \leftarrow \beta m + \Delta, \qquad
         \theta \leftarrow \theta - \eta_o (\Delta + \beta m), \qquad x_i \leftarrow \theta
 
-    The inner optimizer's state stays at the worker and is neither reset nor averaged.
+    The inner optimizer's state is neither reset nor averaged.
 
     Streaming DiLoCo: with P fragments, groups exchange one of them, p, every H/P steps. Its change is captured after
     step t, and the server makes the outer step with it while the groups make :math:`\tau` further steps; then
@@ -68,15 +66,12 @@ class DiLoCo(Streaming, frozen=True, kw_only=True, tag="diloco"):
         period: H, inner steps between two outer ones of the same weight.
         outer_lr: :math:`\eta_o`, above 0.
         outer_momentum: :math:`\beta`, from 0 to less than 1.
-        fragments: P, fragments of equal bytes that are exchanged one after the other; P divides H.
-        delay: :math:`\tau`, steps that a group makes while a fragment is in flight, fewer than H/P; 0 waits. Above 0
-            only if P is above 1.
+        fragments: P, of equal bytes; divides ``period``.
+        delay: :math:`\tau`, steps that a group makes while a fragment is in flight, fewer than H/P; 0 waits.
         alpha: :math:`\alpha`, the weight that a group gives to its own parameters, from 0 to less than 1. With 0 a
             group loses its last :math:`\tau` steps.
-        keep_steps: whether the group keeps these steps by adding their change to :math:`\theta_p`.
+        keep_steps: whether the group adds the change of these steps to :math:`\theta_p`.
         dynamic_steps: whether slow groups make fewer steps, in proportion to their speed.
-
-    The model that is evaluated is the server's outer weights.
 
     Raises:
         ConfigurationError: an argument is out of range.

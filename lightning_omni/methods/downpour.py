@@ -1,4 +1,4 @@
-"""Downpour SGD and GPU A-SGD: groups train alone for some steps between pushes and fetches."""
+"""Downpour SGD and GPU A-SGD."""
 
 from __future__ import annotations
 
@@ -46,26 +46,24 @@ class _ApplyOrAdd(Barrier):
 class Downpour(Method, frozen=True, kw_only=True, tag="downpour"):
     r"""Downpour SGD; with ``send="updates"`` and n_push = n_fetch, GPU A-SGD.
 
-    Use it when exchanges take too much of a step.
-
     Every group descends on its own, and accumulates its gradients:
 
     .. math:: x \leftarrow x - \eta g(x), \qquad a \leftarrow a + g(x)
 
     Every ``n_push`` steps it pushes a and clears it; every ``n_fetch`` steps the master weights *overwrite* x. The
     server applies each a at once. With ``send="gradients"`` the user's optimizer steps at the server along a, and the
-    steps in between are plain SGD with its learning rate. With ``send="updates"`` it steps at the worker, its state
-    (velocity) stays there, and the server *adds* the accumulated change of x.
+    steps in between are plain SGD with its learning rate. With ``send="updates"`` it steps at the worker, and the
+    server *adds* the accumulated change of x.
 
     Args:
         n_push: steps between two pushes.
         n_fetch: steps between two fetches.
         send: ``"gradients"`` or ``"updates"``.
         warm_start: server updates made in lock-step, with the mean of all groups' gradients or updates, before
-            asynchrony begins: from random weights, asynchronous steps often make no progress. (The GPU A-SGD paper
-            starts from a partly trained model instead: load the checkpoint of one group.)
+            asynchrony begins: from random weights, asynchronous steps often make no progress. (GPU A-SGD starts from a
+            partly trained model instead: load the checkpoint of one group.)
 
-    ``n_push = n_fetch = 1`` with gradients is `AsyncSGD`. The model that is evaluated is the server's.
+    ``n_push = n_fetch = 1`` with gradients is `AsyncSGD`.
 
     Raises:
         ConfigurationError: an argument is out of range, or updates are sent with n_push other than n_fetch.

@@ -1,4 +1,4 @@
-"""Elastic averaging: groups train on their own, tied to a centre by a spring."""
+"""Elastic averaging SGD."""
 
 from __future__ import annotations
 
@@ -52,22 +52,17 @@ class _Centre(ServerSide):
 class ElasticAveraging(Method, frozen=True, kw_only=True, tag="elastic_averaging"):
     r"""Asynchronous EASGD; EAMSGD where the user's optimizer is SGD with Nesterov momentum.
 
-    Use it when the network is slow and speeds differ.
-
     Every ``period`` steps, with both differences taken from the *old* values of x (the group's) and c (the centre):
 
     .. math:: x \leftarrow x + u(x) - \alpha (x - c), \qquad c \leftarrow c + \alpha (x - c)
 
     where u(x) is the step of the user's optimizer, at the worker, with the gradient taken *before* the elastic move. In
-    the other steps :math:`x \leftarrow x + u(x)`. One side gains as much as the other loses: x + c changes by u alone.
-    With ``torch.optim.SGD(momentum=δ, nesterov=True)`` this is EAMSGD: the spring pulls at the weights without their
-    look-ahead.
+    the other steps :math:`x \leftarrow x + u(x)`. So x + c changes by u alone. With ``torch.optim.SGD(momentum=δ,
+    nesterov=True)`` this is EAMSGD.
 
     Args:
         period: local steps between two exchanges.
         moving_rate: :math:`\alpha`, 0 to 1; None takes 0.9 divided by the number of groups.
-
-    The model that is evaluated is the centre.
 
     Raises:
         ConfigurationError: an argument is out of range.

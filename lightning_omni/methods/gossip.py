@@ -1,4 +1,4 @@
-"""Gossip: groups average their weights pairwise, without a server."""
+"""Gossip SGD."""
 
 from __future__ import annotations
 
@@ -38,8 +38,6 @@ class _Bystander(ServerSide):
 class Gossip(Method, frozen=True, kw_only=True, tag="gossip"):
     r"""Gossip SGD, pull or push, from group to group.
 
-    Use it when the server's link is the bottleneck.
-
     Every ``period`` steps of the user's optimizer at the worker, group i draws a peer j uniformly from all p groups,
     itself included.
 
@@ -48,16 +46,12 @@ class Gossip(Method, frozen=True, kw_only=True, tag="gossip"):
     - *push*: if j is another group, i puts :math:`x_i` into the inbox of j. Then
       :math:`x_i \leftarrow (w x_i + \sum \text{inbox}) / (w + |\text{inbox}|)` with w = 2 if j = i, else 1.
 
-    Pushing conserves the mean of all weights far better than pulling, and brings them together somewhat more slowly. No
-    group waits for another. Velocities are not exchanged, and Nesterov's look-ahead is removed before weights are sent
-    and restored afterwards.
+    Velocities are not exchanged, and Nesterov's look-ahead is removed before weights are sent and restored afterwards.
 
     Args:
         kind: ``"pull"`` or ``"push"``.
         period: local steps between two exchanges.
         seed: seed of the random choice of peers.
-
-    The model that is evaluated is the exact mean of all groups' weights.
 
     Raises:
         ConfigurationError: an argument is out of range, or the run has one group only.

@@ -1,4 +1,4 @@
-"""Local SGD: groups train on their own and average their weights every few steps."""
+"""Local SGD."""
 
 from __future__ import annotations
 
@@ -17,24 +17,19 @@ class _Mean(PacedBarrier):
 class LocalSGD(Streaming, frozen=True, kw_only=True, tag="local_sgd"):
     r"""Local SGD and post-local SGD: parameter averaging at a barrier.
 
-    Use it when the network is slow and groups are equally fast.
-
     .. math:: x_i \leftarrow \mathrm{step}(x_i, g_i) \quad\text{at every step}, \qquad
         x_i \leftarrow \tfrac1p \sum_j x_j \quad\text{at every } H\text{-th}
 
-    The user's optimizer runs at the worker, and its state (velocity) is not averaged. All groups wait for the slowest
-    at every average, but H times less often than in synchronous training.
+    The user's optimizer runs at the worker, and its state is not averaged.
 
     Args:
         period: H, local steps between two averages.
         warmup_steps: initial steps with an average after each (post-local SGD).
-        fragments: P, fragments of the weights that are averaged one by one, every H/P steps; P divides H.
-        delay: 0; only `DiLoCo` trains on while a fragment travels.
+        fragments: P, fragments that are averaged one by one, every H/P steps; P divides H.
+        delay: steps that a group makes while an average travels, fewer than H/P; 0 waits.
         alpha: part of its own weights that a group keeps at an average, from 0 to less than 1.
-        keep_steps: False, because it needs a delay.
+        keep_steps: whether the group adds the change of these steps to the average; needs a delay, and no ``alpha``.
         dynamic_steps: whether slow groups make fewer steps, in proportion to their speed.
-
-    The model that is evaluated is the exact mean of all groups' weights.
 
     Raises:
         ConfigurationError: an argument is out of range.
@@ -46,8 +41,8 @@ class LocalSGD(Streaming, frozen=True, kw_only=True, tag="local_sgd"):
     References:
         Stich 2019, "Local SGD Converges Fast and Communicates Little", arXiv:1805.09767;
         Lin et al. 2020, "Don't Use Large Mini-batches, Use Local SGD", arXiv:1808.07217 (post-local);
-        Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", arXiv:2501.18512 (fragments and
-        alpha).
+        Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", arXiv:2501.18512 (fragments,
+        delay and alpha).
     """
 
     steps_at = "worker"

@@ -1,4 +1,4 @@
-"""Exchanges in parallel with computation: whole pushes (``overlap=True``), and the fragments of local methods."""
+"""Exchanges beside computation: whole pushes (``overlap=True``), and the fragments of local methods."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from lightning_omni.methods.model.replica import Pulled, Replica, copies
 def overlapped(replica: Replica) -> GroupSide:
     r"""Run the group side of `AsyncSGD` without waiting for its exchanges.
 
-    The exchange of step t travels while step t+1 computes its gradient, at the weights that step t had:
+    The exchange of step t travels while step t+1 computes its gradient, at the answer to step t-1:
 
     .. math:: w_{t+1} = \mathrm{answer}(t - 1), \qquad \mathrm{push}(t) = g(w_t)
 
-    The answer is loaded before that gradient is pushed, so each gradient is one step older than without overlap.
+    Each gradient is one step older than without overlap.
 
     References:
         Gupta, Zhang, Wang 2016, arXiv:1509.04210 (Rudra-adv*: pushes and pulls beside the computation); Ren et al.
@@ -117,9 +117,8 @@ class Streaming(Method, frozen=True, kw_only=True):
 
     .. math:: x_{i,p} \leftarrow \theta_p + (x_{i,p} - x_{i,p}^{\text{captured}})
 
-    The server's clock determines the next fragment, so that all groups exchange the same one at a barrier, and each
-    fragment every H steps. With ``dynamic_steps=True`` slower groups make fewer steps, at least one between two
-    exchanges, so that all arrive at the barrier at about the same time. `DiLoCo` describes the arguments.
+    With ``dynamic_steps=True`` slower groups make fewer steps, at least one between two exchanges. `DiLoCo` describes
+    the arguments.
 
     References:
         Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", arXiv:2501.18512 (algorithm 2); steps
@@ -156,10 +155,6 @@ class Streaming(Method, frozen=True, kw_only=True):
         return max(1, int(memory.get("every", self.push_period)) - int(memory.get("steps", 0)))
 
     def changes_with_period(self, period: int) -> dict[str, Any]:
-        """Return the settings that change with ``period``.
-
-        The delay stays below the steps between two exchanges, and ``keep_steps`` needs a delay.
-        """
         changes = super().changes_with_period(period)
         delay = min(self.delay, period // changes.get("fragments", 1) - 1)
         return {**changes, "delay": delay, "keep_steps": self.keep_steps and delay > 0}
@@ -175,10 +170,7 @@ class Streaming(Method, frozen=True, kw_only=True):
         """Store values of an answer that the group needs, before its own weights are mixed with it."""
 
     def stream(self, replica: Replica) -> GroupSide:
-        """Make local steps; after every H/P-th, send a fragment, and mix in the answer `delay` steps later.
-
-        With dynamic steps, the server sets the number of steps.
-        """
+        """Make local steps; after every H/P-th, send a fragment, and mix in the answer `delay` steps later."""
         memory = replica.memory
         while True:
             gradient = yield NextGradient()

@@ -1,4 +1,4 @@
-"""Hardsync and n-softsync: the server steps with the mean of all groups' gradients, or of any c of them."""
+"""Hardsync and n-softsync."""
 
 from __future__ import annotations
 
@@ -25,10 +25,7 @@ class HardSync(Method, frozen=True, kw_only=True, tag="hardsync"):
     .. math:: w_{t+1} = \mathrm{step}\Bigl(w_t,\; \tfrac1\lambda \sum_{l=1}^{\lambda} g_l(w_t)\Bigr)
 
     for :math:`\lambda` groups. Staleness is always 0, and the result is that of one synchronous group with the batch of
-    all groups; use it as a baseline for the asynchronous methods on the same network. For speed use ``groups=1``, which
-    all-reduces and needs no server.
-
-    The model that is evaluated is the server's.
+    all groups. For speed use ``groups=1``, which needs no server.
 
     Example:
         >>> HardSync()
@@ -101,25 +98,22 @@ class _EveryC(ServerSide):
 class SoftSync(Method, frozen=True, kw_only=True, tag="softsync"):
     r"""n-softsync: one update for every :math:`c = \lfloor\lambda/n\rfloor` gradients of :math:`\lambda` groups.
 
-    Use it when there are many groups, and single gradients are noisy.
-
     .. math:: w_{t+1} = \mathrm{step}\Bigl(w_t,\; \tfrac1c \sum_{k=1}^{c} g_k(w_{t-\tau_k})\Bigr), \qquad
         \alpha_k = \begin{cases} \alpha & \text{modulation "none"} \\
             \alpha / \max(1, \tfrac1c \sum_k \tau_k) & \text{"average"} \\
             \alpha / \max(1, \tau_k) & \text{"each"} \end{cases}
 
-    A fast group may appear twice in a sum, and no group waits: each gets the present weights at once. Staleness has
-    mean :math:`(\lambda-1)/c`, independent of the groups' speeds; n = 1 is no barrier and n = :math:`\lambda` is
-    asynchronous SGD. With "each", the sum is weighted by :math:`1/\max(1,\tau_k)` and the learning rate multiplied by
-    the mean weight, which for plain SGD is the paper's :math:`\tfrac1c\sum\alpha_k g_k`, and for adaptive optimizers
-    makes the step smaller, too.
+    A fast group may appear twice in a sum, and no group waits. The mean staleness is :math:`(\lambda-1)/c` at any
+    speeds; n = :math:`\lambda` is asynchronous SGD. With "each", the sum is weighted by :math:`1/\max(1,\tau_k)` and
+    the learning rate multiplied by the mean weight, which for plain SGD is the paper's :math:`\tfrac1c\sum\alpha_k
+    g_k`, and for adaptive optimizers makes the step smaller, too.
 
     Args:
         n: number of parts that the groups are split into, 1 to the number of groups.
         modulation: how staleness scales the learning rate.
 
-    When all groups are idle (before a validation, for example), the gradients received so far are applied even if they
-    are fewer than c, so that no sample is lost. The model that is evaluated is the server's.
+    When all groups are idle (before a validation, for example), even fewer than c gradients are applied, so that no
+    sample is lost.
 
     Raises:
         ConfigurationError: ``n`` is out of range.

@@ -33,15 +33,13 @@ _MISSING = "{} needs Ray Train; install it with: pip install 'lightning-omni[ray
 class RayOmniStrategy(OmniStrategy):
     """An OmniStrategy for the workers of Ray Train's TorchTrainer, in place of RayDDPStrategy.
 
-    Ray starts the workers, and gives each its device, its rank and its node. The Trainer needs the plugin
-    RayLightningEnvironment and goes through Ray's `prepare_trainer`. See docs/how-to/ray.md.
+    Ray starts the workers, and gives each its device, its rank and its node. See :doc:`/how-to/ray`.
 
     Args:
-        groups: number of compute groups, as for OmniStrategy; None is one group per node of Ray's cluster. Leave it out
-            with `elastic_torch_config`, where each worker is a group.
-        method: how groups exchange, as for OmniStrategy.
-        elastic: how groups are evicted, as for OmniStrategy. No group rejoins by itself (``max_rejoins`` is 0), because
-            Ray restarts its workers.
+        groups: as for OmniStrategy; None is one group per node of Ray's cluster. Leave it out with
+            `elastic_torch_config`, where each worker is a group.
+        method: as for OmniStrategy.
+        elastic: as for OmniStrategy, but ``max_rejoins`` is 0, because Ray restarts its workers.
         **options: the other arguments of OmniStrategy. As with RayDDPStrategy, the backend of collectives is that of
             Ray's ``TorchConfig``.
 
@@ -90,13 +88,13 @@ class RayOmniStrategy(OmniStrategy):
     @property
     @override
     def world_size(self) -> int:
-        """Return the size of the process group that Ray has made: all workers, or one replica group."""
+        """Return the size of Ray's process group: all workers, or one replica group."""
         return dist.get_world_size() if self.parts.current_world is None else self.world.size
 
     @property
     @override
     def num_processes(self) -> int:
-        """Return the number of all ranks, of which the Trainer counts the devices of one."""
+        """Return the number of all ranks: the Trainer counts the devices of one."""
         return self.world_size
 
     @property
@@ -128,9 +126,9 @@ class RayOmniStrategy(OmniStrategy):
 
 
 def elastic_torch_config(**options: Any) -> TorchConfig:
-    """Return the ``torch_config=`` of a TorchTrainer whose workers are each a compute group, and replaced one by one.
+    """Return the ``torch_config=`` of a TorchTrainer whose workers are each a compute group, replaced one by one.
 
-    Ray replaces a worker that has died, or failed, while the others train on (``FailureConfig(max_failures=...)``); the
+    Ray replaces a worker that has died or failed while the others train on (``FailureConfig(max_failures=...)``); the
     new worker joins the run. A parameter server runs beside Ray's controller, until the run ends.
 
     Args:

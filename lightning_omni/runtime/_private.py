@@ -1,6 +1,6 @@
 """Access to names of torch (mostly of torch.distributed) that torch does not promise to keep.
 
-Checked on torch 2.7, 2.13 and 2.15. A test fails when one of these names is gone or behaves differently.
+Checked on torch 2.7, 2.13 and 2.15.
 """
 
 from __future__ import annotations
@@ -38,13 +38,10 @@ QUIET_POLLS = 3
 def new_named_group(name: str, ranks: Sequence[int], timeout: timedelta) -> Any:
     """Create a process group as ``torch.distributed.new_group`` does, by its members alone and under a given name.
 
-    By default torch names it by its ranks and the rank's number of groups, so that ranks with different histories would
-    wait under different names. The communicator is not split off that of the default group; see `unbound`.
+    torch's own name contains the rank's number of groups, by which ranks with different histories would not find each
+    other. The communicator is not split off that of the default group; see `unbound`.
 
-    Args:
-        name: the same on all members, and never used before with this default process group.
-        ranks: the members.
-        timeout: time after which an incomplete collective is an error.
+    ``name`` is the same on all members, and was never used before with this default process group.
 
     Raises:
         UnsupportedError: this release of torch names process groups in another way.
@@ -62,8 +59,7 @@ def new_named_group(name: str, ranks: Sequence[int], timeout: timedelta) -> Any:
 def check_reduced(module: DistributedDataParallel) -> None:
     """Raise torch's error if a backward pass has left gradients unaveraged, as the next forward pass would.
 
-    All members of the module's group call it: after the first backward pass it rebuilds the buckets, as that forward
-    pass would, on which the members agree by a collective.
+    All members of the module's group call it: after the first backward pass it rebuilds the buckets, by a collective.
     """
     reducer = getattr(module, "reducer", None)  # DDP has none if it delays the averages of all parameters
     if reducer is not None and reducer._rebuild_buckets():
@@ -78,9 +74,8 @@ def ignored_by_ddp(module: Module) -> frozenset[str]:
 def unbound(default: Any) -> Iterator[None]:
     """Create process groups in this context as if the default process group were not bound to a device.
 
-    With Lightning it is bound to the rank's device, except on the CPU. torch then splits each further group's
-    communicator off the default group's, which needs all ranks, and some may be dead; for a group without a backend for
-    that device, such as `LiveWorld`, torch raises an error.
+    With Lightning it is bound to the rank's device, except on the CPU. torch would then split each further group's
+    communicator off the default group's, which needs all ranks, and some may be dead.
     """
     bound, default.bound_device_id = default.bound_device_id, None
     try:
@@ -94,7 +89,6 @@ def store_of(group: Any) -> Any:
 
 
 def collectives_of(group: Any) -> int:
-    """Return the number of collectives of a process group begun by this rank; 0 if its backend does not count them."""
     try:
         return int(group._get_sequence_number_for_group())
     except (AttributeError, RuntimeError):
@@ -102,7 +96,7 @@ def collectives_of(group: Any) -> int:
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh that a submesh such as ``mesh["data_parallel"]`` was taken from; any other mesh itself."""
+    """Return the root of a submesh such as ``mesh["data_parallel"]``, or the mesh itself."""
     if hasattr(mesh, "_get_root_mesh"):
         root: DeviceMesh = mesh._get_root_mesh()
         return root
@@ -110,11 +104,7 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def forget_meshes() -> None:
-    """Clear torch's caches of sharding, so that a new mesh is not mistaken for an equal one of an earlier run.
-
-    Meshes of the same ranks are equal: an operation's result would be on the earlier mesh, whose process groups are
-    gone if that run has failed.
-    """
+    """Clear torch's caches of sharding, which mistake a new mesh for an equal one of an earlier run."""
     with suppress(AttributeError):
         DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
     with suppress(AttributeError):  # newer releases of torch have this one, too
@@ -133,7 +123,7 @@ def all_reduce_hook_of(module: Any) -> Any:
 
 
 def put_in_order(module: Module, names: Sequence[str]) -> None:
-    """Reorder the tensors of a module and of its submodules, in place, by these names; entries without tensors stay."""
+    """Reorder the tensors of a module and of its submodules, in place, by these names."""
     places: dict[str, int] = {}
     for place, name in enumerate(names):
         for end in (*(at for at, letter in enumerate(name) if letter == "."), len(name)):
@@ -152,14 +142,10 @@ def put_in_order(module: Module, names: Sequence[str]) -> None:
 def wait_for_gloo_at_exit() -> None:
     """Delay the interpreter's exit until gloo's threads have released the tensors of the last collectives.
 
-    A thread of gloo drops a collective's tensors after it has reported it as done. If Python has dropped them already,
-    the thread frees them under the interpreter's lock. Before Python 3.14, a thread that requests the lock too late is
-    ended by unwinding its stack, and C++ aborts with "terminate called without an active exception": on a busy machine,
-    or in a process that ends right after a collective.
-
-    Destroying the process groups, as torch advises, does not help: their threads live as long as a
-    DistributedDataParallel holds the group, and joining them waits for ranks that may be dead. Only Linux reports a
-    thread's state; elsewhere the exit is not delayed.
+    A thread of gloo may free a collective's tensors after it has reported it as done, under the interpreter's lock.
+    Before Python 3.14, a thread that requests the lock too late ends the process with "terminate called without an
+    active exception". Destroying the process groups does not help. Only Linux reports a thread's state; elsewhere the
+    exit is not delayed.
     """
     atexit.register(_wait_for_gloo)
 
@@ -175,7 +161,7 @@ def _wait_for_gloo() -> None:
 
 
 def _states_of_gloo() -> Iterator[str]:
-    """Yield the state of each of gloo's threads, as in proc(5): S for asleep, R for running or ready to run."""
+    """Yield the state of each of gloo's threads, as in proc(5): S for asleep."""
     for task in Path("/proc/self/task").glob("*"):
         with suppress(OSError):
             if (task / "comm").read_text().strip() == GLOO_WORKER:

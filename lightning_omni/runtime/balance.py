@@ -1,9 +1,9 @@
 """Ranks of different speed in one group: the compute time of each, and its part of the group's batch.
 
 A rank's compute time runs from the end of its last batch (loading data and hooks count) to the end of this one. The
-timer pauses while the rank waits for its group or the server: while DDP broadcasts buffers before the forward pass,
-from the last gradient to the end of the backward pass, in exchanges, and in collectives of the strategy. In groups that
-exchange, the time ends with the last gradient.
+timer pauses while the rank waits for its group or the server: while DDP broadcasts buffers, from the last gradient to
+the end of the backward pass, in exchanges, and in collectives of the strategy. In groups that exchange, the time ends
+with the last gradient.
 """
 
 from __future__ import annotations
@@ -36,14 +36,13 @@ EVERY = 5
 class Balance:
     """The measurement of this rank's speed, and its group's agreement on each rank's part of the batch.
 
-    With ``only_measures``, the split is left to other code, which reads ``measured``; ``clock`` is the device's own by
-    default.
+    With ``only_measures``, the split is left to other code, which reads ``measured``.
 
     Attributes:
-        measured: this rank's samples and compute seconds of every batch so far, if it ``only_measures``.
+        measured: samples and compute seconds of every batch so far, if it ``only_measures``.
         loading: seconds of waiting for the data loader so far, a part of the compute time.
         squares: squared lengths of this rank's gradient and of its group's mean in this batch, if it ``only_measures``,
-            multiplied by the square of the loss scale.
+            times the square of the loss scale.
     """
 
     def __init__(
@@ -85,8 +84,7 @@ class Balance:
     def begin(self, world: World, module: Module, leases: Callable[[], RankLeases | None], samples: int = 0) -> None:
         """Start measuring, when training begins.
 
-        ``leases`` returns this rank's view of leased data, or None. Batches of other data have ``samples`` each; 0
-        measures nothing then.
+        ``leases`` returns this rank's leases, or None. Batches of other data have ``samples`` each; 0 measures nothing.
         """
         self._samples = samples
         if not self.is_on:
@@ -117,7 +115,6 @@ class Balance:
         self._own.skip()
 
     def begin_epoch(self) -> None:
-        """Leave out the epoch's first batch, which takes longer than others."""
         self._own.skip()
         self._watch()
 
@@ -136,7 +133,7 @@ class Balance:
             self._reduced = self._until_gradient = self._world.reduction.seconds
 
     def begin_forward(self) -> None:
-        """Pause between the calls of the wrapped module and the module itself: the group may broadcast buffers then."""
+        """Pause between the calls of the wrapped module and the module: the group may broadcast buffers."""
         if self._world is not None and len(self._world.members) > 1:  # alone, the module is not wrapped
             self._own.pause()
 
@@ -203,7 +200,6 @@ class Balance:
                 self._hooks[parameter] = parameter.register_hook(self._gradient)
 
     def _gradient(self, gradient: Tensor) -> None:
-        """Record the time of a gradient, and the seconds that this rank waited in collectives before it."""
         if self._only_measures:
             self.squares[0] += squared_length(gradient)
         self._own.gradient()
@@ -211,7 +207,7 @@ class Balance:
             self._until_gradient = self._world.reduction.seconds
 
     def _agree(self, world: World, leases: RankLeases) -> bool:
-        """Agree with the members on the split of batches that no loader has taken. Return whether all are measured."""
+        """Agree on the split of batches that no loader has taken; return whether all members are measured."""
         gathered = gather(world, (self.speed, self._throughput.variance, leases.handed))
         speeds, variances, handed = zip(*gathered, strict=True)
         if (split := self._balancer.decide(leases.split, speeds, variances)) is not None:
@@ -223,7 +219,7 @@ class Balance:
         return all(speeds)
 
     def speeds_of_all(self, world: World) -> dict[int, float]:
-        """Return the samples per second of every live rank. All ranks call it at the same point of their programs.
+        """Return the samples per second of every live rank. All ranks call it.
 
         Raises:
             ConfigurationError: speeds are not measured, or not for long enough.
@@ -253,7 +249,7 @@ def squared_length(gradient: Tensor) -> Tensor:
 
 
 def gather(world: World, numbers: Sequence[float]) -> list[list[float]]:
-    """Return every member's numbers, in rank order. All members of the group call it."""
+    """Return every member's numbers, in rank order. All members call it."""
     return [row.tolist() for row in _gathered(world, torch.tensor(list(numbers), dtype=torch.float64))]
 
 
@@ -265,7 +261,7 @@ def _gathered(world: World, mine: Tensor) -> list[Tensor]:
 
 
 def gather_values(world: World, value: Any, kind: Any) -> list[Any]:
-    """Return every member's value, encoded by msgspec, in rank order. All members of the group call it."""
+    """Return every member's value, encoded by msgspec, in rank order. All members call it."""
     mine = msgspec.msgpack.encode(value)
     lengths = [int(length) for [length] in gather(world, [len(mine)])]
     rows = _gathered(world, torch.frombuffer(bytearray(mine.ljust(max(lengths), b"\0")), dtype=torch.uint8))
@@ -322,8 +318,8 @@ class OwnTime:
     def finish(self, samples: int, elsewhere: float = 0.0) -> list[tuple[int, float]]:
         """Finish a batch; return samples and seconds of each batch whose time is known now.
 
-        Time after the last pause does not count, nor does a batch without gradients. ``elsewhere`` are seconds of
-        waiting during which the timer ran.
+        Time after the last pause does not count, nor does a batch without gradients. The timer ran for ``elsewhere``
+        seconds of waiting.
         """
         if self._is_whole and self._was_backward:
             self._unread.append((samples, elsewhere, self._intervals))

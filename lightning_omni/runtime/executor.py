@@ -1,12 +1,11 @@
 """The two ways in which ranks train together: as one group (plain data parallelism), or as several that exchange.
 
-`World` has one of each, and uses the one for its present groups (`World.executor`).
+`World.executor` is the one for the present groups.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -36,10 +35,7 @@ from lightning_omni.wire.partition import check_by_parts
 class Executor:
     """The operations in which one group and several groups differ; this base class is for one group.
 
-    One group is plain DistributedDataParallel: nothing is exchanged, so there is nothing to do.
-
-    Args:
-        heads: the merged heads, which are ordinary modules with one group.
+    With one group, merged heads are ordinary modules.
 
     Attributes:
         exchanges: whether several groups train and exchange.
@@ -55,7 +51,7 @@ class Executor:
 
     @property
     def control(self) -> Control | None:
-        """Return the connection for leases and synchronization while ranks train; None if neither needs one."""
+        """Return the connection for leases and synchronization while ranks train, if any."""
         return None
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
@@ -65,7 +61,6 @@ class Executor:
         """Raise `UnsupportedError` if the optimizers' parameters cannot be trained in this way."""
 
     def place_heads(self) -> None:
-        """Install or remove merged heads, depending on where they are trained."""
         for head in self._heads:
             head.remove()
 
@@ -79,29 +74,17 @@ class Executor:
     def enter_world(self, module: Module | None, wants_stop: bool, what: str) -> bool:
         """Synchronize the ranks, see `World.enter_world`. Return whether any of them wants to stop.
 
-        Args:
-            module: as in `World.enter_world`.
-            wants_stop: whether this rank wants to stop.
-            what: name of the call, the same on all ranks.
+        ``what`` names the call, the same on all ranks.
         """
         return False
-
-    def is_finite(self, parameters: Iterable[Parameter]) -> bool:
-        """Return whether the last step's gradient was finite; all members of a group agree without communication."""
-        # The averaged gradient is the same on every rank, and it is not finite if one rank's loss is not.
-        gradients = [each.grad.detach() for each in parameters if each.grad is not None]
-        return math.isfinite(sum(float(gradient.abs().float().sum()) for gradient in gradients))
 
     def step(
         self, index: int, optimizer: Optimizer, closure: Callable[[], Any] | None, arguments: Mapping[str, Any]
     ) -> Any:
-        """Make one step of an optimizer, on every rank of the group. Return the closure's result.
+        """Make one step of optimizer number ``index``, on every rank of the group. Return the closure's result.
 
-        Args:
-            index: number of the optimizer among the parts.
-            optimizer: the user's optimizer.
-            closure: computes loss and gradients, as for any torch optimizer.
-            arguments: further keyword arguments of its ``step``.
+        ``closure`` computes loss and gradients; ``arguments`` are further keyword arguments of the optimizer's
+        ``step``.
         """
         closures = () if closure is None else (closure,)
         return optimizer.step(*closures, **arguments)
@@ -223,7 +206,6 @@ class Exchanging(Executor):
         return stops
 
     def _pull(self) -> None:
-        """Load the weights to evaluate, of all optimizers, on every rank."""
         parallel = self._parallel
         for index, part in enumerate(parallel.parts):
             if parallel.steps_at_worker:
@@ -235,10 +217,6 @@ class Exchanging(Executor):
             else:
                 part.replica.load(pulled)
         self._parameter_groups.read_beyond()
-
-    @override
-    def is_finite(self, parameters: Iterable[Parameter]) -> bool:
-        return self._parallel.core.last_answer.applied
 
     # --- The step ----------------------------------------------------------------------------------------------------
 
@@ -308,7 +286,6 @@ class Exchanging(Executor):
             self.is_stepping = False
 
     def _advance(self, index: int, gradient: Gradient) -> None:
-        """Advance the group from this gradient to its next request for one."""
         core, exchange = self._parallel.core, self._exchange
         elsewhere = exchange.traffic.seconds
         action = core.gradient(index, gradient)
@@ -325,11 +302,7 @@ def evaluating(
 ) -> Iterator[None]:
     """Provide the closure to the worker's own optimizer in this context: it may evaluate the loss again, as SAM does.
 
-    Args:
-        replica: the weights that it moves.
-        closure: computes loss and gradients; None if the step has none.
-        loss: the closure's last result, which the optimizer's first call returns, with the gradients as they are.
-        arguments: further keyword arguments of the step.
+    The optimizer's first call returns ``loss``, the closure's last result, with the gradients as they are.
     """
     replica.closure, replica.loss, replica.arguments = closure, loss, arguments or {}
     try:
@@ -339,7 +312,6 @@ def evaluating(
 
 
 def _check_collectives(optimizer: Optimizer, members: Collection[int]) -> None:
-    """Raise `UnsupportedError` if an optimizer has collectives with ranks other than these members, as ZeRO may."""
     if others := ranks_elsewhere(optimizer, members):
         raise UnsupportedError(
             f"a {type(optimizer).__name__} whose process group has ranks of other compute groups"

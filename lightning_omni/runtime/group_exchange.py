@@ -35,13 +35,13 @@ _LETTER = 1024
 
 
 class GroupBroadcast:
-    """The members of this rank's group. All of them make the same calls."""
+    """Broadcasts among the members of this rank's group, which all make the same calls."""
 
     def __init__(self, parallel: ParallelState) -> None:
         self._parallel = parallel
 
     def letter(self, part: Part) -> Tensor:
-        """Return memory for an optimizer's weights and a prefix, which all members get, on the device of the weights.
+        """Return memory for an optimizer's weights and a prefix, on the device of the weights.
 
         On the CPU it is the memory in which the leader receives them.
         """
@@ -51,13 +51,12 @@ class GroupBroadcast:
         return part.on_device(PREFIX, parallel.device)
 
     def broadcast(self, memory: Tensor) -> None:
-        """Broadcast from the leader to its group."""
         if len(self._parallel.members) == 1:
             return
         self._broadcast(memory, self._parallel.compute_group)
 
     def broadcast_to_replicas(self, memory: Tensor) -> None:
-        """Broadcast from the rank that exchanges a share of the model to the members that have the same share."""
+        """Broadcast from the rank that exchanges a share of the model to the members with the same share."""
         if self._parallel.replicas > 1:
             self._broadcast(memory, self._parallel.replica_group)
 
@@ -73,19 +72,16 @@ class GroupBroadcast:
             memory.copy_(shared)
 
     def broadcast_bytes(self, note: bytes) -> bytes:
-        """Return the leader's note, on every member of its group."""
         if len(self._parallel.members) == 1:
             return note
         return _broadcast_bytes(note if self._parallel.is_leader else None, self.broadcast)
 
     def broadcast_tree_to_replicas(self, tree: Any) -> Any:
-        """Return plain data and tensors of the rank that exchanges a share of the model, on all with the same share."""
         if self._parallel.replicas == 1:
             return tree
         return _broadcast_tree(tree, self._parallel.exchanges, self.broadcast_to_replicas)
 
     def broadcast_tree_to_all(self, tree: Any, source: int) -> Any:
-        """Return plain data and tensors of one rank on all live ranks, which call it at a synchronization point."""
         live = self._parallel.process_groups.live
         place = live.ranks.index(source)
 
@@ -95,12 +91,11 @@ class GroupBroadcast:
         return _broadcast_tree(tree, self._parallel.rank == source, broadcast)
 
     def largest(self, numbers: Sequence[int]) -> list[int]:
-        """Return the largest of each number over the ranks with which this one holds a replica of the model."""
+        """Return the largest of each number over the ranks with which this one holds a replica."""
         return self._parallel.process_groups.largest(numbers, self._parallel.holder_group)
 
 
 def _broadcast_tree(tree: Any, is_source: bool, broadcast: Callable[[Tensor], None]) -> Any:
-    """Return the tree of one rank of a process group on all of its ranks."""
     packed, buffer = pack(tree if is_source else {})
     mine = msgspec.msgpack.encode((packed, buffer.numel())) if is_source else None
     packed, size = msgspec.msgpack.decode(_broadcast_bytes(mine, broadcast), type=tuple[Packed, int])
@@ -111,7 +106,7 @@ def _broadcast_tree(tree: Any, is_source: bool, broadcast: Callable[[Tensor], No
 
 
 def _broadcast_bytes(note: bytes | None, broadcast: Callable[[Tensor], None]) -> bytes:
-    """Return the note of one rank, which is None on the others, on all ranks of a process group."""
+    """Return one rank's note, None on the others, on all ranks of a process group."""
     letter = torch.zeros(8 + _LETTER, dtype=torch.uint8)
     if note:  # torch takes no empty buffer
         beginning = torch.frombuffer(bytearray(note[:_LETTER]), dtype=torch.uint8)
@@ -130,7 +125,7 @@ def _broadcast_bytes(note: bytes | None, broadcast: Callable[[Tensor], None]) ->
 
 @dataclass(frozen=True)
 class CompressedBroadcast:
-    """An answer that a leader broadcasts to its group as received, so that it crosses the group's links in few bytes.
+    """An answer that a leader broadcasts to its group as received, in few bytes.
 
     Attributes:
         answers: wire format of the answer.
@@ -146,7 +141,6 @@ class CompressedBroadcast:
 
     @property
     def are_sizes_known(self) -> bool:
-        """Return whether the encoded sizes are known before the answer arrives."""
         return all(smallest == largest for smallest, largest in self._bounds)
 
     @cached_property
@@ -167,7 +161,6 @@ def _aligned(nbytes: int) -> int:
 
 
 def decoded(answers: WireFormat, payloads: Sequence[Tensor], split: Partition, part: Part) -> list[Tensor]:
-    """Decode each server's part of an answer, in the layout of its share, on the device of its payload."""
     shares = zip(payloads, split.shares, part.backs(len(payloads), payloads[0].device), strict=True)
     return [decode(answers, payload, share, memory) for payload, share, memory in shares]
 
@@ -176,14 +169,7 @@ def decoded(answers: WireFormat, payloads: Sequence[Tensor], split: Partition, p
 
 
 class PeerExchange:
-    """A rank's exchanges with other groups. Every rank of a group makes the same calls.
-
-    Args:
-        parallel: this rank's position in the run.
-        members: communication among the members of its group.
-        synchronize: `ServerExchange.synchronize`.
-        timed: `ServerExchange.timed`.
-    """
+    """A rank's exchanges with other groups. Every rank of a group makes the same calls."""
 
     def __init__(
         self,
@@ -216,7 +202,6 @@ class PeerExchange:
             self._peers.connect({other.group: other for other in others if other.group != self._parallel.group})
 
     def _listen(self, control: Control) -> Peers:
-        """Open this leader's connection to those of other groups."""
         return control.listen(
             [part.replica.layout for part in self._parallel.parts],
             lambda group: group not in self._parallel.live_groups,
@@ -225,7 +210,7 @@ class PeerExchange:
         )
 
     def grow(self, index: int, layout: Layout) -> None:
-        """Change the layout of one optimizer's weights; tensors that peers have sent in the old one are dropped."""
+        """Change the layout of an optimizer's weights; drop tensors that peers have sent in the old one."""
         if self._peers is not None:
             self._peers.grow(index, layout)
 
@@ -257,7 +242,6 @@ class PeerExchange:
     def _share_tensors(
         self, part: Part, read: Callable[[], tuple[Sequence[Tensor] | None, int]]
     ) -> tuple[Sequence[Tensor] | None, int]:
-        """Return tensors and a count on all members, read by the leader."""
         with self._timed():
             tensors, count = read() if self._parallel.exchanges else (None, 0)
             letter, layout = self._members.letter(part), part.replica.layout

@@ -1,7 +1,7 @@
 """A rank's view of leased data: the samples of its next batch, and the DataLoader that loads them.
 
 With one group the leases are drawn from a local book, and the batches are those of DistributedSampler. With several
-groups they are drawn from the server's book. The members of a group agree without a collective.
+they are drawn from the server's book.
 """
 
 from __future__ import annotations
@@ -24,19 +24,17 @@ class RankLeases(LeaseClient):
     """The batches of one rank, epoch after epoch, drawn from the server's book or from a local one.
 
     Args:
-        world_size: number of ranks N at the start.
         batch_size: samples in one rank's batch.
         total: positions in an epoch's permutation.
-        rank: this rank; it gets the samples of DistributedSampler until `assign` places it in a group.
+        rank: this rank, which gets DistributedSampler's samples until `assign` places it in a group.
         before_epoch: called with the epoch's number before samples are drawn from the server's book.
-        is_local: whether no server is needed: with one group, or with samples that are dealt out beforehand.
-        shares: each member's samples of a whole batch, if they differ; see `set_batch_shares`.
+        is_local: whether no server is needed: one group, or static data.
+        shares: see `set_batch_shares`.
         dataset_size: samples in the dataset, if they differ from ``total``.
 
     Attributes:
         generation: number of regroupings; batches that were drawn before one are void.
-        is_as_ddp: whether batches are those of DistributedSampler: one group has the whole epoch, and not the remainder
-            that several groups have left.
+        is_as_ddp: whether batches are those of DistributedSampler: one group has the whole epoch.
     """
 
     def __init__(
@@ -63,12 +61,10 @@ class RankLeases(LeaseClient):
 
     @property
     def place(self) -> tuple[int, int]:
-        """Return the epoch and its trained batches, for the server; (-1, 0) if leases are local."""
         return (-1, 0) if self.is_local else super().place
 
     @property
     def trained_spans(self) -> tuple[tuple[int, int], ...]:
-        """Return the trained ranges of the epoch, if leases are local; otherwise the server knows them."""
         if self._book is None:
             return ()
         self._book.train(0, self.trained)
@@ -84,12 +80,8 @@ class RankLeases(LeaseClient):
     ) -> None:
         """Place this rank in a group. Its untrained batches return to the pool.
 
-        Args:
-            member: index in the group.
-            members: size of the group.
-            control: connection for drawing leases; None with one group.
-            generation: the server's number for these groups.
-            shares: as in `set_batch_shares`, from the first batch on.
+        It is number ``member`` of ``members``; ``control`` draws leases, None with one group; ``generation`` is the
+        server's number for these groups, ``shares`` are as in `set_batch_shares`.
         """
         self.join(member, members, generation, shares)
         self._control = control
@@ -103,8 +95,8 @@ class RankLeases(LeaseClient):
         self.in_pairs = not is_as_ddp and self.batch_size > 1
 
     def begin_local(self, plan: EpochPlan, resumed: bool = False) -> None:
-        """Begin an epoch of one group; or, after a regrouping, continue it with the untrained positions of ``plan``."""
-        self._book = LeaseBook(plan, {0: self._members * plan.ranks_per_batch})
+        """Begin an epoch of one group, or after a regrouping continue it with the untrained positions of ``plan``."""
+        self._book = LeaseBook.open(plan, {0: self._members * plan.ranks_per_batch})
         self._is_resumed = resumed
         self._deal(is_as_ddp=not resumed)
         self.restart(plan.epoch)
@@ -138,7 +130,6 @@ class RankLeases(LeaseClient):
 
     @property
     def has_unloaded(self) -> bool:
-        """Return whether there are batches that the loader has not taken yet."""
         return self._have(self.handed)
 
     def ask(self) -> str:
@@ -163,7 +154,6 @@ class RankLeases(LeaseClient):
 
     @property
     def split(self) -> tuple[int, ...]:
-        """Return each member's samples of a whole batch, even if all get the same."""
         return apportion(self._members * self.batch_size, self.shares or (1,) * self._members)
 
     def _have(self, number: int) -> bool:
@@ -183,11 +173,8 @@ class LeasedBatchSampler:
     """A batch sampler that yields the dataset indices of this rank's leased batches.
 
     Args:
-        sampler: Lightning's DistributedSampler, for its permutation, seed and epoch; its division among ranks is not
-            used.
-        leases: the leases of this rank.
-        drop_last: whether an incomplete last batch is dropped.
-        own_batches: returns the number of batches that this rank trains, for the number that it would train under DDP.
+        sampler: Lightning's DistributedSampler, for its permutation, seed and epoch.
+        own_batches: returns the number of batches that this rank trains, from the number under DDP.
     """
 
     def __init__(
@@ -217,14 +204,14 @@ class LeasedBatchSampler:
 
 
 class _LeasedLoader:
-    """A mixin for the user's DataLoader class: it continues when samples return, and restarts when groups change."""
+    """A mixin for the user's DataLoader class, which continues when samples return and restarts when groups change."""
 
     leases: RankLeases
     unleased: DataLoader[Any]
     is_for_user: Callable[[], bool]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy or pickle the loader that this one was made of, because leases belong to one run."""
+        """Copy or pickle the loader that this one was made of: leases belong to one run."""
         return _itself, (self.unleased,)
 
     def __iter__(self) -> Iterator[Any]:
@@ -272,12 +259,9 @@ def lease(
 ) -> DataLoader[Any]:
     """Return the same DataLoader, with leased batches.
 
-    Args:
-        loader: a DataLoader whose sampler is Lightning's DistributedSampler.
-        is_for_user: returns, when an iteration begins, whether it is for code of the user, and not for training: then
-            the loader yields the samples of DistributedSampler, and nothing is drawn.
-        own_batches: as in `LeasedBatchSampler`.
-        options: further arguments of `RankLeases`.
+    Its sampler must be Lightning's DistributedSampler. ``is_for_user`` returns, when an iteration begins, whether user
+    code iterates: then the loader yields the samples of DistributedSampler, and nothing is drawn. ``own_batches`` is as
+    in `LeasedBatchSampler`, ``options`` are arguments of `RankLeases`.
     """
     sampler = loader.sampler
     assert isinstance(sampler, DistributedSampler)
@@ -300,7 +284,7 @@ def lease(
 
 
 def why_not_leased(loader: object) -> str:
-    """Return why the samples of a loader cannot be dealt out as leases; empty if they can.
+    """Return why a loader's samples cannot be leased; "" if they can.
 
     Example:
         >>> why_not_leased([1, 2])
@@ -325,8 +309,7 @@ def permutation(sampler: DistributedSampler[Any]) -> Tensor:
     """Return the epoch's order of dataset indices, padded, before DistributedSampler divides it among ranks.
 
     Raises:
-        ConfigurationError: the dataset has grown, so that samples would be left out; DistributedSampler refuses this,
-            too.
+        ConfigurationError: the dataset has grown, so that samples would be left out.
     """
     count = len(sampler.dataset)  # type: ignore[arg-type]
     if count > sampler.total_size and not sampler.drop_last:

@@ -1,9 +1,10 @@
-"""Checks of a loop: members of a group leave it together, and without Lightning only wrapped optimizers step in it."""
+"""Checks of a loop: members leave it together, and without Lightning only wrapped optimizers step in it."""
 
 from __future__ import annotations
 
 import gc
 import logging
+import os
 import signal
 import threading
 import time
@@ -22,6 +23,7 @@ from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data.distributed import DistributedSampler
 
 from lightning_omni.errors import ConfigurationError, RankLost, UnsupportedError
 from lightning_omni.methods.model.server_optimizer import held_by
@@ -30,6 +32,7 @@ from lightning_omni.runtime.executor import Executor
 from lightning_omni.runtime.model.buffer_sync import BufferSync, Merge, buffers_of
 from lightning_omni.runtime.model.replica import fingerprints
 from lightning_omni.runtime.model.sharded import local_of
+from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.runtime.parallel_state import ParallelState
 
 # --- The end of a loop ------------------------------------------------------------------------------------------------
@@ -59,7 +62,10 @@ _loops = count()
 
 
 class ExitCheck:
-    """A check that the members of this rank's group leave a loop together. All ranks create one for each loop."""
+    """A check that the members of this rank's group leave a loop together.
+
+    Unless groups join on their own, all ranks create one for each `World.training`, or for each fit.
+    """
 
     def __init__(self, parallel: ParallelState) -> None:
         self._parallel = parallel
@@ -69,7 +75,7 @@ class ExitCheck:
         self.renew()
 
     def renew(self) -> None:
-        """Count from here, where other groups were formed of members with different step counts. All ranks call it."""
+        """Count from here: new groups may have members with different step counts. All ranks call it."""
         self._loop, self._times = next(_loops), 0
         self._earlier = self.steps
         self.step_done()
@@ -90,7 +96,6 @@ class ExitCheck:
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
-        """Note Ctrl-C in this context, and raise the KeyboardInterrupt of Python's own handler as well."""
         is_ours = threading.current_thread() is threading.main_thread()
         if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             yield
@@ -107,12 +112,12 @@ class ExitCheck:
         signal.default_int_handler(number, frame)
 
     def step_done(self) -> None:
-        """Record the count of collectives after a step of an optimizer; members may have different ones within it."""
+        """Record the count of collectives after an optimizer's step; within it members may differ."""
         if self._is_needed:
             self._collectives = self._count()
 
     def check(self) -> None:
-        """Wait until the members of this rank's group leave the loop, too. Ranks call it before they synchronize.
+        """Wait until this group's members leave the loop, too. Ranks call it before they synchronize.
 
         Raises:
             RankLost: another member waits for this one in a further step, has left after another number of steps, or
@@ -157,7 +162,7 @@ class ExitCheck:
         raise RankLost(f"rank {self._parallel.rank} {left}, and {but}: {remedy}")
 
     def _watch_others(self, is_over: threading.Event) -> None:
-        """Report, in a separate thread, that this rank waits for another member which has left the loop."""
+        """Report, in a thread, that this rank waits for another member which has left the loop."""
         before: tuple[int, int] | None = None
         while not is_over.wait(POLL_S):
             if not self._is_needed:
@@ -208,15 +213,14 @@ def _are_there(store: Any, keys: list[str]) -> bool:
 
 
 def forget(group: Any, rank: int) -> None:
-    """Delete this rank's report from an earlier run of this process, in a process group of all ranks."""
+    """Delete this rank's report of an earlier run in this process."""
     store_of(group).delete_key(_key(rank))
 
 
 def failed_at_one_place(group: Any, rank: int, ranks: Sequence[int], where: str, within: float) -> bool:
-    """Return whether all of these ranks report a failure at the same line of the program; each waits for the others.
+    """Return whether all of these ranks report a failure at the same line of the program.
 
-    ``where`` describes the position of this rank's failure (`place_of`). The others' reports are awaited for ``within``
-    seconds.
+    ``where`` describes this rank's failure (`place_of`). The others' reports are awaited for ``within`` seconds.
     """
     store, keys = store_of(group), [_key(each) for each in ranks]
     try:
@@ -263,7 +267,7 @@ class RawStepGuard:
             _outside.add(self)
 
     def warn_outside(self, optimizer: Optimizer) -> None:
-        """Warn once of a step outside of a loop, where gradients are averaged in the group at most."""
+        """Warn once of a step outside of a loop."""
         if self._parallel.control is not None or set(held_by(optimizer)).isdisjoint(self._weights()):
             return
         _outside.discard(self)
@@ -284,7 +288,7 @@ class RawStepGuard:
 
     @contextmanager
     def watch(self, steps: Callable[[], int]) -> Iterator[None]:
-        """Watch the steps of all optimizers in this context; ``steps`` returns the number of the world's own steps.
+        """Watch all optimizers' steps in this context; ``steps`` returns the number of the world's own.
 
         Raises:
             ConfigurationError: the loop ends, and weights have moved in it by other means alone.
@@ -332,7 +336,6 @@ class RawStepGuard:
         self._stranger = name
 
     def modules(self) -> Iterator[Module]:
-        """Yield the modules that the world has wrapped."""
         for module in self._wrapped:
             if (alive := module()) is not None:
                 yield alive
@@ -346,24 +349,18 @@ class RawStepGuard:
 
 
 class OwnStatistics:
-    """The running statistics of wrapped modules that are this rank's own, since no `World.enter_world` has merged them.
-
-    Args:
-        modules: returns the wrapped modules.
-    """
+    """The running statistics of the wrapped ``modules`` that are this rank's own, not merged by `World.enter_world`."""
 
     def __init__(self, modules: Callable[[], Iterable[Module]]) -> None:
         self._modules = modules
         self._merged: dict[int, int] = {}
 
     def merged(self, module: Module | None = None) -> None:
-        """Record that all ranks have the same running statistics of a module, or of all wrapped modules."""
         held = self._modules() if module is None else [module]
         self._merged |= {id(each.tensor): mark for each, mark in _marked_statistics(held)}
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the running statistics that have changed since all ranks had the same."""
         return [
             each.name for each, mark in _marked_statistics(self._modules()) if self._merged.get(id(each.tensor)) != mark
         ]
@@ -387,3 +384,56 @@ def _watch_outside() -> None:
             guard.warn_outside(optimizer)
 
     register_optimizer_step_pre_hook(warn)
+
+
+# --- What a loop does not hear of, or divides otherwise than meant ----------------------------------------------------
+
+
+@contextmanager
+def announced_wait() -> Iterator[None]:
+    """Log in a while that this rank, whose loop was closed, waits for the others: its caller may have failed."""
+    words = (
+        "the generator that has this rank's loop was closed, by a break or an error of its caller: the rank waits until"
+        " all others have left their loops"
+    )
+    timer = threading.Timer(WITHIN, _log.warning, (words,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def warn_of_variables(options: WorldOptions) -> None:
+    """Warn of environment variables of OmniStrategy that differ from a loop's settings, for loops read none of them."""
+    own = {"GROUPS": options.groups, "METHOD": options.method, "SERVER": options.server.address}
+    given = {f"LIGHTNING_OMNI_{name}": str(value) for name, value in own.items()}
+    if unread := [name for name, value in given.items() if os.environ.get(name, "").strip() not in ("", value)]:
+        _log.warning(
+            "%s in the environment is read by OmniStrategy alone, and this World has another setting: pass groups=, or"
+            " options=WorldOptions(method=..., server=...)",
+            " and ".join(unread),
+        )
+
+
+class OwnSamplers:
+    """The samplers that a loop has made among the ranks of its group, with which each group trains all samples."""
+
+    def __init__(self, parallel: ParallelState) -> None:
+        self._parallel, self._before = parallel, WeakSet(_samplers())
+
+    def warn(self) -> None:
+        """Warn if there are any. A loop calls it in its first step."""
+        parallel, members = self._parallel, len(self._parallel.members)
+        if any(each.num_replicas == members and each not in self._before for each in _samplers()):
+            _log.warning(
+                "a DistributedSampler was made inside `with world.training():`, where torch.distributed has the %d"
+                " ranks of one group, so each of the %d groups trains all samples: to divide them among all ranks, make"
+                " it before, or pass num_replicas=world.size, rank=world.rank",
+                *(members, len(parallel.topology.alive)),
+            )
+
+
+def _samplers() -> list[DistributedSampler[Any]]:
+    return [each for each in gc.get_objects() if issubclass(type(each), DistributedSampler)]

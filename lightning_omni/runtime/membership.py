@@ -1,4 +1,4 @@
-"""A rank's part in its run: its connection to the server, compute groups, and groups that join the run late."""
+"""A rank's connection to the server, compute groups, and groups that join the run late."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Connection:
     """The connection of this rank to the server, stored as `ParallelState.control` while it is open.
 
     Attributes:
-        on_stuck: called in a separate thread, with the reason, before this process is ended.
+        on_stuck: called in a thread, with the reason, before this process is ended.
     """
 
     def __init__(self, parallel: ParallelState, exchange: ServerExchange) -> None:
@@ -46,7 +46,6 @@ class Connection:
         self.on_stuck: Callable[[OmniError], None] = lambda error: None
 
     def open(self) -> None:
-        """Enable the end of this process, in case the rank must stop and does not notice."""
         self._closed.clear()
 
     def start_server(self) -> None:
@@ -62,9 +61,9 @@ class Connection:
             self._parallel.process_groups.join(self._exchange.synchronize, self._parallel.rank)
 
     def try_to_join(self) -> str:
-        """Join the server if all ranks can, and undo this otherwise. All ranks call it, while they are one group.
+        """Join the server if all ranks can, or else none. All ranks call it, while they are one group.
 
-        Return the reason why a rank could not, the same on all ranks; empty on success.
+        Return why a rank could not, the same on all ranks; "" on success.
         """
         parallel, groups = self._parallel, self._parallel.process_groups
         if parallel.control is not None:
@@ -129,7 +128,7 @@ class Connection:
 
     @property
     def _division(self) -> str:
-        """Return how a group's members divide the parameters, in words; empty if each exchanges all of them."""
+        """Return how a group's members divide the parameters, in words; "" if each exchanges all of them."""
         parallel = self._parallel
         if not parallel.is_sharded:
             return ""
@@ -147,7 +146,7 @@ class Connection:
     def leave(self, reason: str = "", has_finished: bool = False) -> None:
         """Leave the server, if this rank has joined it.
 
-        A ``reason`` tells why the run cannot continue without this rank; it is empty if it can.
+        ``reason`` is why the run cannot continue without this rank; "" if it can.
         """
         self._closed.set()
         if self._parallel.control is not None:
@@ -164,9 +163,9 @@ class Connection:
         parallel.control = None
 
     def _on_end(self, error: OmniError) -> None:
-        """End this process after a grace period, because the rank must stop. The connection's thread calls it.
+        """End this process after a grace period. The connection's thread calls it.
 
-        The trainer notices at its next exchange, but not if it is stuck in a collective with dead ranks.
+        A trainer that is stuck in a collective with dead ranks would not notice that it must stop.
         """
         parallel = self._parallel
 
@@ -192,8 +191,7 @@ class GroupJoin:
     def take_part(self) -> m.Joined:
         """Join a running run, as soon as its groups train separately. All ranks of this group call it.
 
-        Returns:
-            The server's answer. `ServerStore.read_run_state` reads further state; `read_weights`, the weights.
+        Return the server's answer. `ServerStore.read_run_state` reads further state, `read_weights` the weights.
 
         Raises:
             ConfigurationError: the run exchanges with other settings than this group.
@@ -219,7 +217,6 @@ class GroupJoin:
         return joined
 
     def _ask_to_join(self) -> str:
-        """Wait on the leader until the group may join; return the server's answer as text."""
         parallel = self._parallel
         assert parallel.control is not None
         _log.info("waiting to join the run until its groups train again")
@@ -243,7 +240,7 @@ class GroupJoin:
     def read_again(self) -> None:
         """Load the server's weights again, if hooks have written this group's weights since it joined.
 
-        The same hooks ran in the run's groups before these trained. All ranks of the group call it.
+        All ranks of the group call it.
         """
         parallel = self._parallel
         written = torch.tensor(any(part.replica.written() for part in parallel.parts), device=parallel.device)
@@ -270,11 +267,10 @@ class GroupFormation:
     def form(
         self, groups: int | None = None, speeds: Mapping[int, float] | None = None, keeps_epoch: bool = False
     ) -> None:
-        """Form groups, and set up this rank's own. All live ranks, which have joined the server, call it.
+        """Form groups, and set up this rank's own. All live ranks call it, after they have joined the server.
 
-        ``groups`` and ``speeds`` are as in `World.regroup`; None for ``groups`` forms those of
-        ``ParallelState.topology``. With ``keeps_epoch`` the new groups continue the epoch, whose trained part the
-        server knows.
+        ``groups`` and ``speeds`` are as in `World.regroup`; None forms those of ``ParallelState.topology``. With
+        ``keeps_epoch`` the new groups continue the epoch.
         """
         parallel = self._parallel
         assert parallel.control is not None

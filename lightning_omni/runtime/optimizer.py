@@ -26,16 +26,15 @@ _STATE_DICTS = "torch.distributed.checkpoint.state_dict"
 class OmniOptimizer(Optimizer):
     """A wrapper of any torch optimizer that steps across compute groups, with the method of the world.
 
-    It is for loops without Lightning. Use it in place of the optimizer, also for schedulers. Where the method steps at
-    the parameter server, every push contains the hyperparameters. Where it steps at the workers, the wrapped optimizer
-    itself steps, and the groups exchange weights. With one group nothing is exchanged, and the wrapped optimizer steps,
-    bit for bit.
+    Use it in place of the optimizer in loops without Lightning, also for schedulers. Where the method steps at the
+    parameter server, every push contains the hyperparameters. Where it steps at the workers, the wrapped optimizer
+    steps, and the groups exchange weights. With one group the wrapped optimizer steps, bit for bit.
 
     Args:
-        optimizer: the optimizer to wrap, over parameters that live on this rank.
-        world: the run that this rank belongs to.
-        names: a unique name for every parameter, or a function that returns these names, if parameters are added during
-            the run. By default their positions: ``"0.3"`` is the fourth parameter of the first parameter group.
+        optimizer: the optimizer to wrap, over parameters on this rank.
+        world: the run.
+        names: a unique name for every parameter, or a function that returns these, if parameters are added during the
+            run. By default their positions: ``"0.3"`` is the fourth parameter of the first parameter group.
         merged: parameters of a merged head, which the server steps separately: see `World.attach_head`.
 
     Raises:
@@ -110,8 +109,8 @@ class OmniOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state_dict. While the server holds the state, call it on rank 0.
 
-        Rank 0 then requests the state; other ranks return their own, which is empty. Where ranks hold the model
-        together, those that hold it with rank 0 call it, and each gets the state of its share.
+        Other ranks return their own state, which is empty. Where ranks hold the model together, those that hold it with
+        rank 0 call it, and each gets the state of its share.
         """
         own: dict[str, Any] = self.optimizer.state_dict()
         if self._is_at_server and self.world.owns_state:
@@ -124,14 +123,13 @@ class OmniOptimizer(Optimizer):
 
     @property
     def _is_at_server(self) -> bool:
-        """Return whether the server holds the state, and the wrapped optimizer has none."""
         return self.world.executor.control is not None and not self.world.steps_at_worker
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy or pickle the wrapped optimizer alone: a copy belongs to no run, and exchanges nothing.
+        """Copy or pickle the wrapped optimizer alone.
 
         Raises:
-            UnsupportedError: the server holds the state, which the copy would lack.
+            UnsupportedError: the server holds the state.
         """
         if self._is_at_server:
             raise UnsupportedError(
@@ -151,8 +149,7 @@ class OmniOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, at any time. Call it on every rank, here or on the wrapped optimizer.
 
-        The parameters take the values that the server has for them, or this compute group's if it is the first to add
-        them.
+        The parameters take the values that the server has for them, or this group's if it is the first to add them.
         """
         self.optimizer.add_param_group(param_group)
 
@@ -192,14 +189,11 @@ class OmniOptimizer(Optimizer):
     # --- The step -----------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
-        """Make one step: the closure, then the exchange. Call it on every rank of the group.
+        """Make one step, the closure and the exchange; return the closure's result. Call it on every rank of the group.
 
         Args:
             closure: computes loss and gradients, as for any torch optimizer.
             arguments: further arguments of the wrapped optimizer's step, if it steps on the ranks.
-
-        Returns:
-            The result of the closure.
         """
         if self.world.executor.exchanges:
             self._check_is_of_training()
@@ -231,7 +225,6 @@ class OmniOptimizer(Optimizer):
 
 
 def _wrapped(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer to which a copy or pickle of an `OmniOptimizer` is reduced."""
     return optimizer
 
 

@@ -29,21 +29,19 @@ class Server:
     Args:
         address: ``"tcp://host:port"`` of a running server (``lightning-omni serve``). None starts the *embedded*
             server, a process beside rank 0.
-        count: number of embedded servers, each of which holds a partition of the parameters, so that no single link
-            carries all pushes: a number, all on rank 0's node; or ``"per-node"``, one on each node, with which an
-            exchange of all groups sends no more bytes over any link than a ring all-reduce. See docs/how-to/servers.md.
+        count: number of embedded servers, each with a partition of the parameters: a number, all on rank 0's node; or
+            ``"per-node"``, one on each node. See :doc:`/how-to/servers`.
         host: address that the embedded server binds. None uses no port at all on one node (sockets in a directory that
             only this user may enter), and MASTER_ADDR on several.
-        encryption: encryption of network connections: ``"curve"``, or ``"off"`` on a network whose every user you
-            trust. A running server must use the same.
+        encryption: ``"curve"``, or ``"off"`` on a network whose every user you trust. A running server must use the
+            same.
         save: seconds between two saves of the embedded server's state, from the last of which rank 0 restarts a server
-            that died: see docs/explanation/resilience.md. None saves nothing, and the run ends if the server dies.
+            that died: see :doc:`/explanation/resilience`. None saves nothing, and the run ends if the server dies.
         record: file in which the embedded server records all that changes the weights, for
-            `lightning_omni.simulator.replay`. None records nothing.
-        max_nonfinite_pushes: number of pushes in a row with NaN or infinite gradients that a group may make before the
-            run ends.
-        threads: number of threads for the embedded server's arithmetic.
-        transport: the connection between ranks and server; None is ZeroMQ, with that ``encryption``.
+            `lightning_omni.simulator.replay`.
+        max_nonfinite_pushes: pushes in a row with NaN or infinite gradients that a group may make before the run ends.
+        threads: threads for the embedded server's arithmetic.
+        transport: the connection between ranks and server; None is ZeroMQ.
 
     Raises:
         ConfigurationError: an argument is wrong, or two exclude each other; the message names them.
@@ -107,11 +105,7 @@ class Server:
 
     @classmethod
     def of(cls, given: str | Server | None) -> Server:
-        """Return the server for a user's argument: an address, ``"per-node"``, a server, or None.
-
-        Raises:
-            ConfigurationError: the argument is none of these.
-        """
+        """Return the server for a user's argument; raise `ConfigurationError` if it is no valid one."""
         wanted = 'an address such as "tcp://host:5555", "per-node", a Server(...), or None'
         check_kind("server", given, (str, Server, type(None)), wanted)
         if isinstance(given, Server):
@@ -154,13 +148,12 @@ class Elastic:
     """The rules by which groups join, leave and are evicted. True in its place is ``Elastic(join=True)``.
 
     Args:
-        join: whether the ranks of this launcher are one group of a run in which groups, each with its own launcher,
-            join and leave at any time. The group joins the run at the server's address, or begins it if it is the
-            first: see docs/how-to/joining.md. None means True if OmniStrategy, passed no address, takes it from
-            LIGHTNING_OMNI_SERVER, and otherwise False.
-        max_rejoins: with ``join``, how often in a row a group that was evicted by mistake (because its machine was
-            suspended or its link failed) rejoins as a new group: if the script ends with that error, its process runs
-            its command again, after 1, 2, 4, ... seconds. 0 disables this. Only OmniStrategy uses it.
+        join: whether the ranks of this launcher are one group, which joins the run at the server's address at any time,
+            or begins it if it is the first: see :doc:`/how-to/joining`. None means True if OmniStrategy, passed no
+            address, takes it from LIGHTNING_OMNI_SERVER, and otherwise False.
+        max_rejoins: with ``join``, how often in a row a group that was evicted by mistake (its machine was suspended or
+            its link failed) rejoins as a new group: if the script ends with that error, its process runs its command
+            again, after 1, 2, 4, ... seconds. Only OmniStrategy uses it.
         timeout: seconds, at least 2, after which a group that answers heartbeats but completes no training or
             validation batch is evicted, because others would wait for it. The embedded server counts from the first
             trained batch on; ``lightning-omni serve`` has its own option. None disables this.
@@ -197,22 +190,13 @@ class Elastic:
 
     @classmethod
     def of(cls, given: bool | Elastic | None) -> Elastic:
-        """Return the rules for a user's argument: whether to join, the rules, or None for the defaults.
-
-        Raises:
-            ConfigurationError: the argument is none of these.
-        """
+        """Return the rules for a user's argument; raise `ConfigurationError` if it is no valid one."""
         wanted = "True, False, rules such as Elastic(join=True, max_rejoins=3), or None"
         check_kind("elastic", given, (bool, Elastic, type(None)), wanted)
         return given if isinstance(given, Elastic) else cls(join=given)
 
 
 def sharding_of(given: object) -> Sharding:
-    """Return how the members of a group hold the model, for an argument of `WorldOptions`.
-
-    Raises:
-        ConfigurationError: the argument is no valid ``model_parallel=``.
-    """
     if given == "fsdp":
         return FSDP()
     if given is None or isinstance(given, (FSDP, ModelParallel)):
@@ -227,16 +211,13 @@ class WorldOptions:
     Args:
         groups: number of compute groups, or None for one group per node.
         method: how groups exchange, by name or as a `lightning_omni.methods.Method`.
-        compression: the formats in which tensors are sent: that of pushes, such as ``"int8"``, or a `Compression`.
+        compression: the format of pushes, such as ``"int8"``, or a `Compression`.
         overlap: whether a group computes its next gradient during an exchange, which makes it one step staler; for
             async_sgd.
         server: address of a running server; or ``"per-node"``, or a `Server`. None starts one beside rank 0.
-        elastic: how groups join, leave and are evicted: True lets the ranks of this launcher join the run at ``server``
-            as a group of its own; or an `Elastic`.
-        model_parallel: how the members of a group hold the model: None, each the whole model; or sharded, each with a
-            part of every parameter, which it exchanges with its own server: ``"fsdp"`` or an `FSDP`, in rows; or a
-            `ModelParallel`, for a module that is parallelized on the group's mesh (OmniStrategy takes Lightning's
-            ModelParallelStrategy).
+        elastic: True lets the ranks of this launcher join the run at ``server`` as one group; or an `Elastic`.
+        model_parallel: None: each member of a group holds the whole model. ``"fsdp"`` or an `FSDP`: each holds rows of
+            every parameter; or a `ModelParallel`, for a module that is parallelized on the group's mesh.
         timeout: time after which a collective that does not complete is an error.
 
     Raises:
@@ -327,7 +308,7 @@ class WorldOptions:
 
     @property
     def features(self) -> dict[str, str]:
-        """Return the features of `lightning_omni.combinations` that these settings use, each as the user wrote it."""
+        """Return the features of `lightning_omni.combinations` that these settings use, as the user wrote them."""
         server, sharding = self.server, self.model_parallel
         used = {
             "sharded": (sharding is not None, shown(sharding)),
@@ -338,6 +319,25 @@ class WorldOptions:
             "record": (server.record is not None, f"Server(record={server.record!r})"),
         }
         return {**{name: given for name, (is_used, given) in used.items() if is_used}, **self.compression.features}
+
+    @property
+    def of_all_ranks(self) -> dict[str, str]:
+        """Return the settings in which all ranks of a run must agree, as text."""
+        wire, server = self.compression.wire_format, self.server
+        return {
+            **({} if self.elastic.join else {"server": repr(server.address)}),
+            "groups": repr(self.groups),
+            "method": repr(self.resolved_method()),
+            "compression=Compression(push=)": repr(wire.pushes),
+            "compression=Compression(pull=)": repr(wire.answers),
+            "compression=Compression(all_reduce=)": repr(self.compression.all_reduce_format),
+            "overlap": repr(self.overlap),
+            "server=Server(count=)": repr(server.count),
+            "server=Server(transport=)": repr(server.resolved_transport()),
+            "server=Server(max_nonfinite_pushes=)": repr(server.max_nonfinite_pushes),
+            "elastic=Elastic(join=)": repr(bool(self.elastic.join)),
+            "model_parallel": repr(self.model_parallel),
+        }
 
     @property
     def is_sharded(self) -> bool:

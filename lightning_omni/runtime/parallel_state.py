@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import socket
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module, Parameter
 
-from lightning_omni.checks import check_kind
+from lightning_omni.checks import check_kind, plain
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.group.core import GroupCore
 from lightning_omni.methods import Method
@@ -22,6 +24,7 @@ from lightning_omni.runtime._private import forget_meshes
 from lightning_omni.runtime.model.meshes import ModelParallel, columns_of, evenly, mesh_of, rows_of, sizes_in
 from lightning_omni.runtime.model.reduction import Reduction
 from lightning_omni.runtime.model.replica import Part
+from lightning_omni.runtime.model.tensor_sync import agree
 from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.runtime.process_groups import ProcessGroups, check_none_lost, check_not_in_loop
 from lightning_omni.runtime.registration import GroupRegistration
@@ -44,7 +47,7 @@ class Communication(NamedTuple):
 
 
 def default_device(backend: str, current_gpu: Callable[[], int] = torch.cuda.current_device) -> torch.device:
-    """Return the default device of the weights: NCCL's process groups refuse tensors on the CPU."""
+    """Return the default device of the weights: NCCL refuses tensors on the CPU."""
     return torch.device("cuda", current_gpu()) if backend == dist.Backend.NCCL else torch.device("cpu")
 
 
@@ -55,25 +58,23 @@ class ParallelState:
         rank: this rank, as all groups of the run number it.
         torch_rank: this rank, as torch.distributed numbers it.
         is_synchronous: whether there is one group only, with no server in the path.
-        group: number of this rank's group; -1 if it is in none, as it was lost.
+        group: number of this rank's group; -1 if it was lost.
         members: ranks of this rank's group; the first one leads.
-        is_leader: whether this rank leads its group.
-        exchanges: whether this rank exchanges with the server, as ranks of the group's first replica do, for the
-            others.
+        exchanges: whether this rank exchanges with the server, as ranks of the group's first replica do.
         generation: number of times that groups were formed.
         control: the connection by which ranks synchronize; None unless the server was joined.
         parts: the exchanged part of each optimizer.
         names: names of parameters in modules that a loop without Lightning has wrapped.
         steps: optimizer steps of the run in one group, which no server's clock counts.
-        shards: number of ranks that hold one replica of the model together; 1 where each has all of it.
+        shards: number of ranks that hold one replica of the model together.
         holders: ranks, as torch numbers them, by the replica of the model that they hold together.
-        tensor_parallel: number of neighbours among these that compute on the same samples together.
+        tensor_parallel: number of neighbours that compute on the same samples together.
         is_computing: whether the default process group is the compute group.
-        is_entering: whether the group has joined others that train already, and is about to train.
-        joined_since_sync: whether the group has joined since the groups last synchronized.
+        is_entering: whether the group has joined groups that train, and is about to train.
+        joined_since_sync: whether the group has joined since the last synchronization.
         ever_lost: ranks that were lost in this loop or an earlier one.
-        failures: reasons of those among them that have failed by themselves.
-        where: returns this rank's position in its loop, in words, for messages to other ranks.
+        failures: reasons of ranks that have failed by themselves.
+        where: returns this rank's position in its loop, in words.
         registration: the reservation of a group that joins on its own, whose ranks are the only ones in
             torch.distributed; None where all ranks were started together.
     """
@@ -102,14 +103,11 @@ class ParallelState:
         self.device = default_device(dist.get_backend()) if device is None else torch.device(device)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.torch_rank = self.rank
-        ranks_per_node = list(map(int, ranks_per_node or _count_ranks_per_node(self.size)))
-        if sum(ranks_per_node) != self.size:
-            raise ConfigurationError(
-                f"ranks_per_node={ranks_per_node}: torch.distributed has {self.size} ranks; pass numbers of ranks that"
-                " add up to that, with Lightning by devices= and num_nodes="
-            )
         joins, sharding = bool(options.elastic.join), options.model_parallel
         self.process_groups = ProcessGroups(self.rank, self.size, options.timeout, self.device, is_group=joins)
+        given = None if ranks_per_node is None else self._checked(ranks_per_node)
+        self.check_same({"ranks_per_node": repr(given), **options.of_all_ranks})
+        ranks_per_node = given or self._count_ranks_per_node()
         wanted = 1 if joins else options.groups
         topology = Topology.by_node(ranks_per_node) if wanted is None else evenly(self.size, wanted, sharding)
         self.method.check(len(topology.alive))
@@ -140,6 +138,43 @@ class ParallelState:
         self._mesh: DeviceMesh | None = None
         self.reduction = Reduction(options.compression.all_reduce_format)
 
+    def _checked(self, ranks_per_node: Sequence[int]) -> list[int]:
+        is_list = isinstance(ranks_per_node, Sequence) and not isinstance(ranks_per_node, str)
+        found = list(map(plain, ranks_per_node)) if is_list else []
+        if not all(type(count) is int and count >= 0 for count in found) or sum(found) != self.size:
+            raise ConfigurationError(
+                f"ranks_per_node={ranks_per_node!r}: torch.distributed has {self.size} ranks; pass a list of numbers of"
+                " ranks that add up to that, with Lightning by devices= and num_nodes="
+            )
+        return found
+
+    def _count_ranks_per_node(self) -> list[int]:
+        """Return the number of ranks on each node, which may differ, as torchrun started them. All ranks call it."""
+        local, host = int(os.environ.get("LOCAL_WORLD_SIZE", 0)), zlib.crc32(socket.gethostname().encode())
+        before, after = [0] * 2 * self.rank, [0] * 2 * (self.size - self.rank - 1)
+        of_ranks = self._largest([*before, local, host, *after])
+        sizes, hosts, found = of_ranks[::2], of_ranks[1::2], list[int]()
+        if not all(sizes):
+            if len(set(hosts)) > 1:
+                raise ConfigurationError(
+                    f"ranks_per_node=None: the {self.size} ranks are on several hosts, and LOCAL_WORLD_SIZE, which"
+                    " torchrun sets, is missing; pass the number of ranks on each, in the order of ranks, as in"
+                    f" ranks_per_node={[hosts.count(each) for each in dict.fromkeys(hosts)]}"
+                )
+            return [self.size]
+        while (first := sum(found)) < self.size:
+            found.append(min(sizes[first], self.size - first))
+        return found
+
+    def check_same(self, settings: Mapping[str, str]) -> None:
+        """Raise `ConfigurationError` unless all ranks that were started together have these settings, and call it."""
+        remedy = "all ranks train in one run: pass the same on each of them, and set the same environment variables"
+        agree({f"setting {name}": text for name, text in settings.items()}, self.torch_rank, self._largest, remedy)
+
+    def _largest(self, numbers: Sequence[int]) -> list[int]:
+        """Return the largest of each number over all ranks that were started together."""
+        return self.process_groups.largest(numbers, self.process_groups.original) if self.size > 1 else list(numbers)
+
     # --- Which rank is where ------------------------------------------------------------------------------------------
 
     @property
@@ -162,7 +197,7 @@ class ParallelState:
 
     @property
     def topology(self) -> Topology:
-        """Return the compute groups. Setting them sets this rank's place among them, which each step reads often."""
+        """Return the compute groups. Setting them sets this rank's place among them."""
         return self._topology
 
     @topology.setter
@@ -183,14 +218,14 @@ class ParallelState:
         """Return whether this rank is the recorder, which forms groups, transfers weights, logs and saves for the run.
 
         Where groups join on their own, it is the lowest live rank, agreed on where ranks synchronize. While they
-        compute it changes only in `follow_recorder`, because a checkpoint takes several calls.
+        compute it changes only in `follow_recorder`.
         """
         if self.registration is not None and self.control is not None and not self.is_computing:
             self._records = self.rank == self.process_groups.live.ranks[0]
         return self._records
 
     def follow_recorder(self) -> bool:
-        """Check whether this rank is the recorder now: while groups compute, the recorder's group may leave."""
+        """Return whether this rank is the recorder now: while groups compute, the recorder's group may leave."""
         status = self.control.status if self.control is not None else None
         if self.registration is not None and status is not None and self.is_computing:
             self._records |= self.rank == status.recorder  # never reset, because the status may be old
@@ -200,8 +235,7 @@ class ParallelState:
     def is_with_recorder(self) -> bool:
         """Return whether this rank holds a replica of the model together with the recorder.
 
-        Where groups join on their own, ranks agree on it where they synchronize; while a group computes, its members do
-        in `World.agree_on_recorder`.
+        Where groups join on their own, ranks agree on it where they synchronize, or in `World.agree_on_recorder`.
         """
         if self.registration is None:
             return RECORDER in self.members and self.exchanges
@@ -233,7 +267,7 @@ class ParallelState:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """Return the mesh of the ranks with which this one holds a replica of the model, the same after a regrouping.
+        """Return the mesh of the ranks that hold a replica with this one, the same after a regrouping.
 
         All ranks make the first access, before training begins.
         """
@@ -256,12 +290,11 @@ class ParallelState:
 
     @property
     def _compute_groups(self) -> Topology:
-        """Return the compute groups that torch knows, as it numbers their ranks."""
         return self.topology if self.registration is None else Topology.even(self.size, 1)
 
     @property
     def _alike(self) -> Topology:
-        """Return the ranks of each group with the same part of the model; if that is all of it, the groups."""
+        """Return each group's ranks with the same part of the model."""
         return columns_of(self._compute_groups, self.shards) if self.is_sharded else self._compute_groups
 
     @property
@@ -270,7 +303,7 @@ class ParallelState:
         return self.is_sharded and any(len(members) > self.shards for members in self._compute_groups.groups)
 
     def make_groups(self, gather: Callable[[list[int]], list[list[int]]] | None = None) -> None:
-        """Create the process groups of the compute groups, and of their ranks with the same part of a sharded model.
+        """Create the process groups of the compute groups, and of ranks with the same part of a sharded model.
 
         All live ranks call it; ``gather`` is as in `ProcessGroups.make`.
         """
@@ -287,13 +320,13 @@ class ParallelState:
         return list({id(group): group for group in map(self.process_groups.compute, topologies)}.values())
 
     def abandon_groups(self) -> None:
-        """Destroy this failed rank's process groups inside its compute group: see `ProcessGroups.abandon`."""
+        """Destroy this failed rank's process groups inside its compute group."""
         for topology in (self._compute_groups, self._alike, *self._parted):
             self.process_groups.abandon(topology)
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """Return the ranks that have been lost."""
+        """Return the lost ranks."""
         return self.control.lost if self.control else ()
 
     @property
@@ -308,24 +341,24 @@ class ParallelState:
 
     @property
     def live_ranks(self) -> tuple[int, ...]:
-        """Return the ranks that are not lost; in a group that joined on its own, those of the group."""
+        """Return the ranks that are not lost; in a group that joined on its own, its own."""
         ranks = range(self.size) if self.registration is None else self.members
         return tuple(rank for rank in ranks if rank not in self.lost)
 
     @property
     def live_groups(self) -> tuple[int, ...]:
-        """Return the numbers of the groups that have lost no rank."""
+        """Return the numbers of the groups without a lost rank."""
         lost = set(self.lost)
         return tuple(g for g in self.topology.alive if not lost.intersection(self.topology.members(g)))
 
     @property
     def steps_at_worker(self) -> bool:
-        """Return whether the user's optimizer steps on every rank, so that groups have weights of their own."""
+        """Return whether the user's optimizer steps on every rank."""
         return self.method.steps_at == "worker"
 
     @property
     def servers(self) -> int:
-        """Return the number of servers that divide this rank's exchanged parameters among them."""
+        """Return the number of servers that divide this rank's exchanged parameters."""
         return 1 if self.control is None or self.is_sharded else self.control.servers
 
     @property
@@ -335,21 +368,21 @@ class ParallelState:
 
     @property
     def compute_group(self) -> Any:
-        """Return the process group of this rank's compute group."""
+        """Return the process group of `members`."""
         return self.process_groups.compute(self.topology)
 
     @property
     def replica_group(self) -> Any:
-        """Return the process group of the members with the same part of the model as this rank."""
+        """Return the process group of the members with this rank's part of the model."""
         return self.process_groups.compute(self._alike)
 
     @property
     def holder_group(self) -> Any:
-        """Return the process group of the ranks with which this one holds a replica of the model."""
+        """Return the process group of the ranks that hold a replica with this one."""
         return self.process_groups.compute(self.holders)
 
     def split_of(self, part: Part, servers: int) -> Partition:
-        """Return the division of an optimizer's parameters over this number of servers."""
+        """Return the division of an optimizer's parameters over so many servers."""
         layout = part.replica.layout
         if servers == 1:
             return Partition.whole(layout)
@@ -364,7 +397,7 @@ class ParallelState:
         return self.control.empty(nbytes)
 
     def learn_names(self, module: Module) -> None:
-        """Record a module's names of its parameters, and make those unique that another module has, too."""
+        """Record a module's names of its parameters, made unique among modules."""
         taken = set(self.names.values())
         for name, parameter in module.named_parameters():
             if parameter not in self.names:
@@ -396,7 +429,7 @@ class ParallelState:
     def broadcast_from_recorder(self, tree: Any) -> Any:
         """Return the recorder's tree of plain values and tensors on every live rank; its own if the recorder has died.
 
-        Each byte is sent as a number, so the tree should be small.
+        Each byte is sent as a number: the tree should be small.
         """
         packed, buffer = pack(tree)
         mine = msgspec.msgpack.encode((packed, bytes(buffer.numpy()))) if self.is_recorder else b""
@@ -410,9 +443,3 @@ class ParallelState:
     def barrier(self) -> None:
         """Wait until all live ranks call this."""
         self.process_groups.barrier()
-
-
-def _count_ranks_per_node(size: int) -> list[int]:
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", size))  # set by torchrun
-    full, rest = divmod(size, local)
-    return [local] * full + ([rest] if rest else [])

@@ -1,12 +1,11 @@
 """torch.distributed's process groups: one for each compute group, one of all live ranks, and the current default.
 
-Compute groups are kept for the life of the process, for later fits of the same script. All live ranks decide together
-whether a topology's groups exist or must be created, from the groups that each of them holds.
+Compute groups are kept for later fits of the same script. All live ranks decide together whether a topology's groups
+must be created.
 
-The group of all live ranks, `LiveWorld`, has its collectives carried out by the server, which knows the live ranks: no
-collective waits for dead ones, and all survivors get the same contributions. Small payloads (metrics, flags, names of
-checkpoints) are sent over the server's control socket, larger ones over its data socket, and gradients never. Ranks are
-numbered by their index among the live ranks.
+The server carries out the collectives of all live ranks, `LiveWorld`: none waits for dead ranks, and all survivors get
+the same contributions. Small payloads are sent over the server's control socket, larger ones over its data socket, and
+gradients never. Ranks are numbered by their index among the live ranks.
 """
 
 from __future__ import annotations
@@ -68,13 +67,13 @@ _survivors: tuple[ref[Any], tuple[int, ...]] | None = None
 
 
 def outlive(group: Any, lost: Sequence[int]) -> None:
-    """Record that a process group, which becomes the default one, consists of the surviving ranks of a run."""
+    """Record that a process group, the next default, consists of the surviving ranks of a run."""
     global _survivors
     _survivors = ref(group), tuple(lost)
 
 
 def check_none_lost() -> None:
-    """Check that the default process group still has all ranks with which the script has begun.
+    """Check that the default process group still has all ranks of the script's begin.
 
     Raises:
         RankLost: an earlier fit or loop has lost some; Lightning and loaders would still count them.
@@ -90,10 +89,10 @@ def check_none_lost() -> None:
 
 
 def check_not_in_loop() -> None:
-    """Check that the default process group is not one that a World has put in its place while groups train.
+    """Check that the default process group is not one that a World uses while groups train.
 
     Raises:
-        ConfigurationError: it is; another World would take it for that of all ranks, and forget the first one's groups.
+        ConfigurationError: it is; another World would take it for that of all ranks.
     """
     made = [] if _cache is None else [_cache.live, *(each.group for each in _cache.compute.values())]
     if any(group is not None and group() is dist.group.WORLD for group in made):
@@ -111,7 +110,7 @@ def _cache_beside(default: Any) -> _Cache:
 
 
 class ProcessGroups:
-    """All process groups of a rank, of ``size`` ranks in all. No other class switches the default process group.
+    """All process groups of a rank. No other class switches the default process group.
 
     ``size`` counts dead ranks, too. ``device`` holds the tensors of torch's own collectives. With ``is_group``, the
     default process group is that of one compute group, which has joined on its own.
@@ -151,8 +150,8 @@ class ProcessGroups:
     def make(self, topology: Topology, gather: Gather | None = None, stays: bool = False) -> None:
         """Create the process groups of a topology, unless all ranks have them. All live ranks call it.
 
-        ``gather`` exchanges numbers between the ranks, by default over the original process group. With ``stays`` the
-        groups are kept to the end of the run, whatever others are created.
+        ``gather`` exchanges numbers, by default over the original process group. With ``stays`` the groups are kept to
+        the end of the run.
         """
         members, kept = self._members(topology), self._cache
         if stays:
@@ -194,13 +193,12 @@ class ProcessGroups:
         dist.GroupMember.WORLD = group
 
     def join(self, synchronize: Synchronize, rank: int) -> None:
-        """Create and connect the group of all live ranks. All ranks call it, and wait for each other."""
+        """Create and connect the group of all live ranks. All ranks call it."""
         self.make_live_world()
         self.live.connect(synchronize, rank)
         dist.barrier()
 
     def make_live_world(self) -> None:
-        """Create the group of all live ranks, unless it exists; the original process group becomes the default one."""
         register()
         self.use(self.original)
         if self._cache.live is None:
@@ -210,10 +208,10 @@ class ProcessGroups:
             self._cache.live = ref(made)
 
     def abandon(self, topology: Topology) -> None:
-        """Destroy this rank's process group in a topology, because this rank has failed.
+        """Destroy this failed rank's process group in a topology; the original one becomes the default.
 
-        With gloo, members that wait for it then fail at once. A group of all ranks that torch knows is not destroyed:
-        its members fail when this process ends. The original process group becomes the default one.
+        With gloo, members that wait for it fail at once. A group of all ranks that torch knows is not destroyed: its
+        members fail when this process ends.
         """
         self.use(self.original)
         self._cache.destroy(topology.groups)
@@ -311,7 +309,6 @@ class LiveWorld(dist.ProcessGroup):
         self._name = ""
 
     def connect(self, synchronize: Synchronize, rank: int) -> None:
-        """Set the function that carries out the collectives, and this rank's number in its results."""
         self._synchronize, self._global_rank = synchronize, rank
 
     @property
@@ -343,7 +340,6 @@ class LiveWorld(dist.ProcessGroup):
         return _Done(None)
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
-        """Reduce in rank order, so that every rank gets the same bits."""
         op = _op(opts)
         for tensor in tensors:
             parts = self._gather(f"all_reduce({_signature(tensor)}, {op})", tensor)
@@ -419,7 +415,7 @@ class LiveWorld(dist.ProcessGroup):
     def _gather(self, what: str, tensor: Tensor, only: int | None = None) -> dict[int, Tensor]:
         """Return every rank's tensor of one collective, by global rank, on the CPU.
 
-        With ``only``, just that rank sends its tensor. A rank that dies before all of its bytes arrive is left out.
+        With ``only``, just that rank sends. A rank that dies before all of its bytes arrive is left out.
         """
         mine = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu() if tensor.numel() else torch.empty(0)
         data = mine.numpy().tobytes() if only in (None, self._global_rank) else b""
@@ -438,7 +434,7 @@ class LiveWorld(dist.ProcessGroup):
     def contribute(self, what: str, payload: bytes = b"") -> list[tuple[int, bytes]]:
         """Wait for all live ranks, and return their payloads as (global rank, bytes) in rank order.
 
-        If other ranks call it for another collective (``what``), all ranks raise an error.
+        If another rank calls it with another ``what``, all ranks raise an error.
         """
         if self._synchronize is None:
             raise RuntimeError("the live world is not connected to a parameter server yet")
@@ -455,7 +451,7 @@ def register() -> None:
 def device_types(accelerator: torch.device | None) -> list[str]:
     """Return the types of the devices whose tensors a `LiveWorld` takes.
 
-    An accelerator without a default backend of torch is left out: torch would take this one as its default.
+    An accelerator without a default backend is left out: torch would take this one as its default.
     """
     types = ["cpu", "cuda"]
     if accelerator is not None and accelerator.type in dist.Backend.default_device_backend_map:

@@ -32,7 +32,7 @@ _UNSAVED = "unsaved"
 
 
 def comes_back_to() -> tuple[str, int]:
-    """Return the run that this group was evicted from, and how often in a row it has rejoined it; or "" and 0."""
+    """Return the run that evicted this group, and how often in a row it has rejoined; or "" and 0."""
     name, count, *_ = [*os.environ.get(COMES_BACK, "").split(" "), ""]
     return name, int(count or 0)
 
@@ -53,16 +53,14 @@ class GroupRegistration:
     """A reservation of rank numbers for a group. All of its ranks create one.
 
     Args:
-        options: the run's options; ``server`` is its address.
         rank: this rank, in its own torch.distributed world; rank 0 sends the request.
-        size: number of ranks in the group.
         broadcast_text: returns the text of rank 0 on every rank of the group.
 
     Attributes:
         first: number of the group's first rank; the others' follow.
         announced: number of ranks in the group that has begun the run.
         begins: whether this group begins the run.
-        silence: seconds without a sign of life after which the server may end a connection; 0 for never.
+        silence: seconds of silence after which the server may end a connection; 0 for never.
 
     Raises:
         OmniError: the server cannot be reached or refuses; or the run is over, or is not the one that evicted this
@@ -135,7 +133,6 @@ class GroupRegistration:
         return self._observer.enlist(size)
 
     def check_goes_on(self) -> None:
-        """Raise `RankLost` if the server has reported that the run is over; it may have ended with the run."""
         if self._observer is not None and (reason := self._observer.why_over()):
             raise RankLost(f"the run is over: {reason}")
 
@@ -164,7 +161,7 @@ def ask_for_all(broadcast_text: Callable[[str], str], asks: bool, ask: Callable[
 
 
 def _check_same(run: str, options: WorldOptions) -> None:
-    """Raise `Refused` if a group that rejoins would begin or join another run than it was evicted from."""
+    """Raise `Refused` if a group would rejoin another run than the one that evicted it."""
     from lightning_omni.server.membership.roster import origin
 
     name, _ = comes_back_to()
@@ -177,7 +174,7 @@ def _check_same(run: str, options: WorldOptions) -> None:
 
 
 def _rejects_connections(address: str) -> bool:
-    """Return whether a server's machine is reachable, and no process listens there on the server's port."""
+    """Return whether a server's machine is reachable, and no process listens on the server's port."""
     parts = urlsplit(address)
     if parts.scheme != "tcp":
         return False

@@ -37,7 +37,6 @@ class ServerSnapshot(NamedTuple):
     """A consistent state of all servers.
 
     Attributes:
-        cut: the counts that describe the state.
         parts: for each optimizer ``{"weights": {name: tensor}, "state": {...}, "clock": 0, "method": {...}}``.
         groups: for each group, the state that was gathered from it.
     """
@@ -48,7 +47,7 @@ class ServerSnapshot(NamedTuple):
 
 
 class ServerStore:
-    """The access to the state that the servers hold, each its share, on ranks that exchange with them."""
+    """The access to the servers' state on ranks that exchange with them."""
 
     def __init__(self, parallel: ParallelState, connections: Callable[[], Requests]) -> None:
         self._parallel, self._connections = parallel, connections
@@ -57,7 +56,7 @@ class ServerStore:
         """Return a consistent state of the servers, or this rank's share of it.
 
         Args:
-            with_state: whether to include the states of optimizers and methods, and the gathered states of groups.
+            with_state: whether to include the states of optimizers, methods and groups.
             version: number of a validation, for the state at the first request with that number; 0 for the current one.
         """
         requests, take = self._connections(), m.TakeSnapshot(with_state=with_state, version=version)
@@ -88,8 +87,7 @@ class ServerStore:
     def seed(self, parts: Sequence[dict[str, Any]]) -> None:
         """Send weights and optimizers to the servers, to each its share. The recorder calls it.
 
-        Args:
-            parts: for each optimizer, as `lightning_omni.server.snapshots.Snapshots.seed` takes them.
+        ``parts`` are those of `Snapshots.seed`.
         """
         requests = self._connections()
         parts = [self._cut_again(self._parallel.parts[index], part, requests.count) for index, part in enumerate(parts)]
@@ -106,7 +104,6 @@ class ServerStore:
         requests.exchange(seeds, m.WeightsUploaded)
 
     def _cut_again(self, part: Part, seed: dict[str, Any], servers: int) -> dict[str, Any]:
-        """Return a seed in the fragments of the present servers; a checkpoint may have those of others."""
         if seed.get("method") is None or self._parallel.share is not None:
             return seed
         return {**seed, "method": self._parallel.split_of(part, servers).recut(seed["method"])}
@@ -117,7 +114,6 @@ class ServerStore:
         self._connections().own.exchange(message, m.GroupStateStored, buffer)
 
     def _share_of(self, part: Part, seed: dict[str, Any], server: int, servers: int) -> dict[str, Any]:
-        """Return one server's share of an optimizer's seed."""
         split = self._parallel.split_of(part, servers)
         weights = split.parts(list(seed["weights"].values()))[server]
         names = [spec.name for spec in split.shares[server].specs]
@@ -132,17 +128,13 @@ class ServerStore:
     def store_run_state(self, packed: Packed, buffer: Tensor) -> None:
         """Store the state beside the weights for groups that join. The recorder calls it when groups separate.
 
-        Where its members hold the model together, each stores its share at its own server, and the recorder last.
+        Where members hold the model together, each stores its share at its own server, and the recorder last.
         """
         message = m.StoreRunState(packed=packed, nbytes=buffer.numel())
         self._connections().own.exchange(message, m.RunStateStored, buffer)
 
     def read_run_state(self, share: bool = False) -> dict[str, Any]:
-        """Return the stored state for groups that join.
-
-        Args:
-            share: whether to read the share that a member of the recorder's group has stored at this rank's own server.
-        """
+        """Return the stored state for groups that join; with ``share``, the share at this rank's own server."""
         requests = self._connections()
         connection = requests.own if share else requests.coordinator
         answer, payload = connection.exchange(m.ReadRunState(), m.StoredRunState)
@@ -160,14 +152,12 @@ _Answer = TypeVar("_Answer", bound=m.Message)
 
 
 class Route(NamedTuple):
-    """The way of one kind of request to the servers and back. It is found once, because each step needs it.
+    """The way of one kind of request to the servers and back.
 
     Attributes:
         of: the layout of all parameters and the number of the forming of groups for which it was found.
         split: division of all parameters over the servers.
         part: division of the requested fragment.
-        pulls: whether the answer contains tensors.
-        answers: wire format of these tensors.
         coded: the encoded answer, if it is broadcast to the group as received; None if its tensors are.
     """
 
@@ -180,13 +170,10 @@ class Route(NamedTuple):
 
 
 class Traffic:
-    """The time and the bytes of all exchanges of a run so far.
-
-    Args:
-        clock: clock of the device of the weights.
+    """The time and the bytes of all exchanges of a run so far; ``clock`` is that of the device of the weights.
 
     Attributes:
-        moved: bytes of tensors to and from the server or other groups; only the leader of a group moves any.
+        moved: bytes of tensors to and from the server or other groups; only a leader moves any.
         shared: the part of them that leader and server passed in shared memory.
     """
 
@@ -214,11 +201,7 @@ class ServerExchange:
     """A rank's exchanges with the server and with other groups. Every rank of a group makes the same calls.
 
     Attributes:
-        traffic: time and bytes of all exchanges so far.
         synchronizations: synchronization points since this rank joined the server.
-        members: communication among the members of the group.
-        peers: communication with other groups.
-        store: access to the state that the servers hold of the run as a whole.
     """
 
     def __init__(self, parallel: ParallelState) -> None:
@@ -237,7 +220,7 @@ class ServerExchange:
     # --- Server -------------------------------------------------------------------------------------------------------
 
     def do(self, index: int, action: Action) -> Any:
-        """Perform an action of the group's core for one optimizer, and return the answer to its need.
+        """Perform an action of the group's core for one optimizer, and return the answer.
 
         Raises:
             NonFiniteGradients: the server refused too many pushes in a row.
@@ -260,7 +243,6 @@ class ServerExchange:
         raise TypeError(f"nothing is to be done for {action!r}")
 
     def ask_weights(self, ask: ServerRequest) -> Pulled:
-        """Push or fetch for this group, and return the server's answer."""
         self.send(ask)
         return self.receive(ask.optimizer)
 
@@ -303,7 +285,7 @@ class ServerExchange:
         return coded if coded.are_sizes_known and coded.nbytes < part.layout.nbytes else None
 
     def _part_of_member(self, ask: ServerRequest) -> ServerRequest:
-        """Return this member's request: with the note measured by the leader; leased data only on the leader."""
+        """Return this member's request, with the note measured by the leader; leased data only on the leader."""
         need = ask.need
         if isinstance(need, Exchange) and need.note:
             note = msgspec.msgpack.decode(self.members.broadcast_bytes(msgspec.msgpack.encode(need.note)), type=float)
@@ -311,7 +293,6 @@ class ServerExchange:
         return ask if self._parallel.is_leader else ask._replace(epoch=-1, trained=0)
 
     def receive(self, index: int) -> Pulled:
-        """Return the answer to the last request for an optimizer, on every member of the group."""
         return self._share(*self._under_way.pop(index))
 
     def _rooms(self, ask: ServerRequest, part: Part, route: Route) -> Sequence[Tensor | None] | None:
@@ -329,7 +310,7 @@ class ServerExchange:
         return route.part.memories(part.memory(PREFIX, self._parallel.empty)[PREFIX:])
 
     def finish_exchanges(self) -> None:
-        """Wait for the exchanges in flight, and let the method apply the answers. All members of the group call it."""
+        """Wait for the exchanges in flight, and let the method apply the answers. All members call it."""
         for index in list(self._under_way):
             self._parallel.core.apply_answer(index, self.receive(index))
 
@@ -338,27 +319,18 @@ class ServerExchange:
         return self.ask_weights(self._parallel.core.fetch(index))
 
     def ask(self, message: m.Message, expect: type[_Answer], payload: Tensor | None = None) -> tuple[_Answer, Tensor]:
-        """Send a message to the coordinating server, on the data connection, and wait for its answer.
-
-        Returns:
-            The answer and its payload, uint8.
-        """
+        """Send a message to the coordinating server, on the data connection; return its answer and payload, uint8."""
         return self._free_connections().coordinator.exchange(message, expect, payload)
 
     def bring(self, data: bytes) -> None:
-        """Upload bytes for the next control message, which are too large for its channel. Any rank may call it."""
+        """Upload bytes for the next control message, which are too large for its channel."""
         payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         self.ask(m.Upload(nbytes=payload.numel()), m.Uploaded, payload)
 
     def synchronize(self, what: str, payload: bytes) -> list[tuple[int, bytes]]:
-        """Gather the bytes of every live rank. All live ranks call it and wait for each other.
+        """Return the number and the bytes of each live rank, in rank order. All live ranks call it.
 
-        Args:
-            what: description of the collective, the same on all ranks.
-            payload: this rank's bytes.
-
-        Returns:
-            The number and the bytes of each live rank, in rank order.
+        ``what`` describes the collective, the same on all ranks.
         """
         assert self._parallel.control is not None
         brought = len(payload) > m.LARGEST_INLINE
@@ -382,14 +354,12 @@ class ServerExchange:
         return control.request_payload(message, m.Gathered, payload, timeout=timeout)
 
     def gather(self, numbers: list[int]) -> list[list[int]]:
-        """Return the whole numbers of every live rank, in rank order."""
         return [json.loads(text) for _, text in self.synchronize("numbers", json.dumps(numbers).encode())]
 
     # --- Inside the group ---------------------------------------------------------------------------------------------
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Count time and bytes in this context as those of exchanges."""
         requests, between = self._requests, self.peers.moved
         moved, shared = (requests.moved, requests.shared) if requests is not None else (0, 0)
         with self.traffic.timed():
@@ -400,7 +370,6 @@ class ServerExchange:
         self.traffic.moved += self.peers.moved - between
 
     def warn_of_refusal(self, applied: bool, in_row: int) -> None:
-        """Warn of the first refused push in a row: it was not finite."""
         if not applied and in_row == 1:
             _log.warning(
                 "group %d made a push that is not finite; it was refused, and the weights did not change",
@@ -408,10 +377,7 @@ class ServerExchange:
             )
 
     def _share(self, ask: ServerRequest, route: Route) -> Pulled:
-        """Return the server's answer on all members of the group; the leader receives and broadcasts it.
-
-        Its tensors are on the device of the weights.
-        """
+        """Return the server's answer on all members of the group, with tensors on the device of the weights."""
         parallel, part, answer = self._parallel, self._parallel.parts[ask.optimizer], None
         layout, coded, by_member = route.part.layout, route.coded, parallel.share is not None
         memory = letter = self.members.letter(part)[: PREFIX + (layout.nbytes if route.pulls else 0)]
@@ -443,10 +409,7 @@ class ServerExchange:
         return pulled
 
     def _receive(self, ask: ServerRequest, route: Route, into: Tensor, coded: Sequence[Tensor] | None) -> m.Weights:
-        """Receive the servers' answer into ``into``, or encoded into ``coded``, on ranks that exchange with them.
-
-        Both are on the device of the weights.
-        """
+        """Receive the servers' answer into ``into``, or encoded into ``coded``, both on the device of the weights."""
         part, split, is_encoded = self._parallel.parts[ask.optimizer], route.part, route.answers != RAW
         flat = None
         if route.pulls and not is_encoded:
@@ -487,11 +450,10 @@ class ServerExchange:
 
     @property
     def is_free(self) -> bool:
-        """Return whether no exchange is in flight, so that the server answers the next request at once."""
         return self._travels is None
 
     def _free_connections(self) -> Requests:
-        """Return the data connections, once the answer of an exchange in flight has been received and kept."""
+        """Return the data connections, once the answer of an exchange in flight has been received."""
         requests = self._servers()
         if self._travels is not None:
             ask, self._travels = self._travels, None
@@ -512,7 +474,6 @@ class ServerExchange:
 
 
 def _prefix_of(answer: m.Weights) -> Tensor:
-    """Return the prefix of an answer's tensors, from which `_read` reads its other fields."""
     prefix = torch.zeros(PREFIX, dtype=torch.uint8)
     applied, stop, repeated = int(answer.applied), STOPS.index(answer.stop), int(answer.repeated)
     numbers = [answer.clock, answer.staleness, applied, answer.progress, stop, repeated, answer.refused_in_row]

@@ -72,13 +72,11 @@ class RunServer:
     """The servers of a run, each with a partition of the parameters: it starts, finds and ends them.
 
     Args:
-        rank: this rank. Rank 0 starts the server; with one server per node, the first rank of each node starts that.
-        options: the run's options.
-        ranks_per_node: number of ranks on each node.
-        shares: required number of servers, one for each share of a sharded model; None for the number in the options.
+        rank: this rank. Rank 0 starts the server; with one per node, the first rank of each node.
+        shares: required number of servers, one for each share of a sharded model; None for that in the options.
 
     Attributes:
-        process: process of the embedded server, on rank 0; a process that was started in advance may be set here.
+        process: process of the embedded server, on rank 0; one that was started in advance may be set here.
     """
 
     def __init__(
@@ -112,7 +110,7 @@ class RunServer:
         return 0 if self._options.server.address is None and not self.per_node else None
 
     def nodes_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Return the node of each rank; empty if all are on one, or if some belong to another launcher."""
+        """Return the node of each rank; empty if all are on one, or some belong to another launcher."""
         known = [node for node, count in enumerate(self._ranks_per_node) for _ in range(count)]
         found = tuple(known[rank] for rank in ranks if rank < len(known))
         return found if len(found) == len(ranks) and len(set(found)) > 1 else ()
@@ -134,7 +132,6 @@ class RunServer:
         return self.nodes == 1
 
     def check(self, servers: int, address: str) -> None:
-        """Raise `ConfigurationError` unless the address has the required number of servers."""
         if self._needed is None or servers == self._needed:
             return
         if self._options.elastic.join:
@@ -172,7 +169,7 @@ class RunServer:
             self._failure = error
 
     def share(self, address: str, key: bytes) -> None:
-        """Let the further servers of this rank join the coordinating one, and wait for them.
+        """Let this rank's further servers join the coordinating one, and wait for them.
 
         Raises:
             ConfigurationError: a server could not be started.
@@ -190,7 +187,7 @@ class RunServer:
             process.address()
 
     def dismiss(self) -> None:
-        """End servers that no rank has joined, without waiting: they may still be importing torch."""
+        """End servers that no rank has joined, without waiting."""
         processes = [*([self.process] if self.process is not None else []), *self._shares.values()]
         for process in processes:
             process.dismiss()
@@ -200,7 +197,7 @@ class RunServer:
     def stop(self, has_failed: bool = False) -> None:
         """End the embedded servers, and wait for them and for those that were dismissed.
 
-        If this rank has failed, and not the run, its further servers continue.
+        If this rank has failed, its further servers continue.
         """
         if self._keeper is not None:
             self._keeper.stop()
@@ -221,7 +218,7 @@ class RunServer:
         self._shares, self._dismissed, self._failure = {}, [], None
 
     def find(self, broadcast_text: Callable[[str], str]) -> tuple[str, bytes, str]:
-        """Return address, key and a name for the run, which rank 0 sends to all; its failure is an error on all ranks.
+        """Return address, key and a name for the run, which rank 0 sends to all.
 
         Raises:
             ConfigurationError: there is no server, and none could be started.

@@ -48,6 +48,6 @@ def clock_of(device: torch.device) -> Clock:
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until a CUDA device has completed the current stream; the host never runs ahead of the CPU."""
+    """Wait until a CUDA device has completed the current stream."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

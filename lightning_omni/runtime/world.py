@@ -1,7 +1,7 @@
 """`World`: a rank's group, its phases, and the synchronization points of all ranks.
 
 Inside the training epoch torch.distributed's default process group is the compute group; elsewhere it is the whole live
-world. Each part of the world gets those before it in the constructor; none depends on the world.
+world.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ from lightning_omni.group.core import LastAnswer
 from lightning_omni.methods.model.head import check_mergeable, held_by_one
 from lightning_omni.methods.model.server_optimizer import check_servable
 from lightning_omni.runtime.executor import Exchanging, Executor
-from lightning_omni.runtime.loop_checks import ExitCheck, OwnStatistics, RawStepGuard
+from lightning_omni.runtime.loop_checks import (
+    ExitCheck,
+    OwnSamplers,
+    OwnStatistics,
+    RawStepGuard,
+    announced_wait,
+    warn_of_variables,
+)
 from lightning_omni.runtime.membership import LEARN, Connection, GroupFormation, GroupJoin
 from lightning_omni.runtime.model.external_writes import ExternalWrites
 from lightning_omni.runtime.model.merged_head import RemoteHead
@@ -55,8 +62,8 @@ _END = "the end of training"
 class World(ParallelState):
     """The compute groups of a run, as seen from this rank. Create it after ``torch.distributed.init_process_group``.
 
-    It is for loops without Lightning; with Lightning, use `OmniStrategy`. A loop needs `wrap`, `training`,
-    `enter_world`, `enter_compute` and perhaps `regroup`; the other methods are for `OmniStrategy`.
+    With Lightning, use `OmniStrategy`. A loop needs `wrap`, `training`, `enter_world`, `enter_compute` and perhaps
+    `regroup`; the other methods are for `OmniStrategy`.
 
     Args:
         groups: number of compute groups, or None for one group per node.
@@ -70,13 +77,12 @@ class World(ParallelState):
         size: number of ranks.
         group: number of this rank's compute group, from 0.
         members: ranks of this rank's compute group.
-        options: all settings.
 
     Raises:
-        ConfigurationError: an argument is wrong.
+        ConfigurationError: an argument is wrong, or not the same on all ranks.
 
     Example:
-        A loop run by ``torchrun --nproc-per-node 4 train.py``; docs/how-to/loops.md has one with epochs and
+        A loop run by ``torchrun --nproc-per-node 4 train.py``; :doc:`/how-to/loops` has one with epochs and
         checkpoints::
 
             dist.init_process_group("gloo")
@@ -118,11 +124,12 @@ class World(ParallelState):
         self.on_stop: Callable[[], None] | None = None
         self.first_steps: ReductionCheck | None = None
         self._leaving: ExitCheck | None = None
+        self._samplers: OwnSamplers | None = None
         self._watching = ExitStack()
 
     @property
     def executor(self) -> Executor:
-        """Return the executor of the present groups: local for synchronous training, otherwise the exchanging one."""
+        """Return the executor of the present groups."""
         return self._local if self.is_synchronous and self.registration is None else self._exchanging
 
     # --- Life --------------------------------------------------------------------------------------------------------
@@ -151,8 +158,8 @@ class World(ParallelState):
     ) -> int:
         """Attach an optimizer, before training begins, and return its number.
 
-        ``parameters`` are its exchanged parameters by name, ``outside`` its others; ``names`` returns the names of all
-        the model's parameters, including those added mid-run.
+        ``parameters`` are its exchanged parameters by name, ``outside`` its others; ``names`` returns the present names
+        of all the model's parameters.
 
         Raises:
             UnsupportedError: a parameter is in another optimizer already.
@@ -170,7 +177,7 @@ class World(ParallelState):
     def attach_head(self, name: str, model: Module, optimizers: Sequence[Optimizer]) -> RemoteHead:
         """Attach the submodule ``name`` of the whole ``model`` as a merged head, before training begins.
 
-        One of the optimizers holds all its parameters; `attach` still attaches that optimizer.
+        One of the optimizers holds all its parameters; `attach` attaches that optimizer, too.
 
         Raises:
             ConfigurationError: the submodule cannot be merged.
@@ -195,7 +202,7 @@ class World(ParallelState):
         self._exchanging.check_optimizer(optimizer)
 
     def detach_all(self) -> None:
-        """Forget the attached optimizers and heads."""
+        """Forget the optimizers and heads."""
         self.parts = []
         self.heads.clear()
         self.core.detach_all()
@@ -224,7 +231,7 @@ class World(ParallelState):
             self.registration.close()
 
     def take_part(self) -> m.Joined:
-        """Join a running run with this rank's group, on all of its ranks: see `GroupJoin.take_part`."""
+        """Join a running run with this rank's group: see `GroupJoin.take_part`."""
         self.executor.check_parts()
         return self.late_group.take_part()
 
@@ -250,17 +257,17 @@ class World(ParallelState):
     def training(self) -> Iterator[World]:
         """Provide the context for a training loop without Lightning. At its end every rank has the weights to evaluate.
 
-        It starts the server and trains each group separately. Buffers (BatchNorm's statistics) stay each rank's own;
-        `enter_world` with the model merges them. Inside, `torch.distributed` and any DistributedSampler created there
-        see the ranks of this compute group: to divide samples among all ranks, create the sampler before.
+        It starts the server. Buffers (BatchNorm's statistics) stay each rank's own; `enter_world` with the model merges
+        them. Inside, `torch.distributed` and any DistributedSampler created there see the ranks of this compute group:
+        to divide samples among all ranks, create the sampler before.
 
         Raises:
             UnsupportedError: a wrapped optimizer steps by itself while groups exchange; DDP over ranks of several
                 groups is called; or ``elastic=True`` was passed, which works with Lightning only.
             ConfigurationError: the members of a group have not averaged their gradients; weights have moved without an
-                OmniOptimizer of this world, so that groups exchange nothing; or this is inside another loop.
-            RankLost: an earlier loop has lost ranks; this one has, and cannot continue without them; or the members of
-                a group have made different numbers of steps.
+                OmniOptimizer of this world; or this is inside another loop.
+            RankLost: an earlier loop has lost ranks; this one cannot continue without those that it lost; or the
+                members of a group have made different numbers of steps.
         """
         if self.registration is not None:
             raise UnsupportedError(
@@ -278,7 +285,10 @@ class World(ParallelState):
                 f"world.training(): an earlier loop has lost the ranks {', '.join(map(str, sorted(self.ever_lost)))},"
                 f" and a loop begins with all {self.size}; start the script again, from a checkpoint"
             )
+        if self.is_recorder:
+            warn_of_variables(self.options)
         self.ever_lost.clear()  # those that left an earlier loop, with an exception that was caught, are here again
+        closed: GeneratorExit | None = None
         try:
             self._share_weights()
             self.states.agree()
@@ -287,8 +297,13 @@ class World(ParallelState):
             before = self._clocks if self.executor.exchanges else None
             self._statistics.merged()
             with self._guarded() as leaving:
-                yield self
-            self._synchronize(_END)
+                try:
+                    yield self
+                except GeneratorExit as error:  # the loop is in a generator, whose caller has left it as by a break
+                    closed = error
+            with nullcontext() if closed is None else announced_wait():
+                self._wait_for_all(_END)
+                self._synchronize(_END)
             if self._clocks == before:
                 self._warn_of_no_update(leaving.steps)
             self._warn_of_own_statistics()
@@ -301,9 +316,15 @@ class World(ParallelState):
             self.fail(error)
             self._forget_own()
             raise
+        if closed is not None:
+            raise closed
+
+    def _wait_for_all(self, what: str) -> None:
+        """Wait for all ranks of a loop where groups are synchronized; one that calls something else is named."""
+        if self.executor.exchanges and not self.is_computing:
+            self.process_groups.live.contribute(what, b"")
 
     def _forget_own(self) -> None:
-        """Drop the group's own state, such as an exchange in flight, which no further loop may use."""
         self.is_computing = False
         for part in self.parts:
             part.replica.abandon()
@@ -322,7 +343,6 @@ class World(ParallelState):
             )
 
     def _warn_of_own_statistics(self) -> None:
-        """Warn if ranks would evaluate with running statistics of their own after a loop, unlike under DDP."""
         if self.executor.exchanges and self.is_recorder and (names := self._statistics.names):
             _log.warning(
                 "world.training(): each rank has running statistics of its own after the loop (%s%s), and would"
@@ -335,6 +355,7 @@ class World(ParallelState):
         if not self.options.is_sharded:
             self.first_steps = ReductionCheck(self.members, self.compute_group, self.reduction.check_reduced)
         self._is_in_loop = True
+        self._samplers = OwnSamplers(self) if self.is_recorder and self.executor.exchanges else None
         leaving = self._leaving = ExitCheck(self)
         first_steps = nullcontext() if self.first_steps is None else self.first_steps.watch()
         try:
@@ -342,7 +363,7 @@ class World(ParallelState):
                 yield leaving
             self.check_left()
         finally:
-            self.first_steps = self._leaving = None
+            self.first_steps = self._leaving = self._samplers = None
             self._is_in_loop = False
             self.external_writes.watch(None)
 
@@ -356,12 +377,12 @@ class World(ParallelState):
             self._watching.enter_context(self._leaving.watch_others())
 
     def check_left(self) -> None:
-        """Wait for the watched members of this group where all groups synchronize: see `ExitCheck.check`."""
+        """Wait for the watched members of this group: see `ExitCheck.check`."""
         if self._leaving is not None:
             self._leaving.check()
 
     def _share_weights(self) -> None:
-        """Copy rank 0's weights to all ranks: the module may be unwrapped, or have been loaded on some ranks since.
+        """Copy rank 0's weights to all ranks: the module may be unwrapped.
 
         Raises:
             ConfigurationError: the optimizers of another rank hold other parameters.
@@ -373,12 +394,11 @@ class World(ParallelState):
             take_from_rank_zero(named for part in self.parts for named in part.replica.parameters.items())
 
     def check_step(self) -> None:
-        """Raise `ConfigurationError` if a loop without Lightning steps between `enter_world` and `enter_compute`.
-
-        Later calls of `enter_world` would do nothing, and ranks would evaluate different weights.
-        """
+        """Raise `ConfigurationError` if a loop without Lightning steps between `enter_world` and `enter_compute`."""
         if self._leaving is not None:
             self._leaving.steps += 1
+            if self._leaving.steps == 1 and self._samplers is not None:
+                self._samplers.warn()
         if self._is_in_loop and self.executor.exchanges and not self.is_computing:
             raise ConfigurationError(
                 "OmniOptimizer.step() after world.enter_world(), where all groups are synchronized: call"
@@ -391,10 +411,7 @@ class World(ParallelState):
             self._leaving.step_done()
 
     def explain(self, error: BaseException) -> None:
-        """Name another rank's failure in this error, if it is the cause. Call it before `fail`.
-
-        A rank that waits in a collective gets only a broken connection, often before the server knows the reason.
-        """
+        """Name another rank's failure in this error, if it is the cause. Call it before `fail`."""
         if not _is_of_a_collective(error):
             return
         if self.control is None:
@@ -459,6 +476,8 @@ class World(ParallelState):
                 " after world.enter_world()"
             )
         reshard(self.wrapper.sharded)
+        if self._is_in_loop:
+            self._wait_for_all("enter_compute()")
         self.executor.enter_compute()
 
     def enter_world(self, module: Module | None = None) -> None:
@@ -466,12 +485,12 @@ class World(ParallelState):
 
         Tensors that no optimizer moves become the same on all ranks: running statistics and the parameters of a
         `torch.optim.swa_utils.AveragedModel` are averaged over the groups; other buffers, and other parameters that
-        were written (a target network's, for example), become rank 0's. Groups with weights of their own get these back
-        in `enter_compute`. If any rank ``wants_stop``, ``on_stop`` is called on all.
+        were written, become rank 0's. Groups with weights of their own get these back in `enter_compute`. If any rank
+        ``wants_stop``, ``on_stop`` is called on all.
 
         Args:
-            module: the model, with all that belongs to it (a ``ModuleList`` of the model and its average, for example);
-                with None each group keeps its own tensors.
+            module: the model, with all that belongs to it (its average, for example); with None each group keeps its
+                own tensors.
         """
         if self._is_in_loop and self.is_computing:
             self.check_left()
@@ -489,8 +508,8 @@ class World(ParallelState):
     def wrap(self, module: Module, **ddp_options: Any) -> Module:
         """Wrap a module in DistributedDataParallel over the compute group, with rank 0's initial weights.
 
-        In a group of one rank, and where the members of a group hold the model together (sharded here, or on `mesh`
-        before), the module itself is returned.
+        In a group of one rank, and where members hold the model together, the module itself is returned, in the latter
+        case sharded.
 
         Args:
             module: the model.
@@ -515,7 +534,7 @@ class World(ParallelState):
     # --- Regrouping --------------------------------------------------------------------------------------------------
 
     def check_regroup(self, groups: int) -> None:
-        """Raise an error if these ranks cannot form this number of groups now: see `regroup`."""
+        """Raise an error if these ranks cannot form so many groups now: see `regroup`."""
         if self.registration is not None:
             raise UnsupportedError(
                 "elastic=True: groups that have joined on their own cannot form other groups, for ranks of different"
@@ -539,8 +558,8 @@ class World(ParallelState):
     ) -> tuple[tuple[int, int], ...]:
         """Change the number of groups, and keep weights and optimizer state. All live ranks call it, at the same step.
 
-        In a loop without Lightning, `wrap` the module again afterwards: ``model = world.wrap(net)``. The former wrapper
-        averages gradients in the earlier groups, and a step with these is refused.
+        In a loop without Lightning, `wrap` the module again afterwards: ``model = world.wrap(net)``. A step with the
+        former wrapper's gradients is refused.
 
         Args:
             groups: the new number of groups.
@@ -549,7 +568,7 @@ class World(ParallelState):
                 None forms groups in the order of ranks.
 
         Returns:
-            The ranges of the epoch that the server knows to be trained, if there is one group from here on.
+            The trained ranges of the epoch, if there is one group from here on.
 
         Raises:
             ConfigurationError: ``groups`` is out of range, or this is outside `training`.
@@ -593,7 +612,7 @@ class World(ParallelState):
 
 
 def _is_of_a_loss(error: BaseException) -> bool:
-    """Return whether a collective has failed because another rank, or the link to it, is gone."""
+    """Return whether a collective has failed because another rank, or its link, is gone."""
     signs = ("connect", "network", "socket", "broken pipe", "timed out", "timeout")
     return _is_of_a_collective(error) and any(sign in str(_raised_first(error)).lower() for sign in signs)
 
@@ -609,8 +628,8 @@ def _is_of_a_collective(error: BaseException) -> bool:
 def _raised_first(error: BaseException) -> BaseException:
     """Return the error of a collective, also where torch's logging has replaced it.
 
-    While a group computes, the default process group numbers its ranks from 0; a process group of some of its members,
-    such as FSDP2's, numbers them as in the run, so torch's logging does not find this rank.
+    While a group computes, the default process group numbers its ranks from 0, and torch's logging may not find this
+    rank.
     """
     is_of_logging = type(error) is ValueError and "is not part of group" in str(error)
     return error.__context__ if is_of_logging and error.__context__ is not None else error

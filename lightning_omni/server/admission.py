@@ -9,21 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lightning_omni.errors import Refused
-from lightning_omni.server.membership.roster import MOST_CHALLENGED, Member
+from lightning_omni.server.membership.roster import Member
 from lightning_omni.server.run_context import RunContext
 from lightning_omni.server.service import Out, Payload, Peer, Sender
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.handshake import NONCE_BYTES, attach_mac, is_equal, server_mac
+from lightning_omni.wire.handshake import OPENS_NOTHING, Challenges, server_mac
 from lightning_omni.wire.messages import servers as sm
 
 
 class Admission:
     """The service that admits ranks and their data connections.
 
-    Args:
-        data_port: returns the port of the data socket, which every admitted rank is sent.
-        standing: returns for how many seconds ranks look for a server that is gone, the updates so far, and the start
-            time in ms.
+    ``data_port`` returns the port of the data socket; ``standing`` for how many seconds ranks look for a server that is
+    gone, the updates so far, and the start time in ms.
     """
 
     def __init__(
@@ -35,15 +33,14 @@ class Admission:
         standing: Callable[[], tuple[float, int, int]],
     ) -> None:
         self._roster, self._replication, self._limits, self._now = run.roster, run.replication, run.limits, run.now
-        self._key, self._random = key, random
+        self._key, self._challenges = key, Challenges[m.Hello](random)
         self._data_port, self._standing = data_port, standing
-        self._attaching: dict[Peer, tuple[m.Attach, bytes]] = {}
+        self._attaching = Challenges[m.Attach](random, refusal=OPENS_NOTHING)
         self._attached: dict[Peer, int] = {}
         self._data_peers: dict[int, Peer] = {}
 
     @property
     def attached(self) -> set[Peer]:
-        """Return the data connections of live ranks."""
         out = self._roster.gone, self._roster.lost  # a server with a partition receives the dead in the latter only
         return {peer for peer, rank in self._attached.items() if not any(rank in ranks for ranks in out)}
 
@@ -65,18 +62,16 @@ class Admission:
         return self._data_peers[self._roster.formed.exchanges_with(group, self._replication.number)]
 
     def data_connection(self, rank: int) -> tuple[Peer, bytes] | None:
-        """Return a live rank's data connection, and the secret that has opened it."""
         if rank not in self._data_peers or rank in self._roster.gone:
             return None
         return self._data_peers[rank], self._roster.members[rank].session
 
     def hello(self, sender: Sender, message: m.Hello, payload: Payload) -> list[Out]:
-        challenge = self._random(NONCE_BYTES)
-        self._roster.record_hello(sender.peer, message, challenge)
-        return [Out(sender.peer, m.CONTROL, m.Challenge(nonce=challenge))]
+        return [Out(sender.peer, m.CONTROL, m.Challenge(nonce=self._challenges.ask(sender.peer, message)))]
 
     def admit(self, sender: Sender, message: m.Proof, payload: Payload) -> list[Out]:
-        hello, challenge = self._roster.admit(sender.peer, message, self._now())
+        hello, challenge = self._challenges.proved(sender.peer, message.mac, lambda _: self._key)
+        self._roster.admit(sender.peer, hello, challenge, self._now())
         reconnect_timeout, clock, started_at_ms = self._standing()
         welcome = m.Welcome(
             mac=server_mac(self._key, hello, challenge),
@@ -91,20 +86,17 @@ class Admission:
         return [Out(sender.peer, m.CONTROL, welcome)]
 
     def challenge(self, sender: Sender, message: m.Attach, payload: Payload) -> list[Out]:
-        challenge = self._random(NONCE_BYTES)
-        self._attaching[sender.peer] = (message, challenge)
-        while len(self._attaching) > MOST_CHALLENGED:
-            self._attaching.pop(next(iter(self._attaching)))
-        return [Out(sender.peer, m.DATA, m.AttachChallenge(nonce=challenge))]
+        return [Out(sender.peer, m.DATA, m.AttachChallenge(nonce=self._attaching.ask(sender.peer, message)))]
 
     def attach(self, sender: Sender, message: m.AttachProof, payload: Payload) -> list[Out]:
-        attach, challenge = self._attaching.pop(sender.peer, (None, b""))
-        member = self._roster.members.get(attach.rank) if attach is not None else None
-        secret = member.session if member is not None else b""
-        if attach is None or not secret or not is_equal(message.mac, attach_mac(secret, "rank", attach, challenge)):
-            raise Refused("stranger", "this proof opens nothing")
+        attach, challenge = self._attaching.proved(sender.peer, message.mac, self._session_of)
         if attach.rank in self._data_peers:
             raise Refused("attached", f"rank {attach.rank} has a data connection already; it keeps that one")
         self._attached[sender.peer] = attach.rank
         self._data_peers[attach.rank] = sender.peer
-        return [Out(sender.peer, m.DATA, m.Attached(mac=attach_mac(secret, "server", attach, challenge)))]
+        mac = server_mac(self._session_of(attach), attach, challenge)
+        return [Out(sender.peer, m.DATA, m.Attached(mac=mac))]
+
+    def _session_of(self, attach: m.Attach) -> bytes:
+        member = self._roster.members.get(attach.rank)
+        return member.session if member is not None else b""

@@ -2,7 +2,7 @@
 
 Rule 1: a collective is complete when every *live* rank has contributed; it does not wait for dead ranks.
 Rule 2: all ranks must call the same collective; two different ones at the same point end the run with a clear message.
-Rule 3: a rank may have a few open at a time, so the number of ranks bounds the memory.
+Rule 3: a rank may have a few open at a time.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Collectives:
     def contribute(
         self, number: int, rank: int, what: str, payload: bytes | Tensor, where: str = "", is_stopping: bool = False
     ) -> None:
-        """Add a rank's contribution; a mismatch after a stop was requested is no sign of uneven data.
+        """Add a rank's contribution. A mismatch while ``is_stopping`` is no sign of uneven data.
 
         Raises:
             ProtocolError: the rank waits at too many others.
@@ -95,7 +95,6 @@ class Collectives:
                 present.pop(rank, None)
 
     def complete(self, live: Collection[int]) -> list[tuple[int, list[tuple[int, bytes | Tensor]]]]:
-        """Remove the complete collectives, and return each one's number and payloads in rank order."""
         ready = []
         for number in sorted(self._open):
             present = self._open[number]
@@ -112,7 +111,7 @@ Forward = Callable[[Sender, bytes, Payload], list[Out]]
 class CollectiveService(Service):
     """The service that gathers contributions of all live ranks.
 
-    ``forward`` handles control messages that arrived on the data channel. ``completed`` counts the collectives.
+    ``forward`` handles control messages that arrived on the data channel.
     """
 
     def __init__(self, run: RunContext, training: Training, forward: Forward) -> None:
@@ -148,7 +147,6 @@ class CollectiveService(Service):
         return out
 
     def _answer(self, peer: Peer) -> Out:
-        """Return the last completed collective; large payloads are downloaded separately."""
         gathered = self._gathered
         sizes = tuple(map(len, gathered.payloads))
         must_download = max(sizes, default=0) > m.LARGEST_INLINE

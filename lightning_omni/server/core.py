@@ -25,7 +25,7 @@ from lightning_omni.server.membership.timeouts import TimeLimits
 from lightning_omni.server.merged_head import MergedHeadService
 from lightning_omni.server.parameters.served_parameters import ServedParameters
 from lightning_omni.server.parameters.store import ParameterStore
-from lightning_omni.server.replication import Coordinator, Follower, NoReplication, Replication
+from lightning_omni.server.replication import Coordinator, Follower, Replication
 from lightning_omni.server.restore import Restore, check_state
 from lightning_omni.server.router import FOLLOWER_TABLE, TABLE, Router, Row
 from lightning_omni.server.run_context import RunContext
@@ -45,32 +45,29 @@ class ServerCore:
     """The parameter server, without its sockets.
 
     Args:
-        key: the run's shared secret.
         random: returns a number of random bytes (nonces).
         heartbeat_timeout: ``heartbeat`` of `TimeLimits`, in seconds, as are the next three.
         joined_heartbeat_timeout: its ``joined_heartbeat``.
         progress_timeout: its ``progress``.
         join_timeout: its ``join``.
-        resolve: returns the class of an optimizer's class path.
-        resolve_module: returns the class of a merged head's module.
-        clock: returns seconds, to measure the server's arithmetic; None if this takes no time, as in virtual time.
-        record: function that takes every event of the weights, in order.
+        resolve: returns the class of a class path, as ``resolve_module`` does for a merged head's module.
+        clock: returns seconds, to measure the server's arithmetic; None in virtual time.
+        record: takes every event of the weights, in order.
         rows: messages in addition to the table, for ``services``.
-        services: your own services: classes that are constructed once for every run, with this core.
+        services: your own classes, constructed once for every run, with this core.
         servers: number of servers with a partition of the parameters each.
         number: number of this server; 0 coordinates the others.
 
     Attributes:
-        journal: decisions since the state was saved; the code that saves the `state` sets its destination.
-        reconnect_timeout: seconds for which ranks look for this server when it is gone; 0 if no other continues. The
-            code that saves its state sets it.
+        journal: decisions since the state was saved.
+        reconnect_timeout: seconds for which ranks look for this server when it is gone; 0 if no other continues.
         resumed: whether it has continued the run of an earlier server.
         on_save: called with the number of the save, on a server that holds a partition, when all must save.
-        on_run_over: called when the coordinating server reports the end of the run, before this server forgets the run.
+        on_run_over: called on such a server at the end of the run, before it forgets the run.
         data_port: port reported to every admitted rank; the driver sets it.
         about: returns a description of the server's process for observers; the driver sets it.
         started_at_ms: see `lightning_omni.wire.messages.Welcome`; the driver sets it.
-        strangers: messages refused because they were malformed or their sender had not been admitted.
+        strangers: refused messages that were malformed or whose sender had not been admitted.
     """
 
     def __init__(
@@ -120,7 +117,7 @@ class ServerCore:
             )
             table = (*TABLE, *FOLLOWER_TABLE)
         else:
-            self.replication = NoReplication()
+            self.replication = Replication()
         self._table = (*table, *rows)
         self.strangers = 0
         self.data_port = 0
@@ -222,7 +219,6 @@ class ServerCore:
         return self._sent(out)
 
     def follower_hello(self, address: str, nonce: bytes) -> sm.FollowerHello:
-        """Return this server's hello to the coordinating server; ranks connect to ``address``."""
         replication = self.replication
         return sm.FollowerHello(
             version=m.VERSION, number=replication.number, servers=replication.count, address=address, nonce=nonce
@@ -267,7 +263,6 @@ class ServerCore:
         return out + self.replication.drain()
 
     def handed_over(self) -> None:
-        """Stop measuring the last message, whose answers have been passed to the socket."""
         self._status_service.end()
 
     def refuse(self, channel: m.Channel, peer: Peer, reason: str) -> list[Out]:
@@ -298,7 +293,6 @@ class ServerCore:
         return self._sent(self._membership.hang_up(peer) + self.replication.hang_up(peer))
 
     def fail(self, reason: str) -> list[Out]:
-        """End the run, because this server cannot continue."""
         if isinstance(self.replication, Follower):
             self.replication.fail(reason)
             return self._sent([])
@@ -313,23 +307,21 @@ class ServerCore:
 
     @property
     def is_quiet(self) -> bool:
-        """Return whether no group waits for the answer to a push, so that a state represents all activity."""
         return self._training.all_answered
 
     @property
     def missing(self) -> int:
-        """Return how many pushes an earlier server has answered after its last save."""
         return self._training.missing
 
     def state(self) -> dict[str, Any]:
         """Return the state from which another server can continue the run, as plain values and live tensors.
 
-        It may be called between two messages, if `has_state`; later decisions go to the `journal`.
+        Call it between two messages, if `has_state`; later decisions go to the `journal`.
         """
         return self._restore.state()
 
     def save_partitions(self, number: int) -> None:
-        """Request that the other servers save this moment's state, under a number that no other save has."""
+        """Request that the other servers save this moment's state, under a number of no other save."""
         self.replication.send_to_all(sm.SaveState(number=number))
 
     def server_ended(self, number: int, how: str) -> None:
@@ -337,9 +329,9 @@ class ServerCore:
         self.replication.ended(number, how)
 
     def load(self, state: Mapping[str, Any], journal: Iterable[Entry], now: float) -> None:
-        """Continue a run with the weights of a `state`, and with all decisions that ranks have received since.
+        """Continue a run with the weights of a `state`, and all decisions since.
 
-        ``now`` is in seconds on the clock of this server.
+        ``now`` is this server's time in seconds.
 
         Raises:
             ConfigurationError: this server cannot continue from the state.
@@ -354,7 +346,7 @@ class ServerCore:
 
     @property
     def over(self) -> str:
-        """Return why the run cannot continue, or an empty string."""
+        """Return why the run cannot continue, or ""."""
         return self._membership.over
 
     @property
@@ -369,8 +361,7 @@ class ServerCore:
     def peers(self) -> list[Peer]:
         """Return the control connections of ranks that have not left, of other servers, and of observers.
 
-        Groups that have requested rank numbers stay included even if displaced by further observers, because the end of
-        their connections must be noticed.
+        Groups that have requested rank numbers stay included: the end of their connections must be noticed.
         """
         if self.replication.number:
             return []
@@ -398,7 +389,6 @@ class ServerCore:
 
     @property
     def clock(self) -> int:
-        """Return the updates so far, over all optimizers but merged heads."""
         return self._store.clock
 
     def status(self, sent: float) -> m.Status:
@@ -428,7 +418,6 @@ class ServerCore:
 
     @property
     def missing_servers(self) -> int:
-        """Return how many other servers have not joined yet."""
         return self.replication.missing if isinstance(self.replication, Coordinator) else 0
 
     @property
@@ -437,7 +426,7 @@ class ServerCore:
 
     @property
     def lost_server(self) -> str:
-        """Return which other server is lost, so that no run can be served; or an empty string."""
+        """Return which other server is lost, so that no run can be served, or ""."""
         return self.replication.lost_server if isinstance(self.replication, Coordinator) else ""
 
     def _description(self) -> m.ServerDescription:

@@ -39,7 +39,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             ``"leave"``: a group left at the end of its run; ``"join"``: a group joined.
         read_at: for a push, the clock of the weights that it was computed from.
         clock: updates in the master weights after the event.
-        refused: whether the push was refused, for instance because it was not finite.
+        refused: whether the push was refused.
         epoch: for a push or training, the epoch; -1 if its data is not leased.
         spans: for a push or training, the positions trained since the last such event, one range per batch.
         note: for a push, its note; at a merged head, the value for gradient clipping.
@@ -52,7 +52,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         param_groups: for a restructuring, the settings of each parameter group, with the indices of its parameters as
             ``params``; empty if the optimizer steps at the workers.
         present: for a push, whether each parameter (or entry of the first server's share) has a tensor. Left out if
-            equal to that of the group's last push or, in its first, if all have one.
+            equal to that of the group's last push, or if all have one in its first.
         elsewhere: the same for each of several other servers; empty where all entries have a tensor. Recorded with
             ``present``, if either differs from the group's last push.
     """
@@ -85,7 +85,7 @@ Recorder = Callable[[Event], None]
 class RecordFile:
     """A record on disk, one event per line of JSON, which overwrites an existing file.
 
-    If a write fails, for instance because the disk is full, the record ends with a warning after its last whole line.
+    If a write fails, the record ends with a warning after its last whole line.
 
     Raises:
         ConfigurationError: the file cannot be opened.
@@ -103,7 +103,7 @@ class RecordFile:
         self._written = 0
 
     def __call__(self, event: Event) -> None:
-        """Write an event at once, because the process may be killed."""
+        """Write an event at once: the process may be killed."""
         if self._file is None:
             return
         line = msgspec.json.encode(event) + b"\n"
@@ -155,10 +155,7 @@ class Presence(NamedTuple):
 
 
 class EventRecorder:
-    """The event log of one run: ``record`` takes each event; None records nothing.
-
-    ``servers`` is the number of servers with a partition of the parameters each.
-    """
+    """The event log of one run: ``record`` takes each event; None records nothing."""
 
     def __init__(
         self, record: Recorder | None, store: ParameterStore, epochs: Epochs, now: Callable[[], float], servers: int
@@ -216,7 +213,6 @@ class EventRecorder:
         )
 
     def _news_of_presence(self, where: tuple[int, int], now: Presence) -> dict[str, Any]:
-        """Return the presence of a push if it differs from the group's last (or is not whole, in its first)."""
         before, self._present[where] = self._present.get(where), now
         same = now == before if before is not None else now.is_whole
         return {} if same else now._asdict()

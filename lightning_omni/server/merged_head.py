@@ -79,7 +79,6 @@ class MergedHeadService(Service):
         return [Out(sender.peer, m.DATA, m.HeadReleased()), *self._serve(message.optimizer)]
 
     def _serve(self, number: int) -> list[Out]:
-        """Grant access to the next group; refuse groups whose batch the head cannot process."""
         head, out = self._store.head(number), []
         while (request := head.grant_access(self._clock())) is not None:
             out.append(self._output(head, request))

@@ -1,9 +1,8 @@
 """Several servers that hold a partition of the parameters each and act as one; or one server, on its own.
 
 Every server runs the whole state machine of training on its partition. Server 0 coordinates: ranks join it, and it
-decides the order of events. It sends the others each event (a rank was admitted, groups were formed, a group is dead or
-waits) and the next request, and all handle these in the same order. So clocks, staleness and the decisions of a method
-are the same at all servers, and every moment between two requests is a consistent cut.
+sends the others each event and the next request, which all handle in the same order. So clocks, staleness and the
+decisions of a method are the same at all servers, and every moment between two requests is a consistent cut.
 
 Rule 1: a request of a rank has one part for each server. Either all servers handle it, once all parts have arrived, or
 none does: a push that is not finite in one part, that a server refuses, or whose leader dies before all parts arrive.
@@ -28,7 +27,7 @@ import msgspec
 from lightning_omni.errors import OmniError, ProtocolError, Refused
 from lightning_omni.server.service import Out, Payload, Peer, Sender, Service
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.handshake import NONCE_BYTES, follower_mac, is_equal, version_problem
+from lightning_omni.wire.handshake import Challenges, server_mac
 from lightning_omni.wire.messages import servers as sm
 
 COORDINATOR: Peer = b"\0coordinator"
@@ -51,8 +50,11 @@ Key = tuple[int, int]
 """The rank and the number of a request."""
 
 
-class Replication(Service, ABC):
-    """The relation of server ``number`` of ``count`` servers to the others, which hold a partition each."""
+class Replication(Service):
+    """The relation of server ``number`` of ``count`` servers to the others, which hold a partition each.
+
+    This one has no others, and holds everything.
+    """
 
     count: int = 1
     number: int = 0
@@ -71,7 +73,6 @@ class Replication(Service, ABC):
         return []
 
     def tick(self, now: float) -> list[Out]:
-        """Check time limits, and send signs of life."""
         return []
 
     @property
@@ -87,12 +88,12 @@ class Replication(Service, ABC):
     def check_number(self, rank: int, request: int) -> None:
         """Raise `ProtocolError` if a request cannot have this number."""
 
-    @abstractmethod
     def hold(self, sender: Sender, message: Request, finite: bool, handle: Handle) -> list[Out]:
         """Hold this server's part of a request, without its payload, or ``handle`` it at once."""
+        return handle(sender)
 
     def refuse(self, rank: int, request: int, refusal: m.RefusedMessage) -> None:
-        """Record that this server has refused its part of a request, so that all servers refuse theirs."""
+        """Record that this server has refused its part of a request: all servers refuse theirs."""
 
     # --- Messages ----------------------------------------------------------------------------------------------------
 
@@ -100,18 +101,11 @@ class Replication(Service, ABC):
         return self.send_addresses(sender.peer)
 
     def send_addresses(self, peer: Peer) -> list[Out]:
-        """Send the addresses of the other servers, once all of them have joined."""
+        """Send the addresses of the other servers, once all have joined."""
         return [Out(peer, m.CONTROL, m.ServerAddresses(addresses=()))]
 
 
-class NoReplication(Replication):
-    """The only server, which holds everything."""
-
-    def hold(self, sender: Sender, message: Request, finite: bool, handle: Handle) -> list[Out]:
-        return handle(sender)
-
-
-class _PartitionedReplication(Replication):
+class _PartitionedReplication(Replication, ABC):
     def __init__(self, number: int, count: int) -> None:
         self.number, self.count = number, count
         self._out: list[Out] = []
@@ -179,9 +173,7 @@ class _PartitionedReplication(Replication):
 class _FollowerLink:
     """The coordinator's connection to another server.
 
-    Attributes:
-        address: address of the server's data socket.
-        done: number of commands that it has executed.
+    ``done`` counts the commands that it has executed.
     """
 
     peer: Peer
@@ -192,36 +184,10 @@ class _FollowerLink:
 
 @dataclass
 class _Parts:
-    """The servers that have their part of a request, with its presence, and whether all are finite so far."""
+    """The servers that have their part of a request, with its presence; ``finite`` if all are so far."""
 
     here: dict[int, tuple[bool, ...]] = field(default_factory=dict)
     finite: bool = True
-
-
-class _Candidates:
-    """The servers that have sent a hello, and must still prove that they hold the key.
-
-    ``most`` of them are remembered, which bounds the memory that strangers can occupy.
-    """
-
-    def __init__(self, key: bytes, random: Callable[[int], bytes], most: int) -> None:
-        self._key, self._random, self._most = key, random, most
-        self._challenged: dict[Peer, tuple[sm.FollowerHello, bytes]] = {}
-
-    def challenge(self, peer: Peer, hello: sm.FollowerHello) -> list[Out]:
-        if problem := version_problem(hello):
-            raise Refused("version", problem)
-        nonce = self._random(NONCE_BYTES)
-        self._challenged[peer] = hello, nonce
-        while len(self._challenged) > self._most:
-            self._challenged.pop(next(iter(self._challenged)))
-        return [Out(peer, m.CONTROL, m.Challenge(nonce=nonce))]
-
-    def proved(self, peer: Peer, proof: sm.FollowerProof) -> tuple[sm.FollowerHello, bytes]:
-        hello, nonce = self._challenged.pop(peer, (None, b""))
-        if hello is None or not is_equal(proof.mac, follower_mac(self._key, "follower", hello, nonce)):
-            raise Refused("key", "the key does not match the server's; both sides must be given the same key")
-        return hello, nonce
 
 
 class Coordinator(_PartitionedReplication):
@@ -230,7 +196,7 @@ class Coordinator(_PartitionedReplication):
     Args:
         count: number of servers, including this one.
         heartbeat_timeout: seconds of silence after which a server counts as gone.
-        join_timeout: seconds for the other servers to join once a rank has requested their addresses.
+        join_timeout: seconds for the others to join once a rank has requested their addresses.
         continues: returns whether new servers continue when one of these is gone.
     """
 
@@ -247,7 +213,7 @@ class Coordinator(_PartitionedReplication):
         super().__init__(0, count)
         self._key, self._now, self._continues = key, now, continues
         self._heartbeat_timeout, self._join_timeout = heartbeat_timeout, join_timeout
-        self._candidates = _Candidates(key, random, most=4 * count)
+        self._challenges = Challenges[sm.FollowerHello](random, most=4 * count)
         self._links: dict[int, _FollowerLink] = {}
         self._gone: dict[int, str] = {}
         self._ended: dict[int, str] = {}
@@ -267,7 +233,6 @@ class Coordinator(_PartitionedReplication):
 
     @property
     def lost_server(self) -> str:
-        """Return why no run can be served any more, or an empty string."""
         return next(iter(self._gone.values()), "")
 
     @property
@@ -311,10 +276,10 @@ class Coordinator(_PartitionedReplication):
     # --- Connections of servers --------------------------------------------------------------------------------------
 
     def hello(self, sender: Sender, message: sm.FollowerHello, payload: Payload) -> list[Out]:
-        return self._candidates.challenge(sender.peer, message)
+        return [Out(sender.peer, m.CONTROL, m.Challenge(nonce=self._challenges.ask(sender.peer, message)))]
 
     def admit(self, sender: Sender, message: sm.FollowerProof, payload: Payload) -> list[Out]:
-        hello, challenge = self._candidates.proved(sender.peer, message)
+        hello, challenge = self._challenges.proved(sender.peer, message.mac, lambda _: self._key)
         if hello.servers != self.count or not 0 < hello.number < self.count:
             raise Refused(
                 "server",
@@ -325,7 +290,7 @@ class Coordinator(_PartitionedReplication):
             raise Refused("server", f"there was a server {hello.number} already; give each another number")
         link = self._links[hello.number] = _FollowerLink(sender.peer, hello.address, self._now())
         welcome = sm.FollowerWelcome(
-            mac=follower_mac(self._key, "coordinator", hello, challenge), heartbeat_timeout=self._heartbeat_timeout
+            mac=server_mac(self._key, hello, challenge), heartbeat_timeout=self._heartbeat_timeout
         )
         out = [Out(link.peer, m.CONTROL, each) for each in (welcome, *self._history)]
         link.done = self._sent - len(self._history)

@@ -1,6 +1,6 @@
 """The saved state of a run, from which another server continues: a state, and the journal since then.
 
-The trained weights are those of the state; decisions that ranks have received since then stay valid.
+The weights are those of the state; decisions that ranks have received since then stay valid.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from lightning_omni.wire.journal import (
 )
 from lightning_omni.wire.messages import servers as sm
 
-STATE, STATE_VERSION = "lightning_omni.server_state", 3
+STATE, STATE_VERSION = "lightning_omni.server_state", 4
 """Name and version of a saved state."""
 
 
@@ -77,7 +77,7 @@ class Restore:
         }
 
     def load(self, state: Mapping[str, Any], journal: Iterable[Entry], now: float) -> None:
-        """Continue from the `state` of a server that is gone and the journal since then, in a run that has not begun.
+        """Continue from the `state` of an earlier server and the journal since then, in a run that has not begun.
 
         Raises:
             ConfigurationError: the run cannot continue from them.
@@ -136,7 +136,6 @@ class Restore:
 
 
 def check_state(state: Mapping[str, Any]) -> None:
-    """Raise `ConfigurationError` unless this release has saved the state."""
     if state.get("name") != STATE or (state.get("version"), state.get("protocol")) != (STATE_VERSION, m.VERSION):
         raise ConfigurationError(
             f"the state is that of {state.get('name')} {state.get('version')} with protocol"

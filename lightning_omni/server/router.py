@@ -25,7 +25,7 @@ from lightning_omni.server.epochs.service import LeaseService, ValidationService
 from lightning_omni.server.membership.roster import Roster
 from lightning_omni.server.membership.service import Joining, Membership
 from lightning_omni.server.merged_head import MergedHeadService
-from lightning_omni.server.replication import Coordinator, NoReplication, Replication, refusal_of
+from lightning_omni.server.replication import Coordinator, Replication, refusal_of
 from lightning_omni.server.service import Out, Payload, Peer, Sender
 from lightning_omni.server.snapshots import Snapshots
 from lightning_omni.server.status import RunObservation, StatusService
@@ -59,21 +59,19 @@ class Row:
     """A message's row in the table.
 
     Attributes:
-        service: type of the service that handles it.
         handle: method that answers it, called with the service, a `Sender`, the message and the payload; None if the
             transport converts it to another message.
         payload: method that returns the size of the payload that may follow, called like ``handle`` but without it. On
             the control channel a payload is in one frame with the message, and the transport limits it.
-        keeps: whether the payload is kept; otherwise its memory belongs to the connection, which reuses it after the
-            answer.
+        keeps: whether the payload is kept; otherwise the connection reuses its memory after the answer.
         resolves: whether pending answers may be possible afterwards.
         when_lost: whether a rank is answered although its group is gone.
         when_over: whether a rank is answered although the run is over.
-        does: effect of a message of the recorder, as text for an error.
-        in_parts: whether each of several servers with a partition gets a part of it.
+        does: effect of a message of the recorder, for an error.
+        in_parts: whether each of several servers gets a part of it.
         is_finite: method that returns whether such a part is finite, called like ``handle``; None if it need not be.
         check: method that raises an error if all servers must refuse such a part, called like ``payload``.
-        on_all_servers: whether the other servers must handle it, too, before it is answered.
+        on_all_servers: whether the other servers must handle it before it is answered.
     """
 
     message: type[m.Message]
@@ -198,8 +196,6 @@ def types_on(channel: m.Channel, rows: Iterable[Row] = TABLE) -> tuple[type[m.Me
 class Router:
     """The router of messages to services, one of each type in the table.
 
-    ``servers`` is the relation to the other servers; None for one server.
-
     Raises:
         ValueError: a message has two rows, or a row has no service.
     """
@@ -211,7 +207,7 @@ class Router:
         self._rows = {row.message: row for row in rows}
         self._services = {type(service): service for service in services}
         self._roster = roster
-        self._replication = self._services[Replication] = servers or NoReplication()
+        self._replication = self._services[Replication] = servers or Replication()
         self._admission: Admission = self._services[Admission]
         self._membership: Membership = self._services[Membership]
         self._observation: RunObservation = self._services[RunObservation]
@@ -235,7 +231,6 @@ class Router:
         return message
 
     def _check_is_for_data(self, data: bytes | memoryview) -> None:
-        """Raise `MalformedMessage` for a control message, whose sender has the wrong port."""
         try:
             m.decode_with(self._decoders[CONTROL], data, CONTROL)
         except MalformedMessage:
@@ -292,7 +287,6 @@ class Router:
         return self._handle(self._row(CONTROL, message, is_relayed=True), sender, message, b"")
 
     def forward(self, sender: Sender, data: bytes, payload: Payload) -> list[Out]:
-        """Handle a control message that arrived on the data channel."""
         message = self.decode(CONTROL, data)
         row = self._row(CONTROL, message)
         if row.role in (Role.STRANGER, Role.OBSERVER) or row.message is m.ReadUpload:

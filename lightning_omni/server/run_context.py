@@ -19,7 +19,6 @@ class RunContext(NamedTuple):
 
     Attributes:
         journal: the decisions that ranks receive; it also marks when the state should be saved.
-        replication: the relation to the other servers.
         now: returns the time of the current message.
     """
 

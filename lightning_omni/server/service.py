@@ -1,7 +1,6 @@
 """The base of the server's services, each a part of the server with its own state.
 
-A service answers the messages that the table in `router` assigns to it, is notified of changes of groups, and reaches
-other services only through its constructor's arguments.
+A service answers the messages that the table in `router` assigns to it, and is notified of changes of groups.
 """
 
 from __future__ import annotations
@@ -39,12 +38,10 @@ class Sender(NamedTuple):
     """The sender of a message, as far as it is known.
 
     Attributes:
-        peer: connection of the message.
         rank: the admitted rank, or -1.
         group: number of this rank's group, or -1.
         finite: whether all servers' parts of the request are finite; None without parts.
-        elsewhere: for a push in parts, for each other server: which entries of its share have a tensor; empty where all
-            have one.
+        elsewhere: for a push in parts, for each other server: which entries of its share have a tensor; empty for all.
     """
 
     peer: Peer
@@ -64,10 +61,7 @@ class Service:
         """Add a group; the others are unchanged."""
 
     def evict(self, group: int, lost: bool) -> list[Out]:
-        """Remove a group, which no rank waits for any more, and return the answers that waited for it.
-
-        Unless ``lost``, it has left in order.
-        """
+        """Remove a group, and return the answers that waited for it. Unless ``lost``, it has left in order."""
         return []
 
     def resolve_pending(self) -> list[Out]:

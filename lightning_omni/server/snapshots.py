@@ -96,7 +96,6 @@ class Snapshots(Service):
         return [Out(sender.peer, m.DATA, m.GroupStateStored())]
 
     def check_version(self, sender: Sender, message: m.TakeSnapshot) -> None:
-        """Raise `ProtocolError` for a validation that no group was given; only server 0 checks this."""
         if self._replication.number == 0 and message.version > (last := self._epochs.validations.last):
             raise ProtocolError(f"there is no validation {message.version} yet; {last} were given to groups")
 

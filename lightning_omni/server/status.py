@@ -16,7 +16,7 @@ from lightning_omni.server.run_context import RunContext
 from lightning_omni.server.service import Out, Payload, Peer, Sender, Service
 from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.handshake import NONCE_BYTES, is_equal, observer_mac, version_problem
+from lightning_omni.wire.handshake import Challenges, server_mac
 from lightning_omni.wire.messages import servers as sm
 
 # --- Ranks ------------------------------------------------------------------------------------------------------------
@@ -33,7 +33,7 @@ class StatusService(Service):
     """The service that measures the server and collects the ranks' step times.
 
     Args:
-        strangers: returns the number of messages refused as malformed, or from a sender that was not admitted.
+        strangers: returns `ServerCore.strangers`.
         handled: returns the number of handled pushes, including those of earlier groups.
 
     Attributes:
@@ -68,7 +68,6 @@ class StatusService(Service):
         self._handled_before = self._handled()
 
     def end(self) -> None:
-        """Stop measuring the last message, whose answers have been passed to the socket."""
         if self._began is None:
             return
         lasted = max(0.0, self._clock() - self._began)
@@ -169,7 +168,7 @@ class RunEvent(NamedTuple):
 class Observers:
     def __init__(self, key: bytes, random: Callable[[int], bytes]) -> None:
         self._key, self._random = key, random
-        self._challenged: dict[Peer, tuple[m.Observe, bytes]] = {}
+        self.challenges = Challenges[m.Observe](random, MOST_CHALLENGED)
         self._admitted: dict[Peer, None] = {}
         self._noise = b""
 
@@ -180,27 +179,16 @@ class Observers:
     def has(self, peer: Peer) -> bool:
         return peer in self._admitted
 
-    def challenge(self, peer: Peer, message: m.Observe) -> bytes:
-        if problem := version_problem(message):
-            raise Refused("version", problem)
-        self._challenged.pop(peer, None)
-        self._challenged[peer] = message, (challenge := self._random(NONCE_BYTES))
-        while len(self._challenged) > MOST_CHALLENGED:
-            self._challenged.pop(next(iter(self._challenged)))
-        return challenge
-
     def admit(self, peer: Peer, proof: m.ObserverProof) -> bytes:
         """Admit an observer that holds the key, and return the server's proof.
 
-        Beyond `MOST_OBSERVERS`, the observer that was admitted first loses its admission.
+        Beyond `MOST_OBSERVERS`, the one admitted first loses its admission.
         """
-        hello, challenge = self._challenged.pop(peer, (None, b""))
-        if hello is None or not is_equal(proof.mac, observer_mac(self._key, "observer", hello, challenge)):
-            raise Refused("key", "the key does not match the server's; both sides must be given the same key")
+        hello, challenge = self.challenges.proved(peer, proof.mac, lambda _: self._key)
         self._admitted[peer] = None
         while len(self._admitted) > MOST_OBSERVERS:
             self._admitted.pop(next(iter(self._admitted)))
-        return observer_mac(self._key, "server", hello, challenge)
+        return server_mac(self._key, hello, challenge)
 
     def noise(self, nbytes: int) -> bytes:
         """Return bytes that no link can compress."""
@@ -240,7 +228,7 @@ class RunObservation(Service):
             raise Refused("stranger", "say Hello first: this connection has not been admitted")
 
     def hello(self, sender: Sender, message: m.Observe, payload: Payload) -> list[Out]:
-        return [Out(sender.peer, m.CONTROL, m.Challenge(nonce=self._observers.challenge(sender.peer, message)))]
+        return [Out(sender.peer, m.CONTROL, m.Challenge(nonce=self._observers.challenges.ask(sender.peer, message)))]
 
     def admit(self, sender: Sender, message: m.ObserverProof, payload: Payload) -> list[Out]:
         return [Out(sender.peer, m.CONTROL, m.ObserverWelcome(mac=self._observers.admit(sender.peer, message)))]
@@ -252,7 +240,6 @@ class RunObservation(Service):
         return [Out(sender.peer, m.CONTROL, self._description())]
 
     def echo(self, sender: Sender, message: m.Echo, payload: Payload) -> list[Out]:
-        """Answer with a number of bytes, by which the observer measures the link."""
         if not 0 <= message.nbytes <= m.LARGEST_ECHO:
             raise MalformedMessage(f"{message.nbytes} bytes cannot be sent back; ask for {m.LARGEST_ECHO} at most")
         back = (self._observers.noise(message.nbytes),) if message.nbytes else ()

@@ -48,8 +48,8 @@ class Training(Service):
     """The service that merges and answers pushes.
 
     Attributes:
-        handled: each group's pushes handled since groups were formed, including refused ones.
-        pushes: number of all pushes handled so far.
+        handled: each group's pushes since groups were formed, including refused ones.
+        pushes: number of all pushes so far.
     """
 
     def __init__(self, run: RunContext, admission: Admission) -> None:
@@ -106,7 +106,6 @@ class Training(Service):
             served.method_side.now = now
 
     def expire(self, now: float) -> list[Out]:
-        """Continue the methods that have waited for a time until ``now``."""
         if self.due <= now:
             self._replication.send_to_all(sm.ExpireTimers())
         out: list[Out] = []
@@ -128,7 +127,7 @@ class Training(Service):
         return out
 
     def _waited_for(self, number: int) -> set[int]:
-        """Return the groups whose own weights a mean needs: all except those that an earlier server has sent the mean.
+        """Return the groups whose own weights a mean needs: all but those that an earlier server has sent the mean.
 
         These groups have continued with the next optimizer's mean, or wait for all others.
         """
@@ -154,7 +153,7 @@ class Training(Service):
         return message.nbytes
 
     def check_counts(self, sender: Sender, message: m.PushMessage | m.FetchMessage) -> None:
-        """Raise `ProtocolError` for batches that were not drawn; other servers have no draws, and would continue."""
+        """Raise `ProtocolError` for batches that were not drawn; other servers have no draws."""
         is_told = isinstance(message, m.PushMessage) or self._epochs.holds(sender.group, message.epoch)
         if message.epoch >= 0 and is_told:
             self._epochs.check_trained(sender.group, message.epoch, message.trained)
@@ -306,7 +305,7 @@ class Training(Service):
     def _idle_at_others(self, group: int, number: int) -> list[Out]:
         """Mark a group that waits with one optimizer's push as idle at the other optimizers.
 
-        Otherwise two groups that step their optimizers in different orders could wait for each other forever.
+        Otherwise two groups with different orders of optimizers could wait for each other forever.
         """
         if len(self._store.pushed) == 1:
             return []
@@ -366,7 +365,7 @@ def _pulled(
 ) -> tuple[Payload, ...]:
     """Return the encoded tensors that answer a push; none if it requests none.
 
-    ``copies`` is true if the next answer is made, in the same memory, before this one is sent.
+    ``copies`` is true if the next answer is made in the same memory before this one is sent.
     """
     if push is not None and not push.pull:
         return ()

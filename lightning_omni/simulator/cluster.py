@@ -1,7 +1,6 @@
 """The machines of a simulated run: compute times of devices, delays of links, and failures.
 
-All times are seconds of virtual time, all sizes bytes. All classes are frozen values of plain numbers, so that a
-cluster can be written in YAML.
+Times are seconds of virtual time, sizes bytes. All classes are frozen values of plain numbers, which YAML can hold.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lightning_omni.checks import check_choice, check_kind, check_number, check_whole, counted, keep_plain
+from lightning_omni.checks import check_choice, check_kind, check_number, check_whole, keep_plain
 from lightning_omni.errors import ConfigurationError
 
 _SLOWEST_NORMAL = 0.05
@@ -85,8 +84,8 @@ class Device:
     """A rank's compute speed: a batch of b samples takes ``(overhead + b * seconds_per_sample) * jitter``.
 
     Args:
-        seconds_per_sample: time of forward and backward for one sample, in seconds.
-        overhead: additional time of every batch, in seconds.
+        seconds_per_sample: seconds of forward and backward pass for one sample.
+        overhead: additional seconds of every batch.
         jitter: random variation of these times.
 
     Raises:
@@ -157,9 +156,8 @@ class Failure:
     """The death of a rank, and of its group with it.
 
     Args:
-        rank: number of the rank.
         time: time of the death, in seconds.
-        until: time at which the whole group returns, in seconds, as one that joins a running run; None for never.
+        until: time at which the whole group returns, in seconds, as one that joins; None for never.
 
     Raises:
         ConfigurationError: the return precedes the death.
@@ -182,12 +180,11 @@ class Failure:
 
 @dataclass(frozen=True)
 class Slowdown:
-    """A period in which a rank is slower, in every batch that it begins between ``start`` and ``stop``.
+    """A period in which a rank is slower, in every batch that it begins then.
 
     Args:
-        rank: number of the rank.
         start: beginning of the period, in seconds.
-        stop: first time after the period, in seconds.
+        stop: end of the period, in seconds.
         factor: factor of its times, above 0.
     """
 
@@ -206,8 +203,7 @@ class Slowdown:
 class ServerRestart:
     """The death of the parameter server, and its replacement, which continues from the last save.
 
-    Groups finish their current batch, wait, and attach to the replacement. Batches trained since that save (see
-    `Cluster`) are dealt out again. With one group there is no server, and the event has no effect.
+    Batches trained since that save are dealt out again. With one group there is no server, and the event has no effect.
 
     Args:
         time: time of the death, in seconds.
@@ -235,22 +231,20 @@ class Cluster:
 
     Args:
         devices: one for each rank.
-        link: the link from each group to the server, and from group to group. A group's exchange with several servers
-            shares it.
-        server: the server's network card, with its bandwidth in each direction, which all transfers share. Each of
-            several servers has one.
-        group_link: the link between the members of a group, for ring all-reduces and for broadcasts of their leader's
-            answers.
-        update_seconds: time of the server for one push, in seconds; one push at a time. A server that holds a partition
+        link: the link from each group to the server, shared by an exchange with several servers, and from group to
+            group.
+        server: each server's network card, with its bandwidth in each direction, which all transfers share.
+        group_link: the link between the members of a group, for ring all-reduces and broadcasts of answers.
+        update_seconds: time of the server for one push, in seconds, one push at a time. A server that holds a partition
             of the weights takes that part of it.
-        head_seconds_per_sample: time of a merged head for one sample, forward and backward, in seconds; one group at a
+        head_seconds_per_sample: time of a merged head for one sample, forward and backward, in seconds, one group at a
             time.
         events: failures and slowdowns of ranks, and restarts of the server.
-        servers: number of parameter servers; if there are several, each holds a partition of the parameters;
-            ``"per-node"``: one on each node, and a group's exchange with that of its own node crosses no link.
+        servers: number of parameter servers, each of which holds a partition of the parameters; ``"per-node"``: one on
+            each node, and a group's exchange with that of its own node crosses no link.
         nodes: number of nodes over which the devices are spread evenly, in the order of ranks, for
-            ``servers="per-node"``; None: each device is a node of its own.
-        save_every: seconds between two saves of the server's state, from which a replacement continues.
+            ``servers="per-node"``; None for one device a node.
+        save_every: seconds between two saves of the server's state.
 
     Raises:
         ConfigurationError: ``devices`` is empty, an event names no rank of the cluster, the devices cannot be spread
@@ -337,15 +331,7 @@ class Cluster:
         jitter: Jitter | None = None,
         **network: Any,
     ) -> Cluster:
-        """Make a cluster of equal devices.
-
-        Args:
-            size: number of devices.
-            seconds_per_sample: see `Device`.
-            overhead: see `Device`.
-            jitter: see `Device`; None if there is none.
-            network: other arguments of the cluster.
-        """
+        """Make a cluster of ``size`` equal devices; ``network`` are other arguments of the cluster."""
         check_whole("size", size, "the number of devices, 1 or more", 1)
         return cls.of_speeds([1.0] * size, seconds_per_sample, overhead, jitter, **network)
 
@@ -358,14 +344,9 @@ class Cluster:
         jitter: Jitter | None = None,
         **network: Any,
     ) -> Cluster:
-        """Make a cluster of devices of different speeds.
+        """Make a cluster of devices of different speeds; ``network`` are other arguments of the cluster.
 
-        Args:
-            speeds: one for each device, above 0; a device of speed 2 takes half the times.
-            seconds_per_sample: time at speed 1, see `Device`.
-            overhead: time at speed 1, see `Device`.
-            jitter: see `Device`; None if there is none.
-            network: other arguments of the cluster.
+        ``seconds_per_sample`` and ``overhead`` are times at speed 1; a device of speed 2 takes half of them.
         """
         for speed in speeds:
             if not 0 < speed < math.inf:
@@ -408,43 +389,6 @@ class Cluster:
         """Return the node of a rank's device."""
         return rank * (self.nodes or len(self.devices)) // len(self.devices)
 
-    @property
-    def words(self) -> str:
-        """Return a description of the cluster in one line.
-
-        Example:
-            >>> Cluster.with_straggler(8, 4.0, jitter=Jitter("gamma", 0.3), link=Link(1.25e9, 5e-5)).words
-            '8 devices, 1 of them 4× as slow, gamma jitter 0.3; link 10 Gbit/s, 0.05 ms'
-        """
-        servers = f"{self.server_count} servers" if self.server_count > 1 else ""
-        parts = (self._devices_in_words, self._link_in_words, servers, self._events_in_words)
-        return "; ".join(filter(None, parts))
-
-    @property
-    def _devices_in_words(self) -> str:
-        times = [device.seconds(1) for device in self.devices]
-        slower = Counter(round(time / min(times), 2) for time in times if time > 1.001 * min(times))
-        parts = [counted(len(times), "device")]
-        parts += [f"{count} of them {factor:g}× as slow" for factor, count in sorted(slower.items())]
-        kinds = {device.jitter: None for device in self.devices if device.jitter.kind != "none"}
-        scatters = [f"{jitter.kind} jitter{f' {jitter.cv:g}' if jitter.cv else ''}" for jitter in kinds]
-        return ", ".join([*parts, " and ".join(scatters)] if scatters else parts)
-
-    @property
-    def _link_in_words(self) -> str:
-        rate = "" if math.isinf(self.link.bandwidth) else f"{_short(8 * self.link.bandwidth)}bit/s"
-        delay = f"{1e3 * self.link.latency:g} ms" if self.link.latency else ""
-        return f"link {', '.join(filter(None, (rate, delay)))}" if rate or delay else "links without delay"
-
-    @property
-    def _events_in_words(self) -> str:
-        failed = sum(isinstance(event, Failure) for event in self.events)
-        slowed = len({event.rank for event in self.events if isinstance(event, Slowdown)})
-        parts = [f"{failed} fail{'s' * (failed == 1)}"] if failed else []
-        parts += [f"{slowed} slow for a while"] if slowed else []
-        restarts = len(self.restarts)
-        return ", ".join([*parts, counted(restarts, "server restart")] if restarts else parts)
-
     def summary(self) -> dict[str, Any]:
         """Return the cluster in plain values, with counts of equal devices."""
         plain = {**asdict(replace(self, devices=self.devices[:1], nodes=None, events=())), "nodes": self.nodes}
@@ -459,11 +403,6 @@ class Cluster:
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _short(value: float) -> str:
-    power = max(0, min(4, int(math.log10(value) // 3)))
-    return f"{value / 1000**power:g} {('', 'k', 'M', 'G', 'T')[power]}"
 
 
 def _check_time(name: str, seconds: float) -> None:

@@ -6,8 +6,7 @@ A process is a generator. Its yields determine when it resumes:
 - another process: when that one has ended, with its return value;
 - None: when other code resumes it, with the value that this code passes.
 
-Rule: events happen in order of (time, priority, serial number). The serial number counts events as they are scheduled,
-so causes precede effects, and the same run always has the same order.
+Rule: events happen in order of (time, priority, serial number), and so in the same order in each run.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ class Process:
 
     Attributes:
         is_over: whether it has returned or was stopped.
-        returned: its return value.
     """
 
     __slots__ = ("is_over", "priority", "returned", "timeline", "waiters")
@@ -76,7 +74,6 @@ class Engine:
 
     @property
     def next_time(self) -> float:
-        """Return the time of the next event, in seconds; infinity without events."""
         return self.events[0][0] if self.events else math.inf
 
     def start(self, timeline: Timeline, priority: Priority = Priority.EVENT) -> Process:
@@ -107,7 +104,7 @@ class Engine:
         self._serial_number += 1
 
     def stop(self, process: Process) -> None:
-        """End a process at once; processes that it started continue, and those that wait for it resume with None."""
+        """End a process; processes that it started continue, and those that wait for it resume with None."""
         process.timeline.close()
         self._finish(process, None)
 
@@ -122,5 +119,5 @@ class Engine:
 
 
 def until_resumed() -> Timeline:
-    """Wait until other code resumes the process, and return the value that it passes."""
+    """Wait until other code resumes the process; return the value that it passes."""
     return (yield None)

@@ -1,7 +1,4 @@
-"""Sources of a group's gradient, with or without a merged head at the server, and the compute times of its devices.
-
-A group's whole batch passes through the real server's head when its access there ends.
-"""
+"""Sources of a group's gradient, with or without a merged head at the server, and the compute times of its devices."""
 
 from __future__ import annotations
 
@@ -51,7 +48,6 @@ class DeviceClock:
         return time * self._cluster.slowness(self._rank, now) if self._cluster.events else time
 
     def speed(self, samples: int, now: float) -> float:
-        """Return the expected samples per second of a batch that begins now."""
         return samples / (self._device.seconds(samples) * self._cluster.slowness(self._rank, now))
 
 
@@ -87,7 +83,6 @@ class Members:
         ]
 
     def reduce_seconds(self, layout: Layout) -> float:
-        """Return the time in which they average gradients."""
         if self._is_exact:
             return self._link.ring_seconds(layout.nbytes, len(self._ranks))
         nbytes = self._all_reduce.nbytes([spec.shape for spec in layout.specs])
@@ -95,7 +90,7 @@ class Members:
         return rounds * self._link.ring_seconds(round(nbytes / rounds), len(self._ranks))
 
     def averaged(self, gradient: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Return the all-reduce's result for gradients with this exact mean over all members."""
+        """Return the all-reduce's result for gradients with this exact mean."""
         if self._is_exact:
             return gradient
         found = [None if each is None else each.clone() for each in gradient]
@@ -120,10 +115,8 @@ class Assignment(NamedTuple):
     """A batch whose gradient a group is to compute.
 
     Attributes:
-        weights: weights at which it is computed.
         parts: positions of each member's samples, or of all samples together.
-        place: number of the epoch, and number of its batches that the group has trained with this one.
-        seconds: time that the group takes for it.
+        place: the epoch, and the number of its batches that the group has trained, with this one.
     """
 
     group: int
@@ -135,17 +128,19 @@ class Assignment(NamedTuple):
 
 
 class SimulatedHead:
-    """A stand-in for the merged submodule's ``forward`` in the simulation's model, which calls the server.
+    """A stand-in for the merged submodule's ``forward``, which calls the server.
 
     Args:
         optimizer: the user's, over all of the model's parameters.
 
     Attributes:
         parameters: the head's own, by name, in the optimizer's order.
+        anchor: a number of every backward pass that goes through the head.
     """
 
     def __init__(self, name: str, model: nn.Module, optimizer: Optimizer) -> None:
         self.name = name
+        self.anchor = torch.zeros((), requires_grad=True)
         self._module = check_mergeable(name, model)
         _, self.parameters = held_by_one(name, self._module, [optimizer])
         self._side = MergedHeadClient(name, HEAD, self._module, optimizer, list(self.parameters.values()))
@@ -183,16 +178,14 @@ class SimulatedHead:
         self._module.forward = self
 
     def access_for(self, leader: int, epoch: int, trained: int) -> None:
-        """Set the group of the next forward pass, and its trained batches of the epoch including this one."""
         self._group_place = (leader, epoch, trained)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tree = (args, kwargs)
-        outputs = pass_through(self, tree) if torch.is_grad_enabled() else self._ask(tree, exclusive=False)
+        outputs = pass_through(self, tree, self.anchor) if torch.is_grad_enabled() else self._ask(tree, exclusive=False)
         return with_tensors(self._output, outputs)
 
     def bring(self, tree: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Send the batch to the server, and return the output's tensors."""
         return self._ask(with_tensors(tree, tensors), exclusive=True)
 
     def _ask(self, tree: Any, exclusive: bool) -> list[Tensor]:
@@ -204,7 +197,6 @@ class SimulatedHead:
     def take_back(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[tuple[torch.Size, torch.dtype]]
     ) -> list[Any]:
-        """Send the output's gradients to the server, which steps the head, and return those of the inputs."""
         leader, epoch, trained = self._group_place
         request = self._side.backward(gradients, (epoch, trained))
         answer, payload = self._server.ask_head(leader, request.message, request.payload, m.HeadGradients)
@@ -235,7 +227,7 @@ class Gradients:
 
 
 class MergedHeadGradients(Gradients):
-    """A source of gradients whose batches pass through a merged head at the server between forward and backward pass.
+    """A source of gradients whose batches pass through a merged head at the server.
 
     ``sizes`` are the bytes of the head's inputs and outputs for one sample.
     """
@@ -250,6 +242,7 @@ class MergedHeadGradients(Gradients):
     ) -> None:
         super().__init__(engine, bench)
         self._head, self._costs = head, costs
+        bench.anchors = [head.anchor]
         self._inputs, self._outputs = sizes
         self._lost: set[int] = set()
 

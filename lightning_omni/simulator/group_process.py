@@ -1,8 +1,7 @@
 """One simulated compute group: a process that drives its state machine through virtual time.
 
-Rule: only its leader communicates with the server and with other groups. It broadcasts its messages to the other
-members, and the group continues when all have them. A message without weights takes the latency of the members' links.
-Where broadcasts take no time, or with one member, each time is bitwise the same as if all members received them.
+Rule: its leader broadcasts the messages that it receives to the other members, and the group continues when all have
+them. Where broadcasts take no time, or with one member, each time is bitwise the same as if all members received them.
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ class SimulationContext:
     """The objects that all groups of a run share.
 
     Attributes:
-        network: the links to the server and between groups.
         groups: the living groups by number.
         barrier: their barrier between two epochs.
     """
@@ -94,10 +92,9 @@ class EpochBarrier:
 
 
 class UnpushedWork(msgspec.Struct):
-    """The training of a group since its last push: gradients, samples, sum of losses, and seconds of its devices.
+    """The training of a group since its last push.
 
-    Where the server may restart from a save, the seconds are those of `batches` that are not dealt out again. Both
-    are empty once they are counted.
+    Where the server may restart from a save, `seconds` are those of `batches`, without any that are dealt out again.
     """
 
     steps: int = 0
@@ -110,7 +107,6 @@ class UnpushedWork(msgspec.Struct):
         self.seconds, self.batches = 0.0, []
 
     def go_back(self) -> None:
-        """Remove batches that a server restarted from its last save deals out again."""
         self.batches = [batch for batch in self.batches if not batch[0].is_reissued(*batch[1:3])]
         self.seconds = sum(seconds for *_, seconds in self.batches)
 
@@ -119,13 +115,12 @@ class SimulatedGroup:
     """One compute group.
 
     Args:
-        core: its state machine, without weights as yet.
         ranks: ranks of its members; the first leads.
-        epoch: the current epoch, if the group joins a running run; else None.
+        epoch: the current epoch, if the group joins a running run.
 
     Attributes:
         leased: its progress as reported to the server.
-        asked: its unanswered request for the next step after an epoch's batches; else None.
+        asked: its unanswered request for the next step after an epoch's batches.
         process: its process, which ends with the last epoch.
     """
 
@@ -159,7 +154,7 @@ class SimulatedGroup:
     # --- Its process -------------------------------------------------------------------------------------------------
 
     def live(self, joins: bool) -> Timeline:
-        """Run the group, epoch after epoch. A group that joins reads the weights first."""
+        """Run the group, epoch after epoch; a group that joins reads the weights first."""
         if joins:
             self.replica.load((yield from self._fetch(self.core.fetch(0))))
         yield from self._train_epoch()
@@ -211,7 +206,6 @@ class SimulatedGroup:
                 return None
 
     def ask(self, question: m.AskNext) -> None:
-        """Send the request for the next step; repeated after a restart of the server."""
         out = self._context.server.control(self.leader, question)
         self.leased.report(question.epoch, question.trained)
         self._context.network.deliver(out)
@@ -284,7 +278,6 @@ class SimulatedGroup:
             action = self.core.answer(0, answer)
 
     def _wait_for(self, action: Action) -> Timeline:
-        """Perform an action that takes time, and return its answer."""
         match action:
             case ServerRequest(waits=False):
                 return self._begin(action)
@@ -306,7 +299,6 @@ class SimulatedGroup:
     # --- To the server and back --------------------------------------------------------------------------------------
 
     def _begin(self, ask: ServerRequest) -> None:
-        """Start a push in a process of its own, without waiting for its answer."""
         process = Process(self._push(ask))
         self._before, self._pushed = self._pushed, (ask.epoch, ask.trained)
         self._under_way, self._exchange = ask, process
@@ -321,7 +313,6 @@ class SimulatedGroup:
         return (yield from self._receive_answer(ask, answer))
 
     def stop(self) -> None:
-        """Stop the group after its death; nothing receives the answer to its exchange."""
         engine = self._context.engine
         engine.stop(self.process)
         if self._exchange is not None:
@@ -329,12 +320,10 @@ class SimulatedGroup:
         self.drop_answer()
 
     def drop_answer(self) -> None:
-        """Drop the exchange with the server that is in flight; a living group repeats it."""
         if (attempt := self._context.network.exchanges.pop(self.number, None)) is not None:
             self._context.engine.stop(attempt)
 
     def go_back(self) -> None:
-        """Handle a restart from the last save: batches that are not pushed may be dealt out again."""
         self._unpushed.go_back()
         self._pushing.go_back()
 
@@ -344,7 +333,7 @@ class SimulatedGroup:
         return (yield from self._until_answered(lambda: self._try_to_push(ask, done)))
 
     def _until_answered(self, attempt: Callable[[], Timeline]) -> Timeline:
-        """Repeat an attempt to exchange with the server until it is answered, and return the answer."""
+        """Repeat an attempt to exchange with the server until it is answered; return the answer."""
         context = self._context
         while True:
             if context.server.away_until is not None:
@@ -379,7 +368,6 @@ class SimulatedGroup:
         return (yield None)
 
     def _check_divergence(self) -> None:
-        """End the run when the server refuses one push too many, before the group receives the refusal."""
         try:
             self.core.check_nonfinite(self._context.server.served.counts.refused_in_row[self.number])
         except NonFiniteGradients:
@@ -419,7 +407,7 @@ class SimulatedGroup:
     # --- From group to group -----------------------------------------------------------------------------------------
 
     def _read_peer(self, number: int) -> Timeline:
-        """Wait for the published weights of a group, and return them; None if it has none."""
+        """Wait for the published weights of a group; return them, or None."""
         yield self._context.network.to_peer()
         peer = self._context.groups.get(number)
         published = peer._published if peer is not None else None
@@ -438,7 +426,6 @@ class SimulatedGroup:
         return seconds + self._passed_on(self._context.server.served.layout.nbytes) if is_there else seconds
 
     def _send(self, need: SendPeer) -> Timeline:
-        """Run a process that sends weights to a group's inbox."""
         tensors = copies(need.tensors)
         yield self._context.network.to_peer(self._peer_bytes)
         if need.group in self._context.groups:

@@ -46,18 +46,15 @@ class Monitor:
     """The counters of a run, which evaluate it and end it.
 
     Args:
-        metrics: computes the present metrics; None if there are none.
-        clock: returns the clock of the master weights; None where groups exchange only with one another: then each step
-            counts as an update.
-        epoch_size: samples in an epoch.
+        metrics: computes the present metrics, if any.
+        clock: returns the clock of the master weights; None where each step counts as an update.
 
     Attributes:
         evaluations: time, update, samples and metrics of each.
         work: rows of `Trace.WORK`, without steps that the end of the run cut short.
         step_times: rows of `Trace.STEPS`, likewise.
-        useful_seconds: time in which ranks computed gradients that were pushed, summed over ranks, without those that a
-            restart of the server lost.
-        ended: reason for the end of the run; empty before.
+        useful_seconds: seconds in which ranks computed gradients that were pushed and not lost by a restart, summed
+            over ranks.
     """
 
     def __init__(
@@ -97,10 +94,7 @@ class Monitor:
         self._begun[group] = self._engine.now, work
 
     def computed(self, group: int, samples: int) -> float:
-        """Record that a group has computed a gradient, and return its ranks' seconds for it, summed.
-
-        The time until its next batch counts as exchange.
-        """
+        """Record that a group has computed a gradient; return its ranks' seconds for it, summed."""
         self._computed[group] = self._engine.now
         self.samples += samples
         self.steps += 1
@@ -116,13 +110,12 @@ class Monitor:
             self._since_save += batches
 
     def saved(self) -> None:
-        """Record a save of the server's state; earlier pushes can no longer be lost."""
         self._since_save = []
 
     def go_back(self, are_lost: bool) -> None:
-        """Record a restart from the last save, and subtract batches that are repeated or lost from the useful time.
+        """Record a restart from the last save; subtract batches that are repeated or lost from the useful time.
 
-        ``are_lost`` is true if all updates since that save are lost, including those that are not repeated.
+        ``are_lost`` is true if all updates since that save are lost.
         """
         for leased, epoch, number, seconds in self._since_save or ():
             if are_lost or leased.is_reissued(epoch, number):
@@ -148,7 +141,6 @@ class Monitor:
             self.ended = self.ended or "max_updates"
 
     def evaluate_by_time(self, period: float) -> Timeline:
-        """Run a process that evaluates every ``period`` seconds while other events are scheduled."""
         for number in count(1):
             yield number * period
             self.evaluate()

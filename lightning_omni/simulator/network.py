@@ -1,12 +1,7 @@
 """Durations of a group's exchanges with the parameter servers: links, the servers' network cards, and their queues.
 
-This file uses the group and the bytes of a message, never its content.
-
-Rule 1: messages on a card at the same time share it evenly, and cross their groups' links at the same time. The parts
-of an exchange, one for each server, share the group's link in proportion to their bytes, so that the exchange is never
-faster than the link carries the whole.
-Rule 2: a part that stays on its group's node crosses no link and no card.
-Rule 3: with one server, servers do not synchronize: each time is bitwise the same as without support for several.
+:doc:`/contribute/simulator` describes the model. With one server, each time is bitwise the same as without support for
+several.
 """
 
 from __future__ import annotations
@@ -23,8 +18,8 @@ class _Lane:
     """The messages that have the same limit.
 
     Attributes:
-        messages: a heap of (``crossed`` at its end, serial number, process to resume then).
-        crossed: bytes that would have crossed of a message that had been in the lane from the beginning.
+        messages: a heap of (``crossed`` at its end, serial number, process to resume).
+        crossed: bytes that would have crossed of a message that was in the lane from the beginning.
         rate: bytes per second of each message.
     """
 
@@ -91,7 +86,6 @@ class SharedLink:
             self._engine.start(self._arrive(first, self._engine.now + first.due, self._serial_number))
 
     def _arrive(self, lane: _Lane, due: float, serial_number: int) -> Timeline:
-        """Run a process that ends the first messages of a lane, unless the messages change before."""
         yield due
         if serial_number != self._serial_number:
             return
@@ -117,13 +111,12 @@ class Queue:
         self._free_at = 0.0
 
     def serve(self, arrival: float, seconds: float) -> float:
-        """Serve a request, and return the time of its end."""
         self._free_at = max(arrival, self._free_at) + seconds
         return self._free_at
 
 
 class _Server:
-    """The shared resources of a server: its network card in both directions, its updates and a merged head."""
+    """A server's network card in both directions, its updates and a merged head."""
 
     def __init__(self, engine: Engine, card: Link) -> None:
         self.inwards, self.outwards = (SharedLink(engine, card.bandwidth) for _ in range(2))
@@ -132,10 +125,6 @@ class _Server:
 
 class Exchanges:
     """Exchanges with the servers, in virtual time.
-
-    A push ends when the last of its parts is served, and an answer when the last of its parts has arrived. If there
-    are several servers, the others report the arrival of their parts to server 0, which informs them when all parts
-    have arrived: one small message each way.
 
     Args:
         shares: the fraction of the weights that each server holds; they add up to 1.
@@ -192,20 +181,18 @@ class Exchanges:
         return self._cluster.group_link.broadcast_seconds(nbytes, members)
 
     def begin_again(self) -> None:
-        """Reset the servers' queues and cards after a restart."""
         self._servers = [_Server(self._engine, self._card) for _ in self._shares]
 
     def _away_from(self, group: int) -> list[int]:
         return [place for place in range(len(self._shares)) if not self._is_at_home(group, place)]
 
     def _come(self, parts: _Parts) -> Timeline:
-        """Wait until all parts have crossed a link, and then cards; return the arrival of each."""
+        """Wait until all parts have crossed a link, and then cards; return each arrival."""
         delay = self._link.seconds(self._unshared(parts)), self._card.latency
         yield self._engine.now + delay[0] + delay[1] if parts else self._engine.now
         return (yield from self._cross(parts))
 
     def _leave(self, parts: _Parts) -> Timeline:
-        """Wait until all parts have crossed cards, and then a link."""
         yield from self._cross(parts)
         delay = self._link.seconds(self._unshared(parts)) + self._card.latency
         yield self._engine.now + delay if parts else self._engine.now
@@ -227,7 +214,7 @@ class Exchanges:
         return [now if part is None else part.returned for part in crossing]
 
     def _agreed(self, here: Sequence[float]) -> list[float]:
-        """Return the times at which servers may continue if their parts arrive at these: server 0 coordinates."""
+        """Return the times at which servers may continue after the arrival of their parts; server 0 coordinates."""
         message = self._link.latency + self._card.latency
         first, *others = here
         decided = max([first, *(moment + message for moment in others)])

@@ -62,10 +62,8 @@ def replay(
 ) -> Replayed:
     """Repeat a recorded run of one optimizer.
 
-    Members of a group compute one after the other; their gradients are averaged as DDP does. An optimizer at the server
-    uses the recorded hyperparameters; optimizers at the workers keep their initial ones. The replay adds parameters
-    that the run added to the optimizer. If the optimizer is at the server, a parameter that was frozen or unfrozen
-    changes between two pushes.
+    An optimizer at the server uses the recorded hyperparameters; optimizers at the workers keep their initial ones.
+    :doc:`/reference/simulator` has the limitations.
 
     Args:
         events: from `lightning_omni.server.event_log.read_record`, or as a recorder received them.
@@ -159,10 +157,6 @@ def _message(event: Event, tensors: Tensors, pull: bool = True, fragment: int | 
     )
 
 
-def _tree(event: Event, weights: dict[str, Tensor]) -> dict[str, Any]:
-    return {"groups": event.param_groups, "weights": weights, "state": {}}
-
-
 @dataclass
 class _Group:
     ranks: tuple[int, ...]
@@ -181,8 +175,6 @@ class _Group:
 
 
 class _Replay:
-    """The state of a replay; see `replay`."""
-
     def __init__(
         self,
         model: nn.Module,
@@ -303,7 +295,9 @@ class _Replay:
         else:
             self._served.change_method(method, topology.alive)
         self._served.answer_in(self._wire_format.answers)
-        self._groups = {number: self._new_group(number, topology) for number in topology.alive}
+        self._groups = {
+            number: self._make_group(number, topology.members(number), topology.alive) for number in topology.alive
+        }
 
     def _divided(self, servers: int) -> Partition:
         layout = Layout.of({name: parameter.detach() for name, parameter in self._parameters.items()})
@@ -325,14 +319,10 @@ class _Replay:
         return ServedParameters(description, weights, clock, method, topology.alive, resolve, servers=servers)
 
     def _join(self, event: Event) -> None:
-        """Add a group, which reads the weights before anything else."""
         (ranks,) = event.groups
         self._served.method_side.join(event.group)
         self._groups[event.group] = self._make_group(event.group, ranks, (*self._groups, event.group))
         self._groups[event.group].has_joined = True
-
-    def _new_group(self, number: int, topology: Topology) -> _Group:
-        return self._make_group(number, topology.members(number), topology.alive)
 
     def _make_group(self, number: int, ranks: tuple[int, ...], peers: tuple[int, ...]) -> _Group:
         replica = own_replica(self._make, self._model, self._parameters, self._served.master.weights(), number)
@@ -350,7 +340,8 @@ class _Replay:
         served = self._served
         for name in event.parameters:
             self._add(name)
-        served.restructure(event.group, _tree(event, {name: self._start[name] for name in event.parameters}))
+        weights = {name: self._start[name] for name in event.parameters}
+        served.restructure(event.group, {"groups": event.param_groups, "weights": weights, "state": {}})
         for name in event.parameters:
             group.replica.ordered.append(nn.Parameter(served.master.parameters[name].detach().clone()))
             group.others.pop(name, None)
@@ -429,7 +420,6 @@ class _Replay:
         self._continue(group, group.core.answer(0, pulled))
 
     def _continue(self, group: _Group, action: Action) -> None:
-        """Perform the group's sends, and the receives whose answers have arrived."""
         while True:
             match action:
                 case ServerRequest(need=Exchange() as need, waits=False):
@@ -485,7 +475,6 @@ class _Replay:
             self._answer(group, self._pulled(need, reply))
 
     def _pulled(self, need: Exchange, reply: Reply, refused: bool = False) -> Pulled:
-        """Return a reply to a push as the group receives it."""
         served = self._served
         known = served.layout_of(reply.group).fragment(need.fragment, self._method.fragments)
         tensors: list[Tensor] = []
@@ -495,10 +484,10 @@ class _Replay:
         return Pulled(tensors, served.master.clock, reply.note, refused, need.fragment)
 
     def _fetch(self, group: _Group) -> None:
-        """Replay a fetch of the master weights, within the group's steps or at a synchronization."""
         side = self._served.method_side
         side.fetched(group.replica.group)
-        pulled = Pulled(self._known(group), self._served.master.clock)
+        known = copies(self._served.master.weights()[: len(group.replica.ordered)])
+        pulled = Pulled(known, self._served.master.clock)
         if isinstance(group.core.waits_for(0), Fetch):
             self._answer(group, pulled)
             return
@@ -507,6 +496,3 @@ class _Replay:
             group.has_joined = False
         beyond = list(self._served.master.parameters.items())[len(pulled.tensors) :]
         group.others.update((name, parameter.detach().clone()) for name, parameter in beyond)
-
-    def _known(self, group: _Group) -> list[Tensor]:
-        return copies(self._served.master.weights()[: len(group.replica.ordered)])

@@ -188,7 +188,7 @@ class Simulation:
         return self._trace()
 
     def _start(self) -> None:
-        """Start all processes, in the order that `docs/contribute/simulator.md` defines for events at the same time."""
+        """Start all processes, in the order that :doc:`/contribute/simulator` defines for events at the same time."""
         for event in self._cluster.events:
             if isinstance(event, Failure):
                 self._engine.start(self._failure(event), Priority.FAILURE)
@@ -254,7 +254,6 @@ class Simulation:
         self._gradients.drop(group.number)
 
     def _restart_group(self, home: int, dead: SimulatedGroup) -> None:
-        """Form a new group of the devices of a dead one, which joins the others."""
         joined, ranks, out = self.server.join(len(dead.ranks), str(home))
         epoch = joined.plan.epoch if joined.plan is not None else 0
         identity = GroupId(str(home), joined.incarnation)
@@ -277,9 +276,9 @@ class Simulation:
         self._engine.start(self._ask_again())
 
     def _ask_again(self) -> Timeline:
-        """Run a process in which groups repeat their unanswered requests for the next step, one after the other.
+        """Let groups repeat their unanswered requests for the next step, one after the other.
 
-        One group's request may cause the answer to the next one's.
+        A request may cause the answer to the next one.
         """
         for group, question in [(group, group.asked) for group in self.groups.values()]:
             yield self._engine.now  # earlier answers arrive first
@@ -307,7 +306,6 @@ class Simulation:
         return named
 
     def _metrics(self) -> dict[str, float]:
-        """Return the present metrics of the model that the method would validate."""
         assert self._evaluate is not None
         parameters = dict(self._evaluated.named_parameters())
         for name, weight in self._weights().items():
@@ -371,40 +369,31 @@ def simulate(
 ) -> Trace:
     """Train a model on a simulated cluster, in virtual time with real gradients.
 
-    Devices, links and the server's queues determine the time; nothing waits in real time. Server, leases, epochs and
-    both halves of the method are the objects of a real run. A push travels over the group's link, queues at the
-    server's network card, then for the server itself; it arrives when it is served, and the order of arrivals
-    determines staleness. The answer travels back the same way. Control messages and evaluations take no time. One group
-    trains synchronously with any method, and its exchanges take no time, as in a real run.
+    Server, leases and both sides of the method are the objects of a real run; :doc:`/contribute/simulator` explains the
+    times. One group trains synchronously with any method, and its exchanges take no time.
 
     Args:
         method: a name, or a method.
         topology: the ranks of each group; or a number of groups, split evenly.
         cluster: the devices and links.
-        workload: the model, which is copied and not changed; a map-style dataset (the tensors of a ``TensorDataset``
-            are indexed directly, other data are collated); the loss; a torch optimizer, which runs at the server or at
-            the workers, as the method requires; and the metrics of a model in evaluation mode, which is the one that
-            the method would validate.
+        workload: model, which is copied, data, loss, optimizer and metrics.
         limits: the limits of the run.
         batch_size: samples in one device's batch; a group of k devices trains on k times as many.
         seed: seed of data order, jitter and random operations of the model; the same seed gives bitwise the same trace.
-        evaluation: the times of evaluations besides the one at the run's end, and a target.
+        evaluation: the times of evaluations before the run's end, and a target.
         merged: name of a submodule that stays at the server, as with ``OmniStrategy(merged=...)``. A group's batch
-            arrives there after a third of the group's time (its forward pass); the access lasts for the time of the
-            head and for the travel of its outputs and their gradients.
-        compression: the formats in which tensors are sent, as with ``OmniStrategy(compression=...)``. Links take the
-            time of the encoded bytes; the members' unsent residuals are stored as their mean.
-        overlap: exchanges travel while groups compute their next gradient, as with ``OmniStrategy(overlap=True)``; for
-            async_sgd.
+            arrives there after a third of the group's time; the access lasts for the time of the head and for the
+            travel of its outputs and their gradients.
+        compression: the formats in which tensors are sent, as with ``OmniStrategy(compression=...)``.
+        overlap: as with ``OmniStrategy(overlap=True)``.
         computation: how devices compute gradients; None for the defaults.
-        record: receives every event at the server, as from `lightning_omni.server.core.ServerCore`.
+        record: receives every event at the server, for `replay`.
         progress: True shows a progress bar; or a function, called with the fraction done and a text. With either,
             Ctrl-C returns the trace so far (``ended == "interrupted"``) instead of raising KeyboardInterrupt; so does a
             function that raises `lightning_omni.simulator.StopSimulation` (``ended == "stopped"``).
 
     Returns:
-        The trace. Its ``ended`` is the reason for the end of the run; its ``weights`` are those of the model last
-        evaluated.
+        The trace, with the reason for the end of the run and the weights at the end.
 
     Raises:
         ConfigurationError: an argument is wrong.
@@ -458,7 +447,6 @@ def _features(
     merged: str | None,
     overlap: bool,
 ) -> dict[str, str]:
-    """Return the features of `lightning_omni.combinations` that a run uses, each as the caller wrote it."""
     rejoins = any(isinstance(event, Failure) and event.until is not None for event in cluster.events)
     used = {
         "merged": (merged is not None, f"merged={merged!r}"),

@@ -1,7 +1,7 @@
 """The real server, as simulated groups use it, with all ranks joined, and the network to and from it.
 
-It refuses no message of theirs. Several servers do the same as one, in the same order, so the simulation has one;
-`lightning_omni.simulator.network` computes the time that several take.
+Several servers do the same as one, in the same order, so the simulation has one; `lightning_omni.simulator.network`
+computes the time that several take.
 """
 
 from __future__ import annotations
@@ -68,12 +68,11 @@ class InMemoryConnections:
     def control(self, rank: int, message: m.Message, payload: bytes = b"") -> list[Out]:
         """Send a rank's message on its control connection; return the server's messages to any ranks.
 
-        The returned tensors belong to the server and are valid until the next message.
+        The returned tensors are valid until the next message.
         """
         return self.core.receive(m.CONTROL, b"c%d" % rank, message, payload, self.now)
 
     def data(self, rank: int, message: m.Message, payload: Payload = b"") -> list[Out]:
-        """Send a rank's message on its data connection; return as `control` does."""
         return self.core.receive(m.DATA, b"d%d" % rank, message, payload, self.now)
 
     def hang_up(self, rank: int) -> list[Out]:
@@ -86,10 +85,7 @@ class InMemoryConnections:
 class SavedState:
     """The last save of a server, and the journal of its answers to ranks since.
 
-    The state is saved when a real server saves it (`lightning_omni.transport.serving.state_directory`): after groups
-    were formed or have joined, and then periodically. If groups wait for answers when a save is due, it is made once
-    none waits, at most one period later. The state does not change between two messages, so it suffices to make due
-    saves before the next message.
+    The state is saved when a real server saves it (`lightning_omni.transport.serving.state_directory`).
 
     Args:
         every: seconds between two saves, above 0.
@@ -116,7 +112,6 @@ class SavedState:
         self._changed = now
 
     def restore(self, core: ServerCore, now: float) -> None:
-        """Restore the last save in another server, which saves at once."""
         packed, buffer = self._saved
         core.load(unpack(packed, buffer.clone()), self._journal, now)
         self._write(core, now)
@@ -143,8 +138,7 @@ class SimulatedServer:
     """A `ServerCore` that all ranks have joined; ``seed`` is that of nonces and tickets.
 
     Attributes:
-        snapshots: weights that it has sent, by clock.
-        away_until: time at which a server that has died is available again, in seconds; None while it is available.
+        away_until: time at which a dead server is available again, in seconds; None while it is available.
         served: the master weights; unset before the groups were formed.
     """
 
@@ -202,10 +196,10 @@ class SimulatedServer:
         return _accepted(self._link.control(rank, message))
 
     def prepare(self, core: GroupCore, ask: ServerRequest) -> tuple[int, Outgoing | None]:
-        """Return the bytes of a push that is sent now; and the encoded push, if its size is only known after encoding.
+        """Return the bytes of a push that is sent now; and the encoded push, if it must be encoded now.
 
-        Otherwise the push is encoded when it arrives, so that all pushes in flight share one memory. A push that its
-        group does not wait for is encoded now, because the group moves its weights.
+        A push of known size whose group waits is encoded when it arrives, so that all pushes in flight share one
+        memory.
         """
         present = [tensor is not None for tensor in ask.tensors]
         layout = self.served.layout.fragment(ask.fragment, core.method.fragments)
@@ -216,7 +210,6 @@ class SimulatedServer:
         return cast(m.PushMessage, outgoing.message).nbytes, outgoing
 
     def ask(self, leader: int, core: GroupCore, ask: ServerRequest, outgoing: Outgoing | None = None) -> list[Out]:
-        """Deliver a push or a fetch; ``outgoing`` is from `prepare`."""
         if outgoing is None:
             [outgoing] = core.send(ask, Partition.whole(self.served.layout), [self._memory])
         return self._data(leader, outgoing.message, _NOTHING if outgoing.payload is None else outgoing.payload)
@@ -224,7 +217,6 @@ class SimulatedServer:
     def ask_head(
         self, leader: int, message: m.HeadForward | m.HeadBackward, payload: Tensor, expect: type[_Answer]
     ) -> tuple[_Answer, Tensor]:
-        """Send a batch or its gradients to the merged head, which is the group's alone, and return the answer."""
         (out,) = self._data(leader, message, payload)
         assert isinstance(out.message, expect)
         (answer,) = out.payload
@@ -256,7 +248,6 @@ class SimulatedServer:
         self.snapshots.forget()
 
     def restart(self, ranks: Iterable[int]) -> None:
-        """Let the server receive messages again, and attach these ranks again."""
         self.away_until = None
         for rank in ranks:
             self._join(rank, returns=True)
@@ -271,7 +262,7 @@ class SimulatedServer:
         return self._topology.group_of(self._link.rank_of(out.peer))
 
     def tensors_of(self, out: Out) -> list[Tensor]:
-        """Return the weights in an answer, to keep: groups that receive the same weights share them."""
+        """Return the weights in an answer; groups that receive the same weights share the tensors."""
         message, served = out.message, self.served
         assert isinstance(message, m.Weights)
         if not out.payload:
@@ -311,12 +302,8 @@ class SimulatedServer:
 class SimulatedNetwork:
     """The network that delivers the server's messages, in virtual time.
 
-    Args:
-        between: the link from group to group.
-        costs: durations of exchanges with the server.
-
     Attributes:
-        processes: the process that receives the server's messages, by the number of the group.
+        processes: the process that receives the server's messages, by group number.
         expired: called after the method handled a moment that it had requested.
         exchanges: processes that receive weights instead, while the group computes.
     """
@@ -345,12 +332,11 @@ class SimulatedNetwork:
             self._engine.start(self._expire(due))
 
     def _send(self, group: int, process: Process, answer: tuple[m.Weights, list[Tensor]]) -> Timeline:
-        """Run a process that sends weights to a group, and resumes the process that waits for them."""
         yield from self.costs.answer(group, answer[0].nbytes)
         self._engine.resume(process, answer)
 
     def _expire(self, due: float) -> Timeline:
-        """Run a process that ticks the server when its method has requested, unless it requests a later moment."""
+        """Tick the server when its method has requested, unless it requests a later moment."""
         yield due
         self._due = math.inf
         if self._server.away_until is not None:  # it checks the time when it is available again
@@ -371,10 +357,9 @@ def part_of(
     head: Mapping[str, Any] | None = None,
     servers: int = 1,
 ) -> dict[str, Any]:
-    """Return weights and optimizer in the server's format, without an optimizer that steps at the workers.
+    """Return weights and optimizer in the server's format; ``optimizer`` is None if it steps at the workers.
 
-    ``parameters`` are in the optimizer's order, which may have others, too; ``servers`` is the number that the
-    simulated one represents.
+    ``parameters`` are in the optimizer's order; ``servers`` is the number that the simulated one represents.
     """
     names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
     return {
@@ -387,7 +372,6 @@ def part_of(
 
 
 def resolve_also(optimizer: Optimizer) -> Resolve:
-    """Return a resolver that also admits the user's own optimizer class."""
     return resolver([class_path(type(optimizer))])
 
 
@@ -405,10 +389,7 @@ _LENGTH = 8
 
 
 def partitioned_format(wire_format: WireFormat, method: Method, split: Partition) -> WireFormat:
-    """Return the wire format with the rounding of several servers, for the one server of the simulator and the replay.
-
-    Raw tensors are the same in parts, and messages between groups have no parts.
-    """
+    """Return the wire format with the rounding of several servers, for the one server of simulator and replay."""
     if len(split.shares) == 1 or method.talks_to_peers:
         return wire_format
     push, pull = (
@@ -424,7 +405,7 @@ def partitioned_format(wire_format: WireFormat, method: Method, split: Partition
 class PartitionedFormat(WireFormat, frozen=True, kw_only=True, dict=True, tag="by_share"):
     """A wire format that encodes each share separately; the payload begins with the lengths of all shares.
 
-    Only the simulator's own server supports it: in real runs each share travels by itself.
+    Only the simulator uses it: in real runs each share travels by itself.
 
     Args:
         wire_format: the format of each share, as plain data.
@@ -466,5 +447,4 @@ class PartitionedFormat(WireFormat, frozen=True, kw_only=True, dict=True, tag="b
         return buffer
 
     def _split_of(self, layout: Layout) -> Partition:
-        """Return the same cuts for a layout of some of the tensors, or of a fragment of them."""
         return self.split if layout.specs == self.split.layout.specs else self.split.within(layout)

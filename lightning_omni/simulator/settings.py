@@ -34,16 +34,15 @@ class Formation:
 
 @dataclass(frozen=True)
 class Computation:
-    """The ways in which the devices of a simulated group compute the gradients of a batch.
+    """The ways in which the devices of a simulated group compute gradients.
 
     Args:
-        rebalance: ``"auto"`` divides a group's batch over its members in proportion to their mean speeds, which are
-            known from the start and follow slowdowns at once; ``"off"`` gives all equal parts.
+        rebalance: ``"auto"`` divides a group's batch over its members in proportion to their expected speeds, slowdowns
+            included; ``"off"`` gives all equal parts.
         batched: whether gradients of several groups are computed at a time with ``torch.func.vmap``; ``"auto"`` where
-            that is faster and cannot change the outcome beyond rounding (no buffers, no dropout, few weights and
-            samples).
-        members_apart: whether each member's gradient is computed separately, and their mean is taken as in DDP; for
-            bit-equality with a real run of groups of several ranks.
+            that is faster and changes results by rounding only.
+        members_apart: whether each member's gradient is computed separately, and averaged as in DDP; for bit-equality
+            with real groups of several ranks.
 
     Raises:
         ConfigurationError: an argument is wrong, or two exclude each other.
@@ -72,7 +71,7 @@ class Computation:
 
 @dataclass(frozen=True)
 class Batches:
-    """The settings of a run's batches and gradients; see `simulate`.
+    """The settings of a run's batches and gradients.
 
     ``size`` is the number of samples in one device's batch, ``seed`` that of all random numbers.
     """
@@ -93,8 +92,7 @@ class Limits:
     """The limits of a simulated run, which ends at the first that it reaches.
 
     Args:
-        updates: the most updates. An update is a tick of the server's clock or, where groups exchange only with one
-            another (gossip), one local step of one group.
+        updates: the most updates: ticks of the server's clock or, with gossip, local steps of any group.
         epochs: the most passes over the data.
         seconds: the latest virtual time, in seconds.
 
@@ -126,7 +124,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The times of a simulated run's evaluations, besides the one at its end, and the metric that ends the run.
+    """The times of a simulated run's evaluations before its end, and the metric that ends the run.
 
     Args:
         every: updates between two evaluations.

@@ -1,4 +1,4 @@
-"""The parameters of all simulated groups, and the computation of their gradients: as late as possible, and together."""
+"""The parameters of all simulated groups, and the computation of their gradients."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class WeightsByClock:
     """The weights of each clock that a group still uses.
 
     Attributes:
-        most: the most different weights that were alive at a time.
+        most: the most weights that were alive at a time.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -53,7 +53,7 @@ class WeightsByClock:
         return known
 
     def forget(self) -> None:
-        """Forget all weights, because the clock goes back and will reach the same values with other weights."""
+        """Forget all weights, because the clock will reach the same values with other weights."""
         self._at.clear()
 
 
@@ -69,8 +69,7 @@ class OwnReplica(Replica):
 class SharingReplica(Replica):
     """A replica that refers to shared weights, and copies them before it first moves them.
 
-    ``parameters`` are used only to find the learning rate of each weight, of which ``optimizer`` holds the
-    hyperparameters.
+    ``parameters`` and ``optimizer`` only determine the learning rate of each weight.
     """
 
     def __init__(self, parameters: Sequence[Parameter], optimizer: Optimizer, group: int, start: SharedWeights) -> None:
@@ -114,8 +113,7 @@ def own_replica(
 ) -> OwnReplica:
     """Return a replica with parameters of its own for a group.
 
-    ``make`` makes the user's optimizer from all parameters in the model's order, of which ``parameters`` are
-    trained.
+    ``make`` makes the user's optimizer from all parameters of the model, of which ``parameters`` are trained.
     """
     own = {
         name: Parameter(weight.clone(), requires_grad=parameter.requires_grad)
@@ -136,10 +134,7 @@ FEWEST_TOGETHER = 8
 
 
 class Samples:
-    """A map-style dataset that is read in batches, in a permutation for each epoch: that of torch's DistributedSampler.
-
-    The tensors of a `TensorDataset` are indexed directly.
-    """
+    """A map-style dataset that is read in batches, in the permutations of torch's DistributedSampler."""
 
     def __init__(self, data: Any, seed: int) -> None:
         if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or not len(data):
@@ -152,7 +147,6 @@ class Samples:
         return len(self._data)
 
     def at(self, epoch: int, positions: range) -> Tensor:
-        """Return the indices of the samples at these positions of an epoch's permutation."""
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self._seed + epoch)
             self._epoch, self._order = epoch, torch.randperm(len(self), generator=generator)
@@ -191,14 +185,15 @@ class _Computation(msgspec.Struct):
 class Workbench:
     """The computations in flight, which it makes late and, where that is faster, together.
 
-    A computation is made when its result is fetched, together with others in flight. All groups share the model's
-    buffers (BatchNorm's running statistics); every forward pass changes them, in the order in which results are
-    fetched.
+    A computation is made when its result is fetched. All groups share the model's buffers (BatchNorm's running
+    statistics), which every forward pass changes, in the order of the fetches.
 
     Args:
-        model: works with any weights that are put into it; it is changed.
-        parameters: the trained ones, by name.
+        model: the model, whose weights are replaced.
         group_batch: samples in a group's usual batch.
+
+    Attributes:
+        anchors: numbers that require a gradient besides the parameters, for backward passes that need not reach these.
     """
 
     def __init__(
@@ -214,6 +209,7 @@ class Workbench:
             raise ConfigurationError(f'batched={batched!r}: pass True, False or "auto"')
         self.model, self.samples = model, samples
         self._parameters, self._loss = list(parameters.values()), loss
+        self.anchors: Sequence[Tensor] = ()
         self._jobs: dict[int, _Computation] = {}
         size = sum(parameter.numel() for parameter in self._parameters)
         self._width = min(MOST_TOGETHER, MOST_SAMPLES // group_batch, MOST_NUMBERS // max(1, size))
@@ -234,7 +230,7 @@ class Workbench:
     def begin(self, group: int, due: float, weights: list[Tensor], parts: list[Tensor]) -> None:
         """Begin a computation; the group needs its result at ``due``, in seconds, and keeps ``weights`` until then.
 
-        ``parts`` are the indices of each member's samples; gradients of several members are averaged as DDP does.
+        ``parts`` are the indices of each member's samples.
         """
         self._jobs[group] = _Computation(group, due, weights, parts)
 
@@ -278,7 +274,7 @@ class Workbench:
                 f"loss: it returns {found}; let it return the mean loss of the batch, one number with the gradient that"
                 " the model gives it"
             )
-        gradients = torch.autograd.grad(loss, moving, allow_unused=True)
+        gradients = torch.autograd.grad(loss, [*moving, *self.anchors], allow_unused=True)[: len(moving)]
         if any(each is not None and each.layout != torch.strided for each in gradients):
             raise UnsupportedError(
                 "a gradient is sparse, and gradients travel dense; build the embedding with sparse=False"
@@ -287,7 +283,6 @@ class Workbench:
         return [next(rest) if parameter.requires_grad else None for parameter in self._parameters]
 
     def _neighbours(self, job: _Computation) -> list[_Computation]:
-        """Return the computation, and others of its shape that are due soon."""
         size = len(job.parts[0])
         alike = (
             (other.due, other.group)
@@ -297,7 +292,6 @@ class Workbench:
         return [job, *(self._jobs[group] for _, group in heapq.nsmallest(self._width - 1, alike))]
 
     def _compute_together(self, jobs: list[_Computation]) -> bool:
-        """Compute all results at once; return whether that was possible."""
         if len(jobs[0].parts) > 1:
             return False
         first = jobs[0].weights
@@ -341,7 +335,7 @@ def _suits(model: nn.Module, group_batch: int) -> bool:
 
 
 def _added(total: list[Tensor | None], gradient: Sequence[Tensor | None], members: int) -> list[Tensor | None]:
-    """Return ``total + gradient / members``, where a missing tensor counts as zero unless it is missing everywhere."""
+    """Return ``total + gradient / members``; a missing tensor counts as zero unless it is missing everywhere."""
     parts = [None if tensor is None else tensor / members for tensor in gradient]
     if not total:
         return list(parts)

@@ -1,4 +1,4 @@
-"""The workload of a simulated cluster: a model with its data, loss, metrics and optimizer, made by a function."""
+"""The workload of a simulated cluster: a model with its data, loss, metrics and optimizer."""
 
 from __future__ import annotations
 
@@ -38,10 +38,9 @@ class Workload:
     """A model and its training.
 
     Args:
-        model: the model.
-        data: a map-style dataset; the tensors of a ``TensorDataset`` are indexed directly.
+        data: a map-style dataset; the tensors of a ``TensorDataset`` are indexed directly, other data are collated.
         loss: the mean loss of a batch, from the model and the batch.
-        evaluate: returns the metrics, by name, of a model in evaluation mode; None if there are none.
+        evaluate: returns the metrics, by name, of a model in evaluation mode, if any.
         optimizer: makes a torch optimizer from parameters.
 
     Raises:
@@ -97,7 +96,6 @@ def classification_loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def classification_metrics(model: nn.Module, inputs: Tensor, labels: Tensor) -> dict[str, float]:
-    """Return the mean cross entropy, and the fraction of samples that are classified correctly."""
     outputs = model(inputs)
     return {
         "loss": float(cross_entropy(outputs, labels)),
@@ -106,11 +104,10 @@ def classification_metrics(model: nn.Module, inputs: Tensor, labels: Tensor) -> 
 
 
 def workload_named(text: str, seed: int = 0) -> Workload:
-    """Return the built-in workload, or the result of a user's function.
+    """Return the built-in workload, or that of a user's function.
 
     Args:
-        text: ``"synthetic"``, ``"file.py:function"`` or ``"package.module:function"``. The function has no arguments
-            and returns a `Workload`.
+        text: ``"synthetic"``, ``"file.py:function"`` or ``"package.module:function"``, of a function without arguments.
         seed: seed of torch's RNG while the function runs, and so of the model's initial weights.
 
     Raises:

@@ -1,17 +1,15 @@
 """`OmniStrategy` for both of Lightning's namespaces, ``lightning.pytorch`` and ``pytorch_lightning``.
 
-`lightning_omni.OmniStrategy` is one class (see ``both_namespaces.py``), whatever the order of imports. It has no base
-class of Lightning's until a namespace is imported; then it and its subclasses get that namespace's base class. If none
-is imported when an object is made, the installed one is, or ``lightning.pytorch`` if both are installed.
+`lightning_omni.OmniStrategy` is one class (see ``both_namespaces.py``). It has no base class of Lightning's until a
+namespace is imported; then it and its subclasses get that namespace's base class. If none is imported when an object is
+made, the installed one is, or ``lightning.pytorch`` of both.
 
 If both namespaces are imported, an object is made for the one that was imported first. When a Trainer of the other
 namespace gives it an accelerator, the object switches to a class with the other base class (see ``namespaces.py``).
-Callbacks hold no state of Lightning's, so their class gets the base classes of both namespaces.
-``pytorch_lightning.py`` and ``lightning.py`` define the same classes, each for one namespace.
+Classes of callbacks get the base classes of both namespaces.
 
-Lightning does not discover strategies by itself, so this package registers the name "omni" when both it and a namespace
-are imported, in any order. It never imports Lightning before an object is made: the import takes seconds, and neither
-the parameter server's process nor loops without Lightning need it.
+This package registers the name "omni" when both it and a namespace are imported, in any order. It never imports
+Lightning before an object is made: the import takes seconds, and the parameter server's process does not need it.
 """
 
 from __future__ import annotations
@@ -36,10 +34,7 @@ _rooms: list[str] = []
 
 
 def follow(room: str) -> None:
-    """Import a subpackage's module, such as ``"strategy"``, for each namespace that is imported, now or later.
-
-    The modules register the package's classes with Lightning.
-    """
+    """Import a subpackage's module, such as ``"strategy"``, for each namespace that is imported, now or later."""
     if room not in _rooms:
         _rooms.append(room)
     if not any(isinstance(finder, _FollowImports) for finder in sys.meta_path):
@@ -54,7 +49,6 @@ def module_in(room: str, namespace: str) -> Any:
 
 
 def import_installed(name: str) -> None:
-    """Import an installed namespace, if none is imported, for the class of this ``name``."""
     for namespace in reversed(NAMESPACES):
         if importlib.util.find_spec(namespace.partition(".")[0]) is not None:
             importlib.import_module(namespace)

@@ -1,6 +1,6 @@
 """The options of OmniStrategy: constructor arguments, environment variables and names in Lightning's registry.
 
-The environment and the registry serve users who can pass only a strategy's name; arguments override the environment.
+Arguments override the environment.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def refuse_unknown(
 ) -> None:
     """Reject unknown keyword arguments of a class.
 
-    ``known`` are names of its own arguments, ``others`` those that it passes on, by the class that takes them, and
-    ``within`` are values that it takes, by the names of their arguments.
+    ``known`` are names of its own arguments, ``others`` those that it passes on, by the class that takes them,
+    ``within`` the values that it takes, by their arguments' names.
     """
     own = list(known)
     names = [*own, *chain.from_iterable(others.values())]
@@ -93,7 +93,6 @@ def refuses_unknown(init: _Init) -> _Init:
 def refuse_unknown_of_ddp(strategy: Any, own: type, given: Mapping[str, Any]) -> None:
     """Reject arguments that neither the strategy nor DDPStrategy nor DistributedDataParallel takes.
 
-    DDPStrategy passes unknown arguments on to DistributedDataParallel, which is constructed much later, on every rank.
     ``own`` is the class whose constructor has collected ``given``.
     """
     order = type(strategy).__mro__
@@ -109,7 +108,6 @@ def refuse_unknown_of_ddp(strategy: Any, own: type, given: Mapping[str, Any]) ->
 
 
 def split_model_parallel(given: object) -> tuple[Sharding, dict[str, Any]]:
-    """Return how the members of a group hold the model, and the other arguments of a ModelParallelStrategy, by name."""
     theirs = model_parallel_options(given)
     if theirs is not None:
         names = ("data_parallel_size", "tensor_parallel_size", "save_distributed_checkpoint")
@@ -124,7 +122,7 @@ def split_model_parallel(given: object) -> tuple[Sharding, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class FitOptions:
-    """The arguments of OmniStrategy that are not in `WorldOptions`, under the same names."""
+    """The arguments of OmniStrategy that are not in `WorldOptions`."""
 
     merged: str | None = None
     data: Literal["dynamic", "static"] = "dynamic"
@@ -135,6 +133,11 @@ class FitOptions:
         keep_plain(self)
         check_kind("merged", self.merged, (str, type(None)), "the name of a submodule, or None")
         check_choice("validation", self.validation, ("wait", "published"))
+
+    @property
+    def of_all_ranks(self) -> dict[str, str]:
+        """Return the arguments, in which all ranks of a run must agree, as text."""
+        return {each.name: repr(getattr(self, each.name)) for each in fields(self)}
 
     def check(self, world: WorldOptions, ddp: Mapping[str, Any]) -> None:
         all_reduce = world.compression.all_reduce
@@ -195,8 +198,8 @@ class RequestedOptions:
     """The user's options, by arguments or else by environment variables.
 
     Args:
-        server: as passed. The environment names a server if this one has no address.
-        elastic: as passed; ``join=None`` joins the run of a server that the environment names.
+        server: without an address, the environment names the server.
+        elastic: ``join=None`` joins the run of a server that the environment names.
 
     Raises:
         ConfigurationError: LIGHTNING_OMNI_GROUPS is no number, a variable is misspelt, or an argument is wrong.
@@ -248,7 +251,6 @@ class RequestedOptions:
 
     @contextmanager
     def naming_variables(self) -> Iterator[None]:
-        """Return a context in which a ConfigurationError also names the environment variables that were used."""
         try:
             yield
         except ConfigurationError as error:

@@ -22,7 +22,7 @@ TESTED = {
 
 
 def warn_about_untested() -> None:
-    """Warn on rank 0 of each node about installed packages outside the tested range."""
+    """Warn on rank 0 of each node about packages outside the tested range."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
     for package, (oldest, newest) in TESTED.items():
@@ -51,7 +51,7 @@ class OmniStrategy(OmniStrategyHooks, metaclass=ABCMeta):
 
 
 def take_base(base: type, twin: type) -> None:
-    """Derive the class and its subclasses from the base class of the first imported namespace.
+    """Derive the class and its subclasses from the first imported namespace's base class.
 
     ``twin``, OmniStrategy of that namespace alone, becomes a virtual subclass.
     """

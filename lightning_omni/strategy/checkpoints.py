@@ -1,7 +1,7 @@
 """Checkpoints while several groups train: hooks, contents, and the state of a resumed run.
 
-Lightning's own entries are those of plain DDP, with the server's weights and optimizer state. All further state is in
-one more entry, ``"omni"``: see `lightning_omni.runtime.state.checkpoint`.
+Lightning's own entries are those of plain DDP, with the server's weights and optimizer state. The entry ``"omni"`` has
+all further state: see `lightning_omni.runtime.state.checkpoint`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ else:
 
 
 class Checkpoints:
-    """The checkpoints of one strategy. Several calls make one checkpoint, which is consistent.
+    """The checkpoints of one strategy. Several calls make one consistent checkpoint.
 
     Attributes:
         resumed: the run's entry in the checkpoint that was loaded last.
@@ -95,17 +95,12 @@ class Checkpoints:
     ) -> dict[str, Any]:
         """Return the module's state, with the weights that the method evaluates instead of this group's own.
 
-        At a synchronization point every rank participates, and the states that only groups hold are collected. At other
-        times, or if this rank has failed (``is_alone``), the recorder saves its own state and the server's: the module
-        holds the server's weights while ``read`` is called.
+        At a synchronization point all ranks call it, and the states that only groups hold are collected. At other
+        times, or if this rank has failed (``is_alone``), the recorder saves its own state and the server's.
 
-        Args:
-            world: this rank's world.
-            module: the module.
-            read: returns the module's state.
-            version: the validation whose weights are saved; None for the present ones.
-            is_folder: whether each member of the recorder's group saves its own shards.
-            is_alone: whether this rank has failed, so that the others do not call this.
+        ``read`` returns the module's state, while it holds these weights; ``version`` is the validation whose weights
+        are saved, None for the present ones; with ``is_folder`` each member of the recorder's group saves its own
+        shards.
         """
         # The others compute already when a group enters the run.
         is_together = not (is_alone or world.is_computing or world.is_entering)
@@ -136,7 +131,7 @@ class Checkpoints:
         return state
 
     def _complete_groups(self, snapshot: ServerSnapshot, groups: Collection[int]) -> ServerSnapshot:
-        """Drop all groups' states if one is missing, because they are restored in order."""
+        """Drop all groups' states if one is missing: they are restored in order."""
         missing = [str(group) for group in groups if group not in snapshot.groups]
         if not missing:
             return snapshot
@@ -148,7 +143,7 @@ class Checkpoints:
         return snapshot._replace(groups={})
 
     def state_of(self, world: World, optimizer: Optimizer, own: dict[str, Any]) -> dict[str, Any]:
-        """Return the optimizer state that belongs to the saved weights, from the server if the optimizer steps there.
+        """Return the optimizer state of the saved weights, from the server if the optimizer steps there.
 
         The hyperparameters are this rank's: the server's are one scheduler step behind.
         """
@@ -223,10 +218,7 @@ class Checkpoints:
         )
 
     def open_folder(self, path: Path, module: Module, **options: Any) -> dict[str, Any]:
-        """Read a checkpoint folder except for optimizer states. All ranks call it.
-
-        The weights are read into the module's own memory; ``options`` are for ``torch.load`` of everything else.
-        """
+        """Read a checkpoint folder without optimizer states, its weights into the module. All ranks call it."""
         self.folder = CheckpointFolder(path)
         checkpoint = {**self.folder.metadata(**options), "state_dict": self.folder.weights(module.state_dict())}
         if self.folder.optimizers:
@@ -236,7 +228,6 @@ class Checkpoints:
     def optimizer_states(
         self, checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer], module: Module
     ) -> list[dict[str, Any]]:
-        """Return the states for the Trainer's optimizers. All ranks call it."""
         if self.folder is None:
             return list(checkpoint["optimizer_states"])
         names = names_of(module)
@@ -245,7 +236,6 @@ class Checkpoints:
 
 
 def _count_as_ddp(checkpoint: dict[str, Any], progress: Progress | None) -> None:
-    """Set the loops of a checkpoint, counted by one group, so that DDP trains what all groups have left."""
     if progress is None or "loops" not in checkpoint:
         return
     batches = max(1, progress.samples // progress.reference.samples) * progress.reference.window
@@ -274,7 +264,7 @@ def _evaluated(world: World, module: Module, snapshot: ServerSnapshot) -> dict[T
 def _read_holding(values: Mapping[Tensor, Tensor], read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return a module's state while its tensors hold ``values``, except those of another shape.
 
-    State in the memory of these tensors is copied: shards on their device, others to the CPU.
+    State in their memory is copied: shards on their device, others to the CPU.
     """
     # torch does not count writes to ``.data``, so that they are not taken for edits by the user.
     pairs = [(local_of(own).data, local_of(value)) for own, value in values.items() if own.shape == value.shape]
@@ -306,10 +296,9 @@ def _address_of(tensor: Tensor) -> int:
 
 
 class WholeFileHooks(_Base):
-    """A Lightning checkpoint plugin that writes a local file next to the old one, then renames it.
+    """A checkpoint plugin that writes a local file next to the old one, then renames it.
 
-    Lightning's own moves a temporary file from elsewhere: between file systems that is a copy, which on a full disk
-    replaces the old file by a truncated one.
+    Lightning's own moves a temporary file: between file systems, a full disk would truncate the old one.
     """
 
     @override
@@ -321,7 +310,7 @@ class WholeFileHooks(_Base):
 
 
 def write_whole(checkpoint: dict[str, Any], path: str | Path) -> None:
-    """Write a checkpoint, and the folder of its path; if that fails, an older file of that name is unchanged."""
+    """Write a checkpoint, and the folder of its path; if that fails, an older file stays."""
     final = Path(path).expanduser()
     final.parent.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()  # the errors of torch's own writes have no cause
@@ -341,9 +330,9 @@ def write_whole(checkpoint: dict[str, Any], path: str | Path) -> None:
 
 
 def end_whole_epoch(loops: Mapping[str, Any], batches: int) -> None:
-    """Set the batch count after an epoch's last batch to that of DDP; changed in place.
+    """Set the batch count after an epoch's last batch to that of DDP, in place.
 
-    From a group's number of batches Lightning would not recognize that the epoch is over.
+    From a group's own count Lightning would not recognize that the epoch is over.
     """
     progress = loops["fit_loop"]["epoch_loop.batch_progress"]
     if progress["is_last_batch"]:
@@ -351,7 +340,7 @@ def end_whole_epoch(loops: Mapping[str, Any], batches: int) -> None:
 
 
 def cut_short(loops: Mapping[str, Any], batches: int) -> None:
-    """Mark an epoch that max_steps has ended as incomplete after ``batches`` of DDP; changed in place.
+    """Mark an epoch that max_steps has ended as incomplete after ``batches`` of DDP, in place.
 
     Otherwise a resumed run with more steps would begin the next one.
     """
@@ -364,7 +353,6 @@ def batches_in(loops: Mapping[str, Any]) -> int:
 
 
 def go_on_after(loops: Mapping[str, Any], batches: int) -> None:
-    """Set the batch count inside an epoch, after which DDP resumes; changed in place."""
     progress = loops["fit_loop"]["epoch_loop.batch_progress"]
     if not progress["is_last_batch"]:
         _count(progress["current"], batches)
@@ -381,7 +369,7 @@ SAVING = 10.0
 
 
 class CheckpointHooks:
-    """The additions of the strategy's checkpoint hooks to those of DDPStrategy.
+    """The strategy's additions to DDPStrategy's checkpoint hooks.
 
     Attributes:
         is_writing: whether this rank is writing a checkpoint, without waiting for others.
@@ -413,17 +401,16 @@ class CheckpointHooks:
 
     @property
     def _is_asynchronous(self) -> bool:
-        """Return whether several groups train, so that no rank has the whole state."""
         world = self._parts.current_world
         return world is not None and world.executor.control is not None
 
     # --- Saving ------------------------------------------------------------------------------------------------------
 
     def module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the module's state, with the weights that the method evaluates instead of this group's own.
+        """Return the module's state; see `Checkpoints.collect`.
 
-        See `Checkpoints.collect`. Between synchronization points, if the method evaluates the mean of all groups'
-        weights, the checkpoint has those of rank 0's group.
+        Between synchronization points, if the method evaluates the mean of all groups' weights, the checkpoint has
+        those of rank 0's group.
         """
         parts = self._parts
         if self._run_states.is_described:
@@ -442,7 +429,6 @@ class CheckpointHooks:
         )
 
     def _check_failed_alike(self) -> None:
-        """Raise `RankLost` if this rank has failed, but not alike with those that share the model with it."""
         parts = self._parts
         world = parts.current_world
         if self._failures.at is None or self._sharding is None or world is None:
@@ -458,14 +444,12 @@ class CheckpointHooks:
             )
 
     def _put_together(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the whole state on the recorder, gathered from the members of its group."""
         if self._sharding is None or self.saves_folders or not self._parts.world.is_with_recorder:
             return state
         together: dict[str, Any] = whole(state, keeps=self._parts.world.is_recorder)
         return together
 
     def optimizer_state(self, optimizer: Optimizer, own: dict[str, Any]) -> dict[str, Any]:
-        """Return the optimizer state to the saved weights, from the server if the optimizer steps there."""
         if self._run_states.is_described:
             return {"state": {}, "param_groups": own["param_groups"]}
         if self._is_asynchronous:
@@ -475,10 +459,7 @@ class CheckpointHooks:
         return self._put_together(own)
 
     def save(self, write: Callable[[], None], checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
-        """Save a checkpoint, which is changed in place, with the state of server and groups.
-
-        ``write`` is used where the checkpoint is whole.
-        """
+        """Save a checkpoint, which is changed in place, with the state of server and groups."""
         parts = self._parts
         if parts.epochs.run.is_whole and "loops" in checkpoint:
             batches = parts.trainer.fit_loop.max_batches

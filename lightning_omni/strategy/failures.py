@@ -1,4 +1,4 @@
-"""A fit that ends with an error on this rank: what the other ranks hear of it, and whether the group joins again."""
+"""A fit that ends with an error on this rank: the report to other ranks, and whether the group joins again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Failures:
     """The errors with which fits end on this rank.
 
     Attributes:
-        at: where the fit has failed on this rank, perhaps on no other, which it then does not wait for; or None.
+        at: where the fit has failed on this rank, which then waits for no other; or None.
     """
 
     def __init__(self, parts: SharedParts, grouping: Grouping, rejoining: Rejoining) -> None:
@@ -59,13 +59,11 @@ class Failures:
         return self._parts.signals.is_stopping and isinstance(exception, SystemExit)
 
     def _rejoin_if_cut_off(self, error: BaseException) -> None:
-        """Prepare to rejoin if this group has joined on its own, once the reason for its exclusion is known."""
         world = self._parts.world
         if world.registration is not None:
             self._rejoin(error, (world.control.cause if world.control is not None else None) or error)
 
     def _rejoin(self, error: BaseException, reason: BaseException) -> bool:
-        """Prepare this group to rejoin when its script ends with this error, if it was excluded by mistake."""
         parts, strategy = self._parts, self._parts.strategy
         by_mistake = isinstance(reason, (Evicted, ConnectionLost)) and isinstance(error, Exception)
         if not by_mistake or parts.signals.is_told_to_end or strategy.local_rank:

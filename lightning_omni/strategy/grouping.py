@@ -1,7 +1,6 @@
 """The groups of a fit: how they are formed, wrapped and formed again, and how one group differs from several.
 
 One group is Lightning's DistributedDataParallel: `OneGroup` leaves the hooks unchanged, `SeveralGroups` does not.
-`World.executor` makes the same distinction in the world.
 """
 
 from __future__ import annotations
@@ -66,7 +65,6 @@ class Grouping:
         return self._several if self._parts.world.executor.exchanges else self._one
 
     def check_whole(self, what: str) -> None:
-        """Reject a feature, named by ``what``, if each rank holds only a part of the model."""
         options = self._parts.world_options
         if options.is_sharded:
             raise UnsupportedError(
@@ -75,7 +73,6 @@ class Grouping:
             )
 
     def check_averages(self) -> None:
-        """Reject callbacks that average weights, before they copy a sharded module."""
         if averages_weights(self._parts.trainer):
             raise UnsupportedError(
                 f"{shown(self._parts.world_options.model_parallel)} and WeightAveraging or"
@@ -84,7 +81,6 @@ class Grouping:
             )
 
     def check_precision(self) -> None:
-        """Reject a precision that ModelParallelStrategy refuses, too."""
         if self.loss_scaler is not None:
             raise UnsupportedError(
                 f"{shown(self._parts.world_options.model_parallel)} and precision='16-mixed': the loss scaler of one"
@@ -131,7 +127,6 @@ class Grouping:
         world.reduction.install(strategy.model, world.compute_group)
 
     def follow_external_writes(self) -> None:
-        """Register this Trainer's tensors, which the world checks for users' changes."""
         parts, edits = self._parts, self._parts.world.external_writes
         edits.buffers, edits.others = lambda: buffers_of(parts.pl_module), self._others
         edits.switched = lambda: not parts.proxies.are_of(self.real_optimizers)
@@ -161,7 +156,6 @@ class Grouping:
     # --- Groups -------------------------------------------------------------------------------------------------------
 
     def follow_recorder(self) -> None:
-        """Begin to log and save if this rank has become the recorder, because the former one's group is gone."""
         parts, world = self._parts, self._parts.world
         if world.registration is not None and world.follow_recorder() and not self._is_told_to_record:
             self._is_told_to_record = self._took_over = True
@@ -174,12 +168,11 @@ class Grouping:
         self._is_told_to_record, self._took_over = is_recorder, False
 
     def explain_take_over(self, exception: BaseException) -> None:
-        """Log a hint if the user's code fails on a rank that became the recorder."""
         if self._took_over and isinstance(exception, Exception) and not isinstance(exception, OmniError):
             _log.error(
                 "OmniStrategy: this rank logs and saves since the group is gone that did: what a callback prepares only"
                 " where trainer.is_global_zero is true, it does not have;"
-                " see docs/how-to/joining.md, 'Logging and saving'"
+                " see 'Logging and saving' on the documentation's page 'Joining a run'"
             )
 
     def merge(self) -> None:
@@ -187,7 +180,7 @@ class Grouping:
             self.form(1)
 
     def form(self, groups: int, speeds: Mapping[int, float] | None = None) -> None:
-        """Form groups without the checks of `regroup`, of ranks of similar ``speeds`` or in the order of ranks."""
+        """Form groups, of ranks of similar ``speeds`` or in the order of ranks, without the checks of `regroup`."""
         world, parts = self._parts.world, self._parts
         before, spans = world.executor, parts.epochs.before_regroup()
         parts.proxies.unguard()
@@ -202,9 +195,8 @@ class Grouping:
     def share_loss_scale(self) -> None:
         """Give the members of a group their smallest loss scale. All members call it.
 
-        Groups have infinite gradients at different steps, so their scales differ. DistributedDataParallel averages
-        gradients, and each rank divides the mean by its own scale: members with different scales would train different
-        models. The steps since the last change restart at zero, so that the scale also grows on all members at once.
+        Each rank divides DDP's mean gradient by its own scale: members with different scales would train different
+        models. The steps since the last change restart at zero: the scale grows on all members at once.
         """
         scaler = self.loss_scaler
         if scaler is None:
@@ -216,9 +208,9 @@ class Grouping:
         scaler.load_state_dict({**scaler.state_dict(), "scale": float(scale), "_growth_tracker": 0})
 
     def set_batch_shares(self, speeds: Sequence[float]) -> None:
-        """Split the group's batches in proportion to its members' speeds.
+        """Split the group's batches in proportion to its members' speeds. All members call it.
 
-        All members call it. Batches that a loader has already taken keep their split.
+        Batches that a loader has already taken keep their split.
         """
         world, leases = self._parts.world, self._parts.epochs.leases
         assert leases is not None
@@ -286,12 +278,10 @@ class UserGroupsStash:
             self._users = UserGroups(world.topology, world.communication, parts.balance, parts.merged)
 
     def begin_in_one_group(self) -> None:
-        """Put all ranks into one group at the start of a fit that chooses groups later."""
         self.stash()
         self._parts.world.topology = Topology.even(self._parts.world.size, 1)
 
     def form(self) -> None:
-        """Form the groups that the user chose, because the tuner chooses none."""
         if self._users is None:
             return
         groups = len(self._users.topology.alive)
@@ -315,7 +305,7 @@ class UserGroupsStash:
 
 
 class OneGroup:
-    """The behaviour of Lightning's hooks where all ranks are one group; `SeveralGroups` overrides it."""
+    """The behaviour of Lightning's hooks where all ranks are one group."""
 
     def __init__(self, parts: SharedParts, grouping: Grouping) -> None:
         self._parts, self._grouping = parts, grouping
@@ -329,10 +319,9 @@ class OneGroup:
         return optimizer
 
     def guard(self) -> None:
-        """Guard the user's optimizers, if necessary, after the groups were formed."""
+        """Guard the user's optimizers after the groups were formed."""
 
     def batch_starts(self) -> None:
-        """Prepare for a batch after the last callback."""
         if self._parts.world.size > 1:
             self._parts.trainable.warn_of_late(self._parts.strategy.optimizers)
 

@@ -1,8 +1,4 @@
-"""`OmniStrategy`: Lightning's hooks, translated into calls on the world. It has no arithmetic and no sockets.
-
-The class is mixed into each namespace's own DDPStrategy (``pytorch_lightning.py`` and ``lightning.py`` in this
-package).
-"""
+"""`OmniStrategy`: Lightning's hooks, translated into calls on the world. It has no arithmetic and no sockets."""
 
 from __future__ import annotations
 
@@ -69,47 +65,43 @@ class OmniStrategyHooks(_Base):
     """A strategy that trains synchronously inside compute groups and asynchronously across them.
 
     Use it where synchronization is the bottleneck: step times that vary, a slow network, or workers that may die. See
-    docs/how-to/groups.md. Only ``groups`` and ``method`` matter at first; the defaults of the others suit most runs.
+    :doc:`/how-to/groups`. Only ``groups`` and ``method`` matter at first.
 
     Args:
         groups: number of compute groups, from 1 (plain DDP, bit for bit, with no server in the path) to the number of
-            ranks. Groups differ in size by at most one rank. None uses the environment variable LIGHTNING_OMNI_GROUPS
-            if it is set, and otherwise one group per node.
+            ranks. Groups differ in size by at most one rank. None uses the environment variable LIGHTNING_OMNI_GROUPS,
+            or one group per node.
         method: how groups exchange: a name (``"hardsync"``), a name with settings (``"diloco:period=50"``) or a value
             (``DiLoCo(period=50)``): see `lightning_omni.methods`. None uses LIGHTNING_OMNI_METHOD, or ``"async_sgd"``.
-        data: ``"dynamic"`` assigns the samples of an epoch to the groups as they become free, so that a slow group does
-            not delay the others; ``"static"`` gives every rank its share in advance, as DistributedSampler does. None
-            uses LIGHTNING_OMNI_DATA, or ``"dynamic"``.
-        rebalance: for ranks of different speed: ``"auto"`` measures their speeds and splits each group's batch in
-            proportion, where that makes the group more than 5 % faster; ``"off"`` gives all ranks equal parts. The loss
-            must be a mean over the batch.
-        compression: the formats in which tensors are sent, for slow networks: ``"int8"`` or the like for pushes, or a
-            `Compression` for pushes, pulls and the averages inside a group: see docs/reference/wire-formats.md.
+        data: ``"dynamic"`` assigns samples to the groups as they become free, so that a slow group does not delay the
+            others; ``"static"`` gives every rank its share in advance, as DistributedSampler does. None uses
+            LIGHTNING_OMNI_DATA, or ``"dynamic"``.
+        rebalance: ``"auto"`` measures the ranks' speeds and splits each group's batch in proportion, where that makes
+            the group more than 5 % faster; the loss must be a mean over the batch. ``"off"`` gives all ranks equal
+            parts.
+        compression: the formats in which tensors are sent: ``"int8"`` or the like for pushes, or a `Compression` for
+            pushes, pulls and the averages inside a group: see :doc:`/reference/wire-formats`.
         overlap: whether a group computes its next gradient during an exchange, which makes that gradient one step
-            staler; for async_sgd. Use it where exchanges take long: see docs/explanation/staleness.md.
+            staler; for async_sgd: see :doc:`/explanation/staleness`.
         server: ``"tcp://host:port"`` of a running parameter server (``lightning-omni serve``); ``"per-node"``, which
             starts one server on each node; or a `Server`. Without an address LIGHTNING_OMNI_SERVER is used, and the
-            ranks join the run there (see `Elastic`); if that is not set either, rank 0 starts a server for this run in
-            a separate process.
-        elastic: how groups join, leave and fail: True lets the ranks of this launcher join the run at ``server`` as one
-            group, at any time; or an `Elastic`. See docs/how-to/joining.md.
+            ranks join the run there (see `Elastic`); without that, rank 0 starts a server process for this run.
+        elastic: True lets the ranks of this launcher join the run at ``server`` as one group, at any time; or an
+            `Elastic`. See :doc:`/how-to/joining`.
         model_parallel: how the members of a group hold the model. None: each holds the whole model. ``"fsdp"`` or an
             `FSDP`: each holds a shard. ``ModelParallelStrategy(data_parallel_size=..., tensor_parallel_size=...)`` of
-            Lightning: the module's ``configure_model`` parallelizes and shards it on the group's ``self.device_mesh``.
-            See docs/how-to/large-models.md.
-        validation: ``"wait"``: all groups synchronize and validate together. ``"published"``: one group does a
-            validation inside an epoch, with the weights of that time, while the others train on; see
-            docs/how-to/validation.md.
+            Lightning: ``configure_model`` parallelizes and shards the module on the group's ``self.device_mesh``. See
+            :doc:`/how-to/large-models`.
+        validation: ``"wait"``: all groups synchronize and validate together. ``"published"``: inside an epoch one group
+            validates while the others train on; see :doc:`/how-to/validation`.
         merged: name of a submodule that stays at the server, such as the last layers of a classifier. Each group's
             batch passes through it there, one group at a time: its weights are never stale and never sent, only
-            activations and their gradients are. See docs/how-to/merged-head.md. With one group this has no effect.
+            activations and their gradients are. No effect with one group. See :doc:`/how-to/merged-head`.
         **ddp: arguments of DDPStrategy (``find_unused_parameters``, ``timeout``, ``start_method``, ...).
 
     Attributes:
-        namespace: the names that it uses from its namespace of Lightning.
-        parts: its parts in this process, which the hooks call; for callbacks of this package and for extensions.
-        world_options: how its ranks train, without Lightning's concerns.
-        ddp_options: DDPStrategy's own arguments, as they were passed.
+        world_options: the arguments that a loop without Lightning would pass to `World`.
+        ddp_options: the arguments of DDPStrategy, as they were passed.
 
     Raises:
         ConfigurationError: an argument is wrong; the message names it.
@@ -121,7 +113,9 @@ class OmniStrategyHooks(_Base):
     """
 
     namespace: ClassVar[Namespace]
+    """For extensions: the names that it uses of ``lightning.pytorch`` or ``pytorch_lightning``, as the Trainer does."""
     parts: FitParts
+    """For extensions: the objects that do its work in this process. They may change in any release."""
     ddp_options: dict[str, Any]
 
     def __init__(
@@ -210,11 +204,11 @@ class OmniStrategyHooks(_Base):
     def regroup(self, groups: int, by_speed: bool = False) -> None:
         """Change the number of compute groups during a fit. Weights, optimizer state and data position are kept.
 
-        Call it on every rank from a training hook at a batch boundary (``on_train_batch_end``, for example), after the
-        same number of batches on each rank. Batches that were drawn but not trained return to the pool.
+        Call it on every rank at a batch boundary (in ``on_train_batch_end``, for example), after equally many batches
+        on each. Batches that were drawn but not trained return to the pool.
 
         Args:
-            groups: the new number of groups, 1 to the number of live ranks, or of replicas of a sharded model.
+            groups: 1 to the number of live ranks, or of replicas of a sharded model.
             by_speed: puts ranks of similar speed into one group, so that no slow rank delays a fast group;
                 ``rebalance="auto"`` must have measured every rank.
 
@@ -256,7 +250,6 @@ class OmniStrategyHooks(_Base):
 
     @override
     def setup_environment(self) -> None:
-        """Join the other ranks and make the world; nothing needs the server yet."""
         options, parts, fits = self.world_options, self.parts, is_fitting(self.parts.trainer)
         if options.is_sharded and fits:
             parts.grouping.check_averages()
@@ -276,6 +269,7 @@ class OmniStrategyHooks(_Base):
                 options=replace(options, timeout=timeout),
                 ranks_per_node=self._ranks_per_node(),
             )
+            world.check_same(self._fit_options.of_all_ranks)
             world.server.process, parts.server_process = parts.server_process, None
             if world.registration is not None:
                 world.connection.on_stuck = parts.failures.start_again
@@ -301,7 +295,6 @@ class OmniStrategyHooks(_Base):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        """Wrap the module over the compute group, and start the server while the data is prepared."""
         parts, fits = self.parts, is_fitting(trainer)
         if self.world_options.is_sharded:
             parts.grouping.check_precision()
@@ -326,7 +319,6 @@ class OmniStrategyHooks(_Base):
 
     @override
     def model_to_device(self) -> None:
-        """Move the module to the device; shard it first, block by block, if it is to be."""
         if self.world_options.is_sharded:
             self.world.wrapper.shard(self.parts.pl_module)
         super().model_to_device()
@@ -375,7 +367,7 @@ class OmniStrategyHooks(_Base):
 
     @override
     def on_train_start(self) -> None:
-        """Send the weights to the server and form the groups, after all callbacks and before the first batch."""
+        """Send the weights to the server and form the groups, after all callbacks."""
         super().on_train_start()
         world, parts = self.world, self.parts
         if parts.nested.is_running:
@@ -422,7 +414,6 @@ class OmniStrategyHooks(_Base):
 
     @override
     def on_validation_end(self) -> None:
-        """Return to the epoch after the last callback, if the epoch continues."""
         super().on_validation_end()
         parts = self.parts
         if parts.current_world is not None:
@@ -455,14 +446,12 @@ class OmniStrategyHooks(_Base):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Report to the other ranks why this rank has failed, or start a group again that can rejoin its run."""
         self.parts.failures.explain(exception)
         super().on_exception(exception)
         self.parts.failures.report(exception)
 
     @override
     def teardown(self) -> None:
-        """Leave the run and stop the embedded server."""
         if self.world_options.is_sharded:
             with keep_on_device(self):
                 super().teardown()
@@ -478,10 +467,9 @@ class OmniStrategyHooks(_Base):
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks of the default process group, unless this rank has failed.
 
-        The first barrier after Lightning has registered its signal handlers installs ours. A rank that has failed does
-        not wait in the barrier that ends a callback's save: its peers are elsewhere, and the server would not learn of
-        the failure. If all ranks have failed, it gives the recorder time to fetch state, since the run is over as soon
-        as another rank of that group has left.
+        The first barrier after Lightning has registered its signal handlers installs ours. A failed rank does not wait
+        in the barrier that ends a callback's save: its peers are elsewhere. In the recorder's group it gives the
+        recorder time to fetch state, since the run is over when a rank of that group has left.
         """
         parts = self.parts
         if name == FIRST_BARRIER and is_fitting(parts.trainer) and not parts.nested.is_running:
@@ -508,9 +496,9 @@ class OmniStrategyHooks(_Base):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the default process group, without counting the wait as compute time.
 
-        Lightning divides an epoch's metric by the mean number of batches, which torch would round to an integer: it is
-        reduced as a float. A ``sync_dist_group=dist.group.WORLD`` of the training step, then the compute group, is
-        replaced by the group of all ranks.
+        The mean number of batches, by which Lightning divides an epoch's metric, is reduced as a float. A
+        ``sync_dist_group=dist.group.WORLD`` of the training step, then the compute group, is replaced by the group of
+        all ranks.
         """
         world = self.parts.current_world
         if self.parts.grouping.has_had_groups and world is not None and world.is_begun and not world.is_computing:
@@ -529,9 +517,9 @@ class OmniStrategyHooks(_Base):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Reduce a decision with "all" or "any" over the default process group, which may be smaller than the world.
+        """Reduce a decision with "all" or "any" over the default process group.
 
-        A rank that has failed returns its own decision: only its callbacks that save because of the error call this.
+        A rank that has failed returns its own decision.
         """
         parts, agreed = self.parts, None
         if parts.failures.at is not None:
@@ -590,7 +578,6 @@ class OmniStrategyHooks(_Base):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Return the training DataLoader with leased batches, if the strategy may assign its samples."""
         loader = super().process_dataloader(dataloader)
         if self.parts.current_world is not None and self.world.registration is not None:
             seed_workers(self.parts.trainer, loader, self.world.rank)

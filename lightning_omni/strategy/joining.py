@@ -87,7 +87,7 @@ class RunStates:
     """The state of a run, made by the recorder's group for joining groups.
 
     Attributes:
-        is_described: whether the checkpoint that Lightning makes now has no weights in it.
+        is_described: whether Lightning's present checkpoint is to have no weights.
     """
 
     def __init__(self, parts: SharedParts) -> None:
@@ -195,10 +195,7 @@ class RunStates:
         }
 
     def _configured(self) -> dict[str, str]:
-        """Return in words the settings that must be equal in all groups, lest they wait in different collectives.
-
-        Hyperparameters of optimizers and schedulers are not among them: a joining group gets those of the run.
-        """
+        """Return in words the settings that must be equal in all groups, lest they wait in different collectives."""
         parts, trainer = self._parts, self._parts.trainer
         schedulers = [_in_words(config) for config in trainer.lr_scheduler_configs]
         return {
@@ -209,7 +206,6 @@ class RunStates:
         }
 
     def _sendable(self, what: str, entries: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries that can be sent; warn once about each other one."""
         problems = {name: problem for name, value in entries.items() if (problem := _problem(value))}
         for name in problems.keys() - self._told:
             self._told.add(name)
@@ -283,8 +279,7 @@ class RunStates:
     def hooks_are_over(self) -> None:
         """Load the run's state again after the hooks of the epoch's start.
 
-        The run had called them before this group joined: loading undoes their second effect, on learning rates for
-        example.
+        The run had called them before: loading undoes their second effect, on learning rates for example.
         """
         if (tree := self._again) is None:
             return
@@ -321,8 +316,7 @@ class RunStates:
     def take_over_optimizers(self) -> None:
         """Train the parameters that the run trains, with its settings.
 
-        All ranks of the group call it after ``on_fit_start``, in which a callback may have frozen parameters that the
-        run has unfrozen since. Weights that this adds to an optimizer are read before the first batch.
+        All ranks of the group call it after ``on_fit_start``, in which a callback may have frozen some.
         """
         if (run := self._again) is None:
             return
@@ -382,7 +376,6 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _names_in(optimizer: Optimizer, module: Module) -> list[list[str]]:
-    """Return the names of the parameters in each group; an empty one for a parameter outside the module."""
     names = names_of(module)
     return [[names.get(parameter, "") for parameter in group["params"]] for group in optimizer.param_groups]
 
@@ -402,13 +395,11 @@ def _hold(optimizer: Optimizer, held: Sequence[Sequence[str]], module: Module) -
 
 
 def _tracking(module: Module) -> dict[str, bool]:
-    """Return which normalization layers update running statistics; BaseFinetuning switches this."""
     flags = ((name, getattr(each, "track_running_stats", None)) for name, each in module.named_modules())
     return {name: flag for name, flag in flags if isinstance(flag, bool)}
 
 
 def _problem(tree: Any) -> str:
-    """Return why a tree cannot be sent, or nothing."""
     if any(isinstance(leaf, Tensor) and is_part(leaf) for leaf in tree_leaves(tree)):
         return "it holds a part of the model"
     try:
@@ -467,18 +458,16 @@ class Rejoining:
             self._run, self._is_saved = run, True  # assumed until `took_part`
 
     def took_part(self, run: str, is_saved: bool) -> None:
-        """Note that the group participates in a run; ``is_saved`` if another server could continue it."""
         self._run, self._is_saved, self._began = run, is_saved, time.monotonic()
 
     def finished(self) -> None:
-        """Note that the run is trained to its end; a further fit is another run."""
         self._run, self._count = "", 0
         os.environ.pop(COMES_BACK, None)
 
     def arm(self, error: BaseException, reason: BaseException, most: int, ranks: int) -> bool:
-        """Prepare to rejoin if the script ends with ``error``, that of the fit; return whether the group can.
+        """Prepare to rejoin if the script ends with ``error``; return whether the group can.
 
-        A group rejoins at most ``most`` times in a row; ``reason`` tells why it is out of the run.
+        A group rejoins at most ``most`` times in a row; ``reason`` is logged.
         """
         if not most or not self._run:
             return False
@@ -536,7 +525,6 @@ class Rejoining:
 
 
 def _obstacle(ranks: int) -> str:
-    """Return why this process cannot restart all ranks of its group, or nothing."""
     if dist.is_torchelastic_launched():
         return "torchrun has started it, and starts it again if it is given --max-restarts"
     if multiprocessing.parent_process() is not None:

@@ -1,4 +1,4 @@
-"""The launchers, which start ranks as Lightning does and keep a run alive when some ranks die, and their choice."""
+"""The launchers, which start ranks as Lightning does and keep a run alive when some ranks die."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ _STATUS = "_lightning_omni_exit_status"
 class ExitStatus:
     """An object in `sys` that ends this process with a status although its script ends without an error.
 
-    Python has no call for that, and `os._exit` in an `atexit` handler would skip other handlers. `sys` is cleared after
-    all handlers have run and the streams are flushed.
+    `os._exit` in an `atexit` handler would skip other handlers; `sys` is cleared after all of them, with the streams
+    flushed.
     """
 
     def __init__(self, code: int) -> None:
@@ -71,7 +71,7 @@ class ExitStatus:
 
 
 def exit_process(code: int, reason: str) -> None:
-    """Set this process's status at the end of its script. A second call has no effect."""
+    """Set this process's status at the end of its script; the first call counts."""
     if not hasattr(sys, _STATUS):
         _log.error("%s; when the script has come to its end, this process ends with status %d", reason, code)
         setattr(sys, _STATUS, ExitStatus(code))
@@ -90,7 +90,7 @@ class OmniLauncherHooks(_Base):
         on_death: called with (local rank, exit code) of a failed child; returns whether the run continues.
         is_writing: returns whether this process is writing a checkpoint, which a child's end must not interrupt.
         failures: returns the errors of ranks without which the run continued.
-        on_launch: called with the Trainer on rank 0 while the others start; returns at once.
+        on_launch: called with the Trainer on rank 0 while the others start.
     """
 
     on_death: Callable[[int, int], bool]
@@ -122,20 +122,17 @@ class OmniLauncherHooks(_Base):
 
     @override
     def kill(self, signum: Any) -> None:
-        """Kill the other ranks after Ctrl-C, without counting their end as a failure."""
         if signum == signal.SIGKILL:
             end_children()
         super().kill(signum)
 
     def __getstate__(self) -> dict[str, Any]:  # type: ignore[explicit-override, unused-ignore]  # from Python 3.11
-        """Return the state without children and the strategy's parts."""
         own = ("on_death", "is_writing", "failures", "on_launch")
         return {name: value for name, value in vars(self).items() if name not in own} | {"procs": []}
 
 
 @contextmanager
 def _named_to_children() -> Iterator[None]:
-    """Return a context whose child processes find this process's id in their environment."""
     before = os.environ.get(_LAUNCHER)
     os.environ[_LAUNCHER] = str(os.getpid())
     try:
@@ -167,7 +164,7 @@ def _not_orphaned() -> Iterator[None]:
 
 
 class OmniProcessesHooks(_ProcessesBase):
-    """Lightning's launcher for ``start_method="spawn"`` and ``"fork"``, which also returns the report of the run."""
+    """Lightning's launcher for ``start_method="spawn"`` and ``"fork"``, which also returns the run's report."""
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
@@ -214,7 +211,7 @@ class Launching:
         self._parts, self._is_writing, self._is_rejoining = parts, is_writing, is_rejoining
 
     def choose_start_method(self) -> None:
-        """Fork the ranks in interactive sessions, as Lightning does: there is no script to start."""
+        """Fork the ranks in interactive sessions, as Lightning does."""
         strategy, environment = self._parts.strategy, self._parts.strategy.cluster_environment
         is_ours = environment is not None and not environment.creates_processes_externally
         if not is_ours or not is_interactive() or start_method(strategy) != "popen":
@@ -259,13 +256,12 @@ class Launching:
         return launcher
 
     def attach(self, launcher: Any) -> None:
-        """Let a launcher call this object; one that forks or spawns calls nothing."""
+        """Let a launcher call this object, unless it forks or spawns."""
         if isinstance(launcher, OmniLauncherHooks):
             launcher.on_death, launcher.on_launch = self._on_child_death, self._on_launch
             launcher.is_writing, launcher.failures = self._writes, self._failures
 
     def _on_launch(self, trainer: Trainer | None) -> None:
-        """Prepare callbacks and the server on rank 0 while other ranks import."""
         if trainer is None or not is_fitting(trainer):
             return
         for callback in callbacks_of(trainer):
@@ -275,7 +271,6 @@ class Launching:
             self.prepare_server()
 
     def prepare_server(self) -> None:
-        """Start the embedded server's process on rank 0; it gets its options later."""
         parts = self._parts
         if parts.world_options.server.address is None and parts.current_world is None and parts.server_process is None:
             parts.server_process = ServerProcess()
@@ -303,7 +298,6 @@ class Launching:
         return registration is not None or 0 not in world.topology.members(world.topology.group_of(rank))
 
     def _failures(self) -> Sequence[str]:
-        """Return the failures of other ranks, for the exit status; groups that join have their own."""
         world = self._parts.current_world
         return () if world is None or world.registration is not None else world.failures
 
@@ -312,10 +306,7 @@ class Launching:
 
 
 class ChildObserver(threading.Thread):
-    """A thread that watches a launcher's children.
-
-    Lightning's own ends everything when one child fails; this one first asks the strategy whether the run can continue.
-    """
+    """A thread that watches a launcher's children, and asks the strategy whether the run continues when one fails."""
 
     def __init__(
         self, children: Sequence[Popen[bytes]], on_death: Callable[[int, int], bool], is_writing: Callable[[], bool]
@@ -392,7 +383,6 @@ class ChildObserver(threading.Thread):
 
 
 def is_interactive() -> bool:
-    """Return whether this is a notebook or a Python shell, without a script to start for other ranks."""
     return hasattr(sys, "ps1") or hasattr(builtins, "__IPYTHON__") or bool(sys.flags.interactive)
 
 

@@ -1,7 +1,6 @@
 """The namespace of Lightning that a class belongs to, and the conversion of a class to the other namespace.
 
-The base classes decide. A Trainer accepts callbacks of any class, but strategies of its own namespace only; both accept
-a strategy of ours as theirs.
+A Trainer accepts callbacks of any class, but strategies of its own namespace only; both accept ours.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from lightning_omni.strategy import NAMESPACES, import_installed, module_in
 
 
 def namespace_of(kind: type) -> str | None:
-    """Return the namespace of a class or its nearest base class, if any."""
     for base in kind.__mro__:
         for name in NAMESPACES:
             if base.__module__ == name or base.__module__.startswith(f"{name}."):
@@ -24,7 +22,6 @@ def namespace_of(kind: type) -> str | None:
 
 
 def need_namespace(kind: type) -> None:
-    """Import a namespace, if none is, before an object of class ``kind`` is made."""
     if namespace_of(kind) is None:
         import_installed(kind.__name__)
 
@@ -54,7 +51,7 @@ def new_in(kind: type, namespace: str) -> Any:
 
 
 class _Elsewhere(ABCMeta):
-    """A metaclass for users' strategies in the other namespace; ``super()`` skips the bases of their own namespace."""
+    """A metaclass for users' strategies in the other namespace; ``super()`` skips the bases of their own."""
 
     @override
     def mro(cls) -> list[type]:

@@ -2,9 +2,6 @@
 
 DDP reads which parameters are trainable only when it wraps the module. Gradients of those trained later are not
 averaged, without a warning: `Trainable` notices them.
-
-A training epoch has no collective of several groups, which train different numbers of batches and would finally wait
-without end: `check_wrapped` refuses users' modules whose process group spans several.
 """
 
 from __future__ import annotations
@@ -49,7 +46,6 @@ class Proxies:
     def attach(
         self, world: World, module: Module, optimizers: Sequence[Optimizer], merged: MergedSubmodule, trainer: Trainer
     ) -> None:
-        """Attach these optimizers and the merged head, and no others, to the world."""
         world.detach_all()
         self._world, self._module = world, module
         left_out = set(merged.parameters(module))
@@ -73,7 +69,7 @@ class Proxies:
     def guard(self, optimizers: Sequence[Optimizer]) -> None:
         """Reject ``optimizer.step()`` outside exchanges, which would change one rank's weights.
 
-        This includes optimizers that the Trainer does not have.
+        This includes optimizers outside the Trainer.
         """
         if self._hook is None:
             self._hook = register_optimizer_step_pre_hook(self._refuse_unknown)
@@ -95,7 +91,6 @@ class Proxies:
             self._hook = None
 
     def _refuse_unknown(self, optimizer: Optimizer, *_: Any) -> None:
-        """Reject a step of an optimizer with the module's parameters that was not attached."""
         world, module = self._world, self._module
         assert world is not None
         assert module is not None
@@ -144,7 +139,6 @@ class MergedSubmodule:
         return self.name is not None
 
     def parameters(self, module: Module) -> list[Parameter]:
-        """Return the submodule's parameters, after a check that it can be merged; none if nothing is merged."""
         if self.name is None:
             return []
         if self._head is None:
@@ -220,14 +214,10 @@ class Trainable:
         self._held = -1
 
     def has_changed(self, optimizers: Iterable[Optimizer]) -> bool:
-        """Return whether the module must be wrapped again, so that DDP averages exactly the trained parameters.
-
-        Optimizers may hold parameters that were not in the module then.
-        """
+        """Return whether the module must be wrapped again, so that DDP averages exactly the trained parameters."""
         return any(each.requires_grad is not flag for _, each, flag in self._flags) or self._holds_others(optimizers)
 
     def warn_of_late(self, optimizers: Iterable[Optimizer]) -> None:
-        """Warn once, with one group (plain DDP), that gradients of late parameters are not averaged."""
         if self._has_warned:
             return
         late = next((name for name, each in self._frozen if each.requires_grad), "")
@@ -245,7 +235,6 @@ class Trainable:
         )
 
     def check_in_step(self) -> None:
-        """Reject gradients of parameters that were unfrozen in this batch: they have no group mean."""
         for name, each in self._frozen:
             if each.requires_grad and each.grad is not None:
                 raise UnsupportedError(
@@ -268,7 +257,7 @@ class Trainable:
 def check_wrapped(trainer: Trainer, members: Collection[int]) -> None:
     """Reject a module of the user that would wait for other groups in its forward or backward pass.
 
-    ``members`` are the ranks of this rank's group, as torch.distributed numbers them.
+    ``members`` are this group's ranks, as torch.distributed numbers them.
     """
     for name, module in _modules(trainer):
         if others := ranks_elsewhere(module, members):

@@ -26,9 +26,7 @@ class FitParts(SharedParts):
 
     Attributes:
         user_groups: the groups that the user chose, while a tuner chooses others.
-        nested: runs of the loop inside one of its hooks.
-        rejoining: restarts a group that was evicted by mistake.
-        listener: listens to the hooks of a fit before any callback; None outside of a fit.
+        listener: the listener to the hooks of a fit; None outside of a fit.
         on_ready: called on every rank after the groups are formed and before the first batch, such as a tuner's.
     """
 

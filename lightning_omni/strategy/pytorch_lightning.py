@@ -22,7 +22,7 @@ class OmniLauncher(OmniLauncherHooks, _SubprocessScriptLauncher):
 
 
 class OmniProcesses(OmniProcessesHooks, _MultiProcessingLauncher):
-    """The multiprocessing launcher: it forks the script's process, or spawns processes that get the Trainer."""
+    """The multiprocessing launcher, which forks or spawns processes."""
 
 
 class OmniCheckpointIO(WholeFileHooks, TorchCheckpointIO):
@@ -30,7 +30,7 @@ class OmniCheckpointIO(WholeFileHooks, TorchCheckpointIO):
 
 
 class NamespaceDDP(DDPStrategy):
-    """The DDPStrategy of this namespace, with the other names that an OmniStrategy uses from it."""
+    """The DDPStrategy of this namespace, with other names that an OmniStrategy uses from it."""
 
     namespace = Namespace(
         info=rank_zero_info,

@@ -42,7 +42,7 @@ class SharedParts:
     """The parts that other parts use, in one process.
 
     Attributes:
-        strategy: the strategy, of which the parts use Lightning's own attributes only.
+        strategy: the parts use only Lightning's own attributes of it.
         current_world: this rank's view of the run; None before there is one.
         server_process: the process of the embedded server before there is a world.
     """

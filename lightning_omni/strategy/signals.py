@@ -1,8 +1,8 @@
 """SIGTERM and SLURM's requeue signal: a handler sets a flag, and all ranks act on it at the same batch.
 
-Lightning's own handlers call collectives wherever they interrupt the rank: ranks then wait for each other in different
-ones. Here an all-reduce sends the flag, in place of the broadcast that Lightning makes before every batch, and so do
-the heartbeats if there is a server.
+Lightning's own handlers call collectives wherever they interrupt the rank, so that ranks may wait in different ones.
+Here an all-reduce sends the flag, in place of Lightning's broadcast before every batch, and so do the heartbeats if
+there is a server.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Signals:
     def restore(self) -> None:
         """Restore the handlers from before the fit, as Lightning does later in its teardown.
 
-        In between, its own handlers would call a collective that finished ranks do not join.
+        In between, its own would call a collective that finished ranks do not join.
         """
         for number, handler in self._replaced.items():
             if signal.getsignal(number) in (self._on_terminate, self._on_requeue):
@@ -138,7 +138,7 @@ class Signals:
     # --- Together -----------------------------------------------------------------------------------------------------
 
     def agree(self) -> None:
-        """Agree with all ranks of the default process group at the start of a batch on an action, and perform it."""
+        """Agree with the default process group at the start of a batch on an action, and perform it."""
         if self._trainer is None:
             return
         self.progress()
@@ -162,7 +162,7 @@ class Signals:
     def _requeue(self) -> None:
         """Save from the recorder's group and have the recorder requeue the job, as Lightning does.
 
-        A group that has joined has its own job and saves nothing: the run's state is at the server.
+        A group that has joined saves nothing: the run's state is at the server.
         """
         self._requeued = True
         assert self._world is not None
@@ -251,10 +251,7 @@ _LOOPS = tuple(f"{name}.loops." for name in NAMESPACES)
 
 
 def user_collective_of(frame: FrameType | None) -> str:
-    """Return the collective that a thread is in and the user's code that called it, if any.
-
-    A rank that waits in a collective of Lightning or of this package is rarely the cause.
-    """
+    """Return the collective that a thread is in and the user's code that called it, if any."""
     collective = ""
     while frame is not None:
         module, code = str(frame.f_globals.get("__name__", "")), frame.f_code
@@ -270,7 +267,6 @@ def user_collective_of(frame: FrameType | None) -> str:
 
 
 def training_position(trainer: Trainer) -> str:
-    """Return where a rank calls a collective: the user's call or else the hook, and the batch."""
     called = user_collective_of(sys._getframe()).partition(", ")[2] or f"in {current_hook(trainer) or 'no hook'}"
     return f"{called}, after batch {trainer.fit_loop.batch_idx + 1} of epoch {trainer.current_epoch}"
 

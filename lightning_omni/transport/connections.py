@@ -43,21 +43,20 @@ class ServerUnavailable(ConnectionLost):
 class Control(ABC):
     """A rank's control connection, which keeps itself alive until it is closed.
 
-    One thread makes all requests. Another one may keep the connection alive: it sends a `heartbeat` twice a second and
+    One thread makes all requests. Another may keep the connection alive: it sends a `heartbeat` twice a second and
     passes received messages to `handle`.
 
-    Args:
-        on_end: called once, from any thread, when this rank must stop.
+    ``on_end`` is called once, from any thread, when this rank must stop.
 
     Attributes:
         failures: reasons of ranks that have failed by themselves.
-        servers: number of servers with a partition of the parameters each; see `attach_all`.
+        servers: number of servers with a partition of the parameters each.
         has_finished: whether the run is at its end when this rank leaves.
         progress: count of this rank's progress, and of its checks while it waits for the server.
-        metrics: numbers to report with the next heartbeat; replaced as a whole, because another thread reads them.
+        metrics: numbers for the next heartbeat; replaced as a whole, because another thread reads them.
         reconnect_timeout: seconds for which the rank looks for a server that is gone; 0 if its loss ends the run.
-        server_epoch: number of the server among those that continue a run one after the other; larger for later ones,
-            equal at all ranks of a group.
+        server_epoch: number of the server among those that continue a run; larger for later ones, equal at all ranks of
+            a group.
     """
 
     servers = 1
@@ -86,8 +85,7 @@ class Control(ABC):
     ) -> tuple[Answer, list[bytes]]:
         """Send a message and wait for its answer.
 
-        Returns:
-            The answer, and its payload: one part for each contributor.
+        Return the answer, and its payload: one part for each contributor.
 
         Raises:
             RankLost: this rank was evicted, or the run is over.
@@ -104,7 +102,7 @@ class Control(ABC):
 
     @abstractmethod
     def attach(self, timeout: float = 300.0, address: str = "") -> Data:
-        """Open this rank's data connection, to this server or to the ``address`` of another one's data socket.
+        """Open this rank's data connection, to this server or to the ``address`` of another's data socket.
 
         ``timeout`` is in seconds, for each answer.
         """
@@ -123,11 +121,9 @@ class Control(ABC):
     ) -> Peers:
         """Open a leader's connections to other leaders.
 
-        Args:
-            layouts: layout of each optimizer's parameters.
-            is_lost: returns whether a group is gone.
-            everywhere: whether leaders on other machines must be able to reach this one.
-            wire_format: may encode the weights, which are already decoded from it; a transport may also send them raw.
+        ``layouts`` are those of each optimizer's parameters; ``is_lost`` returns whether a group is gone. With
+        ``everywhere``, leaders on other machines must be able to reach this one. ``wire_format`` may encode the
+        weights; a transport may also send them raw.
         """
 
     @abstractmethod
@@ -139,7 +135,7 @@ class Control(ABC):
     def attach_all(self, timeout: float = 300.0, share: int | None = None) -> list[Data]:
         """Open this rank's data connections to all servers, or to the coordinating one and number ``share``.
 
-        The first connection is to the coordinating server, the last one to ``share``; both may be the same.
+        The first connection is to the coordinating server, the last one to ``share``.
         """
         if self.reconnect_timeout:
             numbers = range(self.servers) if share is None else sorted({0, share})
@@ -184,8 +180,8 @@ class Control(ABC):
         if self.records:
             lost = max(0, (self.status.clock if self.status is not None else 0) - welcome.clock)
             _log.warning(
-                "the parameter server at %s is back, with %d updates: %d that came after its last save are lost; where"
-                " it deals out the data, their samples are trained again",
+                "the parameter server at %s is back, with the %d updates of its last save; at least %d that came later"
+                " are lost; where it deals out the data, their samples are trained again",
                 self.address,
                 welcome.clock,
                 lost,
@@ -211,10 +207,7 @@ class Control(ABC):
         self._timings = (compute, step, exchange)
 
     def report_progress(self, has_trained: bool = False) -> None:
-        """Record progress of this rank, for instance a batch.
-
-        After a batch of training (``has_trained``), the server expects further ones.
-        """
+        """Record progress of this rank; after a batch of training (``has_trained``), the server expects more."""
         self.progress += 1
         self._has_trained |= has_trained
         self._is_judged = self._has_trained
@@ -261,7 +254,7 @@ class Control(ABC):
 class Data(ABC):
     """A rank's data connection, for tensors, used by one thread.
 
-    ``moved`` counts bytes of payload sent and received, ``shared`` those of them in memory that both sides share.
+    ``moved`` counts bytes of payload in both directions, ``shared`` those of them in shared memory.
     """
 
     moved: int = 0
@@ -269,7 +262,7 @@ class Data(ABC):
 
     @abstractmethod
     def send(self, message: m.Message, payload: Tensor | None = None, into: Tensor | None = None) -> None:
-        """Send a message with its payload, without waiting: both are transferred while this rank continues.
+        """Send a message with its payload, without waiting for the transfer.
 
         Args:
             message: its answer must be received before the next one is sent.
@@ -306,7 +299,7 @@ class Data(ABC):
 class ReconnectingData(Data):
     """A data connection that outlasts its server: an unanswered message is repeated to the server that continues.
 
-    ``find`` returns the server's address, perhaps slowly; the server may be replaced meanwhile.
+    ``find`` returns the server's address.
     """
 
     def __init__(self, control: Control, find: Callable[[], str], open: Callable[[str], Data]) -> None:
@@ -347,12 +340,11 @@ class ReconnectingData(Data):
         return self._server_epoch
 
     def send_part(self, message: m.Message, payload: Tensor | None = None, into: Tensor | None = None) -> None:
-        """Send to the current server, like `send`; raise `ServerUnavailable` if it is gone."""
+        """Send to the current server only; raise `ServerUnavailable` if it is gone."""
         with self._telling():
             self._data.send(message, payload, into)
 
     def receive_part(self, expect: type[Answer], into: Tensor | None = None) -> tuple[Answer, Tensor]:
-        """Receive from the current server, like `receive`; raise `ServerUnavailable` if it is gone."""
         with self._telling():
             answer = self._data.receive(expect, into)
         self.moved, self.shared = self._before[0] + self._data.moved, self._before[1] + self._data.shared
@@ -377,7 +369,7 @@ class ReconnectingData(Data):
         self._connect()
 
     def _return(self, error: OmniError) -> None:
-        """Repeat the unanswered message to the server that continues; raise the error if no other server does."""
+        """Repeat the unanswered message to the server that continues; raise the error if no other does."""
         if self._said is None or self._control.is_same_server(self._server_epoch):
             raise error
         self._reconnect()
@@ -400,7 +392,7 @@ class ReconnectingData(Data):
 
 
 class Address(msgspec.Struct, frozen=True):
-    """The address at which a group's leader listens, which all leaders receive through the control channel."""
+    """The address at which a group's leader listens, which all leaders receive."""
 
     group: int
     address: str
@@ -424,7 +416,7 @@ class Peers(Protocol):
         """Publish a copy of these weights for other leaders to read."""
 
     def read(self, group: int, optimizer: int) -> Sequence[Tensor] | None:
-        """Return the weights that a group has published, as CPU tensors; None without any, or without the group."""
+        """Return the weights that a group has published, on the CPU; None without any, or without the group."""
 
     def send(self, group: int, optimizer: int, tensors: Sequence[Tensor]) -> None:
         """Put weights into a group's inbox, unless it receives them too slowly."""
@@ -436,7 +428,7 @@ class Peers(Protocol):
         """Change an optimizer's layout; weights received in the old one are dropped."""
 
     def close(self) -> None:
-        """Close the connections in both directions."""
+        """Close both directions."""
 
 
 def refused_return(no: Refused) -> ConnectionLost:

@@ -1,8 +1,7 @@
 """The transports between ranks and server, and their registry. No sockets, clocks or threads.
 
-A transport provides for a rank its control connection (`Control`), its data connection (`Data`) and a leader's
-connections to other leaders (`Peers`), and for the server the driver of its state machine (`Served`). The default is
-ZeroMQ.
+A transport provides a rank's control connection (`Control`) and data connection (`Data`), a leader's connections to
+other leaders (`Peers`), and the driver of the server's state machine (`Served`).
 
 Rule 1: messages on a control connection arrive in order, and so do messages on a data connection.
 Rule 2: a request has one answer. A refusal is raised as `Refused`, and the end of the run as the error that caused it.
@@ -78,10 +77,7 @@ def refusal(core: ServerCore, channel: m.Channel, peer: Peer, error: ProtocolErr
 
 
 class Transport(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
-    """A way for the ranks of a run and its server to communicate: its settings, and both ends.
-
-    (A msgspec struct cannot be an abstract base class, so methods raise errors.)
-    """
+    """A way for the ranks of a run and its server to communicate: its settings, and both ends."""
 
     def check_address(self, address: str) -> None:
         """Raise `ConfigurationError` unless this is a possible address of a server."""

@@ -1,4 +1,4 @@
-"""A rank's requests to several servers that hold a partition each, or to one server that holds everything."""
+"""A rank's requests to several servers that hold a partition each, or to one that holds everything."""
 
 from __future__ import annotations
 
@@ -21,10 +21,8 @@ _Part = tuple[m.Message, Tensor | None, Tensor | None]
 class Requests:
     """A rank's data connections, used concurrently: it sends each server its part before it waits for any answer.
 
-    Args:
-        by_member: whether this rank exchanges only with the last one, and the other members of its group with the
-            others.
-        largest: returns the largest of a number over those members, all of which call it.
+    With ``by_member``, this rank exchanges only with the last one, and the other members of its group with the others.
+    ``largest`` returns the largest of a number over those members, all of which call it.
     """
 
     def __init__(
@@ -104,8 +102,8 @@ class Requests:
 class _Again:
     """A request in parts that outlasts its servers: if a part is not answered, all are repeated to the new servers.
 
-    Servers handle a request once all parts have arrived. So even a part that an earlier server has answered is repeated
-    if another one was not; where the members of a group send one part each, they agree on this.
+    Even a part that an earlier server has answered is repeated if another was not; where the members of a group send
+    one part each, they agree on this.
     """
 
     def __init__(self, connections: Sequence[ReconnectingData], largest: Callable[[int], int]) -> None:
@@ -137,7 +135,6 @@ class _Again:
             self.send(self._parts)
 
     def _reconnect(self) -> None:
-        """Connect to the newest servers that any member of the group has found."""
         self._server_epoch = self._largest(self._control.server_epoch)
         self._control.wait_for_server_epoch(self._server_epoch)
         for connection in self._connections:
@@ -146,7 +143,6 @@ class _Again:
     def _receive(
         self, expect: type[Answer], memories: Sequence[Tensor | None]
     ) -> list[tuple[Answer, Tensor] | Refused] | None:
-        """Return all answers; None if a server is gone before it has answered."""
         if not self._is_out:
             return None
         try:
@@ -166,7 +162,6 @@ def _received(
 
 
 def check_alike(answers: list[tuple[m.Weights, Tensor]]) -> None:
-    """Raise `ProtocolError` unless the weights from all servers contain equally many updates."""
     clocks = [answer.clock for answer, _ in answers]
     if len(set(clocks)) > 1:
         raise ProtocolError(f"servers that hold a partition each have applied different numbers of updates: {clocks}")

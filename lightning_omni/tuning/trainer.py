@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 def tuner_module(kind: type) -> Any:
-    """Return the tuner module for the namespace of a class, or of its nearest base class."""
     return module_in("tuning.callback", namespace_of(kind) or NAMESPACES[-1])
 
 
@@ -33,10 +32,7 @@ def log(trainer: Trainer, metrics: Mapping[str, float]) -> None:
 
 
 def folder_of(trainer: Trainer) -> Path | None:
-    """Return the folder of the first logger, on rank 0; None on other ranks, and if it has none on this machine.
-
-    All ranks call it.
-    """
+    """Return the folder of the first logger, on rank 0, if it is on this machine. All ranks call it."""
     folder = trainer.log_dir if trainer.loggers else None
     return None if folder is None or "://" in str(folder) or not trainer.is_global_zero else Path(folder)
 
@@ -75,7 +71,6 @@ def check_tunable(trainer: Trainer) -> None:
 
 
 def batch_size_of(loader: DataLoader[Any]) -> int:
-    """Return the samples in one rank's batch."""
     return int(loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1)
 
 

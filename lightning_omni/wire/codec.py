@@ -1,6 +1,6 @@
 """The encoding of trees of plain data and tensors (optimizer states, snapshots) as bytes, without pickle.
 
-The tree is encoded as MessagePack; its tensors are in one flat buffer, and the tree holds their indices.
+The tree is MessagePack; its tensors are in one flat buffer, and the tree holds their indices.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def pack(tree: Any) -> tuple[Packed, Tensor]:
         tree: nested dicts, lists, tuples, numbers, strings, bytes, None and tensors.
 
     Returns:
-        The plain part, and a uint8 buffer ``(nbytes,)`` with a copy of the tensors' values.
+        The plain part, and a uint8 buffer ``(nbytes,)`` with a copy of the tensors.
 
     Raises:
         MalformedMessage: the tree holds something else.
@@ -80,8 +80,7 @@ def pack(tree: Any) -> tuple[Packed, Tensor]:
 def unpack(packed: Packed, buffer: Tensor, copy: bool = False) -> Any:
     """Rebuild a tree from its plain part and its uint8 buffer.
 
-    With ``copy``, each tensor gets its own memory, as ``torch.save`` requires for several dtypes; otherwise all share
-    the buffer's.
+    With ``copy``, each tensor has its own memory, as ``torch.save`` requires for several dtypes.
 
     Raises:
         MalformedMessage: the bytes are no tree, or do not fit the buffer.
@@ -116,10 +115,7 @@ def unpack(packed: Packed, buffer: Tensor, copy: bool = False) -> Any:
 
 
 def _check_nesting(tree: Any) -> None:
-    """Raise `ValueError` if lists and dicts are nested so deeply that recursion over them might fail.
-
-    Only Python before 3.12 itself refuses to decode below its recursion limit.
-    """
+    """Raise `ValueError` if lists and dicts are nested so deeply that recursion over them might fail."""
     level = [tree]
     for _ in range(_MOST_NESTED):
         inner: list[Any] = []

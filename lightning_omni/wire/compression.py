@@ -1,4 +1,4 @@
-"""The formats in which a run sends tensors: pushes and pulls of the groups, and averages inside a group."""
+"""The formats of pushes, of pulls, and of averages inside a group."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class Unsent:
     """A member's memory of one parameter.
 
     Attributes:
-        error: the part of its gradients that it has not sent yet, in the gradient's shape.
-        factor: right factor of the last product, the start of the next one; the same on all members.
+        error: the unsent part of its gradients, in the gradient's shape.
+        factor: right factor of the last product, where the next one starts; the same on all members.
     """
 
     error: Tensor
@@ -90,7 +90,7 @@ class AllReduce(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
     def average(self, gradients: Sequence[Tensor], keys: Sequence[Hashable], memory: Memory) -> Steps:
         """Average a member's gradients, of one device and dtype, with those of the others, in place.
 
-        ``keys`` are those of the parameters in ``memory``, this member's own.
+        ``keys`` are those of the parameters in ``memory``.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot average")
 
@@ -131,14 +131,14 @@ class PowerSGD(AllReduce, frozen=True, kw_only=True, tag="powersgd"):
     """An average of gradient matrices as products of two thin ones, with error feedback and warm start.
 
     A gradient of shape (n, ...) counts as a matrix M of n rows. One step of subspace iteration from the last factor Q
-    gives P = mean(M Q), with orthonormal columns, and Q = mean(Mᵀ P). P Qᵀ approximates the mean, and each member adds
-    the remainder of its own gradient to its next one. Gradients that would not shrink to half their size are sent
-    whole.
+    gives P = mean(M Q), with orthonormal columns, and Q = mean(Mᵀ P). The result is P Qᵀ; each member adds the
+    remainder of its own gradient, M - P Qᵀ, to its next one. Gradients that would not shrink to half their size are
+    sent whole.
 
     Args:
-        rank: columns of the thin matrices, 1 or more: a larger rank is more accurate and needs more bytes.
-        dtype: dtype of all messages: ``"fp32"``, or ``"bf16"`` for half the bytes. Error feedback covers the rounding
-            of the thin matrices, but not that of gradients sent whole.
+        rank: columns of the thin matrices, 1 or more.
+        dtype: ``"fp32"``, or ``"bf16"`` for half the bytes. Error feedback does not cover the rounding of gradients
+            sent whole.
 
     Raises:
         ConfigurationError: the rank is not above 0, or the dtype is unknown.
@@ -218,7 +218,7 @@ def run_through(steps: Steps, mean: Callable[[Tensor], Tensor]) -> None:
 
 
 def _remembered(unsent: Unsent | None, gradient: Tensor, columns: int, dtype: torch.dtype) -> Unsent:
-    """Return a parameter's memory; a factor of other shape is drawn again, equally on all members."""
+    """Return a parameter's memory; a factor of another shape is drawn again, equally on all members."""
     width = gradient[0].numel()
     if unsent is not None and unsent.factor.shape == (width, columns) and unsent.factor.device == gradient.device:
         return unsent
@@ -287,9 +287,9 @@ class Compression:
     Args:
         push: format of pushes. The residual of a lossy format is added to the group's next push.
         pull: format of the server's answers.
-        all_reduce: format in which the members of a group average their gradients, for slow networks between them:
-            ``"fp32"``, as DistributedDataParallel does; ``"bf16"`` or ``"fp16"``; ``"powersgd:4"``, each matrix of
-            gradients as the product of two with 4 columns, with error feedback; or a value such as
+        all_reduce: format in which the members of a group average their gradients: ``"fp32"``, as
+            DistributedDataParallel does; ``"bf16"`` or ``"fp16"``; ``"powersgd:4"``, each matrix of gradients as the
+            product of two with 4 columns, with error feedback; or a value such as
             `lightning_omni.wire.compression.PowerSGD`.
 
     Raises:

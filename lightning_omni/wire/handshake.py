@@ -1,8 +1,8 @@
-"""The handshake of admission: version, then key, then fingerprint. The key itself is never sent.
+"""The handshake of admission: version, then key, then fingerprint.
 
 Rule 1: a rank proves that it holds the run's key with a MAC over both nonces; the server proves the same in return.
 Rule 2: a process without the key learns nothing but version and nonces.
-Rule 3: every other secret is derived from the run's key for one purpose, and is never sent.
+Rule 3: the key is never sent. Every other secret is derived from it for one purpose, and is never sent.
 Rule 4: a data connection is opened by a proof over fresh nonces with a key of that rank's process alone, so that
 overheard bytes open nothing.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -36,12 +36,19 @@ from lightning_omni.wire.messages import (
 from lightning_omni.wire.messages.servers import FollowerHello, FollowerProof, FollowerWelcome
 
 NONCE_BYTES = 32
+MOST_CHALLENGED = 1024
+"""The most connections with an open challenge. Each holds at most 1 kB."""
+OTHER_KEY = "key", "the key does not match the server's; both sides must be given the same key"
+OPENS_NOTHING = "stranger", "this proof opens nothing"
+Opening = Hello | Attach | Observe | FollowerHello
+"""The first message of a connection."""
+First = TypeVar("First", bound=Opening)
 Request = Callable[[Message, type[Any]], Any]
 """A function that sends a message to the other side and returns its answer of the given type."""
 
 
 def hello_of(run: str, rank: int, world_size: int, layout: Layout, nonce: bytes, returns: bool = False) -> Hello:
-    """Return a rank's first message; ``layout`` is that of all optimizers' parameters."""
+    """Return a rank's first message; ``layout`` has the parameters of all optimizers."""
     return Hello(
         version=VERSION,
         run=run,
@@ -55,6 +62,9 @@ def hello_of(run: str, rank: int, world_size: int, layout: Layout, nonce: bytes,
     )
 
 
+# --- The side that connects -------------------------------------------------------------------------------------------
+
+
 def join(request: Request, key: bytes, hello: Hello, where: str = "") -> tuple[Welcome, bytes]:
     """Perform a rank's side of the handshake; ``where`` is the server's address, for messages.
 
@@ -64,10 +74,7 @@ def join(request: Request, key: bytes, hello: Hello, where: str = "") -> tuple[W
     Raises:
         Refused: the server does not hold the key.
     """
-    challenge = request(hello, Challenge).nonce
-    welcome: Welcome = request(Proof(mac=rank_mac(key, hello, challenge)), Welcome)
-    if not is_equal(welcome.mac, server_mac(key, hello, challenge)):
-        raise Refused("key", f"the server at {where} does not hold the run's key; it is not ours")
+    welcome, challenge = _prove(request, key, hello, (Challenge, Proof, Welcome), _other_server(where))
     return welcome, session_key(key, hello, challenge)
 
 
@@ -77,53 +84,14 @@ def attach(request: Request, secret: bytes, number: int, nonce: bytes) -> None:
     Raises:
         Refused: the other side does not hold the secret.
     """
-    hello = Attach(rank=number, nonce=nonce)
-    challenge = request(hello, AttachChallenge).nonce
-    attached = request(AttachProof(mac=attach_mac(secret, "rank", hello, challenge)), Attached)
-    if not is_equal(attached.mac, attach_mac(secret, "server", hello, challenge)):
-        raise Refused("key", "the process that answers does not hold the secret of this connection; it is not ours")
+    other = "the process that answers does not hold the secret of this connection"
+    _prove(request, secret, Attach(rank=number, nonce=nonce), (AttachChallenge, AttachProof, Attached), other)
 
 
 def observe(request: Request, key: bytes, nonce: bytes, where: str = "") -> None:
-    """Perform an observer's side of the handshake.
-
-    Raises:
-        Refused: the server does not hold the key.
-    """
+    """Perform an observer's side of the handshake; errors are as in `join`."""
     hello = Observe(version=VERSION, nonce=nonce)
-    challenge = request(hello, Challenge).nonce
-    observing = request(ObserverProof(mac=observer_mac(key, "observer", hello, challenge)), ObserverWelcome)
-    if not is_equal(observing.mac, observer_mac(key, "server", hello, challenge)):
-        raise Refused("key", f"the server at {where} does not hold the run's key; it is not ours")
-
-
-def rank_mac(key: bytes, hello: Hello, challenge: bytes) -> bytes:
-    return _mac(key, b"rank", hello, challenge)
-
-
-def server_mac(key: bytes, hello: Hello, challenge: bytes) -> bytes:
-    return _mac(key, b"server", hello, challenge)
-
-
-def session_key(key: bytes, hello: Hello, challenge: bytes) -> bytes:
-    """Return the secret of a rank's process and the server that opens its data connection."""
-    return derive(key, b"session", msgspec.msgpack.encode((hello, challenge)))
-
-
-def attach_mac(secret: bytes, side: Literal["rank", "server"], attach: Attach, challenge: bytes) -> bytes:
-    return hmac.digest(secret, msgspec.msgpack.encode(("attach", side, attach, challenge)), hashlib.sha256)
-
-
-def share_mac(secret: bytes, side: str, share: tuple[Any, ...]) -> bytes:
-    return hmac.digest(secret, msgspec.msgpack.encode(("share", side, share)), hashlib.sha256)
-
-
-def observer_mac(key: bytes, side: Literal["observer", "server"], hello: Observe, challenge: bytes) -> bytes:
-    return hmac.digest(key, msgspec.msgpack.encode(("observe", side, hello, challenge)), hashlib.sha256)
-
-
-def follower_mac(key: bytes, side: Literal["follower", "coordinator"], hello: FollowerHello, challenge: bytes) -> bytes:
-    return hmac.digest(key, msgspec.msgpack.encode(("between servers", side, hello, challenge)), hashlib.sha256)
+    _prove(request, key, hello, (Challenge, ObserverProof, ObserverWelcome), _other_server(where))
 
 
 def join_as_follower(request: Request, key: bytes, hello: FollowerHello, where: str = "") -> FollowerWelcome:
@@ -133,7 +101,7 @@ def join_as_follower(request: Request, key: bytes, hello: FollowerHello, where: 
         Refused: the coordinating server does not hold the key, or coordinates no others.
     """
     try:
-        challenge = request(hello, Challenge).nonce
+        welcome, _ = _prove(request, key, hello, (Challenge, FollowerProof, FollowerWelcome), _other_server(where))
     except Refused as no:
         if no.code != "malformed":  # a server that coordinates no others knows no such message
             raise
@@ -142,19 +110,100 @@ def join_as_follower(request: Request, key: bytes, hello: FollowerHello, where: 
             f"the server at {where} coordinates no others: start it with --servers {hello.servers}, or pass the address"
             " of server 0",
         ) from no
-    welcome: FollowerWelcome = request(
-        FollowerProof(mac=follower_mac(key, "follower", hello, challenge)), FollowerWelcome
-    )
-    if not is_equal(welcome.mac, follower_mac(key, "coordinator", hello, challenge)):
-        raise Refused("key", f"the server at {where} does not hold the run's key; it is not ours")
-    return welcome
+    return welcome  # type: ignore[no-any-return]
+
+
+def _prove(
+    request: Request, secret: bytes, hello: Opening, kinds: tuple[type[Any], type[Any], type[Any]], other: str
+) -> tuple[Any, bytes]:
+    """Prove that this side holds a secret, and check that the other one does; return its answer, and its challenge.
+
+    ``kinds`` are the types of challenge, proof and answer; ``other`` describes a process without the secret.
+    """
+    challenge, proof, answer = kinds
+    nonce = request(hello, challenge).nonce
+    found = request(proof(mac=client_mac(secret, hello, nonce)), answer)
+    if not is_equal(found.mac, server_mac(secret, hello, nonce)):
+        raise Refused("key", f"{other}; it is not ours")
+    return found, nonce
+
+
+def _other_server(where: str) -> str:
+    return f"the server at {where} does not hold the run's key"
+
+
+# --- The side that is connected to ------------------------------------------------------------------------------------
+
+
+class Challenges(Generic[First]):
+    """The connections that have sent a hello, and must still prove that they hold a secret.
+
+    Args:
+        random: returns as many random bytes as requested.
+        most: number of connections to remember, which bounds the memory that strangers can occupy; a further one
+            displaces the first.
+        refusal: code and reason of the refusal of a wrong proof.
+    """
+
+    def __init__(
+        self, random: Callable[[int], bytes], most: int = MOST_CHALLENGED, refusal: tuple[str, str] = OTHER_KEY
+    ) -> None:
+        self._random, self._most, self._refusal = random, most, refusal
+        self._open: dict[bytes, tuple[First, bytes]] = {}
+
+    def ask(self, peer: bytes, hello: First) -> bytes:
+        """Return the nonce of a challenge to a connection."""
+        nonce = self._random(NONCE_BYTES)
+        if problem := version_problem(hello):
+            raise Refused("version", problem)
+        self._open.pop(peer, None)
+        self._open[peer] = hello, nonce
+        while len(self._open) > self._most:
+            self._open.pop(next(iter(self._open)))
+        return nonce
+
+    def proved(self, peer: bytes, mac: bytes, secret_of: Callable[[First], bytes]) -> tuple[First, bytes]:
+        """Return a connection's hello and challenge if its proof is right; an empty secret proves nothing."""
+        hello, nonce = self._open.pop(peer, (None, b""))
+        secret = secret_of(hello) if hello is not None else b""
+        if hello is None or not secret or not is_equal(mac, client_mac(secret, hello, nonce)):
+            raise Refused(*self._refusal)
+        return hello, nonce
+
+
+# --- Secrets ----------------------------------------------------------------------------------------------------------
+
+_SIDES: dict[type[Any], tuple[tuple[Any, ...], tuple[Any, ...]]] = {
+    Hello: ((b"rank",), (b"server",)),
+    Attach: (("attach", "rank"), ("attach", "server")),
+    Observe: (("observe", "observer"), ("observe", "server")),
+    FollowerHello: (("between servers", "follower"), ("between servers", "coordinator")),
+}
+"""What the proofs of both sides begin with, so that none is one of the other side, or of another handshake."""
+
+
+def client_mac(secret: bytes, hello: Opening, challenge: bytes) -> bytes:
+    """Return the proof of the side that has sent the hello."""
+    return mac_of(secret, *_SIDES[type(hello)][0], hello, challenge)
+
+
+def server_mac(secret: bytes, hello: Opening, challenge: bytes) -> bytes:
+    """Return the proof of the side that has sent the challenge."""
+    return mac_of(secret, *_SIDES[type(hello)][1], hello, challenge)
+
+
+def mac_of(secret: bytes, *said: Any) -> bytes:
+    # MessagePack delimits the fields, so that no two conversations encode to the same bytes.
+    return hmac.digest(secret, msgspec.msgpack.encode(said), hashlib.sha256)
+
+
+def session_key(key: bytes, hello: Hello, challenge: bytes) -> bytes:
+    """Return the secret of a rank's process and the server that opens its data connection."""
+    return derive(key, b"session", msgspec.msgpack.encode((hello, challenge)))
 
 
 def derive(key: bytes, purpose: bytes, salt: bytes = b"", length: int = 32) -> bytes:
-    """Derive a secret of at most 8160 bytes by HKDF with SHA-256 (RFC 5869).
-
-    Secrets for another ``purpose`` or ``salt`` are unrelated.
-    """
+    """Derive a secret of at most 8160 bytes by HKDF with SHA-256 (RFC 5869)."""
     extracted = hmac.digest(salt or bytes(hashlib.sha256().digest_size), key, hashlib.sha256)
     block, derived = b"", b""
     while len(derived) < length:
@@ -168,9 +217,9 @@ def is_equal(one: bytes, other: bytes) -> bool:
     return hmac.compare_digest(one, other)
 
 
-def version_problem(hello: Hello | Observe | FollowerHello) -> str:
+def version_problem(hello: Opening) -> str:
     """Return why this protocol version cannot be served, or an empty string."""
-    if hello.version == VERSION:
+    if isinstance(hello, Attach) or hello.version == VERSION:  # a rank has shown its version before it attaches
         return ""
     match hello:
         case Hello():
@@ -209,8 +258,3 @@ def fingerprint_problem(hello: Hello, first: Hello) -> str:
         f" numbers ({hello.fingerprint[:8]}) against {first.tensors} with {first.numbers} ({first.fingerprint[:8]});"
         f" names, shapes, dtypes and order of the optimizers' parameters must be the same on every rank{otherwise}"
     )
-
-
-def _mac(key: bytes, side: bytes, hello: Hello, challenge: bytes) -> bytes:
-    # MessagePack delimits the fields, so that no two conversations encode to the same bytes.
-    return hmac.digest(key, msgspec.msgpack.encode((side, hello, challenge)), hashlib.sha256)

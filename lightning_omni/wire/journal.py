@@ -97,7 +97,7 @@ class LeftEntry(Entry, frozen=True):
 
 
 class NumberedEntry(Entry, frozen=True):
-    """The assignment of all rank numbers below this one to groups that are about to join."""
+    """The assignment of all lower rank numbers to groups that are about to join."""
 
     numbered: int
 
@@ -123,7 +123,7 @@ class SeededEntry(Entry, frozen=True):
 
 
 class RestartedEntry(Entry, frozen=True):
-    """A server's restart from the save; training after the save does not count any more."""
+    """A server's restart from the save; later training does not count any more."""
 
 
 AnyEntry = (

@@ -68,7 +68,6 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """Return start and stop of this entry in the flattened tensor."""
         return (0, prod(self.shape)) if self.range is None else self.range
 
     @property
@@ -102,10 +101,9 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     Attributes:
         version: number of times that entries were added.
-        first: number of entries in the first version, which fragments divide; 0 if this is the first.
-        division: text, equal in all groups, of how a group's members share these tensors; empty if each member
-            exchanges all of them.
-        servers: number of servers, each of which holds a share of these tensors. Fragments divide the shares.
+        first: entries in the first version, which fragments divide; 0 if this is the first.
+        division: how a group's members share these tensors, as text; empty if each member exchanges all.
+        servers: number of servers; each holds a share of these tensors, and fragments divide the shares.
 
     Example:
         >>> layout = Layout.of({"w": torch.ones(2, 3), "b": torch.zeros(3)})
@@ -125,7 +123,6 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Return the start of each tensor in bytes."""
         starts, position = [], 0
         for spec in self.specs:
             starts.append(position)
@@ -139,7 +136,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def _places(self) -> tuple[tuple[str, tuple[int, ...], tuple[int, ...], int], ...]:
-        """Return the dtype, shape, strides and offset of each tensor, the last two in elements."""
+        """Return each tensor's dtype, shape, strides and offset, the last two in elements."""
         return tuple(
             (spec.dtype, spec.local_shape, spec.strides, start // DTYPES[spec.dtype].itemsize)
             for spec, start in zip(self.specs, self.offsets, strict=True)
@@ -159,7 +156,6 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def reals(self) -> tuple[int, ...]:
-        """Return the number of real values of each entry: a complex element counts as two."""
         return tuple(prod(spec.local_shape) * (1 + DTYPES[spec.dtype].is_complex) for spec in self.specs)
 
     @cached_property
@@ -169,7 +165,6 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return f"{digest} {self.division}" if self.division else digest
 
     def grown(self, specs: Sequence[TensorSpec]) -> Layout:
-        """Return the next version, with further entries at the end."""
         return Layout((*self.specs, *specs), self.version + 1, self.first or len(self.specs), servers=self.servers)
 
     def subset(self, present: Sequence[bool]) -> Layout:
@@ -197,9 +192,6 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     def fragment(self, number: int | None, of: int) -> Layout:
         """Return the layout of one of ``of`` fragments, whose entries are whole ones and ranges; this one for None.
-
-        Fragments of the first version's tensors have equal bytes, up to rounding. A tensor that was added later is
-        whole in one fragment.
 
         Example:
             >>> [spec.range for spec in Layout.of({"w": torch.ones(6), "b": torch.ones(2)}).fragment(1, of=2).specs]
@@ -261,7 +253,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
 
 def spec_of(name: str, tensor: Tensor) -> TensorSpec:
-    """Return the specification of one tensor.
+    """Return the specification of a tensor.
 
     Raises:
         MalformedMessage: its dtype cannot be sent.
@@ -286,7 +278,7 @@ MOST_GROUPS = 1 << 16
 
 
 class Structure(msgspec.Struct, frozen=True):
-    """The structure of one optimizer at one time of the run.
+    """The structure of one optimizer at one time.
 
     Attributes:
         groups: each parameter group's indices of parameters, below ``size``; empty if the optimizer steps at the
@@ -314,7 +306,7 @@ class Structure(msgspec.Struct, frozen=True):
 
 
 class Structures:
-    """The structures of one optimizer since groups were formed, and the current one of each compute group."""
+    """The structures of one optimizer since groups were formed, and each compute group's current one."""
 
     def __init__(self, first: Structure) -> None:
         self._all = [first]
@@ -322,7 +314,6 @@ class Structures:
 
     @property
     def newest(self) -> Structure:
-        """Return the structure of the server's optimizer."""
         return self._all[-1]
 
     def of(self, group: int) -> Structure:
@@ -360,14 +351,13 @@ class Structures:
         self._at = dict(state["at"])
 
     def move(self, group: int, structure: Structure, number: int | None) -> None:
-        """Record a group's change to a structure; ``number`` is from `find`."""
         if number is None:
             self._all.append(structure)
         self._at[group] = len(self._all) - 1 if number is None else number
 
 
 def read_structure(tree: Any, known: int) -> tuple[Structure, list[dict[str, Any]], dict[str, Tensor], dict[int, Any]]:
-    """Read a group's description of an optimizer's parameter groups.
+    """Read a group's description of an optimizer's parameter groups, which had ``known`` parameters before.
 
     Args:
         tree: ``{"groups": [{..., "params": [indices]}], "weights": {name: tensor}, "state": {index: {...}}}``.

@@ -3,9 +3,9 @@
 Rule 1: both sides derive the same division from layout, number of servers and optimizer; it is never sent.
 Rule 2: if the optimizer treats each element independently, servers hold ranges of equal bytes, and a tensor may be cut.
 Otherwise, or if this is not known, they hold whole parameters.
-Rule 3: a cut is at a multiple of 64 elements of its tensor (`lightning_omni.methods.model.fragments.divide`), so that
-vectors of the processor are not cut, and stepping a share is bitwise equal to stepping the whole.
-Rule 4: each server cuts its own share into fragments, so a fragment of all parameters is divided as they are.
+Rule 3: a cut is at a multiple of 64 elements of its tensor, so that vectors of the processor are not cut, and stepping
+a share is bitwise equal to stepping the whole.
+Rule 4: each server cuts its own share into fragments.
 """
 
 from __future__ import annotations
@@ -147,14 +147,14 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
         return [_joined(spec, each) for spec, each in zip(self.layout.specs, pieces, strict=True)]
 
     def memories(self, into: Tensor) -> list[Tensor] | None:
-        """Return each share's range in flat memory of the whole; None if shares are not laid out as its ranges."""
+        """Return each share's range in flat memory of the whole; None if the shares are no such ranges."""
         if not self._is_contiguous:
             return None
         ends = zip(self._begins, self.shares, strict=True)
         return [into[begin : begin + share.nbytes] for begin, share in ends]
 
     def write(self, into: Tensor, parts: Sequence[Tensor]) -> None:
-        """Copy flat memory of each share into flat memory of the whole; parts that are ranges from `memories` stay.
+        """Copy flat memory of each share into flat memory of the whole; parts from `memories` stay.
 
         Raises:
             MalformedMessage: a part has another size than its share.
@@ -220,7 +220,7 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
         return merged
 
     def _merged_residual(self, owed: Sequence[Tensors]) -> list[Tensor | None]:
-        """Merge residuals as `merged` does, with zeros for a server without a residual."""
+        """Merge residuals, with zeros for a server without one."""
         known = {
             place: part
             for places, parts in zip(self.places, owed, strict=True)
@@ -241,7 +241,7 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
     # --- Trees: states of optimizers and methods ---------------------------------------------------------------------
 
     def tree_parts(self, tree: Any) -> list[Any]:
-        """Split a tree, as in `lightning_omni.methods.ServerSide.state`, into one tree for each server.
+        """Split a tree, as from `lightning_omni.methods.ServerSide.state`, into one for each server.
 
         A list with one entry per parameter is divided, and so is a dict keyed by their indices, as in torch's optimizer
         states; every server gets all other values.
@@ -326,7 +326,7 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
     # --- Optimizers --------------------------------------------------------------------------------------------------
 
     def described(self, description: Mapping[str, Any] | None, server: int) -> dict[str, Any] | None:
-        """Return a server's part of the description of an optimizer that steps at the servers."""
+        """Return a server's part of the description of an optimizer."""
         if description is None:
             return None
         held = [name for group in description["groups"] for name in group["params"]]  # states are keyed by index in it
@@ -352,7 +352,7 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
 def over_parameters(tree: Any, specs: Sequence[TensorSpec], make: Callable[[Any, int | None], Any]) -> Any:
     """Apply ``make`` to each value of a tree as in `Partition.tree_parts`, of the whole or of one server.
 
-    ``make`` also gets the index of the value's parameter in ``specs``, None for a value of no parameter.
+    ``make`` also gets the index of the value's parameter, or None.
     """
     if _is_by_place(tree):
         return {place: {key: make(value, place) for key, value in values.items()} for place, values in tree.items()}
@@ -421,7 +421,7 @@ def _moved(values: Sequence[Sequence[Any]], before: Sequence[Layout], after: Seq
 
 
 def _gathered(spec: TensorSpec, pieces: Sequence[tuple[TensorSpec, Any]]) -> Any:
-    """Return an entry's value from overlapping pieces, with zeros in the gaps; None if none overlaps."""
+    """Return an entry's value from overlapping pieces, with zeros in the gaps; None without any."""
     whole: Tensor | None = None
     for held, value in pieces:
         part = _overlap(spec, held)
@@ -462,7 +462,6 @@ def _piece(tensor: Tensor, whole: TensorSpec, part: TensorSpec) -> Tensor:
 
 
 def _overlap(spec: TensorSpec, held: TensorSpec) -> TensorSpec | None:
-    """Return the part of an entry in a held range of the same tensor, if any."""
     start, stop = spec.bounds
     begin, end = max(start, held.bounds[0]), min(stop, held.bounds[1])
     if (begin, end) == (start, stop):
@@ -492,14 +491,12 @@ def _piece_of(value: Any, whole: TensorSpec, part: TensorSpec) -> Any:
 
 
 def _joined_of(values: Sequence[Any], spec: TensorSpec) -> Any:
-    """Return one parameter's value from several servers: the whole tensor, or a value that is the same for all."""
     if len(values) > 1 and all(isinstance(value, Tensor) and value.dim() == 1 for value in values):
         return _joined(spec, values)
     return values[0]
 
 
 def _is_by_place(tree: Any) -> bool:
-    """Return whether a tree is a dict of dicts keyed by indices, like an optimizer's state."""
     return isinstance(tree, Mapping) and all(
         isinstance(place, int) and isinstance(value, Mapping) for place, value in tree.items()
     )

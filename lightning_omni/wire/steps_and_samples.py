@@ -1,7 +1,7 @@
 """Progress of a run in samples, from which steps are derived.
 
-Each group counts its own steps, but all share the count of trained samples: one step of the run is a reference batch of
-them, the samples of one step of DDP, whichever group trained them.
+Groups count their own steps, but share the count of trained samples: one step of the run is a reference batch, the
+samples of one step of DDP.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 class ReferenceBatch:
     """The samples of one step of DDP, with all ranks of the run's start in one group.
 
-    ``window`` is the number of batches whose gradients are accumulated for one step.
+    ``window`` is the number of batches accumulated for one step.
 
     Example:
         >>> ReferenceBatch(ranks=4, batch_size=8, window=2).samples
@@ -31,7 +31,6 @@ class ReferenceBatch:
 
     @property
     def batch(self) -> int:
-        """Return the samples in one batch of all ranks."""
         return self.ranks * self.batch_size
 
 
@@ -44,7 +43,7 @@ class Progress:
         epochs: number of finished epochs.
         samples: samples of the current epoch trained by all groups.
         past: steps of DDP in the finished epochs; None if these were like the current one.
-        past_batches: batches of each rank of DDP in the finished epochs; None as for ``past``.
+        past_batches: batches of each rank of DDP in these; None as for ``past``.
 
     Example:
         >>> progress = Progress(ReferenceBatch(4, 8), batches=10, epochs=2, samples=100)
@@ -73,15 +72,12 @@ class Progress:
         return self.steps_before(self.epochs) + min(self.steps_an_epoch, self.samples // self.reference.samples)
 
     def steps_before(self, epoch: int) -> int:
-        """Return the steps of DDP before an epoch; later epochs count as the current one."""
+        """Return the steps of DDP before an epoch, if later epochs are like the current one."""
         past = self.epochs * self.steps_an_epoch if self.past is None else self.past
         return past + (epoch - self.epochs) * self.steps_an_epoch
 
     def batches_before(self, epoch: int) -> int:
-        """Return the batches of each rank of DDP before an epoch.
-
-        Steps do not determine them: a step may have accumulated more or fewer.
-        """
+        """Return the batches of each rank of DDP before an epoch, which steps do not determine."""
         past = self.epochs * self.batches if self.past_batches is None else self.past_batches
         return past + (epoch - self.epochs) * self.batches
 
@@ -93,8 +89,8 @@ class Progress:
 
         Args:
             frequency: batches between two steps of the schedule.
-            steps: optimizer steps since the start of the epoch; negative before it, as is the result: the last epoch
-                then counts as one like this.
+            steps: optimizer steps since the start of the epoch; if negative, so is the result, as if the last epoch
+                were like this one.
 
         Example:
             >>> progress = Progress(ReferenceBatch(4, 8), batches=10)

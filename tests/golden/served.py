@@ -30,7 +30,7 @@ from lightning_omni.server.event_log import Event
 from lightning_omni.server.service import Out
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, pack, unpack
-from lightning_omni.wire.handshake import attach_mac, rank_mac, session_key
+from lightning_omni.wire.handshake import client_mac, session_key
 from lightning_omni.wire.layout import Layout
 from lightning_omni.wire.messages import EpochPlan
 
@@ -152,7 +152,7 @@ class Session:
     def join(self, rank: int, **changes: Any) -> None:
         hello = self.hello(rank, **changes)
         challenge = self.control(rank, hello)
-        self.control(rank, m.Proof(mac=rank_mac(KEY, hello, challenge.nonce)))
+        self.control(rank, m.Proof(mac=client_mac(KEY, hello, challenge.nonce)))
         self._sessions[rank] = session_key(KEY, hello, challenge.nonce)
         self.attach(rank, b"d%d" % rank)
 
@@ -160,7 +160,7 @@ class Session:
         attach = m.Attach(rank=rank, nonce=bytes([rank]) * 32)
         (asked,) = self.say(m.DATA, peer, attach)
         assert isinstance(asked.message, m.AttachChallenge)
-        mac = attach_mac(self._sessions[rank], "rank", attach, asked.message.nonce)
+        mac = client_mac(self._sessions[rank], attach, asked.message.nonce)
         self.say(m.DATA, peer, m.AttachProof(mac=mac))
 
     def join_all(self) -> None:
@@ -735,7 +735,7 @@ def admits() -> Session:
     for changes in others:
         hello = session.hello(1, **changes)
         challenge = session.control(8, hello)
-        session.control(8, m.Proof(mac=rank_mac(KEY, hello, challenge.nonce)))
+        session.control(8, m.Proof(mac=client_mac(KEY, hello, challenge.nonce)))
     session.hear(session.core.refuse(m.CONTROL, b"c9", "not a control message"))
     session.attach(0, b"d9")
     session.say(m.DATA, b"d8", m.AttachProof(mac=b"no"))

@@ -41,9 +41,9 @@ def cut(sizes: Sequence[tuple[int, int]], of: int, first: int = 0, servers: int 
     """Cut tensors into fragments of equal bytes, up to rounding to whole elements.
 
     Args:
-        sizes: elements of each tensor, and bytes of one of them.
+        sizes: elements of each tensor, and bytes of one element.
         of: number of fragments.
-        first: number of tensors before any were added mid-run; 0 for all.
+        first: number of tensors before any were added; 0 for all.
         servers: number of servers, which `divide` the tensors. With several, no tensors are added mid-run.
 
     Example:
@@ -107,7 +107,6 @@ def divide(sizes: Sequence[tuple[int, int]], servers: int) -> list[list[Piece]]:
 
 
 def _cut_at(at: int, count: int) -> int:
-    """Return the cut of a tensor of ``count`` elements nearest to a share's end."""
     return min(count, max(0, at)) if not 0 < at < count else min(count, round(at / UNIT) * UNIT)
 
 

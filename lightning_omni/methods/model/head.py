@@ -1,7 +1,7 @@
 """A merged head: the tail of a network at its one owner, where a group's whole batch passes through it at once.
 
 Hadjis et al. 2016 (Omnivore), "merged fully connected" servers: forward, backward and update of one group's batch
-happen under a lock, so that the head's weights are never stale and never travel. The body stays asynchronous.
+happen under a lock, so that the head's weights are never stale and never travel.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ class MergedHead:
         """Return the head's output.
 
         Args:
-            args: positional arguments of the submodule: trees of tensors and plain values.
+            args: arguments of the submodule: trees of tensors and plain values.
             kwargs: keyword arguments, likewise.
-            training: training mode of the submodule, or of each of its submodules, as from `modes_of`.
-            autocast: the dtype of automatic mixed precision, if any.
+            training: training mode of all submodules, or of each, as from `modes_of`.
+            autocast: dtype of automatic mixed precision, if any.
             exclusive: whether a backward pass will follow.
 
         Raises:
@@ -101,7 +101,7 @@ class MergedHead:
     def backward(self, gradients: Sequence[Tensor | None], scale: float = 1.0) -> HeadBackwardPass:
         """End the access with a gradient for each tensor of the output; None where it took no part in the loss.
 
-        ``scale`` multiplies the gradients of the parameters, but not those of the inputs.
+        ``scale`` multiplies only the gradients of the parameters.
         """
         inputs, outputs = self._inputs, self._outputs
         self.abandon()
@@ -147,7 +147,7 @@ class MergedHead:
 
 
 def modes_of(module: nn.Module) -> tuple[bool, ...]:
-    """Return whether each submodule is in training mode, itself first; a shared one counts each time."""
+    """Return whether each submodule is in training mode, itself first; shared ones count each time."""
     return tuple(each.training for _, each in module.named_modules(remove_duplicate=False))
 
 
@@ -160,13 +160,17 @@ class HeadConnection(Protocol):
     def take_back(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[tuple[torch.Size, torch.dtype]]
     ) -> Sequence[Tensor | None]:
-        """Return the inputs' gradients for the output's, None for an output that took no part in the loss."""
+        """Return the inputs' gradients for the output's; None for tensors that took no part."""
 
 
-def pass_through(passage: HeadConnection, tree: Any) -> tuple[Tensor, ...]:
-    """Return the tensors of a merged head's output for ``tree`` (arguments, keyword arguments), for backward passes."""
-    # The anchor makes autograd call `_Pass.backward` even if no input requires a gradient.
-    anchor = torch.zeros((), requires_grad=True)
+def pass_through(passage: HeadConnection, tree: Any, anchor: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Return the tensors of a merged head's output for ``tree`` (arguments, keyword arguments), with autograd.
+
+    The ``anchor``, a number that requires a gradient, is for `torch.autograd.grad`, which then also goes through a head
+    in front of all weights of its inputs.
+    """
+    # An anchor makes autograd call `_Pass.backward` even if no input requires a gradient.
+    anchor = torch.zeros((), requires_grad=True) if anchor is None else anchor
     outputs: tuple[Tensor, ...] = _Pass.apply(  # type: ignore[no-untyped-call, unused-ignore]  # until torch 2.14
         passage, tree, anchor, *tensors_of(tree)
     )
@@ -193,7 +197,7 @@ class _Pass(torch.autograd.Function):
 def clip(gradients: Sequence[Tensor | None], value: float, algorithm: str) -> None:
     """Clip the gradients of all parameters together, in place, as Lightning does by ``"norm"`` or ``"value"``.
 
-    ``value`` is the largest norm or magnitude; 0 clips nothing.
+    A ``value`` of 0 clips nothing.
     """
     there = [gradient for gradient in gradients if gradient is not None]
     if not value or not there:

@@ -1,8 +1,7 @@
 """A torch module as plain data, from which another process can rebuild it without pickle.
 
-The *description* has a module's class path, plain attributes and buffers, and the descriptions of its children. It
-contains no code: classes are imported by name, and only from ``torch.nn`` and from modules that the server was started
-to allow.
+The *description* has a module's class path, plain attributes and buffers, and the descriptions of its children. Classes
+are imported by name, and only from ``torch.nn``, or if the server was started to allow them.
 """
 
 from __future__ import annotations
@@ -27,14 +26,10 @@ T = TypeVar("T")
 def admitting(
     base: type[T], home: tuple[str, str], what: str, option: str, allowed: Sequence[str]
 ) -> Callable[[str], type[T]]:
-    """Return a function from class path to class, for classes that are torch's or in ``allowed``.
+    """Return a function from class path to class, for subclasses of ``base`` that are torch's or in ``allowed``.
 
-    Args:
-        base: their base class.
-        home: torch's module of such classes, and the prefix of its submodules.
-        what: the kind of class, for messages.
-        option: option of ``lightning-omni serve`` that allows a class.
-        allowed: class paths.
+    ``home`` is torch's module of such classes and the prefix of its submodules; ``what`` (the kind of class) and
+    ``option`` (of ``lightning-omni serve``) are for messages.
     """
 
     def resolve(path: str) -> type[T]:
@@ -66,7 +61,7 @@ def admitting(
 def import_class(path: str) -> type:
     """Return the class at ``module:Class``, or ``module:Outer.Inner``.
 
-    Every step of the path must be a class, so that it cannot lead to a module's own imports.
+    Every step must be a class, so that a path cannot lead to a module's own imports.
     """
     module, _, name = path.partition(":")
     found: Any = importlib.import_module(module)
@@ -129,7 +124,7 @@ def _describe(module: nn.Module, names: Mapping[int, str], where: str) -> dict[s
 def check_describable(module: nn.Module, where: str = "") -> None:
     """Raise `UnsupportedError` unless the module's class can be imported by name and the module has no hooks.
 
-    ``where`` is its name; hooks of the described module itself (``""``) run at the caller and are allowed.
+    ``where`` is its name; hooks of the outermost module (``""``) run at the caller and are allowed.
     """
     kind, shown = type(module), where or "the module itself"
     if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
@@ -258,7 +253,7 @@ def _decode(value: Any) -> Any:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """Return the tensors of a tree of tuples, lists and dicts, the only containers that may hold any."""
+    """Return the tensors of a tree of tuples, lists and dicts."""
     found: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:

@@ -22,13 +22,12 @@ class Pulled(msgspec.Struct, frozen=True):
     """The server's answer.
 
     Attributes:
-        tensors: one for each parameter, in the optimizer's order; empty if none were requested. They are only valid
-            until the group side's next request.
+        tensors: one for each parameter, in the optimizer's order, valid until the group side's next request; empty if
+            none were requested.
         clock: number of updates that the master weights contain.
-        note: one number from the server side.
-        refused: whether the push was refused (not finite, or computed from newer weights than the server has, see
-            `Method.resyncs`); ``tensors`` are then the master weights.
-        fragment: the fragment of ``tensors``, one for each of its pieces; None for all parameters.
+        refused: whether the push was refused (not finite, or see `Method.resyncs`); ``tensors`` are then the master
+            weights.
+        fragment: fragment of ``tensors``, one for each of its pieces; None for all parameters.
     """
 
     tensors: Sequence[Tensor]
@@ -56,12 +55,10 @@ class Drift:
         self._read[fragment] = self._now
 
     def forget(self, places: Iterable[int]) -> None:
-        """Record that these weights equal the server's."""
         for place in places:
             self._moved.pop(place, None)
 
     def has(self, place: int, fragment: int | None = None) -> bool:
-        """Return whether the group has moved a weight, or the part of it in a fragment."""
         read = max(self._read.get(None, 0), self._read.get(fragment, 0))
         return self._moved.get(place, 0) > read
 
@@ -73,20 +70,19 @@ class Replica:
     values may move it. It is exchanged only where groups have trained it before: see `agreed`.
 
     Args:
-        parameters: the parameters, in the optimizer's order; moved in place.
-        optimizer: the worker's own optimizer over them.
-        group: number of this rank's group.
+        parameters: in the optimizer's order; moved in place.
+        optimizer: the worker's own optimizer.
 
     Attributes:
-        first: number of the parameters that existed before training began.
-        servers: number of servers; fragments are cut from their shares of the parameters.
+        first: number of parameters before any were added.
+        servers: number of servers, from whose shares of the parameters fragments are cut.
         clock: the server's clock when the weights were read.
-        peers: numbers of the groups that are alive, this one included.
+        peers: numbers of the live groups, this one included.
         drift: the weights that differ from the server's.
-        memory: state of the method's group side: plain values, tensors and lists of them.
-        closure: computes loss and gradients again within the current step, for optimizers that call it.
+        memory: state of the group side: plain values, tensors and lists of them.
+        closure: computes loss and gradients again, for optimizers that call it in their step.
         loss: the closure's result for the present gradients.
-        arguments: further keyword arguments of the current step of the worker's own optimizer.
+        arguments: further keyword arguments of the optimizer's current step.
     """
 
     def __init__(self, parameters: Sequence[Parameter], optimizer: Optimizer, group: int = 0) -> None:
@@ -108,7 +104,7 @@ class Replica:
         return tensor.detach()
 
     def weights(self) -> list[Tensor]:
-        """Return the live weights for reading; `load`, `move`, `descend`, `overwrite` and `mix` write them."""
+        """Return the live weights, for reading only."""
         return [self.here(parameter) for parameter in self.ordered]
 
     def pieces(self, fragment: int | None, of: int) -> Pieces:
@@ -168,7 +164,7 @@ class Replica:
         self.drift.move(self._trained_by(gradient))
 
     def _evaluated(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Wrap the closure to return the known loss first, unless the optimizer (such as SAM) has moved the weights."""
+        """Return the closure with the known loss first, unless the optimizer (such as SAM) has moved the weights."""
         known, before = [self.loss], self._versions()
 
         def evaluated() -> Any:
@@ -184,12 +180,11 @@ class Replica:
         return [(self.here(tensor).data_ptr(), tensor._version) for tensor in tensors]
 
     def _trained_by(self, gradient: Sequence[Tensor | None]) -> list[int]:
-        """Return the indices of weights that a step with this gradient may have moved."""
         pairs = zip(self.ordered, gradient, strict=True)
         return [place for place, (each, part) in enumerate(pairs) if part is not None or each.requires_grad]
 
     def part(self, fragment: int | None, of: int) -> list[Tensor]:
-        """Return the weights' pieces of a fragment; None for all weights."""
+        """Return the weights' pieces of a fragment, or all weights if it is None."""
         return read(self.weights(), self.pieces(fragment, of))
 
     def overwrite(self, values: Sequence[Tensor], fragment: int | None = None, of: int = 1) -> None:
@@ -198,7 +193,7 @@ class Replica:
         self.drift.read(fragment)
 
     def mix(self, pulled: Pulled, of: int, own: float = 0.0) -> None:
-        """Set ``weights = own * weights + (1 - own) * pulled`` in the pulled fragment; ``own`` is 0 if frozen."""
+        """Set ``weights = own * weights + (1 - own) * pulled`` in the pulled fragment; ``own`` is 0 for frozen ones."""
         pieces, weights = self.pieces(pulled.fragment, of), self.weights()
         values = [value.to(mine) for mine, value in zip(read(weights, pieces), pulled.tensors, strict=True)]
         if own:
@@ -217,7 +212,7 @@ class Replica:
         return not self.ordered[place].requires_grad and not self.drift.has(place, fragment)
 
     def offered(self, weights: Sequence[Tensor], fragment: int | None = None, of: int = 1) -> list[Tensor | None]:
-        """Return the weights, or their pieces of a fragment, that are to be averaged; None for the agreed ones."""
+        """Return the weights, or their pieces of a fragment, to be averaged; None for the agreed ones."""
         agreed = self.agreed(fragment, of)
         return [None if known else weight for weight, known in zip(weights, agreed, strict=True)]
 
@@ -251,7 +246,7 @@ class Replica:
     def remember(self, name: str) -> list[Tensor]:
         """Return the weights at the first call with this name, from ``memory``.
 
-        Parameters that were added mid-run have their value at the first call with them.
+        Parameters added mid-run have their value at the first call with them.
         """
         kept: list[Tensor] = self.memory.setdefault(name, [])
         kept.extend(copies(self.weights()[len(kept) :]))
@@ -262,11 +257,7 @@ class Replica:
     ) -> list[Tensor | None]:
         """Return ``factor * (weights - since)``; None for an unchanged weight that no optimizer moves any more.
 
-        Args:
-            since: from `remember`.
-            factor: 1 or -1.
-            fragment: number of the fragment; None for all.
-            of: number of fragments.
+        ``since`` is from `remember`, ``factor`` 1 or -1, and ``fragment`` one of ``of`` fragments, or None for all.
         """
         pieces = self.pieces(fragment, of)
         weights, before = read(self.weights(), pieces), read(since, pieces)
@@ -281,8 +272,8 @@ class Replica:
         r"""Return the weights without Nesterov's look-ahead, as momentum methods send them to each other.
 
         ``torch.optim.SGD(nesterov=True)`` keeps the point :math:`\tilde x = x + \delta v` at which the next gradient is
-        taken; with :math:`v = -\eta b` for its buffer b, this returns :math:`x = \tilde x + \eta\delta b`. It does so
-        for classes with SGD in their names; for any other optimizer it returns copies of the weights.
+        taken; with :math:`v = -\eta b` for its buffer b, this returns :math:`x = \tilde x + \eta\delta b`. For
+        optimizers without SGD in their class's names it returns copies of the weights.
         """
         bases = [weight.clone() for weight in self.weights()]
         kinds = type(self.optimizer).__mro__
@@ -301,7 +292,7 @@ class Replica:
         return bases
 
     def state(self) -> dict[str, Any]:
-        """Return weights, clock, memory and optimizer state, for `load_state`. The tensors are live."""
+        """Return weights, clock, memory and optimizer state. The tensors are live."""
         return {
             "weights": self.weights(),
             "clock": self.clock,
@@ -319,7 +310,7 @@ class Replica:
 def optimizer_state_of(optimizer: Optimizer) -> dict[Any, Any]:
     """Return an optimizer's state without its hyperparameters.
 
-    An optimizer that wraps another may have a ``state_dict`` of its own form, which is returned whole.
+    That of an optimizer that wraps another, and has a ``state_dict`` of its own form, is returned whole.
     """
     everything = optimizer.state_dict()
     state: dict[Any, Any] = everything.get("state", everything)
@@ -327,7 +318,6 @@ def optimizer_state_of(optimizer: Optimizer) -> dict[Any, Any]:
 
 
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
-    """Load the result of `optimizer_state_of`; the optimizer's hyperparameters stay."""
     own = optimizer.state_dict()
     optimizer.load_state_dict({**own, "state": state} if "state" in own else dict(state))
 

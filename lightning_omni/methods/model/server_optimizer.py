@@ -1,7 +1,7 @@
 """The master weights of one optimizer, and the user's torch optimizer that moves them.
 
 A torch optimizer reaches the server as a *description*: class path, defaults, parameter groups, plain attributes. It is
-never pickled, so a message cannot execute code of its sender's choice.
+never pickled, so a message cannot execute its sender's code.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Master:
     """Master weights, their optimizer, and their clock: one tick for each applied update.
 
     Args:
-        parameters: every parameter that the optimizer moves, by name; used in place, not copied.
+        parameters: every parameter that the optimizer moves, by name; used in place.
         optimizer: the user's optimizer over exactly these parameters; None if the workers' own optimizers step.
         clock: number of updates that the values already contain.
-        first: number of the parameters that existed before training began; None for all.
-        servers: number of servers whose partitions this master holds together, as in a simulation.
+        first: number of parameters before any were added; None for all.
+        servers: number of servers whose partitions this master holds, as in a simulation.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class Master:
         """Replace the optimizer's parameter groups; state stays with its parameter.
 
         Args:
-            groups: settings, with the indices of parameters under ``params``.
-            state: optimizer state, by parameter index, of parameters that have none yet.
+            groups: settings, with parameter indices under ``params``.
+            state: optimizer state by parameter index, for parameters that have none.
         """
         assert self.optimizer is not None
         before = self.optimizer.param_groups
@@ -119,10 +119,9 @@ class Master:
         """Make one step of the user's optimizer: ``weights, clock = step(weights, gradients), clock + 1``.
 
         Args:
-            gradients: one for each parameter in order, or ``None``, which skips the parameter as torch does (no weight
-                decay, no momentum).
-            hyperparameters: one mapping for each parameter group; they replace the optimizer's own.
-            step_scale: factor of the learning rate of this one step.
+            gradients: one for each parameter; None skips it as torch does (no weight decay, no momentum).
+            hyperparameters: one mapping for each parameter group, which replaces the optimizer's own.
+            step_scale: factor of the learning rate, for this step.
         """
         assert self.optimizer is not None, "this method's optimizer runs at the workers"
         left_out = {*_NOT_SETTINGS, *self._kept_settings}
@@ -162,7 +161,7 @@ class Master:
         self._has_checked_state = bool(self.optimizer.state)
 
     def step(self, optimizer: Optimizer, gradients: Sequence[Tensor | None], fragment: int | None = None) -> None:
-        """Make one step of any optimizer over the parameters or a fragment. The clock ticks."""
+        """Make one step of any optimizer over the parameters or a fragment; the clock ticks."""
         parameters = self.fragment(fragment)
         pairs = [(p, gradient) for p, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
         for some in _steppable_together(optimizer, pairs):
@@ -244,9 +243,9 @@ def check_state(optimizer: Optimizer, weights: Mapping[int, Tensor], state: Mapp
 
 
 def detach_state(optimizer: Optimizer, detached: dict[Tensor, Any]) -> None:
-    """Stash the state of parameters that no group holds any more, and restore that of parameters that returned.
+    """Stash the state of parameters that no group holds any more, and restore that of those that returned.
 
-    Otherwise ``state_dict()``, which numbers the parameters in groups, would fail on such state.
+    ``state_dict()`` fails on the state of a parameter that no group holds.
     """
     held = set(held_by(optimizer))
     for parameter in [each for each in optimizer.state if isinstance(each, Tensor) and each not in held]:
@@ -260,10 +259,8 @@ def hyperparameters_of(
 ) -> list[dict[str, Any]]:
     """Return the hyperparameters of each parameter group as plain values.
 
-    Args:
-        optimizer: the optimizer.
-        of: parameters of which a returned group holds some; None returns all groups.
-        are_needed: whether an optimizer is to step with them; if not, values that are not plain are left out.
+    With ``of``, only groups that hold some of these parameters, or are empty, are returned. Unless ``are_needed``,
+    values that are not plain are left out.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -286,7 +283,7 @@ def hyperparameters_of(
 
 
 def _read_from_devices(values: Iterable[Any]) -> dict[int, Any]:
-    """Return the numbers of one-element tensors on a device by identity; those of a dtype are read in one copy."""
+    """Return the numbers of one-element tensors on a device, by ``id``; those of one dtype in one copy."""
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for value in values:
         if isinstance(value, Tensor) and value.numel() == 1 and not value.is_cpu:
@@ -317,12 +314,9 @@ def set_hyperparameter(group: dict[str, Any], name: str, value: Any) -> None:
 
 
 def describe(optimizer: Optimizer, names: Mapping[Tensor, str], with_state: bool = True) -> dict[str, Any]:
-    """Describe a torch optimizer, so that `rebuild` can copy it in another process.
+    """Describe a torch optimizer, whose ``step`` needs no closure, so that `rebuild` can copy it in another process.
 
-    Args:
-        optimizer: any optimizer whose ``step`` needs no closure.
-        names: the parameters that the copy is to move.
-        with_state: whether to include its state.
+    ``names`` are those of the parameters that the copy is to move.
     """
     check_servable(optimizer)
     marks = {} if type(optimizer).__module__.startswith("torch.optim.") else _marks_of(names)
@@ -341,7 +335,6 @@ def describe(optimizer: Optimizer, names: Mapping[Tensor, str], with_state: bool
 
 
 def _marks_of(names: Mapping[Tensor, str]) -> dict[str, dict[str, Any]]:
-    """Return, by name, plain attributes of parameters, which their optimizer may read."""
     marks = {
         name: {key: value for key, value in vars(parameter).items() if _is_mark(key, value)}
         for parameter, name in names.items()
@@ -350,13 +343,11 @@ def _marks_of(names: Mapping[Tensor, str]) -> dict[str, dict[str, Any]]:
 
 
 def _is_mark(name: str, value: Any) -> bool:
-    """Return whether an attribute is sent: a number or text that has no meaning in torch."""
     is_number = isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 63)
     return (value is None or is_number or isinstance(value, str)) and not hasattr(Parameter, name)
 
 
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the attributes that an optimizer has beside those of every torch optimizer."""
     return {key: value for key, value in vars(optimizer).items() if key not in _torch_attributes()}
 
 
@@ -365,7 +356,7 @@ def plain_attributes_of(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def has_own_step(optimizer: Optimizer) -> bool:
-    """Return whether an instance has a step of its own, as apex's ASP sets one."""
+    """Return whether the instance has a step of its own, as from apex's ASP."""
     step = vars(optimizer).get("step")
     while step is not type(optimizer).step and (
         hasattr(step, "_wrapped_by_lr_sched") or hasattr(step, "_torchdynamo_orig_callable")
@@ -399,12 +390,10 @@ def directions_of(optimizer: Optimizer) -> dict[int, float]:
 
 
 def holds(group: Mapping[str, Any], of: Container[Tensor]) -> bool:
-    """Return whether a group holds some of these parameters, or is empty."""
     return not group["params"] or any(parameter in of for parameter in group["params"])
 
 
 def state_of(optimizer: Optimizer, of: Container[Tensor]) -> dict[int, Any]:
-    """Return the state of these parameters, by their indices among them."""
     everything = optimizer.state_dict()["state"]
     return {place: everything[whole] for place, whole in enumerate(places_of(optimizer, of)) if whole in everything}
 
@@ -418,10 +407,7 @@ def rebuild(
 ) -> Optimizer:
     """Make the optimizer that `describe` described, over parameters of the same names.
 
-    Args:
-        description: from `describe`.
-        parameters: the parameters to move, by name.
-        resolve: maps a class path to its class; by default only ``torch.optim`` is allowed.
+    ``resolve`` maps a class path to its class; by default only ``torch.optim`` is allowed.
 
     Raises:
         UnsupportedError: the class is not allowed or cannot be imported.
@@ -513,7 +499,6 @@ def _is_plain(value: Any) -> bool:
 
 @cache
 def _torch_attributes() -> frozenset[str]:
-    """Return the attributes that ``Optimizer.__init__``, torch or schedulers add to an instance."""
     bare = object.__new__(Optimizer)
     Optimizer.__init__(bare, [torch.zeros(1)], {})
     return frozenset(vars(bare)) | {"step", "_opt_called", "_step_count", "_step_supports_amp_scaling"}

@@ -1,10 +1,8 @@
 """Tensors that no optimizer moves (buffers, frozen parameters, averages), and their merge where groups synchronize.
 
 Inside an epoch they are each group's own. Running statistics of normalization layers become the mean over the groups,
-which have seen other samples of the same distribution; a group in which they are not finite is left out: its push was
-refused then, and its weights are finite again. All others become those of the recorder's group, as under DDP those of
-rank 0: a mean of two queues, two codebooks or two vectors of unit length has no meaning, and tensors that belong
-together (a queue and its pointer, a scale and its zero point) stay together.
+without a group in which they are not finite. All others become those of the recorder's group, as under DDP those of
+rank 0: a mean of two queues, two codebooks or two vectors of unit length has no meaning.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ class Merge(Enum):
 
 @dataclass(frozen=True, eq=False)
 class BufferSync:
-    """A tensor that no optimizer moves, with its name in the module and the rule for merging it."""
+    """A tensor that no optimizer moves, with the rule for merging it."""
 
     name: str
     tensor: Tensor
@@ -87,7 +85,7 @@ def merge(parallel: ParallelState, untrained: Iterable[BufferSync]) -> None:
     """Merge the groups' own tensors, in one order on all ranks, which call it as one process group.
 
     Raises:
-        UnsupportedError: one of them is sparse, or has another shape on another rank.
+        UnsupportedError: one is sparse, or has another shape on another rank.
     """
     everything = list(untrained)
     check_dense((each.name, each.tensor) for each in everything)
@@ -143,7 +141,7 @@ def _average(parallel: ParallelState, untrained: Sequence[BufferSync]) -> None:
 def _counts(parallel: ParallelState) -> bool:
     """Return whether this rank's group counts in a mean over the groups. All ranks call it.
 
-    A group that has joined since the last synchronization began with its mean, from which the others have continued.
+    A group that has joined since the last synchronization began with its mean.
     """
     if parallel.registration is None:
         return True
@@ -160,7 +158,7 @@ def _take_largest(untrained: Sequence[BufferSync]) -> None:
 
 
 def _take_first(parallel: ParallelState, untrained: Sequence[BufferSync]) -> None:
-    """Copy the recorder's tensors to all ranks where they differ; equal ones, such as a mask, are not sent."""
+    """Copy the recorder's tensors to all ranks where they differ."""
     are_one = _are_one(parallel, fingerprints(each.tensor for each in untrained))
     differ = [each for each, is_one in zip(untrained, are_one, strict=True) if not is_one]
     if differ:

@@ -1,4 +1,4 @@
-"""Writes of user code during training: to weights, buffers, optimizers and their state, in hooks for example.
+"""Writes of user code during training: to weights, buffers, optimizers and their state.
 
 Rule 1: at a synchronization point, the recorder's written values are copied to all ranks and to the server.
 Rule 2: while several groups train, a write to weights or states is refused in that very step, unless the method steps
@@ -36,12 +36,10 @@ class ExternalWrites:
     """The detection of user code's writes, and their distribution to all ranks and the server.
 
     Attributes:
-        buffers: returns the model's buffers.
         others: returns the model's parameters, and averages of them that a callback keeps: a target network, for
             example, is written although no optimizer moves it.
         switched: returns whether the user has replaced attached optimizers.
-        reattach: attaches the present optimizers.
-        are_validations_apart: whether one group validates while others train, so that no validation is for all groups.
+        are_validations_apart: whether one group validates while others train.
     """
 
     def __init__(self, parallel: ParallelState, exchange: ServerExchange, states: StateTransfer) -> None:
@@ -57,12 +55,11 @@ class ExternalWrites:
         self._attributes_seen: dict[Optimizer, dict[str, Any]] = {}
 
     def watch(self, module: Module | None) -> None:
-        """Watch the buffers and parameters of a module, or of none, in a loop without Lightning."""
         self.buffers = tuple if module is None else lambda: buffers_of(module)
         self.others = tuple if module is None else lambda: parameters_of(module)
 
     def begin(self) -> None:
-        """Record that all ranks and the server have the present values, as training begins or new groups start."""
+        """Record that all ranks and the server have the present values."""
         for part in self._parallel.parts:
             part.replica.know()
         self._know_states()
@@ -83,7 +80,6 @@ class ExternalWrites:
         return found
 
     def others_followed(self) -> None:
-        """Record that buffers and ``others`` are the same on all ranks."""
         self._buffers_seen, self._others_seen = _marks(self.buffers()), _marks(self.others())
 
     def follow(self) -> None:
@@ -102,7 +98,7 @@ class ExternalWrites:
         self._know_states()
 
     def finish(self) -> None:
-        """Copy the recorder's writes since the last synchronization to all ranks, when training has ended."""
+        """Copy the recorder's writes since the last synchronization to all ranks, after training."""
         weights, loose = self._all_reduce_max(self._written())
         if weights and self._parallel.share is not None:
             self._hand_over(keep_states=True)
@@ -115,10 +111,7 @@ class ExternalWrites:
     # --- A step -------------------------------------------------------------------------------------------------------
 
     def check(self, part: Part) -> None:
-        """Raise `UnsupportedError` if user code has written weights, state or attributes of a server-side optimizer.
-
-        This group's gradient would be of other weights than the server's.
-        """
+        """Raise `UnsupportedError` if user code has written weights, state or attributes of a server-side optimizer."""
         parallel = self._parallel
         if (
             parallel.exchanges
@@ -181,7 +174,6 @@ class ExternalWrites:
         return is_replaced or any(state.get(parameter) for parameter in part.replica.ordered)
 
     def _changed_attribute(self, part: Part) -> str:
-        """Return the name of a user-changed attribute of an optimizer that steps at the server, or ``""``."""
         if not (seen := self._attributes_seen.get(part.optimizer)):
             return ""
         now = plain_attributes_of(part.optimizer)
@@ -230,7 +222,6 @@ class ExternalWrites:
         self._share((each.name, each.tensor) for each in whole)
 
     def _are_written(self, others: Sequence[BufferSync], known: Set[int]) -> list[bool]:
-        """Return which of ``others``, without the ``known`` identities, were written since the last synchronization."""
         seen = self._others_seen if len(self._others_seen) == len(others) else [0] * len(others)
         marks = iter(_marks(each for each in others if id(each.tensor) not in known))
         return [id(each.tensor) not in known and next(marks) != then for each, then in zip(others, seen, strict=True)]

@@ -1,7 +1,6 @@
 """A rank's side of a merged head: it sends activations to the server, and gets outputs and gradients back.
 
-A loss's backward pass runs through it as through any function of torch. The members' rows form one batch: the leader
-sends it to the head, and each member gets its own rows back.
+The members' rows form one batch: the leader sends it to the head, and each member gets its own rows back.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ class RemoteHead:
         return with_tensors(self._output, outputs)
 
     def _evaluate(self, tree: Any) -> Any:
-        """Return the output for this rank's rows, on which the head is not trained; a rank may request it alone."""
+        """Return the output for this rank's rows, without training; a rank may request it alone."""
         with self._exchange.timed():
             answer, payload = self._ask(self._forward(tree, exclusive=False), m.HeadOutput)
         output = unpack(answer.packed, payload)
@@ -103,7 +102,7 @@ class RemoteHead:
         """End a step, after which the submodule may be used again.
 
         Raises:
-            UnsupportedError: a weight of the submodule got a gradient on this rank, where no optimizer would step it.
+            UnsupportedError: a weight of the submodule got a gradient on this rank.
         """
         self.release()
         self.side.step_done()
@@ -116,7 +115,7 @@ class RemoteHead:
                 )
 
     def bring(self, tree: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Send the group's batch to the head, and return this rank's rows of each tensor of the output.
+        """Send the group's batch to the head, and return this rank's rows of each output tensor.
 
         ``tensors`` replace those of the ``tree`` of arguments and keyword arguments.
         """
@@ -153,7 +152,7 @@ class RemoteHead:
     ) -> list[Any]:
         """Send the gradients of the output to the head, which makes a step; return those of this rank's inputs.
 
-        A gradient is None if its output took no part in the loss; ``inputs`` are shape and dtype of each input tensor.
+        A gradient is None if its output took no part in the loss; ``inputs`` are each input's shape and dtype.
         """
         parallel = self._parallel
         self.side.end()
@@ -188,7 +187,6 @@ class RemoteHead:
         return len(self._parallel.members) > 1
 
     def _count_rows(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Return the number of rows of each member's tensors; nothing in a group of one."""
         if not self._is_shared:
             return []
         sizes = {tensor.shape[0] if tensor.ndim else -1 for tensor in tensors}
@@ -203,7 +201,7 @@ class RemoteHead:
         return [int(rows) for rows in of_all]
 
     def _share_presence(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradients, with zeros for each that is missing on this member and present on another."""
+        """Return the gradients, with zeros for those that only other members have."""
         if not self._is_shared or len(gradients) == 1:  # without it there is no backward pass
             return list(gradients)
         flags = torch.tensor([int(each is not None) for each in gradients], device=self._parallel.device)

@@ -24,15 +24,14 @@ class FSDP:
     """The settings of fully sharded data parallelism inside each compute group (torch's ``fully_shard``).
 
     Every rank of a group holds and exchanges a shard, with rows of every parameter; no rank ever has the whole model:
-    see docs/how-to/large-models.md.
+    see :doc:`/how-to/large-models`.
 
     Args:
         shards: number of ranks that hold one replica of the model together, 2 or more. A group has one or more
-            replicas, whose gradients are averaged, so that groups may have different sizes. None is the size of the
-            smallest group.
+            replicas, whose gradients are averaged. None is the size of the smallest group.
         distributed_checkpoint: whether a checkpoint is a folder to which each rank writes its shard
             (torch.distributed.checkpoint, as ModelParallelStrategy saves it), instead of one file that rank 0 writes.
-            Both kinds can be loaded in any case. Only OmniStrategy uses it.
+            Both kinds can always be loaded. Only OmniStrategy uses it.
 
     Raises:
         ConfigurationError: an argument is wrong; the message names it.
@@ -62,10 +61,8 @@ class ModelParallel:
     """The settings of Lightning's ModelParallelStrategy for each compute group: FSDP2 and tensor parallelism inside it.
 
     Args:
-        data_parallel_size: ranks of the group that get samples of their own; ``"auto"`` is the number of the group's
-            nodes.
-        tensor_parallel_size: ranks that compute one batch together; ``"auto"`` is the number of the group's ranks on
-            each node.
+        data_parallel_size: ranks of the group that get samples of their own; ``"auto"`` is the number of its nodes.
+        tensor_parallel_size: ranks that compute one batch together; ``"auto"`` is the group's ranks on each node.
         distributed_checkpoint: whether each rank writes its shard of a checkpoint, as with `FSDP`.
 
     Raises:
@@ -100,13 +97,12 @@ class ModelParallel:
 
     @property
     def product(self) -> int | None:
-        """Return the number of ranks that hold a model together; None if it depends on a group's nodes."""
         if self.data_parallel_size == "auto" or self.tensor_parallel_size == "auto":
             return None
         return self.data_parallel_size * self.tensor_parallel_size
 
     def sizes(self, ranks: Sequence[int]) -> tuple[int, int]:
-        """Return both sizes as numbers, for the ranks of one group on each of its nodes.
+        """Return both sizes as numbers, for a group's ranks on each of its nodes.
 
         Raises:
             ConfigurationError: the number of ranks is no multiple of the sizes' product; or differs from it, if a size
@@ -131,7 +127,7 @@ def shown(sharding: Sharding) -> str:
 
 
 def evenly(ranks: int, groups: int, sharding: Sharding) -> Topology:
-    """Return groups whose sizes differ as little as possible, in units of neighbours that hold a model together.
+    """Return groups of equal size, as far as possible, in units of neighbours that hold a model together.
 
     Raises:
         ConfigurationError: that number of groups is impossible.
@@ -149,7 +145,7 @@ def evenly(ranks: int, groups: int, sharding: Sharding) -> Topology:
 def sizes_in(
     topology: Topology, sharding: FSDP | ModelParallel, ranks_per_node: Sequence[int], joins: bool = False
 ) -> tuple[int, int]:
-    """Return data-parallel and tensor-parallel size of a replica of the model; groups hold one or more replicas.
+    """Return data-parallel and tensor-parallel size of a replica of the model.
 
     ``joins`` tells whether this is one group of a run that others join.
 
@@ -213,7 +209,7 @@ def columns_of(topology: Topology, length: int) -> Topology:
 def mesh_of(members: Sequence[int], groups: Sequence[Any], tensor: int, device: str) -> DeviceMesh:
     """Return the mesh of ranks that hold a model together. The default process group must be that of all ranks.
 
-    ``groups`` are the process group of all ``members`` and, for two dimensions, those of this rank's column and row of
+    ``groups`` are the process groups of all ``members`` and, for two dimensions, of this rank's column and row of
     ``tensor`` ranks.
     """
     if len(groups) == 1:

@@ -1,4 +1,4 @@
-"""Changes of the user's parameter groups in the midst of a run, for example by a callback that unfreezes layers.
+"""Changes of the user's parameter groups in mid-run, for example by a callback that unfreezes layers.
 
 Rule 1: every rank of a group arrives at a change at the same step, and makes the same calls; the leader sends the
 change to the server.
@@ -38,7 +38,7 @@ _UNLIKE = (
 
 
 class ParameterGroups:
-    """The agreement of this rank's parts, and of the server, with the parameter groups of the user's optimizers."""
+    """The agreement of this rank's parts, and of the server, with the user's parameter groups."""
 
     def __init__(self, parallel: ParallelState, exchange: ServerExchange) -> None:
         self._parallel, self._exchange = parallel, exchange
@@ -63,7 +63,7 @@ class ParameterGroups:
         """Bring the optimizers' parameters into the first rank's order. All ranks call it before several groups train.
 
         Raises:
-            ConfigurationError: an optimizer holds other parameters, or in other parameter groups, on another rank.
+            ConfigurationError: optimizers hold different parameters or parameter groups.
         """
         self.renew()
         held = dict(self._held())
@@ -97,7 +97,7 @@ class ParameterGroups:
         return [list(part.replica.parameters)[: part.replica.first] for part in self._parallel.parts]
 
     def begin_with(self, layouts: Sequence[Sequence[str]]) -> None:
-        """Adopt these `first_layouts` of the run that this rank's group has joined, if they differ from its own.
+        """Adopt these `first_layouts` of the run that this rank's group has joined.
 
         Raises:
             ConfigurationError: one of the parameters is not in the model.
@@ -121,7 +121,7 @@ class ParameterGroups:
     def follow(self, index: int) -> bool:
         """Follow a change of one optimizer; return whether parameters were added.
 
-        All ranks of a group call it between two gradients.
+        All ranks of a group call it, between two gradients.
 
         Raises:
             UnsupportedError: the change cannot be followed.
@@ -164,7 +164,6 @@ class ParameterGroups:
         return bool(fresh)
 
     def check_alike(self) -> None:
-        """Raise an error unless all ranks, which call it, hold the same parameters."""
         mine = _digest(repr([(list(part.replica.parameters), self._places(part)) for part in self._parallel.parts]))
         largest, smallest = self._parallel.all_reduce_max([mine, -mine])
         if largest != -smallest:
@@ -254,7 +253,7 @@ class ParameterGroups:
     # --- To the server ---------------------------------------------------------------------------------------------
 
     def _check_same_in_group(self, text: str) -> None:
-        """Raise `UnsupportedError` unless all members of the group make this change: their collectives must match."""
+        """Raise `UnsupportedError` unless all members of the group make this change."""
         parallel = self._parallel
         if len(parallel.members) == 1:
             return
@@ -320,7 +319,7 @@ def _layout_with(part: Part, fresh: Mapping[str, Parameter]) -> Layout:
 
 
 def _take_over(parameters: list[Parameter], values: list[Tensor]) -> None:
-    """Copy the server's weights into added parameters, which others train already or which are random here."""
+    """Copy the server's weights into added parameters, which are random here or trained elsewhere."""
     for parameter, value in zip(parameters, values, strict=True):
         own = parameter.detach()
         if not torch.equal(own, value := value.to(own.device)):

@@ -1,10 +1,9 @@
 """The averaging of gradients by the members of a compute group: an all-reduce format, in DistributedDataParallel.
 
-DDP calls a communication hook for each bucket of gradients, in one order on all ranks. The hook averages the format's
-messages by `torch.distributed.all_reduce` at once, so that the order of collectives is the same on all ranks, also with
-those of the module (SyncBatchNorm's) in between. On a CUDA device they have a stream of their own, in parallel with the
-backward pass; on a CPU the backward pass waits for all but the last bucket, which `Reduction.seconds` counts, so the
-buckets are larger there (`Reduction.ddp_options`).
+DDP calls a communication hook for each bucket of gradients. The hook averages the format's messages by
+`torch.distributed.all_reduce` at once, so that the order of collectives is the same on all ranks, also with
+SyncBatchNorm's in between. On a CUDA device they have a stream of their own; on a CPU the backward pass waits for all
+but the last bucket, which `Reduction.seconds` counts.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ short."""
 
 
 class Reduction:
-    """The averaging of a rank's gradients over its group, whatever groups are formed.
+    """The averaging of a rank's gradients over its group.
 
     Attributes:
-        format: the all-reduce format of modules that are wrapped from now on.
+        format: the all-reduce format of modules that are wrapped next.
         seconds: seconds of collectives on a CPU so far.
         memory: this rank's memory of the format, by parameter.
     """
@@ -57,7 +56,7 @@ class Reduction:
         self._wrapped: list[ref[DistributedDataParallel]] = []
 
     def ddp_options(self, module: torch.nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the user's arguments of DistributedDataParallel; an inexact format has larger buckets on a CPU."""
+        """Return the user's arguments of DDP; an inexact format has larger buckets on a CPU."""
         on_cpu = all(each.device.type == "cpu" for each in module.parameters())
         is_open = not isinstance(self.format, Exact) and on_cpu and "bucket_cap_mb" not in given
         return {**given, "bucket_cap_mb": BUCKET_MB} if is_open else dict(given)
@@ -65,7 +64,7 @@ class Reduction:
     def install(self, module: Any, group: Any) -> None:
         """Install the hook by which DDP averages a wrapped module's gradients in the present format.
 
-        The exact format needs none, nor does a module that DDP does not wrap, as in a group of one.
+        The exact format needs none, nor does a group of one.
         """
         if not isinstance(module, DistributedDataParallel):
             self._wrapped = []
@@ -84,8 +83,8 @@ class Reduction:
     def check_reduced(self, parameters: Collection[Parameter]) -> None:
         """Raise torch's error if a backward pass has left gradients unaveraged, for which other members wait.
 
-        torch finds it in the next forward pass, before which the members would wait for each other in an exchange.
-        Modules without these ``parameters`` are left out, because their backward pass may still follow.
+        torch would find it in the next forward pass, after the exchange. Modules without these ``parameters`` are left
+        out: their backward pass may still follow.
         """
         wrapped = [module for each in self._wrapped if (module := each()) is not None]
         for module in wrapped:
@@ -93,7 +92,7 @@ class Reduction:
                 check_reduced(module)
 
     def forget(self) -> None:
-        """Clear the memory, because its residuals belong to gradients that no longer exist."""
+        """Clear the memory: its residuals belong to gradients that no longer exist."""
         self.memory.clear()
 
     def _hook(self, state: tuple[AllReduce, Any], bucket: Any) -> torch.futures.Future[Tensor]:
@@ -109,7 +108,7 @@ class Reduction:
         return _done(flat)
 
     def _beside(self, state: tuple[AllReduce, Any], bucket: Any, flat: Tensor) -> torch.futures.Future[Tensor]:
-        """Average a bucket in a separate stream, which waits for its gradients; DDP waits for the stream."""
+        """Average a bucket in a separate stream, for which DDP waits."""
         device = flat.device
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
@@ -142,7 +141,7 @@ def timed_part(items: Iterable[T], nbytes: Callable[[T], int]) -> list[T]:
 def seconds_of_arithmetic(format_: AllReduce, shapes: Iterable[Sequence[int]], device: torch.device) -> float:
     """Return the seconds that a rank computes to average its gradients once, without communication.
 
-    The largest of the ``shapes`` of all parameters that fit into `TIMED_BYTES` are timed, and the others extrapolated.
+    The largest ``shapes`` that fit into `TIMED_BYTES` are timed, and the others extrapolated.
     """
     shapes = list(shapes)
     timed = [torch.ones(tuple(shape), device=device) for shape in timed_part(shapes, lambda each: 4 * math.prod(each))]
@@ -167,7 +166,7 @@ def _holds(module: torch.nn.Module, parameters: Iterable[Parameter]) -> bool:
 def _reals(bucket: Any) -> list[Tensor]:
     """Return the gradients of a bucket, in its memory; a complex number as two real ones, in one more dimension.
 
-    For complex parameters torch has twice as many real numbers in the bucket, and ``gradients()`` returns half of them.
+    For complex parameters torch's ``gradients()`` returns half of the numbers.
     """
     parameters: list[Tensor] = bucket.parameters()
     if not any(each.is_complex() for each in parameters):
@@ -192,17 +191,11 @@ TIMED_PUSHES = 3
 
 
 def seconds_of_push(optimizer: Optimizer) -> float:
-    """Return the seconds that a server takes for one push of the gradients of all parameters, without communication.
+    """Return the seconds that a server takes for one push of all gradients, without communication.
 
-    On the CPU, in one thread, as a server does by default, it copies the gradients, lets the optimizer step, and copies
-    the weights for the answer. The largest parameters that fit into `TIMED_BYTES` are timed, and the others
-    extrapolated. The optimizer stays unchanged. The result is 0 if no server can run it, or not without its state, or
-    no parameter is trained.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.zeros(1000))
-        >>> 0 < seconds_of_push(torch.optim.SGD([weight], lr=0.1)) < 1
-        True
+    On the CPU, in one thread, it copies the gradients, steps a copy of the optimizer, and copies the weights. The
+    largest parameters that fit into `TIMED_BYTES` are timed, and the others extrapolated. The result is 0 if no server
+    can run the optimizer, or not without its state, or no parameter is trained.
     """
     every: list[Tensor] = [each for each in held_by(optimizer) if each.requires_grad]
     timed = timed_part(every, lambda each: each.nbytes)

@@ -1,4 +1,4 @@
-"""A rank's copy of one optimizer's parameters: its flat layout for exchanges, and the detection of others' writes."""
+"""A rank's copy of one optimizer's parameters: its flat layout, and the detection of others' writes."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ class ModelReplica(Replica):
         return self._layout_of({name: here(parameter) for name, parameter in self.parameters.items()})
 
     def described(self) -> dict[str, Any]:
-        """Return the optimizer's description for a server, with the state of this rank's part of the parameters."""
+        """Return the optimizer's description for a server, with the state of this rank's part."""
         description = describe(self.optimizer, {parameter: name for name, parameter in self.parameters.items()})
         if self._is_shared:
             description["state"] = parts_of(description["state"])
         return description
 
     def part_of(self, tree: Any) -> Any:
-        """Return this rank's part of a tree of sharded tensors, or of whole ones, which `over_parameters` traverses."""
+        """Return this rank's part of a tree of sharded tensors, or of whole ones."""
         if not self._is_shared or any(isinstance(leaf, DTensor) for leaf in tree_leaves(tree)):
             return parts_of(tree)
 
@@ -84,7 +84,7 @@ class ModelReplica(Replica):
         return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)
 
     def sharded(self, tree: Any) -> Any:
-        """Return a tree of this rank's parts as tensors, sharded as their parameters are. The whole group calls it."""
+        """Return a tree of this rank's parts as tensors, sharded as their parameters. The whole group calls it."""
 
         def part(value: Any, index: int | None) -> Any:
             return value if index is None or not isinstance(value, Tensor) else like(value, self.ordered[index])
@@ -120,7 +120,7 @@ class ModelReplica(Replica):
         self._lay_out()
 
     def grow(self, more: Mapping[str, Parameter], version: int) -> None:
-        """Append parameters, which gives the layout the version that the server has assigned."""
+        """Append parameters; the layout gets the version that the server has assigned."""
         self._version = version
         self.parameters.update(more)
         self.ordered.extend(more.values())
@@ -209,7 +209,7 @@ class ModelReplica(Replica):
         return self._writes.of_trained(self.parameters, in_passing)
 
     def own_frozen(self) -> set[str]:
-        """Return the names of weights that other code has written while frozen, so that they are this group's."""
+        """Return the names of frozen weights that other code has written, so that they are this group's."""
         return self._writes.of_frozen(self.parameters)
 
     def gradients(self) -> list[Tensor | None]:
@@ -248,7 +248,7 @@ class ModelReplica(Replica):
     def restore(self, but_frozen: bool = False) -> None:
         """Restore the group's own weights, if they were stashed.
 
-        With ``but_frozen``, frozen weights are left out: all groups continue with the evaluated ones.
+        With ``but_frozen``, all groups continue with the evaluated frozen weights.
         """
         if self._stashed is None:
             return
@@ -267,7 +267,7 @@ class ModelReplica(Replica):
         self._stashed = self._stashed_drift = None
 
     def abandon(self) -> None:
-        """Drop the stashed weights and the memory: training continues, or ends, with the evaluated weights."""
+        """Drop the stashed weights and the memory: the evaluated weights stay."""
         self._stashed = None
         self.memory.clear()
 
@@ -344,7 +344,6 @@ class Part:
 
     @property
     def arrangement(self) -> list[list[int]]:
-        """Return the parameters of each parameter group, as identities for a quick comparison."""
         return [list(map(id, group["params"])) for group in self.optimizer.param_groups]
 
 
@@ -358,11 +357,10 @@ def _as_many(memories: list[Memory], count: int, make: Callable[[], Memory]) -> 
 
 
 class Writes:
-    """A record of the weights as they were loaded. Parameters are identified by their index, which never changes.
+    """A record of the weights as they were loaded, by index.
 
-    Trained weights are compared with the loaded ones; of a frozen weight, which most steps do not change, a few
-    elements are compared, unless torch has counted a write. A frozen weight that was written (a target network's, for
-    example) belongs to the group that wrote it.
+    Trained weights are compared with the loaded ones; of a frozen weight a few elements, unless torch has counted a
+    write. A frozen weight that was written (a target network's, for example) belongs to the group that wrote it.
     """
 
     def __init__(self) -> None:
@@ -382,7 +380,7 @@ class Writes:
         self.mark(parameters)
 
     def follow(self, parameters: Sequence[Parameter], weights: Sequence[Tensor]) -> None:
-        """Record that the group's method has moved the loaded weights; the record is updated in place."""
+        """Record in place that the group's method has moved the loaded weights."""
         if len(self._loaded) < len(weights):
             self.remember(parameters, copies(weights))
         else:
@@ -460,9 +458,9 @@ class Writes:
 
 
 def fingerprints(tensors: Iterable[Tensor], most: int | None = None) -> list[int]:
-    """Return a checksum of each tensor, by which a write is detected; all tensors leave a device in one copy.
+    """Return a checksum of each tensor, by which a write is detected.
 
-    Of each tensor about ``most`` elements are read, spread over it; all of them if it is None.
+    Of each about ``most`` elements are read, spread over it; None reads all.
     """
     if not (flats := [here(tensor).flatten() for tensor in tensors]):
         return []
@@ -475,7 +473,7 @@ def fingerprints(tensors: Iterable[Tensor], most: int | None = None) -> list[int
 
 
 def _are_equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
-    """Return whether all pairs are equal; False if in doubt. One number is read from a device."""
+    """Return whether all pairs are equal; False if in doubt."""
     pairs = list(pairs)
     devices = {tensor.device for pair in pairs for tensor in pair}
     if len(devices) != 1 or torch.device("cpu") in devices:

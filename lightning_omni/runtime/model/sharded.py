@@ -41,9 +41,9 @@ def is_sharded(module: Module) -> bool:
 def shard(module: Module, mesh: DeviceMesh) -> None:
     """Apply ``fully_shard`` to a module's children and to their blocks, unless a parameter is sharded already.
 
-    Blocks are the outermost entries of every ModuleList, ModuleDict and Sequential in a child (the layers of a
-    transformer), without those that have no parameters or share one with another module of the child. The module itself
-    is left as it is, because Lightning calls its ``training_step`` and not its ``forward``.
+    Blocks are the outermost entries of every ModuleList, ModuleDict and Sequential in a child, without those that have
+    no parameters or share one with another module of the child. The module itself is left as it is: Lightning calls its
+    ``training_step``, not its ``forward``.
 
     Raises:
         UnsupportedError: two children share a parameter.
@@ -87,7 +87,7 @@ def check_sharded(
 ) -> None:
     """Raise `UnsupportedError` unless ranks hold every exchanged parameter together.
 
-    With ``is_replicated``, FSDP2 is to average gradients over several replicas in a group.
+    With ``is_replicated``, a group has several replicas.
     """
     for name, parameter in parameters.items():
         if not isinstance(parameter, DTensor):
@@ -121,7 +121,7 @@ def check_sharded(
 
 
 def division_of(parameters: Iterable[Tensor], mesh: DeviceMesh) -> str:
-    """Describe each member's part of each parameter, equally where all groups divide them alike."""
+    """Describe each member's part of each parameter, equally where groups divide them alike."""
     lies = [str(each.placements) for each in parameters if isinstance(each, DTensor)]
     return f"{' x '.join(map(str, mesh.shape))} ranks, {hashlib.sha256(repr(lies).encode()).hexdigest()[:8]}"
 
@@ -139,10 +139,9 @@ def check_clipping(optimizers: Iterable[Optimizer], sharding: Sharding) -> None:
 
 
 def reshard(module: Module | None) -> None:
-    """Release parameters that a forward without a backward pass has left gathered, because they may be outdated.
+    """Release parameters that a forward without a backward pass has left gathered: they may be outdated.
 
-    Until then the module's parameters are the gathered ones; if the user has frozen or unfrozen these, so are the
-    sharded ones afterwards.
+    If the user has frozen or unfrozen gathered ones, so are the sharded ones afterwards.
     """
     if module is None:
         return
@@ -158,8 +157,7 @@ def reshard(module: Module | None) -> None:
 def average_over_replicas(module: Module, mean: Callable[[Tensor], None] | None) -> None:
     """Install the hook by which FSDP2 averages gradients over replicas, after it has averaged them over the ranks.
 
-    ``mean`` replaces this rank's part of a gradient by the mean over the replicas; None, with one replica, removes the
-    hook.
+    ``mean`` replaces this rank's part of a gradient by the mean over replicas; None removes the hook.
 
     Raises:
         UnsupportedError: this release of torch cannot do it, or a user's own hook would be replaced.
@@ -195,7 +193,7 @@ run."""
 def share_initial(module: Module, holders: Topology, rank: int) -> None:
     """Copy the parameters of the recorder's replica to all others, share by share, and the buffers of rank 0.
 
-    All ranks call it, while the default process group is that of all.
+    All ranks call it, while their process group is the default.
     """
     mine, first = holders.members(holders.group_of(rank)), holders.members(holders.group_of(RECORDER))
     index = mine.index(rank)
@@ -260,7 +258,7 @@ def _part(flat: Tensor, number: int, of: int) -> Tensor:
 
 
 def complete(tensors: Iterable[Tensor]) -> None:
-    """Pass the parts that ranks have written `here` on to their tensor-parallel row. All ranks of the row call it."""
+    """Pass the parts that ranks have written `here` on to their tensor-parallel row. All its ranks call it."""
     copied: dict[torch.dtype, list[DTensor]] = {}
     for tensor in tensors:
         if isinstance(tensor, DTensor) and _copy_of(tensor)[1] > 1:
@@ -364,14 +362,13 @@ def state_like(state: Mapping[Any, Mapping[str, Any]], optimizer: Optimizer) -> 
 
 
 def load_state(optimizer: Optimizer, state: Mapping[Any, Mapping[str, Any]]) -> None:
-    """Load a state of `here` parts into an optimizer; its hyperparameters stay."""
     load_optimizer_state(optimizer, state_like(state, optimizer))
 
 
 def state_rows(saved: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     """Return a ``state_dict`` of whole parameters with its state sharded as the optimizer's own.
 
-    Its parameter groups number the parameters: ModelParallelStrategy counts frozen ones, too.
+    ModelParallelStrategy numbers frozen parameters, too.
     """
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     held = dict(zip(numbers, held_by(optimizer), strict=False))  # torch raises an error if one is longer
@@ -397,7 +394,7 @@ def _converted(
 def whole(tree: Any, keeps: bool) -> Any:
     """Return a tree in which whole tensors on the CPU replace sharded ones. Every member of the group calls it.
 
-    The trees differ only in values. Ranks that do not keep the tensors (``keeps``) get None in their places.
+    Ranks that do not keep the tensors (``keeps``) get None in their places.
     """
 
     def gathered(leaf: Any) -> Any:
@@ -410,7 +407,7 @@ def whole(tree: Any, keeps: bool) -> Any:
 
 
 def in_order(tree: Any) -> Any:
-    """Return a tree whose mappings by number are in ascending order on all members."""
+    """Return a tree whose mappings by number are in ascending order."""
     if isinstance(tree, Mapping):
         keys = sorted(tree) if all(isinstance(key, int) for key in tree) else list(tree)
         return {key: in_order(tree[key]) for key in keys}
@@ -422,7 +419,7 @@ def in_order(tree: Any) -> Any:
 def tensors_of(module: Module) -> dict[str, Any]:
     """Return a module's own tensors by name, as torch reads them.
 
-    A user's class may have a ``state_dict()`` that takes no arguments, and returns copies or other names.
+    A user's own ``state_dict()`` may return copies or other names.
     """
     return dict(Module.state_dict(module, keep_vars=True))
 

@@ -1,4 +1,4 @@
-"""Tensors of several ranks: their comparison before the first collective, and their transfer whatever their layout."""
+"""The comparison of several ranks' tensors before the first collective, and their transfer whatever their layout."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lightning_omni.runtime._private import ignored_by_ddp, put_in_order
 def contiguous(tensor: Tensor, name: str) -> Iterator[Tensor]:
     """Provide contiguous memory with a tensor's values for a collective; afterwards the tensor has the memory's.
 
-    The memory is the strided tensor's own if that is contiguous; ``name`` is for errors.
+    The memory is the tensor's own if that is contiguous; ``name`` is for errors.
 
     Raises:
         UnsupportedError: the tensor cannot have these values.
@@ -50,7 +50,7 @@ def contiguous(tensor: Tensor, name: str) -> Iterator[Tensor]:
 
 
 def write(tensor: Tensor, values: Tensor, name: str = "a tensor") -> None:
-    """Overwrite a strided tensor by values of its shape; a number that several of its elements share is written once.
+    """Overwrite a strided tensor by values of its shape; a number that elements share is written once.
 
     Raises:
         UnsupportedError: elements that share a number would get different values.
@@ -93,7 +93,7 @@ def make_alike(module: Module, rank: int, largest: Largest, may_reorder: bool = 
     ``may_reorder`` is false if code depends on the order already.
 
     Raises:
-        ConfigurationError: the module has other tensors on another rank, or another order that may not be changed.
+        ConfigurationError: the ranks' modules have different tensors, or orders that may not be changed.
     """
     remedy = "all ranks train one model: build it alike on each of them"
     order = agree(_tensors_of(module), rank, largest, remedy)
@@ -105,7 +105,6 @@ def make_alike(module: Module, rank: int, largest: Largest, may_reorder: bool = 
 
 
 def check_all_shared(module: Module) -> None:
-    """Raise `UnsupportedError` if the user has excluded trained weights from DDP, which groups cannot exchange then."""
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     if ignored := trained & ignored_by_ddp(module):
         raise UnsupportedError(
@@ -117,8 +116,7 @@ def check_all_shared(module: Module) -> None:
 def agree(found: Mapping[str, str], rank: int, largest: Largest, remedy: str) -> list[str] | None:
     """Compare named descriptions with those of the other ranks. All ranks call it.
 
-    Return None if all ranks have the same order; otherwise the names in the order of the first rank. ``remedy`` ends an
-    error message.
+    Return None if all have the same order, otherwise the first rank's. ``remedy`` ends an error message.
 
     Raises:
         ConfigurationError: another rank has other items or descriptions.
@@ -138,7 +136,7 @@ def agree(found: Mapping[str, str], rank: int, largest: Largest, remedy: str) ->
 
 
 def describe(tensor: Tensor) -> str:
-    """Describe the properties of a parameter or buffer that must be equal on all ranks."""
+    """Describe the properties of a tensor that must be equal on all ranks."""
     if is_lazy(tensor):
         return "of no shape yet"
     words = [f"{tensor.dtype} of shape {list(tensor.shape)}".removeprefix("torch.")]
@@ -190,7 +188,6 @@ def _difference(mine: Mapping[str, str], theirs: Mapping[str, str], rank: int, f
 
 
 def _text_of(is_mine: bool, text: str, largest: Largest) -> str:
-    """Return the text of one rank on all ranks; it is sent rarely, so each byte is sent as a number."""
     mine = text.encode() if is_mine else b""
     [length] = largest([len(mine)])
     return bytes(largest([*mine] or [0] * length)).decode()

@@ -1,4 +1,4 @@
-"""The model on the ranks of a group, in DistributedDataParallel or sharded, and a check that gradients are averages."""
+"""The model on the ranks of a group, in DDP or sharded, and a check that gradients are averages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ModelWrapper:
     # --- Held by each rank -------------------------------------------------------------------------------------------
 
     def wrap(self, module: Module, ddp_options: dict[str, Any]) -> Module:
-        """Wrap a module into DistributedDataParallel over the compute group; a group of one needs none."""
+        """Wrap a module into DDP over the compute group; a group of one needs none."""
         parallel = self._parallel
         if len(parallel.members) == 1:
             signature(DistributedDataParallel).bind(module, process_group=None, **ddp_options)  # refuses what DDP does
@@ -56,7 +56,7 @@ class ModelWrapper:
         """Copy the parameters and buffers of rank 0 to all ranks, before training begins. All ranks call it.
 
         Raises:
-            UnsupportedError: one of them is sparse, or is excluded from DDP although there are several groups.
+            UnsupportedError: one is sparse, or is excluded from DDP although there are several groups.
             ConfigurationError: another rank has other parameters or buffers.
         """
         ignored = ignored_by_ddp(module)
@@ -82,8 +82,7 @@ class ModelWrapper:
     def shard(self, module: Module) -> None:
         """Shard a module over the ranks that hold a replica of it together. All ranks call it, before training.
 
-        With a `ModelParallel` the module is parallelized already; otherwise see
-        `lightning_omni.runtime.model.sharded.shard`.
+        With a `ModelParallel` the module is parallelized already.
 
         Raises:
             ConfigurationError: the module has other tensors on another rank.
@@ -119,7 +118,7 @@ def take_from_rank_zero(named: Iterable[tuple[str, Tensor]]) -> None:
 
 @contextmanager
 def frozen(parameters: Iterable[Parameter]) -> Iterator[None]:
-    """Freeze parameters while DDP is constructed: it waits for gradients, and those of merged heads never arrive."""
+    """Freeze parameters while DDP is constructed: it would wait for gradients that never arrive."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     try:
         for parameter in trainable:
@@ -139,7 +138,7 @@ _TOLERANCE = 1e-3
 
 
 def ranks_elsewhere(what: Module | Optimizer, members: Collection[int]) -> set[int]:
-    """Return the ranks outside ``members`` with which a module or optimizer has collectives, as DDP or ZeRO has."""
+    """Return the ranks outside ``members`` with which a module or optimizer has collectives."""
     group = getattr(what, "process_group", None)
     try:
         return set(dist.get_process_group_ranks(group)) - {*members} if isinstance(group, dist.ProcessGroup) else set()
@@ -150,7 +149,7 @@ def ranks_elsewhere(what: Module | Optimizer, members: Collection[int]) -> set[i
 class ReductionCheck:
     """A check of gradients at an optimizer's first step: of the loop, of new groups, and of unfrozen parameters.
 
-    ``check_reduced`` raises an error if DDP has not averaged the gradients of these parameters, for which others wait.
+    ``check_reduced`` raises an error if DDP has not averaged these parameters' gradients.
     """
 
     def __init__(
@@ -170,7 +169,7 @@ class ReductionCheck:
             self._forget_wrapped()
 
     def renew(self, members: Collection[int], group: Any) -> None:
-        """Check the first steps of new groups; refuse modules that are still wrapped over the earlier ones."""
+        """Check the first steps of new groups; refuse modules that are wrapped over the earlier ones."""
         self._members, self._group = members, group
         self._seen.clear()
         self._forget_wrapped()
@@ -193,7 +192,7 @@ class ReductionCheck:
     def checked(
         self, index: int, parameters: Iterable[Parameter], closure: Callable[[], Any] | None
     ) -> Callable[[], Any] | None:
-        """Compare gradients in the first step of each parameter; return the closure of the step, if there is one.
+        """Compare gradients in the first step of each parameter; return the step's closure.
 
         Raises:
             ConfigurationError: the members of the group have not averaged the gradients.
@@ -223,7 +222,7 @@ class ReductionCheck:
         return checked
 
     def _compare(self, parameters: Sequence[Parameter]) -> None:
-        """Raise `ConfigurationError` if the members have different gradients. All members of the group call it."""
+        """Raise `ConfigurationError` if the members have different gradients. All members call it."""
         self._check_reduced(parameters)
         gradients = [each.grad.detach() for each in parameters if each.grad is not None]
         sums = [torch.stack([each.real.sum().float(), each.abs().sum().float()]) for each in gradients]

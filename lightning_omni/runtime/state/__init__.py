@@ -1,1 +1,1 @@
-"""The state of a run: in checkpoints, for a rollback, in transfer between ranks, and in a validation."""
+"""The state of a run: in checkpoints, for a rollback, in transfer, and in a validation."""

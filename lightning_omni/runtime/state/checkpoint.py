@@ -1,4 +1,4 @@
-"""The state of a run in a checkpoint, which may be a folder, and the state to which a run is rolled back."""
+"""The state of a run in a checkpoint, which may be a folder, and the state for a rollback."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ _TENSOR, _PLACE = "omni.tensor", "omni.place"
 
 
 def is_folder(path: Any) -> bool:
-    """Return whether a path is a checkpoint folder; raise `ConfigurationError` if it is incomplete."""
     if "://" in str(path) or not Path(path).is_dir():
         return False
     if not (Path(path) / METADATA).is_file():
@@ -58,8 +57,8 @@ def is_folder(path: Any) -> bool:
 def save(path: Path, tensors: Mapping[str, Any], plain: Mapping[str, Any], group: Any) -> None:
     """Save a checkpoint in a folder of the same path on all ranks of a process group, which all call it.
 
-    ``tensors`` is a tree of this rank's sharded tensors and of values that are the same on all ranks; of all other
-    data, ``plain``, those of the first rank are saved.
+    ``tensors`` is a tree of this rank's sharded tensors and of values that are the same on all ranks; ``plain``, all
+    other data, is saved from the first rank.
 
     Raises:
         OSError: on all ranks: the checkpoint could not be written; an earlier one is unchanged.
@@ -84,7 +83,7 @@ def save(path: Path, tensors: Mapping[str, Any], plain: Mapping[str, Any], group
 def _writer(partial: Path, path: Path, plain: Mapping[str, Any]) -> Any:
     """Return a writer to a folder beside the checkpoint, which replaces the checkpoint when it is complete.
 
-    The first rank's own operations are in `finish`: torch reports their failure to all ranks, so none waits for it.
+    torch reports failures of `finish` to all ranks, so none waits for the first.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
@@ -99,7 +98,7 @@ def _writer(partial: Path, path: Path, plain: Mapping[str, Any]) -> Any:
 
 
 def _free(partial: Path) -> str:
-    """Return the free disk space, as the end of a message: torch does not report that a disk is full."""
+    """Return the free disk space, for a message: torch does not report that a disk is full."""
     try:
         return f" ({shutil.disk_usage(partial).free / 1e6:.1f} MB are free there)"
     except OSError:
@@ -109,8 +108,8 @@ def _free(partial: Path) -> str:
 def beside(path: Path, suffix: str) -> Path:
     """Return a path beside a checkpoint, for a folder that is not the checkpoint yet, or not any more.
 
-    A killed process leaves such a folder behind. Lightning takes all digits of every name with ``ckpt_`` in it for the
-    N of an ``hpc_ckpt_N.ckpt``, so this name has no ``ckpt_``.
+    Lightning takes the digits of every name with ``ckpt_`` for the N of an ``hpc_ckpt_N.ckpt``, so this name has no
+    ``ckpt_``.
 
     Example:
         >>> beside(Path("hpc_ckpt_2.ckpt"), "17.partial").name
@@ -137,10 +136,9 @@ def by_names(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[Any,
 
 
 def without_tensors(tree: Any, layout: Layout, parameters: Sequence[Tensor], tensors: dict[str, Any]) -> Any:
-    """Return a tree as plain data: references replace its tensors, which are added to ``tensors``, the checkpoint's.
+    """Return a tree as plain data: references replace its tensors, which are added to ``tensors``.
 
-    The tree is this rank's part, with one entry for each parameter, as in
-    `lightning_omni.wire.partition.Partition.tree_parts`.
+    The tree has one entry for each parameter, as in `lightning_omni.wire.partition.Partition.tree_parts`.
     """
 
     def put(value: Any, index: int | None) -> Any:
@@ -175,7 +173,7 @@ class CheckpointFolder:
         return len({name.split(".")[0] for name in self._known if name.startswith("optimizer_")})
 
     def weights(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Read the saved weights into the memory of a module's ``state_dict``, sharded or not, and return them.
+        """Read the saved weights into the memory of a module's ``state_dict``, and return them.
 
         A name that the module lacks has an empty tensor.
         """
@@ -185,7 +183,7 @@ class CheckpointFolder:
         return {name: read.get(begin + name, torch.empty(0)) for name in saved}
 
     def optimizer_state(self, number: int, optimizer: Optimizer, names: Mapping[Any, str]) -> dict[str, Any]:
-        """Return an optimizer's ``state_dict``, its tensors sharded as its parameters are.
+        """Return an optimizer's ``state_dict``, sharded as its parameters.
 
         Raises:
             ConfigurationError: the checkpoint has another number of parameter groups.
@@ -232,7 +230,6 @@ class CheckpointFolder:
         return tree_map(lambda leaf: read[leaf[_TENSOR]] if _is_reference(leaf) else leaf, tree, is_leaf=_is_reference)
 
     def _room(self, name: str, parameter: Tensor | None = None) -> Any:
-        """Allocate memory for an entry: sharded as its parameter if that has the same shape, otherwise whole."""
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
         known = self._known[name]
@@ -270,17 +267,15 @@ class RunCheckpoint:
 
     Attributes:
         cut: the moment of the server at which it was saved.
-        groups: number of groups.
-        samples: samples in the dataset of the cut's epoch, whose total is padded for the number of ranks; 0 if the data
-            were not leased.
+        samples: samples in the dataset, without padding; 0 if the data were not leased.
         progress: progress in samples and steps; None if the data were not leased.
         method: how groups exchanged, as plain data; None, as are all that follow, if only weights were saved.
         parameters: names of the parameters of each optimizer.
         server: state of the method's server side, for each optimizer.
         states: each group's own state: memory and senders for each optimizer and, where optimizers step at the workers,
             weights and optimizer state. Empty if several groups were training.
-        schedules: for each scheduler, its count, and its count if it had kept pace until the exact moment of the save;
-            nothing for one that counts no steps.
+        schedules: for each scheduler, its count, and its count if it had kept pace; nothing for one that counts no
+            steps.
         folder: the folder with the tensors of ``server`` and ``states``; None if these contain them.
     """
 
@@ -312,7 +307,7 @@ class RunCheckpoint:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> RunCheckpoint | None:
-        """Return the contents of a checkpoint's entry; None if the entry is not this package's.
+        """Return the contents of a checkpoint's entry; None if it is not this package's.
 
         Raises:
             ConfigurationError: the entry has another version.
@@ -346,13 +341,10 @@ class RunCheckpoint:
 class RollbackPoint:
     """The state to which a run in one group is rolled back when it has diverged with a chosen setting.
 
-    Hyperparameters are not rolled back. Residuals that the senders have received since belong to weights that no longer
-    exist.
+    Hyperparameters are not rolled back.
 
     Attributes:
         weights: parameters, and averages of them that callbacks keep, each with its value.
-        buffers: buffers, each with its value.
-        optimizers: optimizers, each with its states by parameter.
         senders: memory of the sender of the group's pushes, for each optimizer.
     """
 
@@ -365,7 +357,6 @@ class RollbackPoint:
     def of(
         cls, module: nn.Module, optimizers: Sequence[Optimizer], core: GroupCore, averages: Iterable[Tensor] = ()
     ) -> RollbackPoint:
-        """Capture the present state of a module, its attached optimizers and callbacks' averages of its weights."""
         return cls(
             weights=tuple((each, each.detach().clone()) for each in (*module.parameters(), *averages)),
             buffers=tuple((each, each.detach().clone()) for each in module.buffers()),
@@ -377,16 +368,15 @@ class RollbackPoint:
 
     @property
     def is_spoilt(self) -> bool:
-        """Return whether a number that was finite then is not now, as in an average of weights that were not finite."""
+        """Return whether a number that was finite then is not now."""
         pairs = (*self.weights, *self.buffers)
         return any(bool((_are_finite(kept) & ~_are_finite(tensor.detach())).any()) for tensor, kept in pairs)
 
     @torch.no_grad()
     def keep_weights(self) -> None:
-        """Replace weights and buffers by the present ones, because the run has progressed well so far.
+        """Replace weights and buffers by the present ones.
 
         Optimizer states stay: while several groups train, the present ones are at the server or differ between groups.
-        A few steps compensate for that.
         """
         for tensor, kept in (*self.weights, *self.buffers):
             kept.copy_(tensor)
@@ -404,7 +394,7 @@ class RollbackPoint:
 
 
 def _are_finite(tensor: Tensor) -> Tensor:
-    """Return which elements are finite; torch does not support ``isfinite`` for all floats of 8 bits."""
+    """Return which elements are finite; torch has no ``isfinite`` for some floats of 8 bits."""
     return (tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor).isfinite()
 
 

@@ -20,11 +20,8 @@ _PASSING_ON = {"copy", "torch"}
 class ServedState(defaultdict[Any, Any]):
     """The empty ``state`` of an optimizer that steps at the parameter server.
 
-    In an ordinary dict ``clear()``, ``update({p: {}})`` and the like would leave no trace, and code that reads the
-    state would take it for that of a first step.
-
-    Args:
-        on_read: called at user code's first read of the state.
+    In an ordinary dict ``clear()`` and the like would leave no trace, and code that reads the state would take it for
+    that of a first step. ``on_read`` is called at user code's first read.
     """
 
     def __init__(self, on_read: Callable[[], None]) -> None:

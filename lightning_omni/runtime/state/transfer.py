@@ -72,7 +72,7 @@ class StateTransfer:
             self._residuals.leave_out(saved.states)
 
     def _filled(self, saved: RunCheckpoint) -> RunCheckpoint:
-        """Return a saved state with its folder's tensors: the server's, and those of this rank's group."""
+        """Return a saved state with its folder's tensors: the server's, and those of this group."""
         if saved.folder is None:
             return saved
         folder, parallel = saved.folder, self._parallel
@@ -91,7 +91,7 @@ class StateTransfer:
     # --- Groups are formed -------------------------------------------------------------------------------------------
 
     def hand_out(self) -> None:
-        """Distribute the run's state when several groups begin to train: to the server, and to each group its own."""
+        """Send the run's state to the server, and to each group its own, when several groups begin to train."""
         self.seed()
         states, group = self._resumed.states, self._parallel.group
         in_order = [states[number] for number in sorted(states)]  # numbers may have had gaps, where groups had died
@@ -104,7 +104,7 @@ class StateTransfer:
     def hand_over(self, was_synchronous: bool) -> tuple[tuple[int, int], ...]:
         """Move each piece of the state to its new holder, when other groups are formed. All of their ranks call it.
 
-        With one group from here on, return the ranges of the epoch that the server knows to be trained.
+        With one group from here on, return the trained ranges of the epoch.
         """
         for part in self._parallel.parts:
             part.replica.abandon()  # memory, and a group's own weights
@@ -123,7 +123,7 @@ class StateTransfer:
     def agree(self) -> None:
         """Load the optimizer state of a group's first replica into members with another one, as a loop begins.
 
-        An earlier loop in several groups may have left the difference. All ranks call it.
+        All ranks call it.
         """
         if not self._parallel.process_groups.had_several:
             return
@@ -201,7 +201,7 @@ class StateTransfer:
             self.take_back_in_groups()
 
     def _take_from_recorder(self, optimizer: Optimizer) -> None:
-        """Load the recorder's state of an optimizer that steps on the ranks: that of its replica, share by share."""
+        """Load the recorder's state of an optimizer that steps on the ranks, share by share."""
         parallel = self._parallel
         first = parallel.holders.members(parallel.holders.group_of(RECORDER))
         mine = parallel.holders.members(parallel.holders.group_of(parallel.rank)).index(parallel.rank)
@@ -230,10 +230,7 @@ class StateTransfer:
         load_state(optimizer, state)
 
     def share_hyperparameters(self) -> None:
-        """Set the recorder's learning rates and other hyperparameters on all ranks; warn if they differ.
-
-        They differ where groups have made different numbers of steps, which their schedules have counted.
-        """
+        """Set the recorder's learning rates and other hyperparameters on all ranks; warn if they differ."""
         parallel = self._parallel
         optimizers = list(dict.fromkeys(part.optimizer for part in parallel.parts))
         mine = [hyperparameters_of(optimizer, are_needed=False) for optimizer in optimizers]
@@ -255,14 +252,14 @@ class StateTransfer:
     def take_back_in_groups(self) -> tuple[tuple[int, int], ...]:
         """Call `take_back` on a group's first replica, and load its state into the others. All ranks call it.
 
-        The trained ranges of the epoch are returned on the first replica only.
+        The first replica alone returns the trained ranges of the epoch.
         """
         mine = self.take_back() if self._parallel.exchanges else ()
         self._share([] if self._parallel.steps_at_worker else self._parallel.parts)
         return mine
 
     def take_back(self) -> tuple[tuple[int, int], ...]:
-        """Load the server's state into this rank's optimizers; return the ranges of the epoch that are trained."""
+        """Load the server's state into this rank's optimizers; return the trained ranges of the epoch."""
         snapshot = self._exchange.store.snapshot(with_state=not self._parallel.steps_at_worker)
         self._give_back(snapshot)
         return snapshot.cut.trained
@@ -312,7 +309,7 @@ class StateTransfer:
         return ServerSnapshot(snapshot.cut, whole(in_order(parts), keeps), whole(groups, keeps))
 
     def sharded(self, snapshot: ServerSnapshot) -> ServerSnapshot:
-        """Return a snapshot of this member of the recorder's group, its tensors sharded as their parameters are."""
+        """Return a snapshot of this member of the recorder's group, its tensors sharded as their parameters."""
         parts = []
         for part, theirs in zip(self._parallel.parts, snapshot.parts, strict=True):
             weights = part.replica.sharded(list(theirs["weights"].values()))
@@ -334,7 +331,7 @@ class StateTransfer:
         return state
 
     def _share(self, parts: Sequence[Part]) -> None:
-        """Load the optimizer state of a new group's first replica into its members, which may come from others."""
+        """Load the optimizer state of a new group's first replica into its members."""
         if self._parallel.replicas == 1:
             return
         for part in parts:
@@ -347,12 +344,11 @@ class StateTransfer:
 class Residuals:
     """The memory of the senders of this rank's pushes, of which nothing may be lost or sent twice.
 
-    Rule 1: only a leader has residuals, because it alone sends; where a model is sharded, each rank that exchanges a
-    share. So they are counted once.
+    Rule 1: only a leader has residuals; where a model is sharded, each rank that exchanges a share.
     Rule 2: a residual outlives its group. When other groups are formed, each new leader gets the sum of the residuals
     of its group's ranks (with the same share); while one group trains, which sends nothing, it keeps them.
     Rule 3: the loss of a residual is logged: of the remainder when training ends, and of one in a checkpoint that this
-    run cannot restore. A rank that dies takes its residual along, as it does the gradient that it was computing.
+    run cannot restore. A rank that dies takes its residual along.
     """
 
     def __init__(self, parallel: ParallelState) -> None:
@@ -368,7 +364,7 @@ class Residuals:
     def resume(self, index: int, saved: Mapping[str, Any]) -> None:
         """Restore the sender's memory from the group's own state in a checkpoint, when training begins.
 
-        A residual of another wire format is not restored; the user is warned of its loss.
+        A residual of another wire format is not restored; the user is warned.
         """
         sender = saved.get("sender")
         if sender is None or not self._parallel.exchanges:
@@ -396,7 +392,7 @@ class Residuals:
             )
 
     def carry_over(self) -> None:
-        """Sum the residuals inside each newly formed group. All ranks of the groups call it."""
+        """Sum the residuals inside each newly formed group. All its ranks call it."""
         if not self._parallel.core.wire_format.pushes.is_stateful:
             return
         for index in range(len(self._parallel.parts)):

@@ -39,7 +39,7 @@ class ValidationSnapshots:
 
     @contextmanager
     def loaded(self, number: int) -> Iterator[SnapshotId]:
-        """Load the weights of a validation, claimed by this group, in this context; then restore the group's own.
+        """Load the weights of a claimed validation in this context; then restore the group's own.
 
         It yields the cut of the weights on the leader, and an empty one on its peers.
         """
@@ -60,7 +60,7 @@ class ValidationSnapshots:
     def own_weights(self) -> Iterator[None]:
         """Keep the group's weights if hooks in this context restore those that they have saved when a validation began.
 
-        Those are weights of the validation, and outdated. Other writes in this context count as usual.
+        Other writes in this context count as usual.
         """
         if not self._evaluated:
             yield
@@ -99,7 +99,6 @@ class ValidationSnapshots:
             self._exchange.ask(message, m.EvaluationPublished, buffer)
 
     def read(self, number: int) -> dict[str, Any] | None:
-        """Return the result of a complete validation; None if its group died meanwhile."""
         evaluation, buffer = self._exchange.ask(m.ReadEvaluation(number=number), m.EvaluationResult)
         if evaluation.is_void:
             return None

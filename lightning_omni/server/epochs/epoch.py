@@ -1,21 +1,22 @@
 """The current epoch: its lease book, the ranks that wait at its end, requests to stop, and validations.
 
-Rule: every member of a group gets the same decision on the same question, however late it asks. A decision therefore
-depends on the decisions that the member has received and on the batches that its group has drawn, and ``more`` is a
-promise: the batch is drawn already. A rank that repeats a question, because the answer was lost, gets the same answer.
+Rule: every member of a group gets the same decision on the same question, however late or often it asks. A decision
+therefore depends on the decisions that the member has received and on the batches that its group has drawn, and
+``more`` is a promise: the batch is drawn already.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from lightning_omni.errors import ProtocolError
 from lightning_omni.server.epochs.lease_book import LeaseBook
+from lightning_omni.wire.codec import Packed
 from lightning_omni.wire.journal import (
     AskedEntry,
     DrawnEntry,
@@ -39,35 +40,39 @@ MOST_OPEN = 8
 """The most validations that are not saved completely yet; the server keeps a copy of its state for each."""
 
 
-_NUMBERS = ("complete", "is_missed", "saved", "_epoch", "_passed", "_last")
+Evaluation = tuple[Packed, bytes]
+"""The result of a validation: metrics, and buffers of the evaluated model."""
 
 
-class ValidationBook:
+class ValidationBook(msgspec.Struct):
     """The validations of a run, numbered from 1.
 
     Attributes:
         complete: every validation up to this number has a result, or is void.
         is_missed: whether a point of this epoch was passed without a validation.
         saved: every validation up to this number is saved completely.
+        last: number of the last validation.
 
     Example:
         >>> book = ValidationBook()
         >>> book.claim(group=0, epoch=0, passed=1), book.claim(group=1, epoch=0, passed=1)
         (1, 0)
-        >>> book.publish(0, 1, "accuracy 0.9")
+        >>> book.publish(0, 1, (Packed(b"accuracy 0.9", ()), b""))
         >>> book.complete, book.read(rank=3, number=1)
-        (1, 'accuracy 0.9')
+        (1, (Packed(tree=b'accuracy 0.9', specs=()), b''))
     """
 
-    def __init__(self) -> None:
-        self.complete = self.saved = 0
-        self.is_missed = False
-        self._epoch, self._passed, self._last = -1, 0, 0
-        self._answers: dict[int, tuple[int, int, int]] = {}  # each group's last one: epoch, points passed, number
-        self._under_way: dict[int, int] = {}  # number: group
-        self._results: dict[int, Any] = {}
-        self._read: dict[int, int] = {}
-        self._lost: set[int] = set()  # validations under way whose weights are lost
+    complete: int = 0
+    saved: int = 0
+    last: int = 0
+    is_missed: bool = False
+    _epoch: int = -1
+    _passed: int = 0
+    _answers: dict[int, tuple[int, int, int]] = {}  # each group's last one: epoch, points passed, number
+    _under_way: dict[int, int] = {}  # number: group
+    _results: dict[int, Evaluation | None] = {}
+    _read: dict[int, int] = {}
+    _lost: set[int] = set()  # validations under way whose weights are lost
 
     def form(self) -> None:
         for group in self.evaluating:
@@ -86,15 +91,11 @@ class ValidationBook:
             self._epoch, self._passed, self.is_missed = epoch, 0, False
         self.is_missed = self.is_missed or passed > self._passed
         self._passed = max(passed, self._passed)
-        if not self.is_missed or self._last - self.saved >= MOST_OPEN:
+        if not self.is_missed or self.last - self.saved >= MOST_OPEN:
             return 0
-        self.is_missed, self._last = False, self._last + 1
-        self._under_way[self._last] = group
-        return self._last
-
-    @property
-    def last(self) -> int:
-        return self._last
+        self.is_missed, self.last = False, self.last + 1
+        self._under_way[self.last] = group
+        return self.last
 
     @property
     def evaluating(self) -> set[int]:
@@ -104,12 +105,11 @@ class ValidationBook:
         if self._under_way.get(number) != group:
             raise ProtocolError(f"validation {number} was not given to group {group}, or is over")
 
-    def publish(self, group: int, number: int, result: Any) -> None:
+    def publish(self, group: int, number: int, result: Evaluation) -> None:
         self.check_evaluates(group, number)
         self._end(number, None if number in self._lost else result)
 
     def evict(self, group: int) -> None:
-        """Remove a group; validations that it evaluates become void."""
         self._answers.pop(group, None)
         for number in [number for number, by in self._under_way.items() if by == group]:
             self.is_missed = True
@@ -118,36 +118,19 @@ class ValidationBook:
     def go_back(self) -> None:
         """Continue after a restart, which has lost the evaluated weights: results that no rank has read are void."""
         read = max(self._read.values(), default=0)
-        for number in range(max(read, self.saved) + 1, self._last + 1):
+        for number in range(max(read, self.saved) + 1, self.last + 1):
             self.is_missed = True
             if number in self._under_way:
                 self._lost.add(number)
             else:
                 self._results[number] = None
 
-    def state(self) -> dict[str, Any]:
-        numbers = {name: vars(self)[name] for name in _NUMBERS}
-        return {
-            **numbers,
-            "answers": dict(self._answers),
-            "under_way": dict(self._under_way),
-            "results": dict(self._results),
-            "read": dict(self._read),
-            "lost": sorted(self._lost),
-        }
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        vars(self).update({name: state[name] for name in _NUMBERS})
-        self._answers = {group: tuple(answer) for group, answer in state["answers"].items()}
-        self._under_way, self._results = dict(state["under_way"]), dict(state["results"])
-        self._read, self._lost = dict(state["read"]), set(state["lost"])
-
-    def _end(self, number: int, result: Any) -> None:
+    def _end(self, number: int, result: Evaluation | None) -> None:
         del self._under_way[number]
         self._results[number] = result
-        self.complete = min(self._under_way, default=self._last + 1) - 1
+        self.complete = min(self._under_way, default=self.last + 1) - 1
 
-    def read(self, rank: int, number: int) -> Any:
+    def read(self, rank: int, number: int) -> Evaluation | None:
         """Return the result of a validation, or None if it is void. A rank reads results in order."""
         if not 0 < number <= self.complete or number not in self._results:
             raise ProtocolError(f"there is no result of validation {number}: {self.complete} are complete")
@@ -189,7 +172,7 @@ class Epochs:
 
     @property
     def called(self) -> tuple[int, int]:
-        """Return the number of the last epoch opened, -1 for none, and the number of its validations so far."""
+        """Return the last epoch opened, or -1, and the number of its validations."""
         return (self.book.plan.epoch if self.book else -1), self._validations
 
     @property
@@ -221,7 +204,6 @@ class Epochs:
             self.book.draw(group, 0)
 
     def open(self, plan: EpochPlan) -> None:
-        """Open an epoch at the request of every rank; all must agree on the plan."""
         if self.book is not None and self.book.plan.epoch == plan.epoch:
             if differing := difference(self.book.plan, plan):
                 words, theirs, own = differing
@@ -234,13 +216,12 @@ class Epochs:
             raise ProtocolError(
                 f"epoch {plan.epoch} cannot begin: ranks {sorted(self._waiting)} wait for another's end"
             )
-        self.book = LeaseBook(plan, self._sizes, self.samples)
+        self.book = LeaseBook.open(plan, self._sizes)
         self._journal.note(OpenedEntry(plan))
         self.stop = "" if self.stop == "skip" else self.stop
         self._begin()
 
     def book_of(self, epoch: int, generation: int) -> LeaseBook:
-        """Return the book of an epoch that is open, unless the groups have changed since."""
         if generation != self.generation:
             raise ProtocolError(f"groups were formed again: generation {self.generation}, not {generation}")
         if self.book is None or self.book.plan.epoch != epoch:
@@ -256,7 +237,7 @@ class Epochs:
 
     def train(self, group: int, epoch: int, batches: int) -> None:
         if self.book is not None and self.book.plan.epoch == epoch:
-            self.book.train(group, batches)
+            self.samples[group] += self.book.train(group, batches)
             self._journal.note(TrainedEntry(group, epoch, batches))
 
     def draw(self, group: int, number: int, trained: int) -> list[Batch]:
@@ -268,14 +249,13 @@ class Epochs:
         return batches
 
     def repeated_decision(self, rank: int, question: AskNext) -> str:
-        """Return a rank's earlier decision on this question; empty for none."""
         asked, decision = self._told.get(rank, (None, ""))
         return decision if asked == question else ""
 
     def wait(self, group: int, rank: int, question: AskNext) -> None:
         book = self.book_of(question.epoch, question.generation)
         if book.has(group) or group not in self._sizes:  # else a peer's `LeaveEpoch` arrived first
-            book.train(group, question.trained)
+            self.samples[group] += book.train(group, question.trained)
         self._journal.note(AskedEntry(group, rank, question))  # after the checks, so that replay cannot fail
         self._waiting[rank] = (group, question)
         self._asked.add(rank)
@@ -286,7 +266,6 @@ class Epochs:
         return self.book.untrained_spans(group, batches)
 
     def leave(self, group: int, message: LeaveEpoch) -> None:
-        """Remove a group from the epoch early, unless that is refused; it may also end the run for all."""
         if message.stop not in STOPS:
             raise ProtocolError(f"a group leaves an epoch with stop={message.stop!r}: there are {STOPS}")
         if self.holds(group, message.epoch):
@@ -298,7 +277,7 @@ class Epochs:
         if self.book is None or message.epoch != self.book.plan.epoch:
             return
         if self.book.has(group):
-            self.book.train(group, message.trained)
+            self.samples[group] += self.book.train(group, message.trained)
             self.book.evict(group)
         if self.stop:
             self.book.close()
@@ -313,8 +292,7 @@ class Epochs:
     def resolve_pending(self, all_answered: bool = True) -> list[tuple[int, str]]:
         """Return the decisions that are possible now: rank and decision.
 
-        Unless ``all_answered``, a group waits for the answer to a push, and the epoch is not over, because the answer
-        may depend on the other groups being idle.
+        Unless ``all_answered``, the epoch is not over: an answer may depend on the other groups being idle.
         """
         if not self._waiting:
             return []
@@ -335,36 +313,35 @@ class Epochs:
 
     # --- Saved state --------------------------------------------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
-        state = _EpochsState(
-            sizes=self._sizes,
-            generation=self.generation,
-            stop=self.stop,
-            samples=dict(self.samples),
-            waiting=self._waiting,
-            validations=self._validations,
-            validated=dict(self._validated),
-            told=self._told,
+    def state(self) -> bytes:
+        return msgspec.msgpack.encode(
+            _EpochsState(
+                sizes=self._sizes,
+                generation=self.generation,
+                stop=self.stop,
+                samples=self.samples,
+                waiting=self._waiting,
+                validations=self._validations,
+                validated=self._validated,
+                told=self._told,
+                book=self.book,
+                evaluations=self.validations,
+            )
         )
-        return {
-            "epochs": msgspec.msgpack.encode(state),
-            "book": self.book.state() if self.book is not None else None,
-        }
 
-    def load(self, state: dict[str, Any]) -> None:
-        plain = msgspec.msgpack.decode(state["epochs"], type=_EpochsState)
+    def load(self, state: bytes) -> None:
+        plain = msgspec.msgpack.decode(state, type=_EpochsState)
         self._sizes, self.generation, self.stop = plain.sizes, plain.generation, plain.stop
-        self.samples = Counter(plain.samples)
+        self.samples, self._validated = Counter(plain.samples), Counter(plain.validated)
         self._waiting, self._told = plain.waiting, plain.told
-        self._validations, self._validated = plain.validations, Counter(plain.validated)
-        self.book = LeaseBook.from_state(state["book"], self.samples) if state["book"] is not None else None
+        self._validations, self.validations, self.book = plain.validations, plain.evaluations, plain.book
         self._saved = _Saved(self.plan, self.trained_spans, plain.samples)
         self._dirty = True
 
     def go_back(self) -> None:
-        """Discard the training since the state was saved, because the weights do not contain it.
+        """Discard the training since the state was saved: its batches return to the pool.
 
-        Batches trained since then return to the pool; a group keeps the batches that it has drawn and not trained.
+        A group keeps the batches that it has drawn and not trained.
         """
         self.validations.go_back()
         if self.book is None or self._saved is None:
@@ -416,7 +393,7 @@ class Epochs:
 
     @property
     def _is_called_over(self) -> bool:
-        """Return whether a rank was sent the end of this epoch: a later stop then affects no other."""
+        """Return whether a rank was sent the end of this epoch."""
         plan = self.plan
         return plan is not None and any(
             decision.startswith("over") and (asked.epoch, asked.generation) == (plan.epoch, self.generation)
@@ -458,10 +435,12 @@ class _EpochsState(msgspec.Struct, frozen=True):
     validations: int
     validated: dict[int, int]
     told: dict[int, tuple[AskNext, str]]
+    book: LeaseBook | None
+    evaluations: ValidationBook
 
 
 class _QuiescenceCheck:
-    """The values shared by all waiting ranks until the next decision, each computed once."""
+    """Values shared by all waiting ranks until the next decision, each computed once."""
 
     def __init__(self, epochs: Epochs, all_answered: bool) -> None:
         self._epochs, self.all_answered = epochs, all_answered

@@ -9,7 +9,6 @@ Rule 3: the answer to (group, batch number) never changes, so the members of a g
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Sequence
 from operator import itemgetter
 
@@ -26,19 +25,30 @@ LARGEST_EPOCH = 1 << 53
 """The most positions in an epoch."""
 
 
-class LeaseBook:
+class LeaseBook(msgspec.Struct):
     """The record of one epoch's samples: free, leased or trained.
 
-    Args:
-        samples: counter of the positions that each group was first to train; it continues.
+    ``trained`` is the number of trained positions.
 
     Example:
-        >>> book = LeaseBook(EpochPlan(epoch=0, total=8, batch_size=2, budget=8), {0: 1, 1: 2})
+        >>> book = LeaseBook.open(EpochPlan(epoch=0, total=8, batch_size=2, budget=8), {0: 1, 1: 2})
         >>> book.draw(0, 0), book.draw(1, 0)
         ([Batch(start=0, stop=2, interval=0)], [Batch(start=2, stop=6, interval=0)])
     """
 
-    def __init__(self, plan: EpochPlan, group_sizes: dict[int, int], samples: Counter[int] | None = None) -> None:
+    plan: EpochPlan
+    interval: int
+    trained: int
+    _free: list[tuple[int, int]]
+    _done: list[tuple[int, int]]
+    _sizes: dict[int, int]
+    _drawn: dict[int, list[Batch]]
+    _trained: dict[int, int]
+    _before: dict[int, int]  # trained batches of each group when the interval began
+    _repeats: set[tuple[int, int]]  # groups and numbers of batches that repeat another group's
+
+    @classmethod
+    def open(cls, plan: EpochPlan, group_sizes: dict[int, int]) -> LeaseBook:
         spans_in_range = all(0 <= start < stop <= plan.total for start, stop in plan.trained)
         if plan.batch_size < 1 or not 0 <= plan.budget <= plan.total <= LARGEST_EPOCH or not spans_in_range:
             raise ProtocolError(f"no epoch can be as in {plan}")
@@ -46,23 +56,12 @@ class LeaseBook:
             raise ProtocolError(f"no epoch can be validated as in {plan}")
         if plan.ranks_per_batch < 1 or any(size % plan.ranks_per_batch for size in group_sizes.values()):
             raise ProtocolError(f"groups of {sorted(set(group_sizes.values()))} ranks cannot train as in {plan}")
-        self.plan = plan
-        self.interval = 0
-        self._free = _complement(plan.trained, plan.budget)
-        self._done = _merge(plan.trained)
-        self._done_size = sum(stop - start for start, stop in self._done)
-        if self._free:
-            self.interval = self.next_interval
-        self._sizes = dict(group_sizes)
-        self._drawn: dict[int, list[Batch]] = {group: [] for group in group_sizes}
-        self._trained: dict[int, int] = dict.fromkeys(group_sizes, 0)
-        self._before: dict[int, int] = {}  # trained batches of each group when the interval began
-        self._repeats: set[tuple[int, int]] = set()  # groups and numbers of batches that repeat another group's
-        self._samples = Counter[int]() if samples is None else samples
-
-    @property
-    def trained(self) -> int:
-        return self._done_size
+        free, done = _complement(plan.trained, plan.budget), _merge(plan.trained)
+        book = cls(plan, 0, _size(done), free, done, {}, {}, {}, {}, set())
+        book.regroup(group_sizes)
+        if free:
+            book.interval = book.next_interval
+        return book
 
     @property
     def trained_spans(self) -> tuple[tuple[int, int], ...]:
@@ -91,7 +90,6 @@ class LeaseBook:
         return self.is_drained and not any(self.out(group) for group in self._sizes)
 
     def out(self, group: int) -> int:
-        """Return how many batches a group has drawn and not trained."""
         return len(self._drawn[group]) - self._trained[group]
 
     def drawn(self, group: int, number: int) -> Batch | None:
@@ -113,7 +111,7 @@ class LeaseBook:
         """Return a group's batches from a number on: drawn before, or a few new ones; none if the pool is empty.
 
         A group without a batch in this validation interval that finds none left gets the epoch's first one again, to
-        reach the validation, or the end of the epoch, together with the others.
+        reach the interval's end with the others.
         """
         drawn = self._known(group)
         if not 0 <= number <= len(drawn):
@@ -130,17 +128,16 @@ class LeaseBook:
                 self._repeats.add((group, number))
         return drawn[number:]
 
-    def train(self, group: int, batches: int) -> None:
+    def train(self, group: int, batches: int) -> int:
+        """Record a group's first ``batches`` batches as trained; return how many positions were not trained before."""
         self.check_trained(group, batches)
-        drawn = self._drawn[group]
-        for batch in drawn[self._trained[group] : batches]:
-            new = _insert(self._done, batch.start, batch.stop)
-            self._done_size += new
-            self._samples[group] += new
+        drawn = self._drawn[group][self._trained[group] : batches]
+        new = sum([_insert(self._done, batch.start, batch.stop) for batch in drawn])
+        self.trained += new
         self._trained[group] = max(batches, self._trained[group])
+        return new
 
     def untrained_spans(self, group: int, batches: int) -> tuple[tuple[int, int], ...]:
-        """Return the untrained ranges of a group's first ``batches`` batches."""
         return tuple((batch.start, batch.stop) for batch in self._known(group)[self._trained[group] : batches])
 
     def check_trained(self, group: int, batches: int) -> None:
@@ -166,7 +163,6 @@ class LeaseBook:
         self._sizes[group], self._drawn[group], self._trained[group] = size, [], 0
 
     def regroup(self, group_sizes: dict[int, int]) -> None:
-        """Return all leased batches to the pool, and replace the groups."""
         for group in list(self._sizes):
             self.evict(group)
         self._sizes = dict(group_sizes)
@@ -182,39 +178,12 @@ class LeaseBook:
         self._before = dict(self._trained)
 
     def close(self) -> None:
-        """End the epoch early: no further batches are leased."""
         self._free = []
-
-    def state(self) -> bytes:
-        """Return the state, without the counts of ``samples``."""
-        return msgspec.msgpack.encode(
-            _BookState(
-                self.plan,
-                self.interval,
-                self._free,
-                self._done,
-                self._sizes,
-                self._drawn,
-                self._trained,
-                self._before,
-                sorted(self._repeats),
-            )
-        )
-
-    @classmethod
-    def from_state(cls, state: bytes, samples: Counter[int]) -> LeaseBook:
-        saved = msgspec.msgpack.decode(state, type=_BookState)
-        book = cls(saved.plan, saved.sizes, samples)
-        book.interval, book._free, book._done = saved.interval, saved.free, saved.done
-        book._done_size = sum(stop - start for start, stop in saved.done)
-        book._drawn, book._trained, book._before = saved.drawn, saved.trained, saved.before
-        book._repeats = set(saved.repeats)
-        return book
 
     def go_back(self, trained: Sequence[tuple[int, int]]) -> None:
         """Reset the trained ranges, and free all others but drawn and untrained batches."""
         self._done = _merge(trained)
-        self._done_size = sum(stop - start for start, stop in self._done)
+        self.trained = _size(self._done)
         held = [(each.start, each.stop) for group in self._sizes for each in self._drawn[group][self._trained[group] :]]
         self._free = _complement([*self._done, *held], self.plan.budget)
         # A group may hold the only lease of positions that are untrained again; that one must return to the pool.
@@ -241,8 +210,7 @@ class LeaseBook:
     def _missing(self, rest: int, size: int) -> int:
         """Return how many samples to take off a batch of ``size``, so that the rest is enough for a group.
 
-        With fewer than two samples for each member, one might get a single sample, with which BatchNorm cannot train.
-        The batches of one group stay those of DistributedSampler.
+        BatchNorm cannot train with a single sample. The batches of one group stay those of DistributedSampler.
         """
         if rest <= 0 or len(self._sizes) == 1:
             return 0
@@ -258,16 +226,8 @@ class LeaseBook:
         return max(own, self.interval)
 
 
-class _BookState(msgspec.Struct, frozen=True, array_like=True):
-    plan: EpochPlan
-    interval: int
-    free: list[tuple[int, int]]
-    done: list[tuple[int, int]]
-    sizes: dict[int, int]
-    drawn: dict[int, list[Batch]]
-    trained: dict[int, int]
-    before: dict[int, int]
-    repeats: list[tuple[int, int]]
+def _size(spans: Sequence[tuple[int, int]]) -> int:
+    return sum(stop - start for start, stop in spans)
 
 
 def _merge(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -281,10 +241,7 @@ def _merge(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _insert(merged: list[tuple[int, int]], start: int, stop: int) -> int:
-    """Add a range to merged ones, in place, and return the number of added positions.
-
-    A run of many groups cannot merge all ranges at every push.
-    """
+    """Add a range to merged ones, in place, and return the number of added positions."""
     first = bisect_left(merged, start, key=itemgetter(1))  # the first range that ends at ``start`` or later
     last = bisect_right(merged, stop, lo=first, key=itemgetter(0))
     known = merged[first:last]

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
-from torch import Tensor
-
 from lightning_omni.errors import MalformedMessage
 from lightning_omni.methods import Method
+from lightning_omni.server.epochs.epoch import Evaluation
 from lightning_omni.server.run_context import RunContext
 from lightning_omni.server.service import Out, Payload, Sender, Service, as_tensor, bytes_of
 from lightning_omni.server.training import Training
@@ -45,10 +41,10 @@ class LeaseService(Service):
             self._training.resume(rank)
         return out
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> bytes:
         return self._epochs.state()
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: bytes) -> None:
         self._epochs.load(state)
 
     def open(self, sender: Sender, message: m.OpenEpoch, payload: Payload) -> list[Out]:
@@ -65,7 +61,7 @@ class LeaseService(Service):
         return [Out(sender.peer, m.CONTROL, m.BatchesDrawn(number=message.number, batches=tuple(batches)))]
 
     def wait(self, sender: Sender, message: m.AskNext, payload: Payload) -> list[Out]:
-        """Record that a group has trained its batches; the answer is its next step, once that is decided."""
+        """Record that a group has trained its batches; the answer is its next step, once decided."""
         if decision := self._epochs.repeated_decision(sender.rank, message):
             return [Out(sender.peer, m.CONTROL, m.Next(next=decision))]
         spans = self._events.new_spans(sender.group, message)
@@ -98,28 +94,19 @@ class ValidationService(Service):
         self._epochs.validations.evict(group)
         return []
 
-    def state(self) -> dict[str, Any]:
-        state = self._epochs.validations.state()
-        results = {number: _plain(result) for number, result in state["results"].items()}
-        return {**state, "results": results}
-
-    def load(self, state: dict[str, Any]) -> None:
-        results = {number: _result(*plain) if plain else None for number, plain in state["results"].items()}
-        self._epochs.validations.load({**state, "results": results})
-
     def redo(self, entry: ClaimedEntry | EvaluatedEntry | ReadEntry | SavedEntry) -> None:
         book = self._epochs.validations
         match entry:
             case ClaimedEntry():
                 book.claim(entry.group, entry.epoch, entry.passed)
             case EvaluatedEntry():
-                book.publish(entry.group, entry.number, (entry.packed, as_tensor(entry.payload)))
+                book.publish(entry.group, entry.number, (entry.packed, entry.payload))
             case ReadEntry():
                 self._read(entry.rank, entry.number)
             case SavedEntry():
                 book.save(entry.number)
 
-    def _read(self, rank: int, number: int) -> Any:
+    def _read(self, rank: int, number: int) -> Evaluation | None:
         result = self._epochs.validations.read(rank, number)
         self._epochs.validations.forget(self._roster.live)
         self._journal.note(ReadEntry(rank, number))
@@ -140,9 +127,9 @@ class ValidationService(Service):
         return message.nbytes
 
     def publish(self, sender: Sender, message: m.PublishEvaluation, payload: Payload) -> list[Out]:
-        result = message.packed, as_tensor(payload)
-        self._epochs.validations.publish(sender.group, message.number, result)
-        self._journal.note(EvaluatedEntry(sender.group, message.number, message.packed, bytes_of(payload)))
+        content = bytes_of(payload)
+        self._epochs.validations.publish(sender.group, message.number, (message.packed, content))
+        self._journal.note(EvaluatedEntry(sender.group, message.number, message.packed, content))
         self._training.resume(sender.rank)
         return [Out(sender.peer, m.DATA, m.EvaluationPublished())]
 
@@ -151,14 +138,6 @@ class ValidationService(Service):
         return [Out(sender.peer, m.CONTROL, m.Validations(complete=book.complete, is_missed=book.is_missed))]
 
     def read(self, sender: Sender, message: m.ReadEvaluation, payload: Payload) -> list[Out]:
-        packed, buffer = self._read(sender.rank, message.number) or (None, as_tensor(b""))
-        answer = m.EvaluationResult(packed=packed or Packed(b"", ()), is_void=packed is None, nbytes=buffer.numel())
-        return [Out(sender.peer, m.DATA, answer, (buffer,) if buffer.numel() else ())]
-
-
-def _plain(result: tuple[Packed, Tensor] | None) -> tuple[bytes, bytes] | None:
-    return None if result is None else (msgspec.msgpack.encode(result[0]), bytes_of(result[1]))
-
-
-def _result(packed: bytes, payload: bytes) -> tuple[Packed, Tensor]:
-    return msgspec.msgpack.decode(packed, type=Packed), as_tensor(payload)
+        packed, content = self._read(sender.rank, message.number) or (None, b"")
+        answer = m.EvaluationResult(packed=packed or Packed(b"", ()), is_void=packed is None, nbytes=len(content))
+        return [Out(sender.peer, m.DATA, answer, (as_tensor(content),) if content else ())]

@@ -21,8 +21,8 @@ import msgspec
 from lightning_omni.errors import ProtocolError, Refused
 from lightning_omni.server.parameters.served_parameters import GroupHistory
 from lightning_omni.topology import RECORDER, GroupId, Topology
-from lightning_omni.wire.handshake import fingerprint_problem, is_equal, rank_mac, session_key, version_problem
-from lightning_omni.wire.messages import Heartbeat, Hello, Proof
+from lightning_omni.wire.handshake import fingerprint_problem, session_key
+from lightning_omni.wire.messages import Heartbeat, Hello
 
 # --- Groups -----------------------------------------------------------------------------------------------------------
 
@@ -58,7 +58,6 @@ class FormedGroups:
         return self.topology.alive if self.topology is not None else ()
 
     def form(self, topology: Topology, names: Sequence[str], by_member: bool) -> None:
-        """Form groups, with one unique name for each; without names, numbers are used."""
         names = names or [str(group) for group in range(len(topology.groups))]
         if len(names) != len(topology.groups) or len(set(names)) != len(names):
             raise ProtocolError(f"names={tuple(names)}: {len(topology.groups)} groups need as many different names")
@@ -114,7 +113,6 @@ class FormedGroups:
             raise ProtocolError(f"rank {rank} does not lead group {group}; only leaders push")
 
     def history(self, formed: int) -> GroupHistory:
-        """Return all groups so far, of which the first ``formed`` were formed together."""
         every = range(len(self.topology.groups) if self.topology is not None else self._places)
         return GroupHistory(every[:formed], every[formed:], [group for group in every if group not in self.alive])
 
@@ -154,7 +152,7 @@ class RankNumbers:
     Attributes:
         given: numbers from this one on are free.
         lost: name of the run that groups were about to join at an earlier server, which has saved none of it: the next
-            run is this one, begun again. With `AGAIN` if a rank had joined; empty for none.
+            run is this one, begun again; with `AGAIN` if a rank had joined.
     """
 
     def __init__(self) -> None:
@@ -165,16 +163,11 @@ class RankNumbers:
     def register(self, peer: bytes, ranks: int, run: str, announced: int) -> tuple[int, int]:
         """Assign numbers to the ranks of a group.
 
-        Args:
-            peer: connection of the group.
-            ranks: number of its ranks.
-            run: suffix of the run's name if this group begins it, after `JOINS` or the name of the run that begins
-                again.
-            announced: number of announced ranks; 0 if the run has not begun.
+        ``run`` is the suffix of the run's name if this group begins it; ``announced`` the number of announced ranks, 0
+        if the run has not begun.
 
-        Returns:
-            The first number, or -1 while another group is about to begin the run; and ``announced``, 0 if this group
-            must begin the run.
+        Return the first number, or -1 while another group is about to begin the run; and ``announced``, 0 if this group
+        must begin the run.
         """
         first = max(self.given, announced)
         if not 0 < ranks < MOST_RANKS - first:
@@ -197,7 +190,7 @@ class RankNumbers:
         self._claim = None
 
     def withdraw(self, peer: bytes) -> None:
-        """Forget a group whose connection has ended; if it was about to begin the run, another group may."""
+        """Forget a group whose connection has ended; if it was about to begin the run, another may."""
         self._enlisted.pop(peer, None)
         if self._claim is not None and self._claim[0] == peer:
             self._claim = None
@@ -215,8 +208,6 @@ class RankNumbers:
         return self._claim[1] if self._claim is not None else ""
 
 
-MOST_CHALLENGED = 1024
-"""The most connections with an open challenge; a further one displaces the first. Each holds at most 1 kB."""
 TRAINED_TO_ITS_END = "it has been trained to its end"
 """The reason for which a finished run refuses groups."""
 
@@ -226,9 +217,9 @@ class Member:
     """An admitted rank.
 
     Attributes:
-        peer: its control connection; empty after a restart of the server, until the rank has reconnected.
+        peer: its control connection; empty after a restart of the server, until it reconnects.
         session: secret that it shares with the server; it is never sent.
-        got_on: last time at which it had made progress, or was exempt from the check for progress.
+        got_on: last time at which it had made progress, or was exempt from the check.
         host: address from which it has connected, if the transport provides it.
     """
 
@@ -264,7 +255,6 @@ class Roster:
         self._key = key
         self._first: Hello | None = None
         self._began = 0.0
-        self._challenged: dict[bytes, tuple[Hello, bytes]] = {}
         self.members: dict[int, Member] = {}
         self.lost: dict[int, str] = {}
         self.barred: set[int] = set()
@@ -289,18 +279,16 @@ class Roster:
 
     @property
     def recorder(self) -> int:
-        """Return the rank that forms groups, uploads the weights, logs and saves."""
         return min(self.live, default=RECORDER) if self.joining else RECORDER
 
     @property
     def live(self) -> tuple[int, ...]:
-        """Return the ranks that participate in collectives: announced or joined, not lost, and not gone."""
+        """Return the ranks that participate in collectives."""
         ranks = (*range(self.world_size), *self.late)
         return tuple(r for r in ranks if r not in self.lost and r not in self.gone)
 
     @property
     def is_over(self) -> bool:
-        """Return whether ranks have joined, none is left, and no other group can continue the run."""
         continues = self.can_continue and not self.finished
         return self._first is not None and not continues and not any(rank in self.members for rank in self.live)
 
@@ -331,7 +319,6 @@ class Roster:
         return self.numbers.register(peer, ranks, run, self.world_size)
 
     def join(self, ranks: Sequence[int], name: str) -> int:
-        """Make late ranks a group and return its number, unless one has connected from a barred address."""
         if not self.formed.is_any:
             raise ProtocolError("no group can join before the first are formed")
         for rank in ranks:
@@ -354,22 +341,12 @@ class Roster:
         if len(self.groups) > 1 or self.joining:
             self.formed.remove(group)
 
-    def record_hello(self, peer: bytes, hello: Hello, challenge: bytes) -> None:
-        if problem := version_problem(hello):
-            raise Refused("version", problem)
-        self._challenged[peer] = (hello, challenge)
-        while len(self._challenged) > MOST_CHALLENGED:  # bounds the memory that strangers can occupy
-            self._challenged.pop(next(iter(self._challenged)))
-
-    def admit(self, peer: bytes, proof: Proof, now: float) -> tuple[Hello, bytes]:
-        """Check the answer to a challenge, and admit the rank; return its hello, and the challenge.
+    def admit(self, peer: bytes, hello: Hello, challenge: bytes, now: float) -> None:
+        """Admit a rank that has answered its challenge.
 
         Raises:
-            Refused: wrong key, another run, another model, an invalid rank, or an unknown run of an earlier server.
+            Refused: another run, another model, an invalid rank, or an unknown run of an earlier server.
         """
-        hello, challenge = self._challenged.pop(peer, (None, b""))
-        if hello is None or not is_equal(proof.mac, rank_mac(self._key, hello, challenge)):
-            raise Refused("key", "the key does not match the server's; both sides must be given the same key")
         if problem := self._gone_with_its_server(hello):
             raise Refused("gone", problem)
         joins = hello.run.startswith(JOINS)
@@ -396,10 +373,9 @@ class Roster:
         if problem := fingerprint_problem(hello, first):
             raise Refused("fingerprint", problem)
         self.add_member(peer, hello, challenge, now)
-        return hello, challenge
 
     def _gone_with_its_server(self, hello: Hello) -> str:
-        """Return why a rank cannot continue the run that it joined at an earlier server, or an empty string."""
+        """Return why a rank cannot continue the run that it joined at an earlier server, or ""."""
         joins = hello.run.startswith(JOINS)
         is_unknown = self._first is None and (hello.returns or (joins and not hello.world_size))
         here = self.run or self.numbers.claimed or self.numbers.lost
@@ -438,7 +414,6 @@ class Roster:
         }
 
     def load(self, state: dict[str, Any], now: float) -> None:
-        """Continue from a `state`, whose ranks count as seen at ``now``."""
         self._first, self._began = msgspec.msgpack.decode(state["first"], type=Hello), now
         self.lost, self.gone, self.barred = dict(state["lost"]), set(state["gone"]), set(state["barred"])
         self.barred_hosts = set(state["barred_hosts"])
@@ -467,11 +442,10 @@ class Roster:
         return late
 
     def stalled(self, now: float, timeout: float, contributed: Container[int]) -> list[tuple[int, str]]:
-        """Return one rank of each group that is alive without progress for too long, with a message about it.
+        """Return one rank of each group that is alive without progress for too long, with a message.
 
-        The members of a group wait for one another, so a group is stalled only if none of its ranks makes progress.
-        Ranks in ``contributed`` do not count: they wait for all ranks, and the others of their group not for them.
-        Groups whose loss would end the run are skipped.
+        A group is stalled only if none of its ranks makes progress. Ranks in ``contributed`` do not count: they wait
+        for all ranks. Groups whose loss would end the run are skipped.
         """
         late = []
         for group in self.groups:
@@ -490,7 +464,7 @@ class Roster:
     def lose(self, rank: int, reason: str, barred: bool = False) -> tuple[int | None, bool]:
         """Remove a dead rank's group; return its number, or None, and whether the run is over.
 
-        If ``barred``, it must not rejoin by itself.
+        If ``barred``, the group must not rejoin by itself.
         """
         group = self.formed.group_of(rank)
         if group < 0 or self.ends_with(group):

@@ -1,6 +1,6 @@
 """Membership: the forming and joining of groups, the loss and departure of ranks, and the end of the run.
 
-Rule 1: each service handles a loss itself; this module only decides the order in which they are notified.
+Rule 1: each service handles a loss itself; this module only decides their order.
 Rule 2: when the run cannot continue, every rank is notified once, and again at each later request.
 """
 
@@ -34,7 +34,7 @@ class Membership:
 
     Attributes:
         generation: the recorder's count of formings of groups.
-        over: why the run cannot continue, or an empty string.
+        over: why the run cannot continue, or "".
     """
 
     def __init__(
@@ -163,7 +163,6 @@ class Membership:
         return self.lose(message.rank, message.reason)
 
     def evict(self, sender: Sender, message: m.Evict, payload: Payload) -> list[Out]:
-        """Remove a group at an observer's request, unless the run would end with it."""
         roster, group = self._roster, message.group
         if self.over:
             raise ProtocolError(f"the run is over: {self.over}")
@@ -209,7 +208,6 @@ class Membership:
         return out + self._notify_of_end()
 
     def _notify_of_end(self) -> list[Out]:
-        """Notify groups about to join, once the last rank of a finished run is gone: the server may end."""
         roster = self._roster
         if not (roster.finished and roster.is_over):
             return []
@@ -311,7 +309,6 @@ class Joining(Service):
         return message.nbytes
 
     def store(self, sender: Sender, message: m.StoreRunState, payload: Payload) -> list[Out]:
-        """Store the state for joining groups, after the groups have parted."""
         self._stored = message.packed, as_tensor(payload)
         self._stored_at, self._called = self._collective_service.completed, self._epochs.called
         self._roster.can_continue = True
@@ -354,7 +351,6 @@ class Joining(Service):
 
     @property
     def _over(self) -> str:
-        """Return why no group can join any more, or an empty string."""
         if self._roster.finished:
             return TRAINED_TO_ITS_END
         if not self._roster.live and not self._roster.can_continue:

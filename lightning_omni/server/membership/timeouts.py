@@ -15,9 +15,9 @@ class TimeLimits:
         heartbeat: seconds of silence after which a rank counts as dead.
         join: seconds within which all ranks must join after the first one.
         progress: seconds without progress after which a group that has trained and is alive counts as dead.
-        joined_heartbeat: like ``heartbeat``, where groups join on their own and rejoin after a mistaken eviction; None
-            for the same. If ``hears_connections``, it limits the silence of connections, and ranks may be silent for at
-            least `PATIENCE`.
+        joined_heartbeat: like ``heartbeat``, where groups join on their own; None for the same. If
+            ``hears_connections``, it limits the silence of connections, and ranks may be silent for at least
+            `PATIENCE`.
 
     Attributes:
         hears_connections: whether connections send signs of life without the rank's Python, and end without them; the

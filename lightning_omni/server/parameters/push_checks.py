@@ -52,10 +52,7 @@ class Deliveries:
         self._followed: set[tuple[int, int]] | None = None  # pairs with a push since the restart
 
     def check(self, group: int, identity: GroupId, message: PushMessage) -> Delivery | None:
-        """Return the last delivery if this push repeats it; None if the push is the next one; refuse it otherwise.
-
-        After a restart, a group's first push may leave a gap: an earlier server has answered the missing ones.
-        """
+        """Return the last delivery if this push repeats it; None if the push is the next one; refuse it otherwise."""
         if message.incarnation != identity.incarnation:
             raise Refused(
                 "late",
@@ -91,7 +88,6 @@ class Deliveries:
         self._last = {key: last for key, last in self._last.items() if key[0] != group}
 
     def clear(self) -> None:
-        """Start all sequences at 1 again, because groups were formed."""
         self._last.clear()
         self._followed = None
 
@@ -136,7 +132,6 @@ def all_finite(tensors: Sequence[Tensor | None]) -> bool:
 
 
 def check_settings(settings: Mapping[str, Any], present: Mapping[str, Any]) -> None:
-    """Raise `ProtocolError` if an optimizer with settings ``present`` cannot take those of a push."""
     for name, value in settings.items():
         if name not in present or name == "params" or value is present[name]:
             continue
@@ -145,7 +140,6 @@ def check_settings(settings: Mapping[str, Any], present: Mapping[str, Any]) -> N
 
 
 def _fits(value: Any, present: Any) -> bool:
-    """Return whether a hyperparameter is of the optimizer's type, and finite."""
     if isinstance(present, (list, tuple)):
         return isinstance(value, (list, tuple)) and len(value) == len(present) and all(map(_fits, value, present))
     if isinstance(present, bool):  # fused optimizers accept no number for a boolean

@@ -13,8 +13,8 @@ class PushCounts:
     Attributes:
         staleness: number of pushes with each staleness.
         by_group: for each group, the same since groups were formed.
-        refused: refused pushes and weights of groups so far.
-        refused_in_row: each group's refused ones since the last finite one.
+        refused: refused pushes and weights so far.
+        refused_in_row: each group's refused pushes since its last finite one.
     """
 
     def __init__(self) -> None:

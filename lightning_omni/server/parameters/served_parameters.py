@@ -37,7 +37,7 @@ class GroupHistory(NamedTuple):
 
     Attributes:
         joined: groups that have joined later, in order.
-        gone: groups of either kind that do not participate any more.
+        gone: groups of either kind that have ended.
     """
 
     formed: Sequence[int]
@@ -55,7 +55,7 @@ class ServedParameters:
         clock: number of updates that these already contain.
         state: state of the method's server side to continue from.
         room: the most bytes of parameters added during the run.
-        sizes: number of parameters of each version of the layout; empty for a first version.
+        sizes: number of parameters of each version of the layout.
         servers: number of servers whose partitions this represents together, as in a simulation.
     """
 
@@ -125,7 +125,6 @@ class ServedParameters:
     def from_state(
         cls, state: Mapping[str, Any], method: Method, groups: GroupHistory, resolve: Resolve
     ) -> ServedParameters:
-        """Rebuild an optimizer from a `state`, whose tensors are copied."""
         where = state["weights"], int(state["clock"]), method, groups.formed, resolve
         more = {"sizes": state["sizes"], "servers": int(state.get("servers", 1))}
         served = cls(state["optimizer"], *where, room=int(state["room"]), **more)
@@ -159,10 +158,7 @@ class ServedParameters:
             raise Refused("structure", f"{nbytes} bytes came with added parameters, and {self._room} are left for such")
 
     def restructure(self, group: int, tree: Any) -> int:
-        """Change a group's optimizer to other parameter groups, or more parameters, as `read_structure` reads them.
-
-        Returns:
-            The index of the first parameter that is new to the group.
+        """Change a group's optimizer as `read_structure` reads it; return the index of its first new parameter.
 
         Raises:
             ProtocolError: the change cannot be followed; nothing has changed.
@@ -260,7 +256,6 @@ class ServedParameters:
     # --- Pushes ------------------------------------------------------------------------------------------------------
 
     def layout_of_push(self, group: int, message: PushMessage) -> Layout:
-        """Return the layout of a push's tensors, which must be its group's version."""
         known = self.layout_of(group)
         if message.layout != known.version:
             raise MalformedMessage(
@@ -290,11 +285,11 @@ class ServedParameters:
     ) -> list[Reply] | None:
         """Merge a push, whose ``payload`` is in flat memory; ``layout`` is its `layout_of_push`, if known.
 
-        ``finite`` tells whether all parts of the push are; None if this is the whole push, and not checked yet.
+        ``finite`` tells whether all parts of the push are; None if it is whole and not checked.
 
         Returns:
-            The method's replies, or None if the push was refused because it is not finite, or was computed from newer
-            weights than these and the method resyncs.
+            The method's replies, or None if the push was refused: it is not finite, or was computed from newer weights
+            than these and the method resyncs.
 
         Raises:
             ProtocolError: the push was computed from future weights, or has other parameter groups.
@@ -313,7 +308,6 @@ class ServedParameters:
         tensors: Sequence[Tensor | None],
         finite: bool | None = None,
     ) -> list[Reply] | None:
-        """Merge a push whose tensors are decoded already; see `push`."""
         known = self.structures.of(group)
         if message.read_at > self.master.clock:
             if self.method_side.method.resyncs:
@@ -398,7 +392,6 @@ class ServedParameters:
         return known.subset(_there(absent, len(known.specs)))
 
     def average(self, group: int, payload: Tensor, finite: bool | None = None, absent: Collection[int] = ()) -> None:
-        """Add a group's own weights to the mean, or refuse and count them if they are not finite."""
         if group in self._averaging:
             raise ProtocolError(f"group {group} has handed its weights in already")
         views = iter(self.layout_of_average(group, absent).views(payload))
@@ -412,14 +405,12 @@ class ServedParameters:
 
     @property
     def averaging(self) -> Collection[int]:
-        """Return the groups that wait for the mean."""
         return self._averaging.keys()
 
     def averaged(self, live: Collection[int]) -> list[tuple[int, bool]]:
-        """Set the master weights to the mean, once all ``live`` groups have sent their own weights.
+        """Set the master weights to the mean, once all ``live`` groups have sent their own.
 
-        Returns:
-            The groups to answer, and whether their own weights are in the mean.
+        Return the groups to answer, and whether their own weights are in the mean.
         """
         if not self._averaging or not set(live) <= self._averaging.keys():
             return []

@@ -49,7 +49,7 @@ class HeadStep:
 
     Attributes:
         read_at: updates in the head's weights when they were read.
-        applied: whether the gradients of the weights were finite.
+        applied: whether the weights' gradients were finite.
     """
 
     inputs: list[Tensor | None]
@@ -61,7 +61,7 @@ class ServedHead(ServedParameters):
     """A merged head, with the user's optimizer over its weights.
 
     Args:
-        description: as for `ServedParameters`, as are most others; never None, because the head is stepped here.
+        description: as for `ServedParameters`, as are most others; never None.
         head: ``{"name": of the submodule, "module": from describe_module, "seed": of its random numbers}``.
 
     Attributes:
@@ -91,7 +91,7 @@ class ServedHead(ServedParameters):
         self.access_time = 0.0
 
     def change_method(self, method: Method, groups: Iterable[int]) -> None:
-        """Adopt new groups and end the current access; the head ignores their method."""
+        """Adopt new groups and end the current access; ignore their method."""
         super().change_method(AsyncSGD(), groups)
         self._waiting.clear()
         self._release()
@@ -142,8 +142,7 @@ class ServedHead(ServedParameters):
         Raises:
             ProtocolError: the group has no access.
             MalformedMessage: the hyperparameters do not fit the optimizer.
-            Refused: the submodule or the optimizer raised an error, perhaps because the gradients do not match the
-                output.
+            Refused: the submodule or the optimizer raised an error.
         """
         if self.holder != group:
             raise ProtocolError(f"group {group} has no access to the merged head; the holder is {self.holder}")
@@ -189,7 +188,7 @@ class ServedHead(ServedParameters):
 class ParameterStore:
     """The optimizers that the server holds, by number; none before the recorder has uploaded the weights.
 
-    ``pushed`` are those that groups push to, ``heads`` the merged heads, each with its number.
+    ``pushed`` are those that groups push to, ``heads`` the merged heads.
     """
 
     def __init__(self) -> None:
@@ -209,7 +208,6 @@ class ParameterStore:
 
     @property
     def clock(self) -> int:
-        """Return the updates so far, over all optimizers but merged heads."""
         return sum([optimizer.master.clock for _, optimizer in self.pushed])
 
     def optimizer(self, number: int) -> ServedParameters:

@@ -35,7 +35,7 @@ def current_hook(trainer: Trainer) -> str:
 
 
 def clear_current_hook(trainer: Trainer) -> None:
-    """Clear the current hook, which a fit leaves behind if it is interrupted in a hook."""
+    """Clear the current hook, which an interrupted fit leaves behind."""
     trainer.lightning_module._current_fx_name = None
 
 
@@ -147,7 +147,7 @@ def call_module(trainer: Trainer) -> Any:
 
 
 def add_listener(trainer: Trainer, listener: Any) -> None:
-    """Call the listener, which need not be in ``trainer.callbacks``, before any callback's hook of the same name."""
+    """Call the listener before any callback's hook of the same name."""
     calls = call_module(trainer)
     if not isinstance(calls._call_callback_hooks, _CallbackRelay):
         calls._call_callback_hooks = _CallbackRelay(calls._call_callback_hooks)
@@ -191,7 +191,6 @@ def _averaging(trainer: Trainer) -> Iterator[tuple[Any, Module]]:
 
 
 def averaged_tensors(trainer: Trainer) -> Iterator[Tensor]:
-    """Yield the averages of weights of callbacks, and how many updates each contains."""
     for callback, average in _averaging(trainer):
         yield from (*average.parameters(), *average.buffers())
         if hasattr(callback, "n_averaged"):  # StochasticWeightAveraging creates it with its first update
@@ -210,7 +209,7 @@ def copy_averages_to_module(trainer: Trainer) -> None:
 
 @torch.no_grad()
 def restart_empty_averages(trainer: Trainer) -> None:
-    """Set averages that contain no weights yet to the current weights, after weights were set back.
+    """Set averages that contain no update yet to the current weights, after weights were set back.
 
     Without an update, a callback would copy the weights from before training into the module at the end.
     """
@@ -223,12 +222,11 @@ def restart_empty_averages(trainer: Trainer) -> None:
 
 
 def averages_weights(trainer: Trainer) -> bool:
-    """Return whether a callback averages weights, even before its setup."""
     return any(hasattr(callback, "_average_model") for callback in callbacks_of(trainer))
 
 
 def lower_last_average_step(trainer: Trainer) -> None:
-    """Lower WeightAveraging's last update step, so that it continues after steps were set back."""
+    """Let WeightAveraging continue after steps were set back."""
     averaging: list[Any] = [each for each in callbacks_of(trainer) if hasattr(each, "_latest_update_step")]
     for each in averaging:
         each._latest_update_step = min(each._latest_update_step, trainer.global_step)
@@ -238,7 +236,6 @@ def lower_last_average_step(trainer: Trainer) -> None:
 
 
 def dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
-    """Return Lightning's checkpoint without hyperparameters."""
     checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     for name in ("NAME", "KEY", "TYPE"):
         checkpoint.pop(getattr(trainer.lightning_module, f"CHECKPOINT_HYPER_PARAMS_{name}"), None)
@@ -249,7 +246,6 @@ def dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
 
 
 def load_checkpoint(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Load a result of `dump_checkpoint` by the hooks of module, data module, callbacks and precision plugin."""
     calls, connector = call_module(trainer), trainer._checkpoint_connector
     connector._loaded_checkpoint = checkpoint
     try:
@@ -270,7 +266,6 @@ _FOLDER_ATTRIBUTES = ("dirpath", "_last_global_step_saved", "_last_checkpoint_sa
 
 
 def output_folders(trainer: Trainer) -> dict[str, Any]:
-    """Return checkpoint folders, logger versions and the last save; each launcher would choose its own."""
     loggers = [getattr(each, "version", None) for each in trainer.loggers]
     return {
         "checkpoints": {
@@ -311,11 +306,7 @@ _RECORD_ATTRIBUTES = (
 
 
 def copy_checkpoint_records(trainer: Trainer, broadcast_from_recorder: Callable[[Any], Any]) -> None:
-    """Copy the recorder's record of saved checkpoints to all ranks, which call this.
-
-    Inside an epoch a ModelCheckpoint follows its group's own steps and metrics. ``broadcast_from_recorder`` returns the
-    recorder's argument (plain values and tensors) on every rank.
-    """
+    """Copy the recorder's record of saved checkpoints to all ranks, which call this."""
     callbacks = [each for each in callbacks_of(trainer) if hasattr(each, "best_k_models")]
     if not callbacks:
         return

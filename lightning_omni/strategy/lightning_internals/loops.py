@@ -1,4 +1,4 @@
-"""Control of Lightning's loops: when an epoch ends, when to validate, their counters, and steps of schedulers."""
+"""Control of Lightning's loops: ends of epochs, validations, counters, and steps of schedulers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 
 def step_schedules_by_epoch(trainer: Trainer) -> None:
-    """Step the schedulers as after an epoch, without those that monitor a metric."""
     trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
 
@@ -32,7 +31,7 @@ def step_schedule(trainer: Trainer, scheduler: Any) -> None:
 def intercept_scheduler_steps(trainer: Trainer, step: Callable[[Any, Callable[[], Any]], None]) -> Iterator[None]:
     """Return a context in which ``step`` makes the loop's calls of the module's ``lr_scheduler_step``.
 
-    ``step`` receives the scheduler and the call. The loop alone knows which schedulers are due.
+    ``step`` receives the scheduler and the call.
     """
     hook, own = "lr_scheduler_step", trainer.lightning_module.lr_scheduler_step
     attributes = vars(trainer.lightning_module)
@@ -56,13 +55,13 @@ def with_schedulers(trainer: Trainer, configs: list[Any]) -> Iterator[None]:
 
 
 def step_plateaus(trainer: Trainer, configs: list[Any]) -> None:
-    """Step schedulers that monitor a metric and are due, whatever this rank's batch number."""
+    """Step due schedulers that monitor a metric, whatever this rank's batch number."""
     with with_schedulers(trainer, [replace(config, frequency=1) for config in configs]):
         trainer.fit_loop.epoch_loop._update_learning_rates("step", update_plateau_schedulers=True)
 
 
 def ignore_missing_step(optimizer: Any) -> None:
-    """Suppress the warning that an optimizer was never stepped: the server steps its copy."""
+    """Suppress the warning that an optimizer was never stepped."""
     optimizer._opt_called = True
 
 
@@ -71,7 +70,6 @@ def replaces_scheduler(trainer: Trainer) -> bool:
 
 
 def runs_lr_finder(trainer: Trainer) -> bool:
-    """Return whether a callback runs the loop inside a hook, to find a learning rate."""
     return any(hasattr(callback, "lr_find") for callback in callbacks_of(trainer))
 
 
@@ -103,7 +101,6 @@ def is_fitting(trainer: Trainer) -> bool:
 
 
 def will_step(trainer: Trainer) -> bool:
-    """Return whether the current batch ends an accumulation window."""
     return not trainer.fit_loop._should_accumulate()
 
 
@@ -116,7 +113,6 @@ def validates_by_time(trainer: Trainer) -> bool:
 
 
 def should_stop_now(trainer: Trainer) -> bool:
-    """Return whether ``should_stop`` is set and min_epochs and min_steps allow to stop."""
     return bool(trainer.should_stop and trainer.fit_loop._can_stop_early)
 
 
@@ -132,7 +128,7 @@ def set_batch_agreement(trainer: Trainer, agree: Callable[[], None] | None) -> N
 def seed_workers(trainer: Trainer, loader: object, rank: int) -> None:
     """Seed a loader's workers by this rank, where `seed_everything` requests that.
 
-    Lightning does so later, by the rank in the Trainer's group, for loaders without a seed function.
+    Lightning would do so later, by the rank in the Trainer's group.
     """
     if hasattr(loader, "worker_init_fn"):
         package = call_module(trainer).__name__.removesuffix(".call")
@@ -148,7 +144,7 @@ class LoopControl(Protocol):
 
     @property
     def is_open_ended(self) -> bool:
-        """Return whether an epoch ends by `set_last_batch`, whatever the number of batches."""
+        """Return whether `set_last_batch`, and no number of batches, ends an epoch."""
 
     @property
     def is_cut_short(self) -> bool:
@@ -162,19 +158,19 @@ class LoopControl(Protocol):
         """Run the fit loop."""
 
     def begin_setup(self) -> None:
-        """Prepare for the making of loaders, for the first time or again."""
+        """Prepare for the making of loaders, perhaps again."""
 
     def begin_epoch(self, iterate: Callable[[], None]) -> None:
         """Begin an epoch; ``iterate`` starts the loader."""
 
     def epoch_has_ended(self) -> None:
-        """End an epoch after all its hooks, before the loop checks for the end of training."""
+        """End an epoch after its hooks, before the loop checks for the end of training."""
 
     def begin_fetch(self) -> None:
-        """Prepare to fetch a batch from the loader."""
+        """Prepare to fetch a batch."""
 
     def end_fetch(self) -> None:
-        """Note that the loader has returned or failed."""
+        """Note that the fetch is done or failed."""
 
     def validates(self, is_due: Callable[[], bool]) -> bool:
         """Return whether to validate after this batch; ``is_due`` returns the loop's own decision."""
@@ -189,7 +185,7 @@ class LoopControl(Protocol):
         """Make ``step``, the loop's call of ``lr_scheduler_step``."""
 
     def own_batches(self, batches: float) -> float:
-        """Return the ``num_training_batches`` that user code reads in an open-ended epoch, from Lightning's."""
+        """Return the ``num_training_batches`` for user code in an open-ended epoch, from Lightning's."""
 
 
 class _ControlledTrainer(_Trainer):
@@ -308,7 +304,7 @@ def _iterating(fit_loop: Any) -> Iterator[None]:
 
 
 def loops_iterate(trainer: Trainer) -> bool:
-    """Return whether the loops begin to iterate the data; learning-rate finders do so inside a hook."""
+    """Return whether the loops begin to iterate the data."""
     return hasattr(trainer.fit_loop, "_iterates")
 
 
@@ -324,7 +320,6 @@ class _ShownLimit(int):
 
 @contextmanager
 def _with_max_steps(epoch_loop: Any, max_steps: int | None) -> Iterator[None]:
-    """Return a context in which the loop, but no other code, has this max_steps."""
     before = epoch_loop.max_steps
     if max_steps is not None:
         epoch_loop.max_steps = _ShownLimit(max_steps)
@@ -336,7 +331,7 @@ def _with_max_steps(epoch_loop: Any, max_steps: int | None) -> Iterator[None]:
 
 
 def control_loops(trainer: Trainer, control: LoopControl) -> None:
-    """Install ``control`` for the Trainer's loops, whose public interface stays the same."""
+    """Install ``control`` for the Trainer's loops."""
     epoch_loop = trainer.fit_loop.epoch_loop
     for loop, mixin in (
         (trainer, _ControlledTrainer),
@@ -365,7 +360,7 @@ def _restore_class(loop: Any) -> None:
 
 
 def progress_counters(trainer: Trainer) -> list[int]:
-    """Return this rank's counts of batches and steps, on which the ranks of a group must agree."""
+    """Return this rank's counts of batches and steps, on which a group's ranks must agree."""
     batch = trainer.fit_loop.epoch_loop.batch_progress
     return [batch.current.ready, batch.total.ready, *step_counters(trainer)]
 
@@ -380,7 +375,7 @@ def batches_trained(trainer: Trainer) -> int:
 
 
 def batches_resumed(trainer: Trainer) -> int:
-    """Return the batches trained in the epoch that a fit resumes; 0 without a checkpoint inside an epoch."""
+    """Return the batches trained in the epoch that a fit resumes, or 0."""
     if not trainer.fit_loop.restarted_mid_epoch:
         return 0
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress
@@ -389,7 +384,6 @@ def batches_resumed(trainer: Trainer) -> int:
 
 
 def accumulation_windows(trainer: Trainer, epochs: int) -> list[int]:
-    """Return ``accumulate_grad_batches`` of the first epochs if a callback schedules it."""
     for callback in callbacks_of(trainer):
         if hasattr(callback, "get_accumulate_grad_batches"):
             return [int(callback.get_accumulate_grad_batches(epoch)) for epoch in range(epochs)]

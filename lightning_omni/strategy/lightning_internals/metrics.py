@@ -1,4 +1,4 @@
-"""Metrics: the logger connector's results, torchmetrics' lists, and a validation with metrics for all groups."""
+"""The logger connector's results, torchmetrics' lists, and a validation with metrics for all groups."""
 
 from __future__ import annotations
 
@@ -36,13 +36,11 @@ def logs_now(trainer: Trainer) -> bool:
 
 
 def loss_in(outputs: Any, accumulated: int) -> Tensor | None:
-    """Return the undivided loss from the outputs that Lightning passes to ``on_train_batch_end``."""
     loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
     return loss * accumulated if isinstance(loss, Tensor) else None
 
 
 def cached_metric_values(trainer: Trainer) -> dict[str, float]:
-    """Return the last callback metrics; ``callback_metrics`` would compute new ones."""
     return {name: float(value) for name, value in trainer._logger_connector._callback_metrics.items()}
 
 
@@ -105,8 +103,8 @@ def _size(entries: list[Any]) -> tuple[int, int, int]:
 def patch_list_gather(is_needed: Callable[[], bool]) -> None:
     """Patch metrics to gather lists (of one tensor per batch or image) of different lengths.
 
-    torchmetrics gathers the tensors one by one; ranks with fewer are in another collective by then. ``is_needed``
-    returns whether ranks may have trained different numbers of batches.
+    torchmetrics gathers the tensors one by one. ``is_needed`` returns whether ranks may have trained different numbers
+    of batches.
     """
     restore_list_gather()
     Metric._sync_dist = _UnevenListGather(Metric._sync_dist, is_needed)  # type: ignore[method-assign,assignment]
@@ -162,8 +160,8 @@ def _is_collective(result: Any, group: Any) -> bool:
 def align_collective_metrics(trainer: Trainer, group: Any, of_all: Sequence[list[Any]]) -> None:
     """Make all ranks reduce every metric that any rank has logged in the epoch, in the same order.
 
-    A group may not reach the batch in which a program logs a metric, and Lightning would combine different metrics of
-    different ranks. ``of_all`` has the `collective_metrics` of all ranks.
+    Otherwise Lightning would combine different metrics of different ranks. ``of_all`` has the `collective_metrics` of
+    all ranks.
 
     Raises:
         UnsupportedError: another rank has logged a metric object that the module does not have here.
@@ -208,7 +206,7 @@ _STARTS = ("on_validation_start", "on_validation_epoch_start")
 
 
 def validation_loaders(trainer: Trainer) -> list[Any]:
-    """Return the loaders of a fit's validation, made first if there are none. All ranks call it."""
+    """Return the loaders of a fit's validation, made first if necessary. All ranks call it."""
     loop: Any = trainer.fit_loop.epoch_loop.val_loop
     loop.setup_data()
     return [] if loop._combined_loader is None else list(loop._combined_loader.flattened)
@@ -238,7 +236,7 @@ def _size_of(dataset: Any) -> int:
 def divide_validation_data(trainer: Trainer, index: int, members: int) -> Iterator[None]:
     """Return a context in which ``members`` ranks, of which this is number ``index``, divide the validation data.
 
-    The trainer's `validation_loaders` have DistributedSamplers.
+    The loaders must have DistributedSamplers.
     """
     loop: Any = trainer.fit_loop.epoch_loop.val_loop
     loaders, limits = validation_loaders(trainer), loop._max_batches
@@ -295,7 +293,7 @@ def capture_metrics(trainer: Trainer) -> Iterator[dict[str, dict[str, Any]]]:
 def end_validation(trainer: Trainer, found: Mapping[str, Mapping[str, Any]], has_started: bool) -> None:
     """Pass metrics from `capture_metrics` to callbacks, progress bars and loggers.
 
-    The hooks of a validation's end are called, and unless it ``has_started`` those of its start.
+    Call the hooks of a validation's end, and unless it ``has_started`` those of its start.
     """
     connector: Any = trainer._logger_connector
     call = partial(call_module(trainer)._call_callback_hooks, trainer)

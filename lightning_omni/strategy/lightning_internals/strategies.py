@@ -23,7 +23,6 @@ def set_ddp_options(strategy: Any, options: dict[str, Any]) -> None:
 
 
 def model_parallel_options(strategy: Any) -> dict[str, Any] | None:
-    """Return the arguments of a ModelParallelStrategy; None if ``strategy`` is another one."""
     kind = type(strategy)
     if kind.__name__ != "ModelParallelStrategy" or kind.__module__ not in _MODEL_PARALLEL_MODULES:
         return None
@@ -47,8 +46,7 @@ def exclude_from_broadcast(module: Any, names: list[str]) -> None:
 def keep_on_device(strategy: Any) -> Iterator[None]:
     """Return a context in which a strategy's ``teardown`` leaves the module on its device.
 
-    FSDP2 cannot move a module after an error in its forward or backward pass, because its parameters are still
-    gathered.
+    After an error in its forward or backward pass FSDP2 cannot move a module.
     """
     module = strategy.lightning_module
     if module is not None:
@@ -77,12 +75,10 @@ def collective_timeout(strategy: Any) -> Any:
 
 
 def has_model_averaging(strategy: Any) -> bool:
-    """Return whether DDPStrategy does post-local SGD."""
     return strategy._model_averaging_period is not None
 
 
 def has_ddp_comm_hook(strategy: Any) -> bool:
-    """Return whether DDPStrategy has a communication hook; DDP takes only one."""
     return strategy._ddp_comm_hook is not None
 
 

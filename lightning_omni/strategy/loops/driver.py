@@ -1,7 +1,7 @@
-"""The driver that leads Lightning's training loop through epochs whose samples are leased while they are trained.
+"""The driver of Lightning's training loop through epochs with leased samples.
 
-Lightning counts batches; here an epoch ends when all groups together have trained its samples. With one group, and with
-static data, the loop is unchanged.
+An epoch ends when all groups together have trained its samples. With one group, and with static data, the loop is
+unchanged.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from lightning_omni.strategy.loops.epoch import (
     EpochEnd,
     EpochState,
     LeasedData,
-    differ,
+    difference,
     has_lightning_sampler,
 )
 from lightning_omni.strategy.loops.limits import size_of
@@ -66,12 +66,12 @@ class EpochDriver:
     Attributes:
         published: the validations for which no group waits.
         is_open: whether a training epoch is under way.
-        is_open_ended: whether the epoch ends when the samples do, and not after a number of batches.
-        is_cut_short: whether max_steps have ended the epoch early; as under DDP, schedules by epoch do not count it.
+        is_open_ended: whether the epoch ends with its samples, and not after a number of batches.
+        is_cut_short: whether max_steps have ended the epoch early.
         batches_cut_short: batches of each rank of DDP in such an epoch.
         on_parted: called on every rank each time the groups begin to compute.
-        check_every: samples between two synchronization points inside an epoch without a validation for which all
-            groups wait; 0 for none.
+        check_every: samples between two synchronization points in an epoch in which groups wait for no validation; 0
+            for none.
         on_check: called on every rank at these points.
     """
 
@@ -134,7 +134,7 @@ class EpochDriver:
         self._pace()
 
     def enter(self, entered: EntryPoint, schedule: Schedule) -> None:
-        """Join a run under way, before this group's loops begin; schedulers continue from ``schedule``."""
+        """Join a run under way, before this group's loops begin."""
         self._entered, self.schedulers.bases, self.run.past = entered, schedule, entered.progress
 
     def finish(self) -> None:
@@ -258,7 +258,7 @@ class EpochDriver:
     def _is_resumed_by_one_group(self) -> bool:
         """Return whether a single group resumes an epoch that several groups had begun.
 
-        The epoch then ends with its samples, because the batch count in the checkpoint is that of one of these groups.
+        The epoch then ends with its samples: the checkpoint's batch count is that of one of these groups.
         """
         return self.data.kind == "dynamic" and not self.data.is_dynamic and self.run.is_resumed_inside
 
@@ -348,19 +348,19 @@ class EpochDriver:
         self.is_open_ended, self._epoch.validates = False, None
 
     def after_hooks_of_end(self) -> None:
-        """Stop all ranks if a hook of the epoch's end has requested a stop on any of them.
+        """Stop all ranks if a hook of the epoch's end has requested it on any of them.
 
-        Warn once if ranks differ because hooks act at batch numbers that only some of them reach.
+        Warn once if hooks act at batch numbers that only some ranks reach.
         """
         if not self.world.executor.exchanges:
             return
         trainer, by_hand = self.trainer, self.run.by_hand
-        own = EpochEnd.of(trainer, by_hand.unstepped if by_hand is not None else 0)
-        stops, *marks = self.world.all_reduce_max([int(should_stop_now(trainer)), *own.marks])
-        trainer.should_stop |= bool(stops)
-        if not self._have_differed and differ(marks):
+        mine = EpochEnd.of(trainer, by_hand.unstepped if by_hand is not None else 0)
+        ends = mine.of_all(self.world.process_groups.live)
+        trainer.should_stop |= any(end.stops for end in ends.values())
+        if not self._have_differed and (sentence := difference(ends)):
             self._have_differed = True
-            self._warn(f"OmniStrategy: {own.sentence(self.world)}")
+            self._warn(f"OmniStrategy: {sentence}")
 
     def expected_batches(self, done: int) -> int | None:
         """Estimate this rank's batches in this epoch; None if Lightning knows them."""
@@ -382,7 +382,7 @@ class EpochDriver:
             self._plateaus.validated(self.trainer, before, plan, batches, now.reference.batch)
 
     def own_batches(self, batches: float) -> float:
-        """Return how many batches this rank trains in the epoch, as far as is known, from their number under DDP.
+        """Return how many batches this rank trains in the epoch, as far as known, from their number under DDP.
 
         A hook thus finds the rank's own last batch by its number.
         """
@@ -395,7 +395,7 @@ class EpochDriver:
     def interrupt(self, module: Module) -> None:
         """End the run inside an epoch: the groups synchronize for the last time.
 
-        A group that has joined on its own returns its untrained samples; the other groups continue.
+        A group that has joined on its own returns its untrained samples; the others continue.
         """
         if self.world.registration is not None:
             self.leave("")
@@ -452,9 +452,9 @@ class EpochDriver:
             self._stop_with_others(bool(has_ended), is_end)
 
     def _stop_with_others(self, has_ended: bool, is_end: bool) -> None:
-        """Make this synchronization the epoch's last: all groups learn here that one has requested a stop.
+        """Make this synchronization the epoch's last, because a group has requested a stop.
 
-        Groups at validations make this one together, unless a group is already at its end, where it cannot validate.
+        Groups at validations make this one together, unless a group is already at its end.
         """
         self._stopping = self._epoch.is_last = True
         self._epoch.has_ended = has_ended

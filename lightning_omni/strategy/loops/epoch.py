@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, Subset
@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.runtime import World
 from lightning_omni.runtime.leased_loader import RankLeases, lease, why_not_leased
-from lightning_omni.strategy.lightning_internals.loops import batches_trained
+from lightning_omni.runtime.process_groups import LiveWorld
+from lightning_omni.strategy.lightning_internals.loops import batches_trained, should_stop_now
 from lightning_omni.wire.messages import EpochPlan
 from lightning_omni.wire.messages.data import difference
 from lightning_omni.wire.steps_and_samples import Progress
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
     from pytorch_lightning import Trainer
 
 # --- Loaders that are leased ------------------------------------------------------------------------------------------
-
-if TYPE_CHECKING:
-    pass
 
 
 class LeasedData:
@@ -39,7 +37,6 @@ class LeasedData:
         own_batches: returns how many batches this rank trains, given the number under DDP.
 
     Attributes:
-        leases: this rank's leases, if any.
         split: mark of the training data: see `split_of`.
     """
 
@@ -112,7 +109,7 @@ class LeasedData:
     def process(self, loader: object, rank: int, objection: Callable[[DataLoader[Any]], str]) -> object:
         """Return a DataLoader with leased batches, if possible; otherwise the loader itself.
 
-        ``objection`` returns why a loader's use forbids leases, or nothing.
+        ``objection`` returns why a loader's use forbids leases, or "".
         """
         world = self._world
         if self.kind == "static" or world is None:
@@ -195,7 +192,6 @@ class LeasedData:
             self.leases.assign(*world.data_rank, world.executor.control, world.generation, shares)
 
     def weigh(self, loss: Tensor) -> Tensor:
-        """Return the loss times this rank's weight, by its part of the group's batch."""
         weight = self.leases.weight if self.leases is not None else 1.0
         return loss if weight == 1.0 else loss * weight
 
@@ -209,12 +205,12 @@ def has_lightning_sampler(loader: object) -> bool:
 
 
 def draws_batches(training_step: Callable[..., Any]) -> bool:
-    """Return whether a training step draws its batches itself; leases need the hooks around each."""
+    """Return whether a training step draws its batches itself."""
     return "dataloader_iter" in inspect.signature(training_step).parameters
 
 
 def split_of(dataset: object) -> int:
-    """Return a mark of a part of a dataset, as of `torch.utils.data.random_split`; 0 for a whole one."""
+    """Return a mark of a dataset's part, as of `torch.utils.data.random_split`; 0 for a whole one."""
     mark = 0
     while isinstance(dataset, Subset):
         indices = torch.as_tensor(dataset.indices, dtype=torch.int64)
@@ -286,11 +282,11 @@ class EntryPoint(NamedTuple):
 
 @dataclass
 class EpochState:
-    """The state of the current epoch, which is dropped at its end.
+    """The state of the current epoch.
 
     Attributes:
         validates: whether all groups validate after this batch; None leaves it to Lightning.
-        is_due: whether the others, too, validate after this batch without being notified.
+        is_due: whether the others validate after this batch without being notified.
         is_over: whether this group has trained its last batch.
         is_skipped: whether another group has ended the epoch early.
         is_check: whether all groups synchronize after this batch without a validation.
@@ -314,7 +310,7 @@ class EpochState:
     def check_window(self, window: int, counts: bool) -> None:
         """Reject a change of ``accumulate_grad_batches`` inside an epoch whose steps are counted in samples.
 
-        Steps are computed from samples with one window, and groups would change it at different samples.
+        Groups would change it at different samples.
         """
         before, self.window = self.window, window
         if counts and before not in (0, self.window):
@@ -332,79 +328,53 @@ class EpochEnd(NamedTuple):
     Attributes:
         unstepped: batches since the user's last step, in manual optimization.
         rates: learning rates of all parameter groups.
+        stops: whether the Trainer is to stop.
     """
 
     epoch: int
     batches: int
     unstepped: int
     rates: list[float]
+    stops: bool
 
     @classmethod
     def of(cls, trainer: Trainer, unstepped: int) -> EpochEnd:
         groups: list[Any] = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         rates = [float(group["lr"]) for group in groups if "lr" in group]
-        return cls(trainer.current_epoch - 1, batches_trained(trainer), unstepped, rates)
+        stops = should_stop_now(trainer)
+        return cls(trainer.current_epoch - 1, batches_trained(trainer), unstepped, rates, stops)
 
-    @property
-    def marks(self) -> list[int]:
-        """Return the numbers for `differ`, of which maxima over all ranks are taken."""
-        rates, groups = zlib.crc32(struct.pack(f"{len(self.rates)}d", *self.rates)), len(self.rates)
-        return [groups, -groups, rates, -rates, int(self.unstepped > 0), int(not self.unstepped)]
-
-    def sentence(self, world: World) -> str:
-        """Return the warning that ranks differ. All live ranks call it."""
-        ends = self._of_all(world)
-        first = next(iter(ends.values()))
-        index = next(
-            (i for i in range(len(self.rates)) if any(e.rates[i] != first.rates[i] for e in ends.values())), -1
-        )
-
-        def said(end: EpochEnd) -> str:
-            last = f"its last step {end.unstepped} batches before its end" if end.unstepped else "a step in the last"
-            return f"the learning rate {end.rates[index]:.4g}" if index >= 0 else last
-
-        shown = ", ".join(
-            f"rank {rank} has trained {end.batches} batches and has {said(end)}"
-            for rank, end in sorted(ends.items(), key=lambda item: (said(item[1]) == said(first), item[0]))[-4:]
-        )
-        return (
-            f"epoch {self.epoch} has not ended alike on all ranks: {shown}. Groups train different numbers of batches,"
-            " so a scheduler that your code steps in each of them goes further on some ranks, and a hook that compares"
-            " its batch number with one that it has kept, or counts by itself, does something on some ranks only. Step"
-            " such a scheduler once an epoch, or use automatic optimization, where Lightning steps it in pace with the"
-            " run; ask trainer.is_last_batch, or compare with trainer.num_training_batches in that very batch, which is"
-            " then that of this rank; and do what is to be done once an epoch in on_train_epoch_end"
-        )
-
-    def _of_all(self, world: World) -> dict[int, EpochEnd]:
-        live = world.process_groups.live
-        numbers = [1, self.batches, self.unstepped, *map(_bits, self.rates)]
-        size, index = len(numbers), live.rank()
-        before, after = [0] * (size * index), [0] * (size * (live.size() - index - 1))
-        everything = world.all_reduce_max([*before, *numbers, *after])
-        found = {}
-        for number, rank in enumerate(live.ranks):
-            is_there, batches, unstepped, *rates = everything[number * size : (number + 1) * size]
-            if is_there:
-                found[rank] = EpochEnd(self.epoch, batches, unstepped, [_rate(bits) for bits in rates])
-        return found
+    def of_all(self, live: LiveWorld) -> dict[int, EpochEnd]:
+        """Return the state of every live rank. All of them call it."""
+        everything = live.contribute("the end of an epoch", msgspec.msgpack.encode(self))
+        return {rank: msgspec.msgpack.decode(data, type=EpochEnd) for rank, data in everything}
 
 
-def differ(marks: Sequence[int]) -> bool:
-    """Return whether ranks differ, from the maxima of `EpochEnd.marks`.
+def difference(ends: Mapping[int, EpochEnd]) -> str:
+    """Return a warning that ranks differ; an empty string if they do not.
 
-    Rates are not compared where numbers of parameter groups differ: some ranks may add theirs later.
+    Rates are compared only where numbers of parameter groups agree: some ranks may add theirs later.
     """
-    groups, minus_groups, rates, minus_rates, some, others = marks
-    return groups == -minus_groups and (rates != -minus_rates or (some > 0 and others > 0))
+    first = next(iter(ends.values()))
+    if any(len(end.rates) != len(first.rates) for end in ends.values()):
+        return ""
+    index = next((i for i, rate in enumerate(first.rates) if any(end.rates[i] != rate for end in ends.values())), None)
+    if index is None and len({end.unstepped > 0 for end in ends.values()}) == 1:
+        return ""
 
+    def said(end: EpochEnd) -> str:
+        last = f"its last step {end.unstepped} batches before its end" if end.unstepped else "a step in the last"
+        return last if index is None else f"the learning rate {end.rates[index]:.4g}"
 
-def _bits(rate: float) -> int:
-    """Return a rate's bits as an integer of the same order; negative rates become 0."""
-    [bits] = struct.unpack("q", struct.pack("d", max(0.0, rate)))
-    return int(bits)
-
-
-def _rate(bits: int) -> float:
-    [rate] = struct.unpack("d", struct.pack("q", bits))
-    return float(rate)
+    shown = ", ".join(
+        f"rank {rank} has trained {end.batches} batches and has {said(end)}"
+        for rank, end in sorted(ends.items(), key=lambda item: (said(item[1]) == said(first), item[0]))[-4:]
+    )
+    return (
+        f"epoch {first.epoch} has not ended alike on all ranks: {shown}. Groups train different numbers of batches,"
+        " so a scheduler that your code steps in each of them goes further on some ranks, and a hook that compares"
+        " its batch number with one that it has kept, or counts by itself, does something on some ranks only. Step"
+        " such a scheduler once an epoch, or use automatic optimization, where Lightning steps it in pace with the"
+        " run; ask trainer.is_last_batch, or compare with trainer.num_training_batches in that very batch, which is"
+        " then that of this rank; and do what is to be done once an epoch in on_train_epoch_end"
+    )

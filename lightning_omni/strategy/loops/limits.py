@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 class FitLimits:
     """Lightning's limits for all ranks together.
 
-    Lightning counts the batches and steps of one rank, which differ among groups. Limits are therefore those of DDP, in
-    samples: see `lightning_omni.wire.steps_and_samples`.
+    They are those of DDP, in samples: see `lightning_omni.wire.steps_and_samples`.
 
     Attributes:
         max_steps: steps of DDP after which the run ends, or -1.
@@ -39,11 +38,9 @@ class FitLimits:
         self.by_hand = None if automatic else StepsByHand(trainer)
 
     def reference(self, leases: RankLeases) -> ReferenceBatch:
-        """Return DDP's batch of one step now; accumulation may have a schedule."""
         return ReferenceBatch(leases.world_size, leases.batch_size, int(self._trainer.accumulate_grad_batches))
 
     def progress(self, leases: RankLeases, epoch: int, trained: Spans, before: Progress | None = None) -> Progress:
-        """Return the progress at the start of an epoch with some ``trained`` samples, after the progress ``before``."""
         reference = self.reference(leases)
         there = -(-leases.total // reference.batch)
         limit = self._trainer.fit_loop.max_batches  # a callback may have set it larger than the data
@@ -79,7 +76,6 @@ class FitLimits:
         )
 
     def _later(self, total: int, progress: Progress) -> int | None:
-        """Return the samples to train in later epochs, as far as epochs or steps limit them."""
         epochs, limits = self._trainer.max_epochs, list[int]()
         if epochs not in (None, -1):
             limits.append(max(0, epochs - progress.epochs - 1) * progress.budget(total, progress.epochs))
@@ -113,7 +109,6 @@ class FitLimits:
         return replace(progress, past=past, past_batches=begun - batches)
 
     def steps_left(self, taken: int) -> int | None:
-        """Return the steps of DDP left after ``taken``; None without a limit."""
         if self.max_steps == -1:
             return None
         return max(0, self.max_steps - (taken if self.by_hand is None else self.by_hand.steps_of(taken)))
@@ -128,7 +123,7 @@ class StepsByHand:
     """The count of this rank's steps in manual optimization; a batch may have several, or a fraction.
 
     Attributes:
-        counts: batches, and the steps that were taken in them; the same on all members of a group.
+        counts: batches, and the steps taken in them; the same on all members of a group.
         unstepped: batches since the last step.
     """
 

@@ -43,10 +43,9 @@ if TYPE_CHECKING:
 
 
 class Listener:
-    """A listener to one fit, called before any callback and not in their list.
+    """A listener to one fit, called before any callback, with its decisions for the loops (`LoopControl`).
 
-    `add_listener` registers its hooks, and `control_loops` its decisions for the loops (`LoopControl`). ``fails`` is
-    called with the error of a fit, before any callback receives it.
+    ``fails`` is called with the error of a fit, before any callback receives it.
     """
 
     def __init__(
@@ -116,7 +115,6 @@ class Listener:
             run()
 
     def begin_setup(self) -> None:
-        """Expect new loaders, which user code may request several times in an epoch."""
         self._parts.epochs.data.expect_others()
 
     def begin_epoch(self, iterate: Callable[[], None]) -> None:
@@ -228,7 +226,6 @@ class Listener:
             self._parts.namespace.info(f"OmniStrategy: {sentence}")
 
     def _log_together(self) -> None:
-        """Agree on the metrics of an epoch that may have had several groups."""
         world = self._parts.world
         mine = collective_metrics(self._trainer, world.compute_group)
         # `enc_hook` converts NumPy's booleans.
@@ -248,9 +245,9 @@ class Listener:
 class NestedRuns:
     """Runs of the loop inside one of its hooks, by learning-rate finders, for which all ranks form one group.
 
-    Such a run's measurements apply to all ranks, so it is plain DDP. Before several groups first train there is no
-    server yet, and the original topology is simply restored. Between two epochs the groups are merged, and formed again
-    when the next epoch begins: until then the finder may restore its saved state.
+    Before several groups first train there is no server yet, and the original topology is simply restored. Between two
+    epochs the groups are merged, and formed again when the next epoch begins: until then the finder may restore its
+    saved state.
     """
 
     def __init__(self, parts: SharedParts, grouping: Grouping) -> None:

@@ -1,4 +1,4 @@
-"""The numbers of a run for users: metrics, an entry in the progress bar, warnings, and a report."""
+"""The numbers of a run for users: metrics, progress bar, warnings, and a report."""
 
 from __future__ import annotations
 
@@ -47,8 +47,7 @@ class _TimedBatch:
 class StepTimes:
     """The running means of this rank's times, in seconds, and the bytes that it exchanged.
 
-    Timestamps are the device's; the means are over batches that the device has completed. `begin` and `end` enclose
-    each batch; time between two batches belongs to the second one.
+    Timestamps are the device's. Time between two batches belongs to the second one.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -60,7 +59,6 @@ class StepTimes:
         self._means: tuple[float, float, float] | None = None
 
     def begin(self, exchanged: float, moved: int) -> None:
-        """Begin a batch, given the seconds of exchanges and the bytes moved in the run so far."""
         if self._batch is None:
             self._batch = _TimedBatch(self.clock.mark())
         self._exchanged_before, self._moved_before = exchanged, moved
@@ -173,7 +171,6 @@ class Reporting:
         return not before
 
     def keep(self, world: World) -> None:
-        """Store the last received status, because this rank fails."""
         if world.control is not None:
             self._status = world.control.status
 
@@ -209,7 +206,6 @@ class Reporting:
 
     @staticmethod
     def warning_before(world: World, steps: int | None) -> str:
-        """Return a warning if ``steps`` per group complete no exchange period, or nothing."""
         method, fragments = world.method, world.method.fragments
         due = [method.steps_to_push(part.replica) for part in world.parts if part.head is None]
         every = method.push_period * (fragments - 1)  # from the first fragment to the last
@@ -230,7 +226,6 @@ class Reporting:
         )
 
     def warning(self, world: World) -> str:
-        """Return a warning if no group has completed an exchange period, or nothing."""
         method, status = world.method, self._status
         if status is None or status.clock or not world.steps_at_worker or method.evaluated == "mean":
             return ""
@@ -254,8 +249,7 @@ def _remedy(method: Method, steps: int) -> str:
 class ProgressDisplay:
     """The additions to the user's progress bar in a run of groups: its total, and one short entry.
 
-    Groups draw batches from a common pool, so the total is an estimate at the present speeds. A bar's total and
-    `get_metrics` are public, and are restored at the end of the fit.
+    The total is an estimate at the present speeds.
     """
 
     def __init__(self) -> None:
@@ -295,7 +289,6 @@ class ProgressDisplay:
 
 
 def _short(value: float) -> str:
-    """Return a number in at most four characters, below 100,000."""
     if value >= 1000:
         return f"{value / 1000:.2g}k" if value < 9950 else f"{value / 1000:.0f}k"
     return f"{value:.0f}" if value >= 10 else f"{value:.1f}"

@@ -1,12 +1,11 @@
 """Learning-rate schedulers that keep pace with the whole run.
 
-With leased data a fast group takes more steps than a slow one. Schedules by a group's own steps would differ among
-groups, and OneCycleLR would run past its end. A paced scheduler, whenever Lightning steps it, therefore catches up with
-the steps that every rank would have taken under DDP.
+With leased data a fast group takes more steps than a slow one. A paced scheduler, whenever Lightning steps it,
+therefore catches up with the steps that every rank would have taken under DDP.
 
 A scheduler that the user's code steps is not paced: in manual optimization, in hooks, to a given position
 (``scheduler.step(epoch + batch / batches)``), and in an ``lr_scheduler_step`` that does not step it exactly once in
-each call. Pacing ends at the first such or missing step, because from then on the unit is the user's.
+each call. Pacing ends at the first such or missing step.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Schedule = dict[LRScheduler, tuple[int, int]]
 class StepCounts:
     """The number of steps of each scheduler: its own count, and the steps that this count misses.
 
-    A scheduler that wraps another one may count only that one's steps, without its own warm-up.
+    A scheduler that wraps another one may count only that one's steps.
     """
 
     def __init__(self) -> None:
@@ -54,10 +53,7 @@ class StepCounts:
 
 
 class _Paced:
-    """A mixin for a scheduler's own class, as which the scheduler is pickled and copied.
-
-    A third-party scheduler's state may hold one of its methods, and so the scheduler itself.
-    """
+    """A mixin for a scheduler's own class, as which the scheduler is pickled and copied."""
 
     counts: StepCounts
     target: Callable[[], int]
@@ -121,8 +117,8 @@ class Pacer:
     def count_from(self, schedule: Schedule) -> Schedule:
         """Set and return the counts from which schedulers keep pace: earlier ones, or else the present.
 
-        The present is also used for those whose steps in one group are unknown to all ranks: see `_counts_all_steps`.
-        The result loses a scheduler as soon as the user's code steps it.
+        The present is also used where counts omit steps: see `_counts_all_steps`. The result loses a scheduler as soon
+        as the user's code steps it.
         """
         now = {
             config.scheduler: (
@@ -159,7 +155,6 @@ class Pacer:
         self._asked = None
 
     def _is_due(self, scheduler: Any) -> bool:
-        """Return whether this is the scheduler's first step in a call of the hook for it."""
         if self._asked is not scheduler:
             return False
         self._asked = None
@@ -170,10 +165,7 @@ class Pacer:
         self._bases.pop(scheduler)
 
     def catch_up(self) -> None:
-        """Advance schedulers that count steps to the end of the epoch, and count from there.
-
-        The next epoch may have other batches and steps, by which a frequency counts.
-        """
+        """Advance schedulers that count steps to the end of the epoch, and count from there."""
         for config in self._configs:
             self._catch_up(config)
             if self._counts_steps(config):
@@ -237,8 +229,8 @@ def arrive(
 ) -> dict[LRScheduler, int]:
     """Advance schedulers to the progress of a resumed run, which was ahead of their saved states; return their targets.
 
-    ``saved`` is a result of `Pacer.counts_at`. A scheduler with another count now, perhaps loaded by the user, stays;
-    one with a larger count than its target was saved later than the weights. ``counts`` are earlier steps.
+    ``saved`` is a result of `Pacer.counts_at`. A scheduler with another count now, perhaps loaded by the user, stays.
+    ``counts`` are earlier steps.
     """
     if len(saved) != len(configs):
         return {}
@@ -257,7 +249,6 @@ def count_at(
     now: int,
     scheduled: Callable[[int, int], int] = lambda frequency, now: now // frequency,
 ) -> int:
-    """Return a paced scheduler's count now, in steps or epochs, from its ``count`` when it ``began``."""
     return count + scheduled(frequency, now) - scheduled(frequency, began)
 
 
@@ -305,7 +296,7 @@ def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def described(scheduler: Any) -> list[Any]:
-    """Return the class names of a scheduler of torch and of those in it; an empty one for any other.
+    """Return the class names of a scheduler of torch and of those in it; "" for any other.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
@@ -325,7 +316,7 @@ def advanced(
 ) -> SchedulerSnapshot | None:
     """Return a scheduler's state at a count, with the parameter groups that it sets; None if it is not torch's.
 
-    The scheduler is not changed: ``state`` and ``groups`` are those before, whose parameters do not matter.
+    The scheduler is not changed: ``state`` and ``groups`` are those before.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.8)
@@ -374,14 +365,11 @@ def caught_up(
 ) -> list[Counts]:
     """Set the schedulers in a checkpoint, in place, to its moment, as if they had kept pace; return their counts in it.
 
-    A scheduler that only the user's module can step keeps its own.
+    The parameter groups that they set follow. A scheduler that cannot be stepped here, as of a class outside torch,
+    keeps its state and counts.
 
-    Args:
-        checkpoint: Lightning's checkpoint.
-        schedulers: schedulers of the Trainer.
-        optimizers: optimizers of the Trainer.
-        counts: each scheduler's present and target count; an empty tuple for one that counts no steps.
-        earlier: earlier states, from which those beyond their targets start again.
+    ``counts`` are each scheduler's present and target count, an empty tuple for one that counts no steps; from
+    ``earlier`` states those beyond their targets start again.
     """
     states, saved = checkpoint.get("lr_schedulers", ()), checkpoint.get("optimizer_states", ())
     if len(states) != len(counts) or len(saved) != len(optimizers):
@@ -410,7 +398,7 @@ def _returned(
 ) -> SchedulerSnapshot | None:
     """Return a scheduler's state at a count between an earlier state and now.
 
-    Return None if its own steps since the earlier state do not explain its parameter groups.
+    Return None if its own steps since do not explain its parameter groups.
     """
     if earlier is None or count_in(earlier.state) > then:
         return None

@@ -1,7 +1,7 @@
 """The progress of a run in samples of all groups, and the remaining steps of DDP.
 
-Lightning compares the steps of one rank with max_steps. With several groups `RunProgress` computes the steps of DDP,
-also after a resume, and the limit for the loops' own steps, so that the run ends where DDP's would.
+Lightning compares one rank's steps with max_steps. `RunProgress` computes the steps of DDP, also after a resume, and
+the limit for the loops' own steps, so that the run ends where DDP's would.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class RunProgress:
 
     Attributes:
         progress: None if the data is not leased.
-        past: progress at the end of the last epoch, or at the checkpoint if that was loaded later; or None.
+        past: progress at the end of the last epoch, or at a checkpoint loaded later; or None.
         resumed: the moment of the checkpoint from which the run resumes.
         resumed_samples: samples in the dataset at that moment.
-        is_counted_together: whether several groups have trained the run, so that steps are not those of DDP.
-        step_limit: the loops' max_steps, in this rank's own steps; None for the Trainer's own.
+        is_counted_together: whether several groups have trained the run.
+        step_limit: the loops' max_steps, in this rank's steps; None for the Trainer's.
     """
 
     def __init__(self, data: LeasedData, warn: Callable[[str], None]) -> None:
@@ -78,7 +78,7 @@ class RunProgress:
     def start(self, ranks_per_batch: int, entered: int | None) -> None:
         """Start the run, after the groups and the data were set up.
 
-        ``entered`` samples of the current epoch are trained, if this group has joined.
+        If this group has joined, ``entered`` samples of the current epoch are trained.
         """
         trainer = self.trainer
         before, self._limits = self._limits, FitLimits(trainer, ranks_per_batch)
@@ -118,7 +118,6 @@ class RunProgress:
         return self.limits.plan(self._data.leases, self.progress, trained)
 
     def trained_spans(self, epoch: int) -> Spans:
-        """Return the trained ranges of an epoch, as the checkpoint has them."""
         leases = self._data.leases
         if leases is None:
             return ()
@@ -132,12 +131,10 @@ class RunProgress:
         return tuple((start, min(stop, leases.total)) for start, stop in self.resumed.trained if start < leases.total)
 
     def _fits(self, epoch: int) -> bool:
-        """Return whether the checkpoint is of this epoch, and its dataset as long as this one."""
         leases = self._data.leases
         return leases is not None and (self.resumed.epoch, self.resumed_samples) == (epoch, leases.dataset_size)
 
     def check_resumed(self, epoch: int) -> None:
-        """Warn if samples of the first epoch are trained again because the dataset is another one."""
         leases = self._data.leases
         if leases is not None and self.resumed.epoch == epoch and self.resumed.trained and not self._fits(epoch):
             self._warn(
@@ -148,10 +145,7 @@ class RunProgress:
 
     @property
     def is_resumed_inside(self) -> bool:
-        """Return whether several groups have trained a part of the current epoch, or had begun it.
-
-        The server and its weights do not contain the samples that groups train between two exchanges.
-        """
+        """Return whether several groups have trained a part of the current epoch, or had begun it."""
         leases, epoch = self._data.leases, self.trainer.current_epoch
         if leases is None or not self._fits(epoch):
             return False
@@ -213,7 +207,7 @@ class RunProgress:
     def moment(self, is_open: bool, is_open_ended: bool) -> tuple[Progress | None, SnapshotId]:
         """Return the run's progress and its epoch's trained samples, for a checkpoint of one group or after the fit.
 
-        Return no progress where several groups have never trained, so that Lightning's counts suffice.
+        Return no progress if several groups have never trained: Lightning's counts suffice.
         """
         leases = self._data.leases
         if not self.is_counted_together:
@@ -263,7 +257,7 @@ class RunProgress:
     def steps_left(self) -> int | None:
         """Return the steps of DDP that are left when a fit begins, or None.
 
-        Equally fast groups make as many. Epochs are assumed to be as long as the first one.
+        Epochs are assumed to be as long as the first one.
         """
         trainer, progress = self.trainer, self.progress
         if not trainer.lightning_module.automatic_optimization:

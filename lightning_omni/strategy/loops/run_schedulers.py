@@ -1,8 +1,7 @@
-"""The schedulers of a run, which follow the progress of all groups: their base counts, and when they are paced.
+"""The schedulers of a run, which follow the progress of all groups.
 
-ReduceLROnPlateau with ``interval="step"`` may monitor a metric of validations inside the epoch. Lightning steps it by
-the number of a rank's batch, which differs among groups. It is therefore stepped when a rank's callbacks receive a
-validation, and counts the batches that DDP would have trained by then.
+ReduceLROnPlateau with ``interval="step"`` may monitor a metric of validations inside the epoch. It is then stepped when
+a rank's callbacks receive a validation, and counts the batches that DDP would have trained by then.
 """
 
 from __future__ import annotations
@@ -128,10 +127,7 @@ class RunSchedulers:
             reach_all(self._configs, all_reduce_max(counts), self._counts)
 
     def catch_up_in(self, checkpoint: dict[str, Any], progress: Progress | None) -> list[Counts]:
-        """Advance the schedulers in a checkpoint to its progress; return their counts: see `Pacer.counts_at`.
-
-        The rank that saves may lag behind the checkpoint's weights, or be ahead of them.
-        """
+        """Advance the schedulers in a checkpoint to its progress; return their counts: see `Pacer.counts_at`."""
         if self._pacer is None or progress is None or self._trainer is None:
             return []
         counts = self._pacer.counts_at(self._configs, self._run.steps_at(progress))
@@ -170,7 +166,7 @@ class Plateaus:
         return [config for config in configs if not self._waits(trainer, config)]
 
     def validated(self, trainer: Trainer, before: dict[str, Any], plan: EpochPlan, batches: int, size: int) -> None:
-        """Step the schedulers that are due, after a validation that this rank's callbacks have received.
+        """Step the due schedulers, after this rank's callbacks have received a validation.
 
         ``before`` are the metrics before it. ``batches`` are those of the epoch under DDP if it is over, or 0; ``size``
         is the number of samples in a batch of all ranks.

@@ -1,9 +1,9 @@
 """Validation for which no group waits: one group evaluates a snapshot of the weights, and the others train on.
 
-The first group that reaches a validation point of the epoch gets that validation. It loads the server's current
-weights, runs Lightning's validation loop over all data, restores its weights and trains on. The server passes the
-result to all ranks, which end the validation for their callbacks and loggers after one of their next batches, in order.
-At an epoch's end, where all groups synchronize anyway, they validate together.
+The first group that reaches a validation point loads the server's current weights, runs Lightning's validation loop
+over all data, restores its weights and trains on. The server passes the result to all ranks, which end the validation
+for their callbacks and loggers after one of their next batches, in order. At an epoch's end all groups validate
+together.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class Version(NamedTuple):
-    """The weights and buffers of one validation, for a checkpoint that is saved for it.
+    """The weights and buffers of one validation, for its checkpoint.
 
     Attributes:
         number: number of the validation, under which the server has the weights.
@@ -54,7 +54,7 @@ class PublishedValidation:
 
     Attributes:
         is_on: whether several groups validate this way in this epoch.
-        evaluates: number of the validation that this group runs, or is about to run; 0 for none.
+        evaluates: number of the validation that this group runs or will run next; 0 for none.
         version: the validation whose end callbacks receive now.
         on_heard: called on every rank when its callbacks have received a validation, with the metrics before it.
     """
@@ -93,8 +93,7 @@ class PublishedValidation:
     def go_on(self, plan: EpochPlan | None, trained: int, is_dynamic: bool) -> None:
         """Begin or continue an epoch after the groups were formed. All ranks call it.
 
-        ``plan`` is None if data is not leased; ``trained`` samples are trained; with ``is_dynamic`` the server deals
-        them out.
+        ``plan`` is None if data is not leased; with ``is_dynamic`` the server deals out the samples.
         """
         trainer, world = self._joined
         self._plan, self._have_all_ended = plan, False
@@ -112,7 +111,6 @@ class PublishedValidation:
         self._passed = max(self._passed, self._point(trained)) if self.is_on else 0
 
     def dealt(self, plan: EpochPlan) -> EpochPlan:
-        """Return the plan for leases, without waits for validations."""
         return msgspec.structs.replace(plan, validate_every=0, validate_offset=0) if self.is_on else plan
 
     def _reason(self) -> str:
@@ -143,9 +141,9 @@ class PublishedValidation:
     # --- Evaluating --------------------------------------------------------------------------------------------------
 
     def is_due(self, coming: Batch | None) -> bool:
-        """Return whether this group is to validate before its next batch, ``coming``.
+        """Return whether this group validates before its next batch, ``coming``. All its members call it.
 
-        At a validation point, the group claims the validation from the server. All its members call it.
+        At a validation point, the group claims the validation from the server.
         """
         if coming is None or (point := self._point(coming.start)) <= self._passed:
             return False
@@ -188,7 +186,7 @@ class PublishedValidation:
     def end_all(self) -> bool:
         """Wait for groups that evaluate, and pass all results to the callbacks, before the groups synchronize.
 
-        All ranks call it. Return whether a validation is missing, because its group has died.
+        All ranks call it. Return whether a validation is missing because its group has died.
         """
         if not self.is_on or self._have_all_ended:
             return False

@@ -1,4 +1,4 @@
-"""The process of a parameter server: its start, its supervisor, its saved state on disk, and its HTTP pages."""
+"""The process of a parameter server: its start, supervisor, saved state, and HTTP pages."""
 
 from lightning_omni.transport.serving.process import ServerProcess
 

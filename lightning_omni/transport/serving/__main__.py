@@ -1,10 +1,9 @@
 """The process of the embedded server, ``python -m lightning_omni.transport.serving``, which rank 0 starts.
 
 Rank 0 writes the settings, with the key, as the first line of standard input. Any further byte, or the end of standard
-input, ends the run; data loaders forked since hold the other end of the pipe, too, so that end may be late. The server
-writes one line with its address to standard output. A server that saves its state is forked, so that a successor can
-continue when it is killed (`process.supervise`). A server that holds a partition of the parameters ends with the
-coordinating server instead.
+input, ends the run. The server writes one line with its address to standard output. A server that saves its state is
+forked, so that a successor can continue when it is killed (`process.supervise`). A server that holds a partition of the
+parameters ends with the coordinating server instead.
 """
 
 from __future__ import annotations
@@ -117,7 +116,6 @@ def _restore(settings: ServerSettings, core: ServerCore) -> StateDirectory | Non
 
 
 def _listen(settings: ServerSettings, core: ServerCore, again: str) -> registry.Served:
-    """Return the driver, bound to a new address or to that of an earlier server (``again``)."""
     chosen = registry.from_wire(settings.transport)
     if settings.number:
         if settings.state:
@@ -129,10 +127,7 @@ def _listen(settings: ServerSettings, core: ServerCore, again: str) -> registry.
 
 
 def _end_with_coordinator() -> None:
-    """Exit at once when the coordinating server, which started this process, is gone.
-
-    Its successor starts new servers for the shares.
-    """
+    """Exit at once when the coordinating server is gone: its successor starts new servers for the shares."""
     if not _standard_input().read(1):
         os._exit(ORPHANED)
 
@@ -154,7 +149,7 @@ class _Parent:
 
 
 def _standard_input() -> io.FileIO:
-    """Open standard input without a buffer, because `select` does not see buffered bytes."""
+    """Open standard input without a buffer: `select` does not see buffered bytes."""
     return io.FileIO(sys.stdin.fileno(), closefd=False)
 
 

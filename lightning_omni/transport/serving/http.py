@@ -3,8 +3,7 @@
 Rule 1: the HTTP server never accesses the server's state. Its own threads answer requests from the last snapshot.
 Rule 2: requests are bounded in time and size, and open connections in number. No request changes anything; every
 process that can connect can read, without a key.
-Rule 3: every number was measured or counted by the server, or reported by a rank with its heartbeat. Unknown values are
-left out.
+Rule 3: unknown values are left out.
 """
 
 from __future__ import annotations
@@ -211,21 +210,20 @@ def check_installed() -> None:
 
 
 def status_json(overview: m.Overview, age: float, updated: float) -> bytes:
-    """Return an overview as JSON, with its age and the time of its snapshot since 1970, both in seconds."""
     plain = msgspec.to_builtins(overview)
     return msgspec.json.encode({**plain, "snapshot_age": age, "time": updated}) + b"\n"
 
 
 def format_of(accept: str) -> str:
-    """Return the format of the metrics for a reader; the header ``accept`` is not trusted and may name any version."""
+    """Return the format of the metrics for a reader, whose header ``accept`` is not trusted."""
     return OPEN_METRICS if OPEN_METRICS in accept else ""
 
 
 def metrics_text(overview: m.Overview, taken: float, accept: str = "", is_of_run: bool = True) -> tuple[bytes, str]:
     """Return an overview in the format that Prometheus reads, and its content type.
 
-    OpenMetrics is returned if the reader's ``accept`` has it. ``taken`` is in seconds since 1970. Unless ``is_of_run``,
-    only the server's own metrics are included.
+    It is OpenMetrics if ``accept`` has it. ``taken`` is in seconds since 1970. Unless ``is_of_run``, only the server's
+    own metrics are included.
     """
     from prometheus_client import CollectorRegistry, ProcessCollector
     from prometheus_client.exposition import choose_encoder

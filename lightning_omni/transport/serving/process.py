@@ -52,14 +52,12 @@ class ServerSettings(msgspec.Struct, frozen=True):
 
     Attributes:
         host: address to bind; empty if all ranks are on this machine: sockets in a private directory, where possible.
-        wire_formats: class paths of user-defined wire formats.
-        transports: class path of a user-defined transport, if any.
         coordinator: address of server 0, for the others.
         state: directory for the server's state, or its share of it; empty to save none.
         restore: number of the save from which a server with a partition continues; 0 for none.
         save_every: seconds between two saves.
         progress_timeout: as in `ServerCore`; None for infinite.
-        again: address of an earlier server that is gone and whose run this one continues.
+        again: address of an earlier server whose run this one continues.
     """
 
     key: str
@@ -94,7 +92,6 @@ class Ready(msgspec.Struct, frozen=True):
 class ServerProcess:
     """The process of the embedded parameter server. The constructor does not wait for it.
 
-    It is not a thread, because the optimizer step and the sockets would take time from the trainer's interpreter.
     Without ``settings``, it imports its modules and waits for `configure`.
     """
 
@@ -134,7 +131,6 @@ class ServerProcess:
         return self._address
 
     def how_ended(self) -> str:
-        """Return how the process has ended; empty while it runs."""
         if not self._how_ended and (status := self._process.poll()) is not None:
             self._how_ended = f"its process has ended with status {status}"
             try:
@@ -189,7 +185,7 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def _signals_held_back() -> Iterator[None]:
-    """Block, for processes started meanwhile, the signals that the server will ignore."""
+    """Block the signals that the server will ignore, for processes started meanwhile."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
     try:
         yield
@@ -221,7 +217,6 @@ def raise_limit_of_files() -> None:
 
 
 def load_plugins(settings: ServerSettings) -> list[type[Transport]]:
-    """Import the user-defined methods, wire formats and transports of the run; return the transports."""
     for path in settings.methods:
         methods.load(path)
     for path in settings.wire_formats:
@@ -272,10 +267,7 @@ _END = b"end"
 
 
 def can_supervise() -> bool:
-    """Return whether this process may fork servers: on Linux, with one thread.
-
-    On macOS a fork is unsafe: system libraries may have threads.
-    """
+    """Return whether this process may fork servers: on Linux, with one thread."""
     return sys.platform == "linux" and threading.active_count() == 1
 
 
@@ -288,8 +280,8 @@ def preload() -> None:
 class Lifeline:
     """A forked server's connection to its supervisor. When that is gone, the process ends at once.
 
-    It does not clean up, as if killed, so that the next server finds the state, the sockets and the port free.
-    ``report`` is the last one of the previous server; empty for the first server.
+    It does not clean up, so that the next server finds the state, the sockets and the port free. ``report`` is the last
+    one of the previous server; "" for the first.
     """
 
     def __init__(self, wire: socket.socket, report: str) -> None:
@@ -325,7 +317,7 @@ def supervise(is_over: Callable[[], bool], tell: Callable[[str], None], wake_on:
         wake_on: descriptors that, once readable, cause a call of ``is_over`` at once.
 
     Returns:
-        The `Lifeline` of the forked process; in the supervisor its exit status, once the server has ended in good order
+        The `Lifeline` in the forked process; in the supervisor its exit status, once the server has ended in good order
         or has been restarted too often.
     """
     report, fallen = "", 0
@@ -362,7 +354,7 @@ def supervise(is_over: Callable[[], bool], tell: Callable[[str], None], wake_on:
 
 
 def _watch(wire: socket.socket, report: str, is_over: Callable[[], bool], wake_on: Sequence[int]) -> tuple[str, bool]:
-    """Wait until a server is gone; return its last report, and whether its end was requested as the run was over."""
+    """Wait until a server is gone; return its last report, and whether its end was requested."""
     was_told = False
     while True:
         watched: list[socket.socket | int] = [wire, *(() if was_told else wake_on)]

@@ -46,7 +46,6 @@ def numbers_in(folder: Path, kind: str) -> list[int]:
 
 
 def write_save(folder: Path, number: int, packed: Packed, buffer: Tensor) -> OSError | None:
-    """Write a save through to the disk; return the error if that fails."""
     new, head = folder / f"{NEW}-{os.getpid()}", msgspec.msgpack.encode(packed)
     try:
         with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", buffering=0) as file:
@@ -102,7 +101,6 @@ def saved_weights(path: str | Path) -> dict[str, Tensor]:
 
 
 def _last_of(folder: Path) -> dict[str, Any]:
-    """Return the last save, which a server may replace meanwhile."""
     for attempt in range(_ATTEMPTS):
         numbers = numbers_in(folder, SAVED)
         file = file_of(folder, SAVED, numbers[-1]) if numbers else folder / ENDED

@@ -1,12 +1,12 @@
 """The server's state on disk, from which another server can continue when this one is gone.
 
 A save is a file of plain data and tensors (`lightning_omni.wire.codec`), written beside the last one and then renamed.
-Each has a journal (`lightning_omni.wire.journal`) of the answers sent to ranks after it. The operating system has every
-entry before the answer is sent, so the journal outlives the process.
+Each has a journal (`lightning_omni.wire.journal`) of the answers sent to ranks after it. Every entry is written before
+the answer is sent.
 
 Rule 1: the state is copied between two messages, while the server waits; a separate thread writes the copy.
-Rule 2: a failed save is repeated when the next one is due, and the last save stays until another one is written. If the
-journal lacks an entry, no server continues from an earlier save, because it would contradict answers that ranks have.
+Rule 2: a failed save is repeated when the next one is due, and the last one stays until then. If the journal lacks an
+entry, no server continues from an earlier save, which would contradict answers that ranks have.
 Rule 3: several servers save a consistent state by a command of the coordinating server, which alone has a journal. A
 save counts once all have written theirs.
 """
@@ -90,18 +90,10 @@ class StateDirectory:
         servers: number of servers; this one coordinates.
 
     Attributes:
-        restored: number of the save that the server continues from; 0 if there is none.
+        restored: number of the save that the server continues from; 0 for none.
 
     Raises:
         ConfigurationError: the directory cannot be used, or another server uses it.
-
-    Example:
-        >>> import secrets, tempfile
-        >>> folder = tempfile.TemporaryDirectory()
-        >>> states = StateDirectory(folder.name)
-        >>> states.restore(ServerCore(bytes(32), secrets.token_bytes)), states.close()
-        ('', None)
-        >>> folder.cleanup()
     """
 
     def __init__(
@@ -146,7 +138,7 @@ class StateDirectory:
         self._begun = ""  # name of the run in the last `_BEGUN` file
 
     def restore(self, core: ServerCore) -> str:
-        """Continue the saved run, if any; return a sentence about it, or nothing."""
+        """Continue the saved run, if any; return a sentence about it, or ""."""
         core.reconnect_timeout, core.started_at_ms = self._reconnect_timeout, self._start()
         saves = self._whole()
         self._remove_parts(set(saves[-1:]))
@@ -178,7 +170,7 @@ class StateDirectory:
         """Choose, record and return this server's start time in milliseconds.
 
         The lock file's modification time stores it, so that it is later than those before even if the clock was set
-        back; that needs no space on a full disk.
+        back.
         """
         started = max(time.time_ns(), os.fstat(self._lock).st_mtime_ns + _MILLISECOND) // _MILLISECOND
         with contextlib.suppress(OSError):
@@ -315,7 +307,7 @@ class StateDirectory:
         self._failures.write(_LOST, error)
 
     def _note_begun(self, core: ServerCore) -> None:
-        """Record a run that groups join on their own: if this server is lost now, they begin the run again."""
+        """Record a run that groups join on their own: if this server is lost now, they begin it again."""
         begun = _as_begun(core)
         if begun == self._begun or not _NAME.fullmatch(begun):  # ranks choose the name, which may be any text
             return
@@ -325,7 +317,6 @@ class StateDirectory:
             (self._path / f"{_BEGUN}{begun}").touch(mode=0o600)
 
     def _forget_begun(self) -> None:
-        """Remove that record once part of the run is saved, or cannot be: a long run is not begun again."""
         with contextlib.suppress(OSError):
             for begun in self._path.glob(f"{_BEGUN}*"):
                 begun.unlink()
@@ -340,7 +331,6 @@ class StateDirectory:
                 file_of(self._path, SAVED, number).rename(self._path / ENDED)
 
     def _entries(self, number: int) -> Iterator[Entry]:
-        """Yield the entries of a journal without an incomplete last one."""
         data, decode = file_of(self._path, JOURNAL, number).read_bytes(), msgspec.msgpack.Decoder(AnyEntry).decode
         position = 0
         while position + LENGTH <= len(data):
@@ -402,7 +392,7 @@ class ShareDirectory:
             raise ConfigurationError(f"--state {path}: {error.strerror}; pass a directory of your own") from error
 
     def restore(self, core: ServerCore, number: int) -> None:
-        """Load this server's share of a save (0 for none); the coordinating server then sends the later events."""
+        """Load this server's share of a save; 0 for none."""
         if number:
             core.load(read(file_of(self._path, SAVED, number)), (), 0.0)
         core.on_save = lambda number: self._save(core, number)
@@ -453,7 +443,7 @@ def _as_begun(core: ServerCore) -> str:
 def _take(lock: int) -> None:
     """Lock a file, or raise `BlockingIOError`.
 
-    A successor may start before the system has ended the killed server, which holds the lock until then.
+    A successor may start before the system has ended the killed server, which holds the lock.
     """
     deadline = time.monotonic() + _RELEASE
     while True:
@@ -466,7 +456,7 @@ def _take(lock: int) -> None:
 
 
 def _remove_leftovers(path: Path, shares: list[Path]) -> None:
-    """Remove, also from the list, the saves of the other servers that match none of server 0."""
+    """Remove, also from the list, saves of other servers that match none of server 0."""
     saved = set(numbers_in(path, SAVED))
     for folder in list(shares):
         numbers = numbers_in(folder, SAVED)

@@ -1,7 +1,7 @@
 """Addresses of sockets, and the private directory that holds the sockets of a run on one node.
 
-Only its user may enter that directory. The server locks it while it lives, so that every process can tell whether it is
-in use, also after ``kill -9``. The last process to end removes it, or else the next server that starts.
+Only its user may enter that directory. The server locks it while it lives. The last process to end removes it, or else
+the next server that starts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PrivateDirectory:
 
     Args:
         base: parent directory; None takes the first of the temporary directory, ``$XDG_RUNTIME_DIR`` and ``/tmp`` in
-            which sockets can be created. (Systems remove the runtime directory when its user logs out.)
+            which sockets can be created.
         at: directory of an earlier server that is gone; the new server takes it over.
     """
 
@@ -75,7 +75,7 @@ def remove_if_abandoned(address: str) -> None:
 def check_address(address: str, given: str = "") -> None:
     """Raise `ConfigurationError` unless the address reads ``tcp://host:port`` or ``ipc:///directory/control``.
 
-    ``given`` is the argument with the address, for the message; empty for ``server=``.
+    ``given`` is the argument with the address, for the message.
     """
     if not _is_address(address):
         meant = f', here "{_TCP}{address}"' if _is_address(f"{_TCP}{address}") else ""
@@ -183,7 +183,6 @@ def _make_in(base: Path) -> tuple[Path, int]:
 
 
 def _take(path: Path) -> tuple[Path, int]:
-    """Take over the directory of a server that is gone; create it if it was removed meanwhile."""
     try:
         path.mkdir(mode=0o700, exist_ok=True)
         lock = _open_locked(path)
@@ -219,7 +218,6 @@ def _remove_if_abandoned(path: Path) -> None:
 
 
 def _open_locked(path: Path) -> int | None:
-    """Open and lock a directory of this user; return None if it is locked."""
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         if os.fstat(directory).st_uid != os.geteuid():

@@ -368,9 +368,7 @@ def eviction_sentence(notice: m.Notice) -> str:
 class Session:
     """The values that open the data connection of an admitted rank.
 
-    Attributes:
-        secret: secret of this rank's process and the server; it is never sent.
-        memory: path of the socket that passes memory to the server; empty for none.
+    ``secret`` is never sent; ``memory`` is the path of the socket that passes memory to the server, "" for none.
     """
 
     address: str
@@ -383,7 +381,7 @@ class Session:
 class DataConnection(Data):
     """A rank's data connection; ``timeout`` is in seconds, for any one answer.
 
-    ``check`` is called while waiting, and raises if waiting is of no use any more.
+    ``check`` is called while waiting, and raises if that is of no use.
     """
 
     def __init__(self, session: Session, check: Callable[[], None], timeout: float = 300.0) -> None:

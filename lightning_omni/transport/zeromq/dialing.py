@@ -27,8 +27,8 @@ LONGEST = 2.0
 class SuspendAwareClock:
     """A monotonic clock that stops with its process.
 
-    A job that is stopped and resumed (Ctrl-Z and ``fg``, ``scontrol suspend``, a migrated virtual machine) resumes as a
-    whole: the silence of the others was this process's own pause.
+    A job that is stopped and resumed (Ctrl-Z and ``fg``, ``scontrol suspend``) resumes as a whole: the silence of the
+    others was this process's own pause.
 
     Example:
         >>> moments = iter([0.0, 0.5, 1.0, 61.0, 61.5])
@@ -77,8 +77,7 @@ class Dialed:
     Args:
         decode: decodes an answer from bytes; by default as a message to a rank.
         silence: seconds without a sign of life after which the server ends the connection; 0 for never. ZeroMQ's own
-            thread sends the signs of life, so they continue while Python holds its lock, and cease when the process is
-            stopped.
+            thread sends the signs, so they continue while Python holds its lock, and cease when the process is stopped.
     """
 
     def __init__(
@@ -119,8 +118,8 @@ class Dialed:
     def ask(self, message: m.Message, expect: type[Answer], deadline: float, check: Callable[[], None]) -> Answer:
         """Send a message and return its answer, of type ``expect``.
 
-        ``check`` is called while waiting, and raises if waiting is of no use any more. After ``deadline``, on the
-        monotonic clock, `TimeoutError` is raised.
+        ``check`` is called while waiting, and raises if that is of no use. After ``deadline``, on the monotonic clock,
+        `TimeoutError` is raised.
         """
         try:
             self.wire.send(m.encode(message), zmq.NOBLOCK)
@@ -160,13 +159,8 @@ def dial(
 ) -> tuple[Dialed, T]:
     """Repeat attempts until ``talk`` completes on one of them; return that attempt and the result.
 
-    Args:
-        make: starts an attempt.
-        talk: exchanges the messages of an attempt until a deadline.
-        keys: secrets of the run.
-        where: the address, for messages.
-        silence: explanation of a missing answer, for messages.
-        limit: seconds.
+    ``make`` starts an attempt; ``talk`` exchanges its messages until a deadline, after ``limit`` seconds. ``where`` is
+    the address, and ``silence`` explains a missing answer, for messages.
 
     Raises:
         Refused: the other side refused, or ended every connection before admission.

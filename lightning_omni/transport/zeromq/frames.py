@@ -2,12 +2,11 @@
 
 On the control channel, message and payload are the frames of one ZeroMQ message. On the data channel a message is one
 frame, and its payload follows in ZeroMQ messages of two frames: an empty frame, and at most half a megabyte of bytes.
-(One frame of 100 MB is half as fast, because it cannot be copied out while the rest arrives.) If the payload is in
-memory that both processes share, a second frame of the message holds its range, and nothing follows. A larger message
-is announced by a `LargeMessage` and sent in such pieces, too.
+If the payload is in memory that both processes share, a second frame of the message holds its range, and nothing
+follows. A larger message is announced by a `LargeMessage` and sent in such pieces, too.
 
-The weights that a joining group reads would, sent at once, occupy the server and the link as long as an exchange. So
-large answers are sent piece by piece, over many times the measured duration of a copy.
+Large answers, such as the weights for a joining group, are sent piece by piece, over many times the measured duration
+of a copy, and do not occupy the server and the link.
 
 Rule: an answer is consistent. It is copied before the next message, and the weights may change while it is sent.
 """
@@ -88,11 +87,7 @@ class Assembly:
         self._filled = self.buffer.numel()
 
     def add(self, chunk: Any) -> None:
-        """Append a chunk.
-
-        Raises:
-            MalformedMessage: the chunk is empty, or exceeds the announced size.
-        """
+        """Append a chunk; raise `MalformedMessage` if it is empty or exceeds the announced size."""
         size = len(chunk)
         if size == 0 or self._filled + size > self.buffer.numel():
             raise MalformedMessage(f"{self._filled + size} bytes of payload came, {self.buffer.numel()} were announced")
@@ -103,8 +98,7 @@ class Assembly:
 class Copies:
     """A sender of payload copies, whose memory is used again once a frame has been sent.
 
-    ZeroMQ's own copies use fresh memory, and touching that takes longer than copying. Small payloads are the exception:
-    tracking their frames costs more.
+    ZeroMQ's own copies use fresh memory, and touching that takes longer than copying.
     """
 
     def __init__(self) -> None:
@@ -143,7 +137,7 @@ class Copies:
 class Untaken:
     """A limit on answers that no rank waits for: a peer that does not read them is sent no more.
 
-    ZeroMQ queues without limit for a peer that does not read, and releases a frame once it has been sent.
+    ZeroMQ would queue them without limit.
     """
 
     def __init__(self) -> None:
@@ -225,7 +219,7 @@ class PacedAnswers:
     def begin(self, socket: zmq.Socket[bytes], peer: bytes, payload: Tensor) -> None:
         """Start to send a payload (uint8, one-dimensional) over a ROUTER, after its message.
 
-        The payload may change at once. The peer is sent nothing else on this socket meanwhile.
+        The payload may change at once. Send the peer nothing else on this socket meanwhile.
         """
         began = self._clock()
         copy = payload.clone()

@@ -1,12 +1,11 @@
 """Limits on strangers: connections that have not shown the run's key, their rate, and the log lines about them.
 
-ZeroMQ cannot end a single connection of a socket. But the descriptors of all connections belong to this process, and
-the socket's monitor reports them. So the guard itself ends connections that have not shown the key, when too many of
-them are open or one takes too long. Ranks reconnect by themselves.
+ZeroMQ cannot end a single connection of a socket, but the socket's monitor reports their descriptors. So the guard
+itself ends connections that have not shown the key, when too many of them are open or one takes too long. Ranks
+reconnect by themselves.
 
-A stranger can reopen an ended connection at once, at less cost than this process has with it. So a listening socket
-accepts connections at a limited rate, and the kernel leaves others unanswered, which the system of the other side
-retries. Connections of ranks with the key do not count.
+A stranger can reopen an ended connection at once. So a listening socket accepts connections at a limited rate, and the
+kernel leaves others unanswered, which the other side retries. Connections of ranks with the key do not count.
 """
 
 from __future__ import annotations
@@ -132,7 +131,7 @@ class ConnectionGuard:
             yield
 
     def let_in(self, descriptor: int) -> None:
-        """Stop watching the connection with this descriptor, which was admitted."""
+        """Stop watching an admitted connection, by its descriptor."""
         with self._lock:
             self._read_events()
             for listener in self._listeners:
@@ -234,7 +233,7 @@ class _Stranger(NamedTuple):
 class _Listener:
     """One listening socket with its unadmitted connections, by descriptor, oldest first.
 
-    Each has a duplicate of its descriptor, whose number no other connection can get meanwhile, and its time of arrival.
+    Each has a duplicate of its descriptor, whose number no other connection can get meanwhile.
     """
 
     def __init__(self, context: zmq.Context[Any], listening: zmq.Socket[bytes], most: int) -> None:
@@ -256,7 +255,7 @@ class _Listener:
     def read_events(self) -> list[_Refused]:
         """Update the connections from the socket's monitor; return failed handshakes.
 
-        ZeroMQ reports why a handshake failed, and in the next event the connection, which ends then.
+        ZeroMQ reports why a handshake failed, and in the next event the connection.
         """
         failed = []
         with contextlib.suppress(zmq.Again):
@@ -319,8 +318,8 @@ class _Listener:
 def _abort(wire: socket.socket) -> None:
     """End a connection at once.
 
-    After a shutdown, Linux continues to receive and ZeroMQ to read, so a stranger that never stops sending would stay.
-    Connecting a socket to no address resets the connection and discards the received bytes.
+    After a shutdown, Linux continues to receive and ZeroMQ to read. Connecting a socket to no address resets the
+    connection and discards the received bytes.
     """
     if sys.platform == "linux":
         nowhere = bytes(16)  # an address of the family AF_UNSPEC, which is 0
@@ -364,7 +363,7 @@ _FILTER = b"".join(
 
 
 class Gate:
-    """A gate on a listening TCP socket; without socket filters (on all systems but Linux) it is always open."""
+    """A gate on a listening TCP socket; without Linux's socket filters it is always open."""
 
     def __init__(self, descriptor: int, now: float) -> None:
         self._wire = socket.socket(fileno=os.dup(descriptor))

@@ -1,8 +1,8 @@
 """The single key of a run: its sources, and the secrets derived from it.
 
 Every listening TCP socket is a CURVE server. Its key pair, the one key pair of all ranks and the secret by which
-leaders authenticate each other are derived from the run's key. A process without that key has neither public key: a
-CURVE server does not answer its first message, and none of its frames reaches the code behind the socket.
+leaders authenticate each other are derived from the run's key. No frame of a process without that key reaches the code
+behind the socket.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ def new_key() -> bytes:
 
 
 def default_path() -> Path:
-    """Return the default path of the user's key file, common to machines with a common home directory."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "lightning-omni" / "key"
 
 
@@ -48,8 +47,8 @@ def key_of_environment() -> bytes | None:
 def load_key(path: Path | None = None) -> bytes:
     """Return the key of a server that is running, from a key file.
 
-    Without ``path``, it is that of the environment variable ``LIGHTNING_OMNI_KEY`` (hexadecimal), if set; otherwise
-    that of the file that ``lightning-omni serve`` creates.
+    Without ``path``, it is that of the environment variable ``LIGHTNING_OMNI_KEY`` (hexadecimal), or else of the file
+    that ``lightning-omni serve`` creates.
     """
     if path is None and (key := key_of_environment()) is not None:
         return key
@@ -65,7 +64,6 @@ def load_key(path: Path | None = None) -> bytes:
 
 
 def is_open_to_others(path: Path | None = None) -> bool:
-    """Return whether other users may read or write the file that `load_key` reads."""
     if path is None and os.environ.get(ENVIRONMENT):
         return False
     return bool((path or default_path()).stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO))

@@ -42,12 +42,11 @@ class Observer:
 
     Args:
         address: the server's control socket, ``tcp://host:port`` or ``ipc:///directory/control``.
-        key: the run's shared secret.
         encryption: ``"curve"`` or ``"off"``, as the server's.
         timeout: seconds to wait for the connection.
 
     Raises:
-        ConnectionLost: the server cannot be reached; all requests raise this, too, when it is gone or does not answer.
+        ConnectionLost: the server cannot be reached; all requests raise this, too.
         Refused: the server or this process does not hold the key, or their versions differ.
     """
 
@@ -94,7 +93,7 @@ class Observer:
         self._ask(m.SaveNow(), m.Acknowledged)
 
     def enlist(self, ranks: int) -> m.GroupRegistered:
-        """Reserve rank numbers for a group of ``ranks`` that is about to join, for as long as this connection lasts.
+        """Reserve rank numbers for a group of ``ranks`` that is about to join, while this connection lasts.
 
         Raises:
             RankLost: the run is over.
@@ -103,7 +102,7 @@ class Observer:
         return self._ask(m.RegisterGroup(ranks=ranks), m.GroupRegistered)
 
     def why_over(self) -> str:
-        """Return why the run that this process has enlisted in is over; empty if that was not reported."""
+        """Return why the run that this process has enlisted in is over; "" if that was not reported."""
         while self._dialed.wire.poll(0):
             if (frame := self._dialed.wire.recv_multipart()[0]) == PROBE:
                 continue
@@ -145,7 +144,7 @@ class Observer:
         return self._receive(expect)
 
     def _send(self, frames: Sequence[bytes]) -> float:
-        """Send a message; return the time before that, because the answer may arrive during it."""
+        """Send a message; return the time before that: the answer may arrive during it."""
         began = time.perf_counter()
         try:
             self._dialed.wire.send_multipart(frames, zmq.NOBLOCK)

@@ -1,6 +1,6 @@
 """Messages between leaders without a server: published weights that others read, and an inbox that they fill.
 
-A thread of each leader serves its one socket, even while the leader computes. Received weights are summed on arrival.
+A thread of each leader serves its one socket. Received weights are summed on arrival.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from torch import Tensor
 from lightning_omni.errors import ConnectionLost, MalformedMessage, ProtocolError, Refused
 from lightning_omni.methods import Inbox
 from lightning_omni.methods.contract import Total
-from lightning_omni.server.membership.roster import MOST_CHALLENGED
 from lightning_omni.transport.connections import Address
 from lightning_omni.transport.zeromq.addresses import is_private, own_host, sibling, tcp_endpoint
 from lightning_omni.transport.zeromq.dialing import Dialed, SuspendAwareClock, attach, dial
@@ -29,7 +28,7 @@ from lightning_omni.transport.zeromq.guard import ConnectionGuard
 from lightning_omni.transport.zeromq.keys import RunKeys
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats.base import RAW, Memory, WireFormat, check_size, decode
-from lightning_omni.wire.handshake import NONCE_BYTES, attach_mac, is_equal
+from lightning_omni.wire.handshake import OPENS_NOTHING, Challenges, server_mac
 from lightning_omni.wire.layout import Layout
 
 _log = logging.getLogger(__name__)
@@ -51,7 +50,7 @@ class PeerSocket:
     def __init__(self, endpoint: str, layouts: Sequence[Layout], keys: RunKeys, wire_format: WireFormat = RAW) -> None:
         self.strangers = 0
         self._secret = keys.peers
-        self._attaching: dict[bytes, tuple[m.Attach, bytes]] = {}
+        self._attaching = Challenges[m.Attach](secrets.token_bytes, refusal=OPENS_NOTHING)
         self._connections: dict[int, bytes] = {}  # of each admitted rank, the latest one
         self._layouts, self._format = list(layouts), wire_format
         self._published: dict[int, tuple[Tensor, int]] = {}
@@ -119,7 +118,7 @@ class PeerSocket:
         elif len(frames) == 1:
             message = m.decode(frames[0].buffer, at="server", channel=m.PEER)
             if isinstance(message, m.Attach):
-                self._challenge(peer, message)
+                self._send(peer, m.AttachChallenge(nonce=self._attaching.ask(peer, message)))
                 return
             if isinstance(message, m.AttachProof):
                 self._admit(peer, message, frames[0])
@@ -138,22 +137,13 @@ class PeerSocket:
             self._keep(self._assemblies.pop(peer))
             self._send(peer, m.PeerMessageStored())
 
-    def _challenge(self, peer: bytes, attach: m.Attach) -> None:
-        challenge = secrets.token_bytes(NONCE_BYTES)
-        self._attaching[peer] = (attach, challenge)
-        while len(self._attaching) > MOST_CHALLENGED:
-            self._attaching.pop(next(iter(self._attaching)))
-        self._send(peer, m.AttachChallenge(nonce=challenge))
-
     def _admit(self, peer: bytes, proof: m.AttachProof, frame: zmq.Frame) -> None:
         with self._guard.deciding():
-            attach, challenge = self._attaching.pop(peer, (None, b""))
-            if attach is None or not is_equal(proof.mac, attach_mac(self._secret, "rank", attach, challenge)):
-                raise Refused("stranger", "this proof opens nothing")
+            attach, challenge = self._attaching.proved(peer, proof.mac, lambda _: self._secret)
             self._assemblies.pop(self._connections.get(attach.rank, b""), None)  # which its rank has replaced
             self._connections[attach.rank] = peer
             self._guard.let_in(frame.get(zmq.SRCFD))
-        self._send(peer, m.Attached(mac=attach_mac(self._secret, "server", attach, challenge)))
+        self._send(peer, m.Attached(mac=server_mac(self._secret, attach, challenge)))
 
     def _begin(self, message: m.PeerMessage) -> Assembly:
         check_size(self._format, message.nbytes, self._layouts[message.optimizer])
@@ -280,7 +270,6 @@ class PeerConnections:
         self._unread.clear()
 
     def _wire(self, group: int) -> zmq.Socket[bytes] | None:
-        """Return the connection to a group's leader, opened on first use; None if it cannot be reached."""
         if self._has_ended(group):
             self._drop(group)
         if group not in self._dialed:
@@ -367,7 +356,7 @@ class PeerConnections:
 class PeerWires(PeerConnections):
     """The connections of a leader with the other leaders, in both directions.
 
-    Unless ``everywhere``, only leaders on this machine must be able to reach it.
+    ``everywhere``: whether leaders on other machines must be able to reach this one.
     """
 
     def __init__(
@@ -401,7 +390,6 @@ def _fits(wire_format: WireFormat, nbytes: int, layout: Layout) -> bool:
 
 
 def _endpoint(server: str, rank: int, everywhere: bool) -> str:
-    """Return a leader's endpoint: in the server's private directory, or on the address that reaches the server."""
     if is_private(server):
         return sibling(server, f"peer-{rank}-{secrets.token_hex(4)}")
     host = own_host(server)

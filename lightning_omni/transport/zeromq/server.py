@@ -76,7 +76,7 @@ BURST = 64
 class CoordinatorLink:
     """A control connection to the coordinating server: it receives commands and sends reports.
 
-    ``address`` is that of this server's data socket, as ranks can reach it.
+    ``address`` is that of this server's data socket, as ranks reach it.
     """
 
     def __init__(self, core: ServerCore, coordinator: str, address: str, encryption: str) -> None:
@@ -140,7 +140,7 @@ class CoordinatorLink:
 def reachable(bound: str, coordinator: str) -> str:
     """Return the address of a socket of this machine as ranks can reach it.
 
-    If the coordinating server runs on this machine, that is all interfaces: ranks replace the host.
+    If the coordinating server runs on this machine, it names all interfaces: ranks replace the host.
     """
     if is_private(bound) or urlsplit(bound).hostname != EVERYWHERE:
         return bound
@@ -423,7 +423,7 @@ class ZeroMQServer:
         return buffer
 
     def _probe_connections(self) -> None:
-        """Detect ended connections of ranks far sooner than by missing heartbeats."""
+        """Detect ended connections of ranks sooner than by missing heartbeats."""
         for peer in self.core.peers:
             if not self._reach([peer, PROBE]):
                 self._send(self.core.hang_up(peer))

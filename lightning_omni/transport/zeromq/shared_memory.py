@@ -6,7 +6,7 @@ admitted data connection. Messages on that connection then have a second frame, 
 and so do their answers. Linux only.
 
 Rule 1: the server copies a push out of the leader's memory before it reads it, and copies an answer into it. Neither
-side waits for the other to release memory, and no message refers to data that a dead process left half written.
+side waits for the other to release memory.
 Rule 2: a connection may share a few times the size of the server's parameters, and loses all of it when its rank is
 lost.
 Rule 3: a process maps no memory that the creator could shorten, because access to removed pages would end it by SIGBUS.
@@ -38,7 +38,7 @@ from torch import Tensor
 
 from lightning_omni.errors import MalformedMessage, Refused
 from lightning_omni.server.service import Peer
-from lightning_omni.wire.handshake import is_equal, share_mac
+from lightning_omni.wire.handshake import is_equal, mac_of
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ NO_RANGES = MemoryRanges()
 class Share(msgspec.Struct, frozen=True, array_like=True):
     """The message that is sent with a descriptor.
 
-    ``segment`` numbers are ascending on a connection; ``mac`` is by `lightning_omni.wire.handshake.share_mac`.
+    ``segment`` numbers are ascending on a connection; ``mac`` is by `lightning_omni.wire.handshake.mac_of`.
     """
 
     rank: int
@@ -85,7 +85,7 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
     mac: bytes = b""
 
     def proof(self, secret: bytes, side: str) -> bytes:
-        return share_mac(secret, side, (self.rank, self.segment, self.nbytes, self.released))
+        return mac_of(secret, "share", side, (self.rank, self.segment, self.nbytes, self.released))
 
 
 class Shared(msgspec.Struct, frozen=True, array_like=True):
@@ -111,7 +111,7 @@ def decode_record(data: Any, kind: type[Anything]) -> Anything:
 class Sharing:
     """The memory that a data connection shares with its server, to which a segment is passed on first use.
 
-    ``path`` is that of the server's socket; empty to share nothing. ``timeout`` is in seconds.
+    ``path`` is that of the server's socket; "" shares nothing. ``timeout`` is in seconds.
     """
 
     def __init__(self, path: str, rank: int, secret: bytes, timeout: float) -> None:
@@ -171,7 +171,7 @@ class SharedMemory:
 
         Raises:
             Refused: the proof is wrong, the segment's number is not higher than the last one, the connection would
-                share too many segments or bytes, or the memory is not safe to map.
+                share too much, or the memory is not safe to map.
         """
         peer, secret = self._find(share.rank) or (b"", b"")
         if not peer or not is_equal(share.mac, share.proof(secret, "rank")):
@@ -306,10 +306,7 @@ _NUMBERS = itertools.count(1)
 
 @dataclass(frozen=True)
 class Segment:
-    """A segment that this process has created.
-
-    ``number`` is one that no other segment of this process has had, ``address`` that of its first byte here.
-    """
+    """A segment that this process has created; ``number`` is unique in it, ``address`` that of its first byte."""
 
     number: int
     descriptor: int

@@ -33,7 +33,7 @@ class ZeroMQ(Transport, frozen=True, kw_only=True, tag="zeromq"):
     Attributes:
         encryption: encryption of TCP connections: ``"curve"``, or ``"off"`` on a network whose every user you trust.
         shared_memory: whether a group's leader and a server on the same machine exchange tensors through shared memory
-            instead of sockets where possible: on Linux, with a server whose sockets are in a directory.
+            where possible: on Linux, with a server whose sockets are in a directory.
 
     Raises:
         ConfigurationError: the encryption is unknown.

@@ -27,7 +27,6 @@ def names_of(pl: ModuleType) -> SimpleNamespace:
 
 
 def take_base(callback: type) -> None:
-    """Derive the tuners from an imported namespace's Callback, too; two such bases work, because they have no state."""
     for kind in (DeviceTuner, OmniTuner):
         kind.__bases__ = (*kind.__bases__, callback)
 

@@ -52,12 +52,9 @@ class RemoteResults:
 class OmniTunerHooks(_CallbackBase):
     """A callback that chooses groups, method, momentum and learning rate for the shortest predicted time to the target.
 
-    The run begins in one group, as without the tuner, and its first batches are timed. From these times the tuner
-    predicts the samples per second of every number of groups, method, number of local steps and wire format; their
-    costs in samples are known from other tasks. scikit-optimize then proposes the setting to train with: its surrogate
-    model is this prediction, corrected by the measurements of the run since. When a setting is predicted to be clearly
-    faster, the run switches to it in the middle of the epoch; groups that are slower than predicted are given up. No
-    batch is discarded, and nothing is trained only to try it. See docs/how-to/tuning.md.
+    The run begins in one group, whose first batches are timed. When a setting is predicted to be clearly faster, the
+    run switches to it in the middle of the epoch; groups that are slower than predicted are given up. No batch is
+    discarded, and nothing is trained only to try it. See :doc:`/how-to/tuning`.
 
     With ``data="static"``, and with a sampler of your own, groups change at the end of the epoch. In a run that groups
     join on their own (``OmniStrategy(elastic=True)``) their number is given, and momentum and learning rate follow it.
@@ -73,18 +70,17 @@ class OmniTunerHooks(_CallbackBase):
             largest value: ``{"groups": [1, 2, 4], "momentum": 0.9}``. By default groups are powers of two and the
             number of ranks, momentum is 0 to 0.95 (or up to yours, if that is larger), the learning rate follows them,
             and batches may be split by speed; how groups exchange, and how their members average gradients, is searched
-            unless you have chosen it (``method=``, ``compression=`` or ``overlap=`` of the strategy).
+            unless the strategy has ``method=``, ``compression=`` or ``overlap=``.
         budget: part of the run's time that choosing and forming groups may take, from 0 to below 1. 0 changes nothing.
-        retune_every: epochs between two checks whether the setting is still the best; None to make no checks.
+        retune_every: epochs between two checks whether the setting is still the best; None for no checks.
         mode: ``"min"`` or ``"max"``: whether a smaller or a larger ``monitor`` is better; None decides by its name
-            (``"min"`` if it contains "loss" or "error", otherwise ``"max"``), and with a ``target`` a name that matches
+            (``"min"`` if it contains "loss" or "error", otherwise ``"max"``), and with a ``target`` a name that tells
             neither, such as "val_rmse", is refused.
         seed: seed of scikit-optimize's proposals.
 
     Attributes:
-        choice: on rank 0, the latest choice, a `lightning_omni.tuning.search.Choice`.
-        searches: the run's searches so far, including those from the checkpoint that it resumed from; only rank 0's
-            list is complete.
+        choice: on rank 0, the latest `lightning_omni.tuning.search.Choice`.
+        searches: the run's searches, including those from before it was resumed; only rank 0's list is complete.
         problem: why nothing was searched; empty if there was no problem.
         folder: on rank 0, the folder of the report; None if there is none.
 
@@ -160,7 +156,7 @@ class OmniTunerHooks(_CallbackBase):
 
     @property
     def searches(self) -> list[Search]:
-        """Return the run's searches so far; only rank 0's list is complete."""
+        """Return the run's searches so far."""
         return self._remote.searches if self._fit is None else self._fit.run.searches
 
     @property
@@ -205,7 +201,6 @@ class OmniTunerHooks(_CallbackBase):
             strategy_of(trainer).parts.launching.prepare_server()
 
     def _load_libraries(self) -> None:
-        """Start to import the libraries of a search: all ranks would wait for their first use."""
         if self.budget > 0:
             threading.Thread(target=_import_libraries, name="omni-libraries", daemon=True).start()
 
@@ -221,7 +216,6 @@ class OmniTunerHooks(_CallbackBase):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """End the epoch early if no push of this group is applied any more."""
         self._fitting.batch_starts()
 
     @override
@@ -262,18 +256,16 @@ class OmniTunerHooks(_CallbackBase):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return observations and choices as plain values, with which a resumed run continues."""
         return self._fit.run.state_dict() if self._fit is not None else self._kept
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state before the first batch; only a fit continues with it."""
         self._kept = state_dict
         if self._fit is not None and self._stage == "fit":
             self._fit.run.load_state_dict(state_dict)
 
     def omni_results(self) -> dict[str, Any]:
-        """Return the results in rank 0's process as plain values, for the script's process."""
+        """Return the results in rank 0's process as plain values."""
         return {"state": self.state_dict(), "problem": self.problem, "folder": str(self.folder or "")}
 
     def take_omni_results(self, results: dict[str, Any]) -> None:
@@ -298,7 +290,6 @@ class OmniTunerHooks(_CallbackBase):
 
 
 def _import_libraries() -> None:
-    """Import slow libraries; their use reports errors of an installation."""
     with frequent_switches(), suppress(ImportError):
         importlib.import_module("scipy.optimize")
         importlib.import_module("skopt")

@@ -38,12 +38,12 @@ _RATES_OF_PLATEAUS = ("default_min_lr", "eps")
 class Hyperparameters:
     """The learning rate and momentum of one optimizer, which `OmniTuner` tunes.
 
-    The learning rate is that of the first parameter group at the peak of its schedule (a warm-up has hardly begun when
-    a search does); the rates of other groups and of the schedulers change in proportion.
+    The learning rate is that of the first parameter group at the peak of its schedule; those of other groups and of
+    schedulers change in proportion.
 
     Raises:
-        ConfigurationError: the optimizer has no weights (that of a module whose ``configure_optimizers`` returns None)
-            or no learning rate (Adafactor, if it finds its own), or the learning rate is 0.
+        ConfigurationError: the optimizer has no weights (``configure_optimizers`` returned None), no learning rate
+            (Adafactor, if it finds its own), or one of 0.
     """
 
     def __init__(self, optimizer: Optimizer, schedulers: Sequence[Any] = ()) -> None:
@@ -84,17 +84,14 @@ class Hyperparameters:
 
     @property
     def momentum(self) -> float:
-        """Return the momentum, or β1; 0.0 if there is none."""
+        """Return the momentum, or β1; 0.0 without one."""
         return self._momentum_of(self._optimizer.param_groups[0])
 
     def _momentum_of(self, group: dict[str, Any]) -> float:
         return float(group["betas"][0] if self._has_betas else group.get("momentum", 0.0))
 
     def set_momentum(self, momentum: float) -> None:
-        """Set the momentum (or β1) of all parameter groups, unless it is that of the first one already.
-
-        Nothing changes if the optimizer has no momentum, or a scheduler changes it.
-        """
+        """Set the momentum (or β1) of all parameter groups, unless a scheduler changes it, or the first one has it."""
         if not self.has_momentum or self._is_momentum_scheduled or momentum == self.momentum:
             return
         for group in self._optimizer.param_groups:
@@ -111,7 +108,7 @@ class Hyperparameters:
             getattr(self._optimizer, "defaults", {})[name] = self._optimizer.param_groups[0][name]
 
     def scale(self, factor: float) -> None:
-        """Multiply all rates for good, including those that schedulers store. Schedules keep their shape."""
+        """Multiply all rates for good, including those that schedulers store."""
         if factor == 1.0:
             return
         for name in _RATES:
@@ -128,9 +125,7 @@ class Hyperparameters:
                     setattr(scheduler, name, _times(value, factor))
 
     def check_schedules(self) -> None:
-        """Check that the schedules follow `scale`, before a search begins.
-
-        Copies of schedulers that are not torch's are stepped.
+        """Check that the schedules follow `scale`, on copies of schedulers that are not torch's.
 
         Raises:
             ConfigurationError: their rates are others than those that `scale` sets, or they cannot be copied and
@@ -161,10 +156,9 @@ class Hyperparameters:
             )
 
     def _rehearsed(self, factor: float) -> np.ndarray[Any, Any]:
-        """Return the scaled rates of each parameter group after each step of copied schedulers, shape (steps, groups).
+        """Return the scaled rates after each step of copied schedulers, shape (steps, parameter groups).
 
-        Their optimizer has the rates of the real one, but not its parameters. An error of the first step is raised; a
-        later one may be beyond the end of the schedule.
+        An error of the first step is raised; a later one may be beyond the end of the schedule.
         """
         own = self._optimizer
         groups = [{name: each for name, each in group.items() if name != "params"} for group in own.param_groups]
@@ -221,7 +215,6 @@ def _flat(schedulers: Iterable[Any]) -> list[Any]:
 
 
 def _own(groups: Sequence[dict[str, Any]], name: str) -> None:
-    """Replace a tensor that several groups share by one for each."""
     seen: set[int] = set()
     for group in groups:
         value = group[name]

@@ -1,8 +1,4 @@
-"""Rules for the training loss with a chosen setting: divergence, and a plateau that a trial may leave.
-
-A setting that looks good may diverge a thousand batches later; a `RollbackPoint` then restores the run, which may have
-gone well without a tuner.
-"""
+"""Rules for the training loss with a chosen setting: divergence, and a plateau that a trial may leave."""
 
 from __future__ import annotations
 
@@ -30,12 +26,9 @@ class DivergenceGuard:
         self._refused = 0
 
     def batch_done(self, loss: Tensor | None, is_guarded: bool, applied: bool | None) -> None:
-        """Record a batch.
+        """Record a batch, whose ``loss`` and push (``applied``) may be unknown.
 
-        Args:
-            loss: its loss, if there is one.
-            is_guarded: whether a server rejects non-finite pushes, so that a non-finite loss does no harm.
-            applied: whether the group's push was applied; None if there was none.
+        ``is_guarded`` tells whether a server rejects non-finite pushes, so that a non-finite loss does no harm.
         """
         if loss is not None:
             loss, before = loss.detach(), self._mean
@@ -49,13 +42,12 @@ class DivergenceGuard:
 
     @property
     def has_given_up(self) -> bool:
-        """Return whether too many pushes in a row were not applied; the same on all members of the group."""
         return self._refused >= c.NON_FINITE_TOLERATED
 
     def mean(self, like: Tensor) -> Tensor:
         """Return the running mean of the loss and 1, to be summed over ranks; NaN and 1 if nothing is learnt any more.
 
-        A rank that has trained nothing yet, as after a resume at an epoch's end, returns two zeros.
+        A rank that has trained nothing yet returns two zeros.
         """
         if self.has_given_up:
             return like.new_tensor([math.nan, 1.0])
@@ -65,7 +57,6 @@ class DivergenceGuard:
         return torch.stack([mean.to(like), like.new_ones(())])
 
     def is_worse(self, total: float, ranks: float) -> bool:
-        """Return whether the mean loss of the ranks that have one exceeds the threshold, or is NaN."""
         return ranks > 0 and not total / ranks <= self.threshold
 
 
@@ -75,10 +66,9 @@ class TrainingLosses(Serializable):
 
     Attributes:
         first: loss at the start of the run.
-        windows: mean loss of each window, the latest one last: an epoch, or a part of one.
+        windows: mean loss of each window: an epoch, or a part of one.
         setting: the setting of these windows.
-        is_stale: whether its gradients are stale, because the optimizer steps for each group's.
-        trials: number of trials of the user's own setting.
+        is_stale: whether its gradients are stale, because each group's make a step.
         next_trial: number of windows after which another trial may begin.
 
     Example:
@@ -95,7 +85,6 @@ class TrainingLosses(Serializable):
     next_trial: float = 0.0
 
     def trial_begins(self) -> None:
-        """Count a trial of the user's own setting; each one makes the wait for the next longer."""
         self.trials += 1
         self.next_trial = c.LONGER**self.trials * len(self.windows)
 
@@ -112,8 +101,7 @@ class TrainingLosses(Serializable):
     def is_flat(self) -> bool:
         """Return whether the gain is a small part of the decrease since the start, and of the loss itself.
 
-        Stale gradients may keep a loss from its final value while it still falls a little. Without them, it is flat
-        only if it does not fall at all. With too few windows it is never flat.
+        Without stale gradients, it is flat only if it does not fall at all; with too few windows, never.
         """
         if len(self.windows) < c.FEWEST_WINDOWS:
             return False
@@ -128,7 +116,7 @@ class TrainingLosses(Serializable):
 
 
 class TrialOutcome(IntEnum):
-    """The outcome of a trial, as a number that rank 0 can broadcast."""
+    """The outcome of a trial."""
 
     BETTER = 0
     """The trial has lowered the loss by more than the setting before is expected to."""
@@ -146,7 +134,6 @@ class TrialOutcome(IntEnum):
 
 
 def is_falling(losses: Sequence[float]) -> bool:
-    """Return whether a trial's loss falls by more than its scatter explains; larger steps may raise it at first."""
     earlier, last = _latest(losses)
     if not earlier:
         return False
@@ -161,8 +148,8 @@ def _latest(losses: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
 def lowers_more(losses: Sequence[float], curve: TrainingLosses) -> bool:
     """Return whether a trial's last batches have lower losses than the setting before is expected to reach.
 
-    That setting is expected to repeat its gain of the last `c.LONGER`-fold growth of its windows, since a run that has
-    lasted so long may last as long again. A difference below the standard error of the trial's mean does not count.
+    That setting is expected to repeat its gain of the last `c.LONGER`-fold growth of its windows. A difference below
+    the standard error of the trial's mean does not count.
     """
     return curve.now - statistics.fmean(losses) > max(0.0, curve.gained) + _error(losses) + _rounding(curve)
 
@@ -172,7 +159,6 @@ def _rounding(curve: TrainingLosses) -> float:
 
 
 def _error(losses: Sequence[float]) -> float:
-    """Return the standard error of the mean; NaN if a loss is not finite."""
     if not math.isfinite(math.fsum(losses)):
         return math.nan
     return statistics.stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else 0.0

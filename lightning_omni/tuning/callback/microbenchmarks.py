@@ -1,4 +1,4 @@
-"""Timings of messages and arithmetic that a run may need, made while no rank trains.
+"""Timings of messages and arithmetic, made while no rank trains.
 
 Rule: all ranks of the group request the same timings in the same order, and receive the same results.
 """
@@ -31,9 +31,9 @@ empty one and is a small part of a large gradient; on slow links, smaller ones d
 def seconds_per_byte(timed: Callable[[int], float], nbytes: int) -> float:
     """Return the seconds that each byte adds to a message, by two messages that differ in their bytes alone.
 
-    Neither is empty, because many links send the first bytes of a message at once; but for a gradient of ``nbytes``
-    smaller than all `MESSAGE_BYTES`, the smallest of them is compared with an empty one, because two of nearly equal
-    size differ by chance alone. ``timed`` returns the seconds of a message with a number of four-byte values.
+    Neither is empty, because many links send the first bytes of a message at once, unless ``nbytes``, those of a
+    gradient, are less than all `MESSAGE_BYTES`. ``timed`` returns the seconds of a message with a number of four-byte
+    values.
     """
     short = seconds = timed(1)
     count, per_byte = 1, 0.0
@@ -64,10 +64,10 @@ class Sites(NamedTuple):
 
 
 class Microbenchmarks:
-    """Timings that are made once each, when they are first requested, in a run whose ranks are one group.
+    """Timings that are made once each, at their first request, in a run whose ranks are one group.
 
     Attributes:
-        averaging: by timed format, seconds that the slowest rank computes to average gradients.
+        averaging: by format, seconds that the slowest rank computes to average gradients.
     """
 
     def __init__(self, strategy: OmniStrategyHooks) -> None:
@@ -76,7 +76,6 @@ class Microbenchmarks:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of a gradient, with merged heads, which one group averages, too."""
         return sum(part.replica.layout.nbytes for part in self._world.parts)
 
     @property
@@ -88,8 +87,7 @@ class Microbenchmarks:
     def round_trip(self) -> float:
         """Return the seconds of a nearly empty message to another rank and back: the shortest of a few.
 
-        An all-gather of one number sends as many messages, one after the other, as there are other ranks. Exchanges of
-        devices take sockets, and not the devices' links.
+        An all-gather of one number sends as many messages, one after the other, as there are other ranks.
         """
         if self._has_device:
             return 2 * self._seconds_between_hosts(1)
@@ -98,7 +96,6 @@ class Microbenchmarks:
 
     @cached_property
     def reduce_per_byte(self) -> float:
-        """Return the seconds that each byte adds to an all-reduce, as measured on rank 0."""
         return seconds_per_byte(self._seconds_of_all_reduce, self.nbytes)
 
     @property
@@ -107,7 +104,7 @@ class Microbenchmarks:
 
     @cached_property
     def copy_per_byte(self) -> float:
-        """Return the seconds of each byte between rank 0's device and its host: the mean of both ways."""
+        """Return the seconds of each byte between rank 0's device and its host, both ways averaged."""
         if not self._has_device:
             return 0.0
         return gather(self._world, [seconds_per_byte(self._seconds_of_copy, self.nbytes)])[0][0]
@@ -129,8 +126,7 @@ class Microbenchmarks:
     def sites(self) -> Sites:
         """Return the sites, nodes joined by fast links, and the times of messages over the slowest link within one.
 
-        The nodes are returned if all links are alike, or if links are not the cause of a slow all-reduce, because small
-        times differ by chance. Two nodes have only one link, which cannot be compared.
+        The nodes are returned if all links are alike, or if links are not the cause of a slow all-reduce.
         """
         nodes = self._world.server.nodes_of(self._world.members)
         firsts = [nodes.index(node) for node in sorted(set(nodes))]
@@ -156,7 +152,7 @@ class Microbenchmarks:
     def time_averaging(self, formats: tuple[str, ...]) -> None:
         """Time the arithmetic of those all-reduce formats that were not timed yet.
 
-        Of PowerSGD only the largest rank is timed, because smaller ones take hardly less: all read the whole gradient.
+        Of PowerSGD only the largest rank is timed; smaller ones take hardly less.
         """
         wanted = {each: all_reduce_of(each) for each in formats if each not in self.averaging}
         if not wanted:
@@ -191,8 +187,6 @@ class Microbenchmarks:
         return gather(self._world, [found])[-1][0]
 
     def _timed(self, first: int, second: int) -> tuple[float, float]:
-        """Return the seconds of a short message between two members and its answer, and of each byte one way."""
-
         def there(count: int) -> float:
             return self._seconds_between([(first, second)], count)[0]
 
@@ -208,7 +202,7 @@ class Microbenchmarks:
     def _seconds_between(self, pairs: Sequence[tuple[int, int]], count: int) -> list[float]:
         """Return half of a round trip of ``count`` elements between the members of each pair, in seconds.
 
-        All pairs send at once, so that each member is in one pair at most.
+        All pairs send at once; each member is in one pair at most.
         """
         numbers, group = torch.zeros(count, device=self._world.device), self._world.compute_group
         own, found = self._world.members.index(self._world.rank), 0.0

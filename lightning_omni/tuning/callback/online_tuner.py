@@ -45,8 +45,8 @@ class TimedStep:
     """One optimizer step of one rank.
 
     Attributes:
-        own: compute time in seconds, with the optimizer's step and hooks, without waiting for others.
-        seconds: seconds from the end of the last step to the end of this one.
+        own: compute time in seconds, with the optimizer's step and hooks, without waits for others.
+        seconds: from the end of the last step to the end of this one.
         loss: mean over the rank's samples, before the step.
         loading: seconds of ``own`` spent waiting for the data loader.
         squares: squared lengths of this rank's gradient and of the mean gradient; empty if unknown.
@@ -63,12 +63,9 @@ class TimedStep:
 class FirstBatches:
     """The timing of a run's first steps, on every rank of one group.
 
-    The batches are the run's own, and none is undone. A step takes equally long for one rank and for all, and its part
-    that is not a rank's own computation is the all-reduce. Ranks decide after the same number of optimizer steps, so
-    that all reach the collectives of `seen`.
+    Ranks decide after the same number of optimizer steps, so that all reach the collectives of `seen`.
 
-    It starts between two batches, or before the first. ``before`` is an earlier timing of the same group with other
-    batches, whose messages need not be timed again.
+    ``before`` is an earlier timing of the same group with other batches, whose messages need not be timed again.
     """
 
     def __init__(self, strategy: OmniStrategyHooks, spec: SearchSpec, before: FirstBatches | None = None) -> None:
@@ -108,12 +105,10 @@ class FirstBatches:
         self._count += 1
 
     def interrupted(self) -> None:
-        """Leave the next step untimed, because it includes more than training."""
         self._timer.interrupt()
 
     @property
     def is_due(self) -> bool:
-        """Return whether a decision is due; the same on all ranks."""
         return bool(self._moments) and self._count >= self._moments[0]
 
     @property
@@ -127,11 +122,10 @@ class FirstBatches:
 
     @property
     def is_last(self) -> bool:
-        """Return whether the last observation leads to a decision in any case."""
         return not self._moments
 
     def seen(self) -> Observation | None:
-        """Return the observation of all ranks so far, the same on all; None if it is too small. All ranks call it."""
+        """Return the observation of all ranks so far; None if it is too small. All ranks call it."""
         self._seen = self._moments.pop(0)
         rows: list[list[TimedStep]] = gather_values(self._world, self._steps, list[TimedStep])
         count = min(map(len, rows))
@@ -182,7 +176,7 @@ class FirstBatches:
 
 
 def noise_scale(rows: Sequence[Sequence[TimedStep]]) -> float | None:
-    """Return the gradient noise scale in samples, by the last half of some steps; None if it is unknown.
+    """Return the gradient noise scale in samples, by the last half of some steps; None if unknown.
 
     It is the trace of the covariance of single samples' gradients over the squared length of their mean, both estimated
     without bias from the lengths of the ranks' gradients and of their mean. Ranks need equal batches. ``rows`` has
@@ -204,7 +198,7 @@ def noise_scale(rows: Sequence[Sequence[TimedStep]]) -> float | None:
 
 
 def _quickest(rows: Sequence[Sequence[TimedStep]]) -> float:
-    """Return the seconds in which the fastest rank computes a batch of mean size, from rows of shape (ranks, steps)."""
+    """Return the seconds in which the fastest rank computes a batch of mean size; ``rows`` has shape (ranks, steps)."""
     samples = [math.fsum(each.samples for each in row) for row in rows]
     seconds = [math.fsum(each.own for each in row) for row in rows]
     each = min(own / number for own, number in zip(seconds, samples, strict=True))
@@ -216,8 +210,7 @@ class _Decision:
     """A decision during the first batches.
 
     Attributes:
-        observation: the measurements of all ranks; None if there are too few.
-        found: the future of rank 0's search; None on other ranks.
+        found: the future of rank 0's search, on rank 0.
         batches: batches trained since.
     """
 
@@ -228,7 +221,7 @@ class _Decision:
     def trained(self) -> bool:
         """Count a batch, and return whether to poll rank 0: after 1, 2, 4, 8 batches, and so on.
 
-        Polls are few, because one takes as long as a short batch.
+        A poll takes as long as a short batch.
         """
         self.batches += 1
         return self.batches & (self.batches - 1) == 0
@@ -237,8 +230,8 @@ class _Decision:
 class OnlineTuner:
     """The tuning of a run by its own first batches.
 
-    Proportional batches cost no samples, but their gain is the least certain: equal batches alone do not show whether a
-    slow rank takes longer for each sample or for each step. So once batches are split, they are timed again.
+    Once batches are split, they are timed again: equal batches do not show whether a slow rank takes longer for each
+    sample or for each step.
     """
 
     def __init__(
@@ -273,7 +266,7 @@ class OnlineTuner:
     def begin_again(self, reason: str) -> None:
         """Restore the user's own setting, in one group, and time it again. All ranks call it.
 
-        Only the last decision may then be that nothing is faster, because a new effect may show in few batches.
+        Only the last decision may then be that nothing is faster.
         """
         run = self._run
         run.info(f"OmniTuner: timing the run in one group again, because {reason}")
@@ -306,7 +299,7 @@ class OnlineTuner:
     def batch_done(self, loss: Tensor | None) -> None:
         """Record a batch, if batches are timed; start a decision that is due, or poll the one in progress.
 
-        Both happen only after a step of the optimizer, and not at the last batch of an epoch. All ranks call it.
+        Both happen only after an optimizer step, and not at the last batch of an epoch. All ranks call it.
         """
         batches, trainer = self._batches, self._run.trainer
         if batches is None:
@@ -354,7 +347,6 @@ class OnlineTuner:
         self._exclude_seconds(time.perf_counter() - began, is_over)
 
     def _exclude_seconds(self, seconds: float, is_over: bool = False) -> None:
-        """Exclude seconds from the time of training; once a decision is over, its search has taken all of them."""
         self._deciding += seconds
         self._run.exclude_seconds(seconds)
         if is_over and self._run.is_rank_zero:
@@ -402,11 +394,7 @@ class OnlineTuner:
         self._postponed = None
 
     def _finding(self, decision: _Decision, batches: FirstBatches) -> Callable[[], Search | None]:
-        """Return the function of rank 0 that returns a search whose choice is clear or due, and None otherwise.
-
-        The last decision makes a choice in any case. In a run that is timed again, no earlier one decides that nothing
-        is faster.
-        """
+        """Return a function of rank 0 that returns a search whose choice is clear or due, and None otherwise."""
         spec, is_early, can_wait = batches.spec, batches.is_early, batches.can_wait
         is_last, may_stay = batches.is_last, not self._is_patient
         observation, segments = decision.observation, list(self._run.state.segments)
@@ -466,7 +454,7 @@ lock and waits this long for it: with Python's default of 5 ms, a batch would ta
 
 
 def run_in_background(find: Callable[[], Found]) -> Future[Found]:
-    """Run a function in a thread of its own, and return the future of its result or error.
+    """Run a function in a thread of its own; return the future of its result or error.
 
     ``find`` must not change anything that the run uses meanwhile.
     """

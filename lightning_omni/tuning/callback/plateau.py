@@ -1,12 +1,11 @@
 """Trials of the user's own setting in a run that hardly learns any more with the chosen one.
 
-Stale gradients may keep the loss of asynchronous groups above that of synchronous training, which no measurement of the
-first batches can show. When the loss is flat, the run continues with the user's own setting for a while, and keeps it
-if that lowers the loss by more than the chosen setting is still expected to. If the loss is then higher (larger steps
-may raise it at first), the weights before the trial are restored.
+Stale gradients may keep the loss above that of synchronous training. When the loss is flat, the run continues with the
+user's own setting for a while, and keeps it if that lowers the loss by more than the chosen setting is still expected
+to. If the loss is then higher, the weights before the trial are restored.
 
-If nothing was learnt since the choice, its steps may have spoilt the weights (units that no input reaches any more get
-no gradient): the trial then begins with the weights before the choice.
+If nothing was learnt since the choice, its steps may have spoilt the weights: the trial then begins with the weights
+before the choice.
 """
 
 from __future__ import annotations
@@ -35,11 +34,8 @@ class UserSettingTrial:
 
     Attributes:
         length: steps of the trial, unless its loss falls for longer.
-        end: steps after which it ends.
-        taken: steps so far.
-        speeds: the speeds of the run before.
-        before: the state of the run before.
-        losses: losses of the batches so far, on this rank.
+        before: the run's state before the trial.
+        losses: losses of its batches, on this rank.
     """
 
     length: int
@@ -53,8 +49,7 @@ class UserSettingTrial:
 class PlateauGuard:
     """A watch for plateaus of the training loss, which tries the user's own setting there.
 
-    A trial begins where all groups synchronize, at the end of an epoch or inside it. It can end after any step, because
-    all ranks of one group take the same steps.
+    A trial begins where all groups synchronize, and can end after any step.
     """
 
     def __init__(self, run: TunedRun, applied: AppliedSetting, speeds: SpeedRecord, reports: TunerReports) -> None:
@@ -83,7 +78,7 @@ class PlateauGuard:
 
     @property
     def is_due(self) -> bool:
-        """Return whether a trial is due at a synchronization of all groups. All ranks call it, with the same result."""
+        """Return whether a trial is due at a synchronization of all groups. All ranks call it."""
         if not self._is_watched:
             return False
         run = self._run
@@ -166,10 +161,7 @@ class PlateauGuard:
         self.trial = UserSettingTrial(steps, steps, self._speed_record.stash_speeds(), before)
 
     def ended(self) -> None:
-        """Restore the weights from before a trial in which training ends, if it has raised the loss.
-
-        All ranks call it.
-        """
+        """Restore the weights from before a trial that has raised the loss when training ends. All ranks call it."""
         trial, self.trial = self.trial, None
         if trial is None:
             return

@@ -1,4 +1,4 @@
-"""The settings of a fit: those that a search covers, and the one that the run trains with, on every rank."""
+"""The settings of a fit: those to search, and the one in use, on every rank."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ class FitSpace:
         self._run, self._has_no_server = run, False
 
     def join_server(self) -> bool:
-        """Join the parameter server, which several groups need; return whether that worked.
+        """Join the parameter server; return whether that worked.
 
-        All ranks call it, while they are one group. A fit tries it once; if it fails, rank 0 warns the user.
+        All ranks call it, while they are one group. A fit tries it once.
         """
         run = self._run
         if not self._has_no_server and (problem := run.world.connection.try_to_join()):
@@ -70,13 +70,13 @@ class FitSpace:
         return not self._has_no_server
 
     def restrict_to_server(self, spec: SearchSpec) -> SearchSpec:
-        """Return the specification, restricted to one group if there is no server. All ranks call it."""
+        """Return the specification, for one group only if there is no server. All ranks call it."""
         if max(spec.space.groups) == 1 or self.join_server():
             return spec
         return replace(spec, space=replace(spec.space, groups=(1,)))
 
     def why_impossible(self, groups: int) -> str:
-        """Return why a number of groups is impossible; empty if it is possible."""
+        """Return why a number of groups is impossible, or ""."""
         run = self._run
         if self._has_no_server:
             return "there is no parameter server"
@@ -105,7 +105,7 @@ class FitSpace:
     def specification(self, hyperparameters: Hyperparameters, switch: float) -> SearchSpec:
         """Return the specification of a search that starts from the present setting.
 
-        ``switch`` are the seconds to form groups, as far as they are known.
+        ``switch`` are the seconds to form groups, if known.
         """
         run = self._run
         start, batch = self._start(hyperparameters), run.batch(len(run.world.live_ranks))
@@ -196,7 +196,6 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _text_of_wire(given: Compression) -> str:
-    """Return the formats of pushes and pulls as a setting has them; empty if one has no name."""
     if not isinstance(given.push, str) or not isinstance(given.pull, str):
         return ""
     return given.push if given.pull == "fp32" else f"{given.push}/{given.pull}"
@@ -206,7 +205,7 @@ def _text_of_wire(given: Compression) -> str:
 
 
 def communication_of(setting: Setting, current: Communication) -> Communication:
-    """Return the communication of a setting; properties that it leaves open stay as they are."""
+    """Return the communication of a setting; properties that it leaves open stay."""
     method, wire, overlap, all_reduce = current
     if setting.method:
         method, overlap = method_named(setting.method), setting.overlap
@@ -218,7 +217,7 @@ def communication_of(setting: Setting, current: Communication) -> Communication:
 
 
 def communicate(strategy: OmniStrategyHooks, wanted: Communication) -> bool:
-    """Set the communication of groups formed from now on, and return whether that is a change. All ranks call it.
+    """Set the communication of groups formed from now on; return whether that is a change. All ranks call it.
 
     If all ranks are one group, its members average in the new format at once.
     """
@@ -233,8 +232,8 @@ class AppliedSetting:
     """The setting of one fit.
 
     Attributes:
-        seconds_to_form: seconds that the latest formation of several groups took; `FORMING` before the first one.
-        rollback_point: the state of the run before its choice, with later weights once it has learnt; None if unknown.
+        seconds_to_form: seconds that the last formation of several groups took; `FORMING` before the first.
+        rollback_point: the state of the run before its choice, with later weights once it has learnt, if known.
     """
 
     def __init__(self, run: TunedRun, space: FitSpace) -> None:
@@ -263,11 +262,11 @@ class AppliedSetting:
     def form(self, setting: Setting, speeds: Mapping[int, float] | None = None, by_speed: bool = False) -> None:
         """Form the groups of a setting, with its exchange and its split of batches. All ranks call it."""
         strategy, world, began = self._run.strategy, self._run.world, time.perf_counter()
-        again = communicate(strategy, communication_of(setting, world.communication))
-        again |= apply_further(self._run.options.further, world, setting)
+        communicates = communicate(strategy, communication_of(setting, world.communication)) and setting.groups > 1
+        is_due = apply_further(self._run.options.further, world, setting)
         if setting.rebalance:
             self.split_by_speed()
-        if setting.groups != len(world.topology.alive) or by_speed or (again and setting.groups > 1):
+        if setting.groups != len(world.topology.alive) or by_speed or communicates or is_due:
             strategy.parts.grouping.form(setting.groups, speeds if by_speed else None)
         if (
             setting.rebalance
@@ -302,7 +301,7 @@ class AppliedSetting:
     def watch(self, threshold: float, keeps: bool = False) -> None:
         """Treat the run as diverged from now on if its loss exceeds a threshold; NaN for none.
 
-        ``keeps`` tells whether a larger threshold from before stays: the run may have learnt little since.
+        ``keeps`` tells whether a larger threshold from before stays.
         """
         state = self._run.state
         known = [each for each in (threshold, state.divergence_threshold if keeps else math.nan) if math.isfinite(each)]
@@ -321,7 +320,6 @@ class AppliedSetting:
 
     @property
     def has_given_up(self) -> bool:
-        """Return whether too many pushes of this rank's group in a row were not applied."""
         return self._guard is not None and self._guard.has_given_up
 
     def batch_done(self, loss: Tensor | None) -> None:
@@ -334,7 +332,7 @@ class AppliedSetting:
 
     @property
     def has_diverged(self) -> bool:
-        """Return whether the run has diverged since the last search. All ranks call it, with the same result."""
+        """Return whether the run has diverged since the last search. All ranks call it."""
         if self._guard is None:
             return False
         mean = self._guard.mean(torch.zeros((), device=self._run.strategy.root_device))
@@ -382,9 +380,9 @@ class AppliedSetting:
     # --- Trials of the user's own setting -----------------------------------------------------------------------------
 
     def begin_trial(self, starts_over: bool) -> RollbackPoint:
-        """Train with the user's own setting in one group, and return the state before. All ranks call it.
+        """Train with the user's own setting in one group; return the state before. All ranks call it.
 
-        ``starts_over`` tells whether the trial begins from the rollback point, if there is one.
+        With ``starts_over``, the trial begins from the rollback point, if any.
         """
         run, state = self._run, self._run.state
         speeds, state.before_trial = state.speeds, state.setting
@@ -398,7 +396,7 @@ class AppliedSetting:
         return before
 
     def end_trial(self, to: RollbackPoint | None) -> None:
-        """Train with the setting before the trial again, from the state ``to`` if it is given. All ranks call it."""
+        """Train with the setting before the trial again, from the state ``to`` if given. All ranks call it."""
         run, state = self._run, self._run.state
         before = state.before_trial
         assert before is not None
@@ -413,7 +411,7 @@ class AppliedSetting:
     # --- Giving groups up ---------------------------------------------------------------------------------------------
 
     def return_to_one_group(self, setting: Setting) -> None:
-        """Train with a setting of one group from now on, and choose no other any more. All ranks call it."""
+        """Train with a setting of one group from now on, and choose no other. All ranks call it."""
         run, state = self._run, self._run.state
         run.strategy.parts.grouping.merge()
         self._train_in_one_group(setting)

@@ -1,4 +1,4 @@
-"""The speed of a run, and the check whether it is as forecast, or a reason to choose again."""
+"""The speed of a run, and its comparison with the forecast."""
 
 from __future__ import annotations
 
@@ -35,18 +35,12 @@ __all__ = ["ForecastCheck", "SpeedRecord"]
 
 
 def _standard_errors(probability: float) -> float:
-    """Return the number of standard errors that noise exceeds with a probability, to either side."""
     return NormalDist().inv_cdf(1 - probability / 2)
 
 
 @dataclass(frozen=True)
 class TimedBatches:
-    """The timed batches of one rank.
-
-    Attributes:
-        timed: their samples.
-        squares: sum of the squares of their seconds.
-    """
+    """The timed batches of one rank: their samples (``timed``), seconds, number, and sum of squared seconds."""
 
     timed: int = 0
     seconds: float = 0.0
@@ -75,10 +69,10 @@ class TimedBatches:
 
 @dataclass(frozen=True)
 class Speed:
-    """The speed of all ranks together, without validations, saving and everything else.
+    """The speed of all ranks together, while they train.
 
     Attributes:
-        seconds: seconds that all ranks together take for the samples, if none waits for another at the end.
+        seconds: seconds that all ranks together take for the samples.
         error: relative standard error of the seconds.
     """
 
@@ -103,9 +97,9 @@ class Speed:
 class SpeedHistory:
     """The speeds of a run's epochs, and whether it trains faster or slower than before.
 
-    After each epoch the last 1, 2, 4, ... epochs, up to half of all, are compared with those before. The comparisons
-    share the probability of a false alarm: the n-th epoch's have 1/(n(n - 1)) of it, which sums to one over a run of
-    any length (alpha spending, as in sequential trials). The noise is that of all epochs.
+    After each epoch the last 1, 2, 4, ... epochs, up to half of all, are compared with those before. The n-th epoch's
+    comparisons share 1/(n(n - 1)) of the probability of a false alarm, which sums to one over a run of any length
+    (alpha spending, as in sequential trials).
 
     Example:
         >>> history = SpeedHistory()
@@ -123,7 +117,6 @@ class SpeedHistory:
         return any(self._differs(window, c.FALSE_ALARM / ((count - 1) * count * len(windows))) for window in windows)
 
     def _differs(self, last: int, probability: float) -> bool:
-        """Return whether the last epochs differ by more than noise does with this probability."""
         before, now = reduce(add, self._epochs[:-last]), reduce(add, self._epochs[-last:])
         both = before + now
         error = both.error * math.sqrt(both.seconds / before.seconds + both.seconds / now.seconds)
@@ -133,10 +126,9 @@ class SpeedHistory:
 
 
 class RunThroughput:
-    """A counter of one rank's samples and of the seconds of their training, without validations and searches.
+    """A counter of one rank's samples and of the seconds of their training.
 
-    The first batch after an interruption is not timed, because it includes other work, and waits for late ranks.
-    ``trained`` are the batches since the last `take`.
+    The first batch after an interruption is not timed. ``trained`` are the batches since the last `take`.
 
     Example:
         >>> moments = iter([0.0, 2.0, 4.0, 100.0, 102.0])
@@ -179,9 +171,7 @@ class SpeedRecord:
     """A record of how fast a run trains.
 
     Attributes:
-        throughput: the counter of this rank's samples while it trains.
-        speed: speed of all ranks in that part of the last epoch that was trained with the present setting; None if
-            unknown.
+        speed: speed of all ranks in the part of the last epoch that was trained with the present setting, if known.
     """
 
     def __init__(self, run: TunedRun) -> None:
@@ -207,13 +197,11 @@ class SpeedRecord:
             self.throughput.take()
 
     def stash_speeds(self) -> SpeedHistory:
-        """Start over for a temporary setting, and return the speeds before it."""
         speeds = self._speeds
         self.changed(in_mid_epoch=self._run.strategy.parts.epochs.is_open)
         return speeds
 
     def restore_speeds(self, speeds: SpeedHistory) -> None:
-        """Continue with the speeds before a temporary setting, in the middle of an epoch."""
         self.changed(in_mid_epoch=True)
         self._speeds = speeds
 
@@ -253,7 +241,6 @@ class SpeedRecord:
 
 
 def _speed(timed: float, rate: float, variance: float) -> Speed | None:
-    """Return the speed; None if nothing was timed, or too little on some rank."""
     return Speed(timed, timed / rate, math.sqrt(variance) / rate) if rate > 0 and math.isfinite(variance) else None
 
 
@@ -273,8 +260,7 @@ def _speed(timed: float, rate: float, variance: float) -> Speed | None:
 class ForecastCheck:
     """A comparison of a run's samples per second with the forecast.
 
-    The speed of groups is compared with that of one group once after each choice. `SpeedRecord` detects groups that get
-    slower later.
+    The speed of groups is compared once after each choice. `SpeedRecord` detects groups that get slower later.
     """
 
     def __init__(self, run: TunedRun, applied: AppliedSetting, speeds: SpeedRecord, reports: TunerReports) -> None:
@@ -284,9 +270,8 @@ class ForecastCheck:
     def step_done(self) -> str:
         """Return why one group with the user's own setting is to be timed again, or "". All ranks call it.
 
-        Its speed is compared with the forecast after `c.FEWEST_STEPS`, and then whenever a fifth more steps are done,
-        so that a slowdown is found soon. The comparisons until the steps have doubled share one probability of a false
-        alarm.
+        Its speed is compared with the forecast after `c.FEWEST_STEPS`, and then whenever a fifth more steps are done.
+        The comparisons until the steps have doubled share one probability of a false alarm.
         """
         run, state = self._run, self._run.state
         is_user_setting = state.setting is not None and state.setting == state.own
@@ -317,10 +302,7 @@ class ForecastCheck:
         return self._check(speed) if self._is_due and speed is not None else ""
 
     def validated(self) -> str:
-        """Return why one group is to be timed again, by a certain enough speed inside an epoch, or "".
-
-        All ranks call it.
-        """
+        """Return why one group is to be timed again, by a certain enough speed, or "". All ranks call it."""
         speed = self._speed_record.speed_so_far() if self._is_due else None
         is_known = speed is not None and speed.log_most() - math.log(speed.rate) <= math.log(c.GAIN)
         return self._check(speed) if speed is not None and is_known else ""
@@ -351,7 +333,7 @@ class ForecastCheck:
         return ""
 
     def _why_other_value(self) -> str:
-        """Return why another value in a user-defined dimension should be used, as rank 0 decides. All ranks call it."""
+        """Return why another value in a user-defined dimension should be used, or "". All ranks call it."""
         run = self._run
         if not run.options.further:
             return ""
@@ -371,7 +353,6 @@ class ForecastCheck:
         return why
 
     def _trained(self, speed: Speed, is_refuted: bool) -> list[TrainedSegment]:
-        """Return the last segment of each setting, with the one that has just been measured."""
         run, setting, search = self._run, self._run.setting, self._run.searches[-1]
         log_ratio = math.log(search.modelled_throughput(setting) / speed.rate)
         variance = speed.error**2 + mean_error(search.measured) ** 2
@@ -379,7 +360,7 @@ class ForecastCheck:
         return [*(each for each in run.state.segments if each.setting != setting), segment]
 
     def _refutes(self, search: Search, setting: Setting, speed: Speed) -> Command | None:
-        """Return a command for one group; None if groups of that speed are, or may be, worth their samples."""
+        """Return a command for one group; None if groups of that speed may be worth their samples."""
         one = best_by_forecast(search, groups=1)
         theory = search.forecast().theory
         one_at_least = math.log(search.prediction(one).samples_per_second.low)

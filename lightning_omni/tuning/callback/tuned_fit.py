@@ -51,7 +51,7 @@ _LATE = "on_train_epoch_end"
 
 
 class MonitoredMetric:
-    """The metrics that were logged, until it is certain whether the wanted one is among them.
+    """The logged metrics, until it is certain whether the wanted one is among them.
 
     ``is_needed`` tells whether anything depends on it.
     """
@@ -63,7 +63,6 @@ class MonitoredMetric:
         self._is_decided = not is_needed
 
     def check_validated(self, trainer: Trainer) -> None:
-        """Raise a `ConfigurationError` if the fit has no validation, so that the metric is never read."""
         if not self._is_decided and not trainer.enable_validation:
             raise ConfigurationError(
                 f"target= is compared with monitor={self.name!r} when the run validates, and this one never does; pass"
@@ -72,11 +71,11 @@ class MonitoredMetric:
 
     @property
     def is_open(self) -> bool:
-        """Return whether the next validation may still decide; the same on all ranks, even if their metrics differ."""
+        """Return whether the next validation may still decide; the same on all ranks."""
         return self._is_needed and self._validations < 2
 
     def validated(self, trainer: Trainer, module: LightningModule, names: Iterable[str]) -> str:
-        """Record the metrics of a validation, and return an error message if the wanted one is missing."""
+        """Record the metrics of a validation; return an error message if the wanted one is missing."""
         self.record(names)
         self._validations += 1
         if self._is_decided or (self._validations == 1 and _may_log_late(trainer, module)):
@@ -97,7 +96,6 @@ class MonitoredMetric:
 
 
 def _may_log_late(trainer: Trainer, module: LightningModule) -> bool:
-    """Return whether the hook `_LATE` of the module or a user's callback may log something."""
     known = tuple(f"{name}." for name in (*NAMESPACES, "lightning_omni"))
     hooks = [getattr(type(each), _LATE, None) for each in (module, *callbacks_of(trainer))]
     return any(hook is not None and not (getattr(hook, "__module__", None) or "").startswith(known) for hook in hooks)
@@ -235,7 +233,6 @@ class TunedFit(Fit):
         run.begin()
 
     def _disable(self, problem: str, may_split: bool = False) -> None:
-        """Continue with the user's settings, except that batches may be split by speed."""
         run = self.run
         run.problem, run.strategy.parts.epochs.check_every = problem, 0
         run.strategy.parts.user_groups.form()
@@ -245,7 +242,6 @@ class TunedFit(Fit):
         run.info(f"OmniTuner: nothing is tuned{but}: {problem}")
 
     def _prepare_new_search(self, hyperparameters: Hyperparameters) -> None:
-        """Prepare a new search for a run resumed with another number of ranks."""
         run = self.run
         run.info(
             f"OmniTuner: the run is resumed with {run.world.size} ranks instead of {run.state.ranks}: searching again"
@@ -276,7 +272,6 @@ class TunedFit(Fit):
 
     @property
     def _lacks_server(self) -> bool:
-        """Return whether a resumed run needs several groups, now or after a trial, and has no server."""
         settings = (self.run.setting, self.run.state.before_trial or self.run.setting)
         return any(each.groups > 1 for each in settings) and not self.space.join_server()
 
@@ -342,7 +337,7 @@ class TunedFit(Fit):
     def _react(self, reason: Callable[[], str], may_change: bool, ends_epoch: bool) -> None:
         """Check whether the chosen setting is still right, after all groups have synchronized. All ranks call it.
 
-        ``reason`` returns why to choose again, or ""; ``may_change`` tells whether more than a rollback is possible.
+        ``reason`` returns why to choose again, or "". Without ``may_change``, only a rollback is possible.
         """
         if self.applied.has_diverged:
             self.applied.roll_back()
@@ -399,10 +394,10 @@ _CHOSEN = ("momentum", "lr", "rebalance")
 def follow_groups(own: Setting, groups: int, method: Method, scaling: Scaling, space: Space) -> Setting:
     """Return the momentum and learning rate with which groups train like one.
 
-    With g groups whose pushes are applied one after the other, staleness is g - 1 on average, and the implicit momentum
-    of 1 - 1 / g is subtracted from the explicit one. The learning rate moves the weights as far in the time of a batch,
-    which has g updates now. (Optimizers that divide by the gradients' size use the square root of g.) Nothing changes
-    for methods that average the groups, or wait for all of them. ``own`` is the user's setting, of one group.
+    With g groups whose pushes are applied one after the other, the explicit momentum is lowered for the implicit one of
+    1 - 1 / g (`explicit_for`). The learning rate moves the weights as far in the time of a batch, which has g updates
+    now (`Scaling`). Nothing changes for methods that average the groups, or wait for all of them. ``own`` is the user's
+    setting, of one group.
 
     Example:
         >>> own = Setting(groups=1, momentum=0.9, lr=0.1)
@@ -427,9 +422,8 @@ def follow_groups(own: Setting, groups: int, method: Method, scaling: Scaling, s
 class JoinedFit(Fit):
     """A fit of a group that has joined on its own: momentum and learning rate follow the number of groups.
 
-    All members of a group receive that number in the same answer of the server, and decide by themselves. However many
-    groups there are, the weights move as far in a second, and with as much momentum, explicit and implicit together, as
-    with the user's own setting and one group: more groups bring less noise, not larger steps.
+    All members of a group receive that number in the same answer of the server, and decide by themselves; see
+    `follow_groups`.
 
     Raises:
         UnsupportedError: ``space`` has a dimension that such a group cannot choose.
@@ -461,7 +455,6 @@ class JoinedFit(Fit):
         hyperparameters.make_default()  # a group that joins later has the momentum that the others have by now
 
     def _tunable_hyperparameters(self) -> Hyperparameters:
-        """Return the hyperparameters; raise `ConfigurationError` if none follows the number of groups."""
         run = self.run
         method, optimizers = run.world.method, len(run.trainer.optimizers)
         if not run.options.budget:
@@ -495,7 +488,6 @@ class JoinedFit(Fit):
 
 
 def check_joined(options: TunerOptions) -> None:
-    """Raise `UnsupportedError` if ``space`` has a dimension that a group which has joined on its own cannot choose."""
     for name in options.space:
         if name not in _CHOSEN:
             raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""A tuned fit: the state that the parts of a tuner share, its time, and its reports."""
+"""A tuned fit: shared state, time, and reports."""
 
 from __future__ import annotations
 
@@ -37,13 +37,10 @@ class Command(Serializable):
     """A command of rank 0 to all ranks.
 
     Attributes:
-        setting: the setting to train with from now on.
-        speeds: samples per second of each rank; None if unknown.
+        speeds: samples per second of each rank, if known.
         by_speed: whether groups are formed by them.
-        divergence_threshold: as in `TunerState`.
-        learnt_below: as in `TunerState`.
-        why: the reasons of the choice.
-        error: the message of an error that every rank raises; empty if there is none.
+        divergence_threshold: as in `TunerState`, as is ``learnt_below``.
+        error: the message of an error that every rank raises.
     """
 
     setting: Setting
@@ -67,17 +64,13 @@ class TunerState(Serializable):
         unfinished: whether a search is under way.
         rounds: number of adopted choices.
         checked: value of ``rounds`` when speed was last compared with the forecast.
-        refuted: whether groups have seemed not to pay once, so that one group was timed again; next time they are given
-            up.
+        refuted: whether groups have seemed not to pay once; next time they are given up.
         divergence_threshold: training loss above which the run has diverged; NaN if unknown.
         learnt_below: training loss below which it has learnt since the choice; NaN if unknown, or once it has.
-        is_final: whether the run stays in one group: it had diverged with its choice, had learnt too slowly, or groups
-            were not fast enough.
-        before_trial: the setting to restore if a trial is no better; None if there is no trial.
-        losses: the training loss with the setting, window by window.
-        samples: samples of the windows.
-        forgotten: seconds of searches that are not kept.
-        at_target: all seconds, and those for tuning, when the target was reached; None before that.
+        is_final: whether the run stays in one group: it had diverged, had learnt too slowly, or groups were too slow.
+        before_trial: the setting to restore if a trial is no better; None without a trial.
+        forgotten: seconds of dropped searches.
+        at_target: all seconds, and those for tuning, when the target was reached.
         trained: seconds of training before the run was resumed.
         reached: seconds of training, and the monitored metric, of each validation.
     """
@@ -129,12 +122,7 @@ class TunedRun:
     """One fit.
 
     Attributes:
-        state: the state in checkpoints.
-        rounds: all searches so far, on rank 0.
-        choice: the latest choice, on rank 0.
-        problem: why nothing is searched.
-        folder: folder of the report, on rank 0; None if there is none.
-        hosts: names of the hosts of all ranks.
+        rounds: all searches so far; like ``choice`` and ``folder`` (of the report), on rank 0 only.
         has_ended_epoch: whether an epoch has just ended, which the Trainer does not count yet.
     """
 
@@ -186,7 +174,6 @@ class TunedRun:
         return [TrainedSegment.from_dict(each) for each in json.loads(text)]
 
     def hyperparameters(self) -> Hyperparameters:
-        """Return the hyperparameters; raise `ConfigurationError` if the fit cannot be tuned."""
         check_tunable(self.trainer)
         return Hyperparameters.of(self.trainer)
 
@@ -205,7 +192,7 @@ class TunedRun:
         return epoch + (not self.may_change_inside) < self.epochs
 
     def conclude(self, search: Search) -> Command:
-        """Record a search, and return the command for its choice, in groups of similar speed where these are faster."""
+        """Record a search; return the command for its choice, in groups of similar speed where these are faster."""
         self.rounds.append(Round(search, self.trainer.current_epoch, self.seconds))
         self.choice, self.state.segments = search.choice(), search.segments
         setting = replace(self.choice.setting, groups=min(self.choice.setting.groups, len(self.world.live_ranks)))
@@ -221,7 +208,7 @@ class TunedRun:
         )
 
     def forget(self) -> None:
-        """Drop all findings, which do not hold for another set of ranks."""
+        """Drop all findings, which do not hold for other ranks."""
         self.state = replace(
             self.state,
             setting=None,
@@ -240,7 +227,6 @@ class TunedRun:
     # --- Time ---------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Start the clock of training, or restart it after something else."""
         self._began = time.perf_counter()
 
     def exclude_seconds(self, seconds: float) -> None:
@@ -248,12 +234,11 @@ class TunedRun:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of training so far, without those of searches."""
+        """Return the seconds of training so far, without searches."""
         return self.state.trained + (time.perf_counter() - self._began if self._began else 0.0)
 
     @property
     def spent(self) -> float:
-        """Return the seconds of all searches of the run, on rank 0."""
         return self.state.forgotten + sum(each.overhead for each in self.searches)
 
     @property
@@ -271,7 +256,6 @@ class TunedRun:
 
     @property
     def batches(self) -> float:
-        """Return the batches of each rank in an epoch; 1 if unknown."""
         batches = self.trainer.fit_loop.max_batches
         return max(1, batches) if math.isfinite(batches) else 1
 
@@ -304,7 +288,6 @@ class TunedRun:
 
     @property
     def seconds_left(self) -> float:
-        """Return the seconds until ``max_time`` ends the run; infinite if it has none."""
         left = [each.time_remaining() for each in callbacks_of(self.trainer) if hasattr(each, "time_remaining")]
         return min((each for each in left if each is not None), default=math.inf)
 

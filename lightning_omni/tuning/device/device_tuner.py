@@ -1,4 +1,4 @@
-"""`DeviceTuner`: Lightning's hooks, for both namespaces as in the strategy, translated into `tune_device`."""
+"""`DeviceTuner`: Lightning's hooks, for both namespaces, translated into `tune_device`."""
 
 from __future__ import annotations
 
@@ -41,25 +41,24 @@ _BATCHES = 4
 class DeviceTunerHooks(_CallbackBase):
     """A callback that finds the fastest settings of this device before the first batch, and trains with them.
 
-    Measurements use copies of the model, its ``training_step`` and batches of its data: weights, data order and RNG
-    state of the run are those of a run without the callback. Settings that change results only by rounding are applied:
-    the C library's handling of freed memory, memory format, compiled submodules. Precision is changed only if
-    ``bf16="apply"``. After the fit everything is restored but the handling of freed memory.
+    Measurements use copies: weights, data order and RNG state of the run are those of a run without the callback.
+    Settings that change results only by rounding are applied: the C library's handling of freed memory, memory format,
+    compiled submodules. After the fit everything is restored but the handling of freed memory.
 
     The callback works on a single device, and with DDPStrategy and OmniStrategy, where rank 0 measures and decides for
-    all. See docs/how-to/devices.md.
+    all. See :doc:`/how-to/devices`.
 
     Args:
         bf16: ``"apply"`` trains in ``"bf16-mixed"`` if that is faster and the losses of a short probe agree;
             ``"propose"`` measures it for the report alone; ``"skip"`` does not measure it.
         budget: seconds for all measurements together.
         tolerance: largest difference between the loss curves of two precisions, as a fraction of the losses.
-        setting: a setting of an earlier report, which is used without measuring; None measures.
+        setting: a setting of an earlier report, used without measuring; None measures.
         batches: a list of batches to measure with; None takes some of the train dataloader's, from its dataset.
 
     Attributes:
-        report: the measurements, a `lightning_omni.tuning.device.DeviceReport`; None if nothing was measured.
-        problem: why nothing was measured; None if something was.
+        report: the `lightning_omni.tuning.device.DeviceReport`, if anything was measured.
+        problem: why nothing was measured.
 
     Raises:
         ConfigurationError: an argument is wrong; the message names it.
@@ -130,7 +129,6 @@ class DeviceTunerHooks(_CallbackBase):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a setting for a fit, unless one was passed."""
         if self._stage == "fit" and not self._is_given and state_dict.get("setting"):
             self._model, self._setting = None, DeviceSetting.from_dict(state_dict["setting"])
             self.report = DeviceReport.from_dict(state_dict["report"]) if state_dict.get("report") else None
@@ -191,7 +189,6 @@ class DeviceTunerHooks(_CallbackBase):
             )
 
     def _refuse(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse a fit that cannot be measured on a copy, or changed."""
         strategy = trainer.strategy
         if is_fast_dev_run(trainer):
             raise ConfigurationError("fast_dev_run trains too little")
@@ -213,7 +210,6 @@ class DeviceTunerHooks(_CallbackBase):
             raise ConfigurationError("SyncBatchNorm waits for the other ranks, and one rank measures alone")
 
     def _publish(self, trainer: Trainer, report: DeviceReport) -> None:
-        """Report to the console, the loggers, and a file in the first logger's folder."""
         file = io.StringIO()
         Console(file=file, width=100).print(report.table())
         names_for(trainer).rank_zero_info(f"DeviceTuner:\n{file.getvalue()}")
@@ -238,7 +234,7 @@ class DeviceProbeHooks(DeviceTunerHooks):
     def measure(
         cls, module: LightningModule, data: Mapping[str, Any], batches: Sequence[Any] | None, **options: Any
     ) -> DeviceReport:
-        """Measure in a Trainer of its own, with all hooks up to the first batch; ``data`` is as for ``Trainer.fit``."""
+        """Measure in a Trainer of its own; ``data`` is as for ``Trainer.fit``."""
         probe = cls(batches=batches)
         probe._options = options
         quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")

@@ -25,13 +25,13 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 @dataclass(frozen=True)
 class DeviceSetting(Serializable):
-    """A way to use a device for training. The defaults change nothing.
+    """A way to use a device for training; the defaults change nothing.
 
     Args:
         keep_memory: whether to keep freed memory for the next tensors (CPU, glibc).
-        channels_last: whether channels are the innermost dimension of convolution weights, and thus of activations.
+        channels_last: whether channels are the innermost dimension of convolution weights.
         compiled: names of the submodules that `torch.compile` compiles; ``""`` is the whole module.
-        bf16: whether to train in ``bf16-mixed``, as in Lightning's Trainer.
+        bf16: whether to train in Lightning's ``bf16-mixed``.
 
     Raises:
         ConfigurationError: ``compiled`` is no tuple or list of names.
@@ -63,14 +63,11 @@ class DeviceSetting(Serializable):
         return torch.autocast(device.type, torch.bfloat16, cache_enabled=False) if self.bf16 else nullcontext()
 
     def apply(self, model: nn.Module, optimizer: Optimizer | None = None) -> Applied:
-        """Apply everything except autocast, which belongs in the training loop.
+        """Apply everything except autocast, in place; return the changes, which can be undone.
 
         Args:
-            model: model to change in place: memory format and compiled submodules.
-            optimizer: optimizer over the model's parameters, changed in place; None if it steps elsewhere.
-
-        Returns:
-            The changes, with a method that undoes them.
+            model: model to change: memory format and compiled submodules.
+            optimizer: optimizer over the model's parameters; None if it steps elsewhere.
 
         Example:
             >>> model = nn.Sequential(nn.Conv2d(3, 4, 3))
@@ -127,8 +124,8 @@ class Applied(ExitStack):
 def align_layouts(optimizer: Optimizer, *_: Any) -> None:
     """Give gradients and optimizer state the memory layout of their weights.
 
-    torch's fused CPU kernels pair elements by position in memory, whatever the strides: with a momentum or a gradient
-    from elsewhere, they would silently mix up the elements of a channels_last weight.
+    torch's fused CPU kernels pair elements by position in memory, whatever the strides: with state or gradients from
+    elsewhere, they would silently mix up the elements of a channels_last weight.
     """
     for parameter in held_by(optimizer):
         if parameter.dim() not in _FORMATS:
@@ -142,7 +139,6 @@ def align_layouts(optimizer: Optimizer, *_: Any) -> None:
 
 
 def contiguous(tree: Any) -> Any:
-    """Return a tree with contiguous tensors, which any program can load."""
     return tree_map(lambda each: each.contiguous() if _is_strided(each) else each, tree)
 
 
@@ -188,9 +184,9 @@ def can_keep_memory() -> bool:
 def keep_memory(keep: bool) -> None:
     """Set whether the process keeps freed memory for the next tensors.
 
-    By default glibc returns freed blocks of 32 MiB and more to the kernel at once, and the next step requests them
-    again, page by zeroed page. Its growing threshold cannot be restored, so ``False`` sets its final value in a process
-    that frees large tensors: 32 MiB, and 64 MiB for memory at the heap's end.
+    By default glibc returns freed blocks of 32 MiB and more to the kernel at once. Its growing threshold cannot be
+    restored, so ``False`` sets its final value in a process that frees large tensors: 32 MiB, and 64 MiB for memory at
+    the heap's end.
     """
     library = _library()
     if library is None:

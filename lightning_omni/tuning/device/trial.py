@@ -31,7 +31,7 @@ _OWN_OF_TORCH = ("step", "_opt_called", "_zero_grad_profile_name", "defaults", "
 class TrainingSetup:
     """The model, loss, optimizer and batches of a training.
 
-    Trials train copies of the model. Batches, at least one and all of one size, are used cyclically.
+    Batches, at least one and all of one size, are used cyclically.
     """
 
     model: nn.Module
@@ -53,7 +53,6 @@ class TrainingSetup:
         return next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
 
     def copies(self) -> tuple[nn.Module, Optimizer]:
-        """Return independent copies of the model and of an optimizer over it."""
         # Both copies share a memo, so the copied optimizer holds the copied parameters.
         memo: dict[int, Any] = {}
         model = copy.deepcopy(self.model, memo)
@@ -70,10 +69,7 @@ class TrainingSetup:
 
 
 class Trial:
-    """A copy of a setup that trains with one setting; it is `TimedTraining`.
-
-    ``nudge`` is the relative size of a random change of all weights before training.
-    """
+    """A copy of a setup that trains with one setting; ``nudge`` is the relative size of a random change of weights."""
 
     def __init__(self, setup: TrainingSetup, setting: DeviceSetting, nudge: float = 0.0) -> None:
         self.setup, self.setting, self._nudge = setup, setting, nudge
@@ -128,7 +124,6 @@ class Trial:
             return self.optimizer.step(closure)  # type: ignore[arg-type, return-value]  # typed for floats
 
     def check(self) -> None:
-        """Raise an error if a step gave the copy no gradients, because its loss uses another model."""
         if not any(parameter.grad is not None for parameter in self.model.parameters()):
             raise ConfigurationError(
                 "the loss of a copy of the model does not depend on the copy's weights; does the model keep a function"
@@ -260,7 +255,6 @@ class Comparison:
 
     @property
     def is_clear(self) -> bool:
-        """Return whether enough pairs were timed, and all or none are clearly faster."""
         low, high = self.spread
         return len(self.ratios) >= FEWEST and (low >= 1 + CLEAR or high <= 1)
 
@@ -270,8 +264,7 @@ def compare(
 ) -> Comparison:
     """Time two ways alternately, each first in half of the pairs, until the difference is clear.
 
-    The speed of a machine changes by itself, but rarely within a pair. No pair begins after ``deadline`` on ``clock``,
-    and after ``enough`` the smallest number of pairs suffices.
+    No pair begins after ``deadline`` on ``clock``; after ``enough``, the smallest number of pairs suffices.
     """
     old: list[float] = []
     new: list[float] = []
@@ -317,8 +310,8 @@ def agreement(
 ) -> tuple[bool, str]:
     """Return whether another precision's loss curve agrees, and the distances in words.
 
-    The curves agree if ``gap <= tolerance + spread`` and ``spread <= tolerance``: rounding, measured by ``nudged``
-    weights in the model's own precision, does not count, unless it exceeds the tolerance.
+    The curves agree if ``gap <= tolerance + spread`` and ``spread <= tolerance``, where the spread is that of
+    ``nudged`` weights in the model's own precision.
 
     Example:
         >>> agreement([1.0], [1.021], [1.002], tolerance=0.02)

@@ -1,8 +1,4 @@
-"""`tune_device`: a greedy search for the settings that make training faster on a device, and its report.
-
-Each candidate is timed alternately with the best known setting. Another precision changes the statistics of training,
-and is only proposed by default.
-"""
+"""`tune_device`: a greedy search for the settings that make training faster on a device, and its report."""
 
 from __future__ import annotations
 
@@ -51,9 +47,8 @@ class Finding:
 
     Args:
         step: varied property: ``"allocator"``, ``"memory format"``, ...
-        tried: description of the candidate.
-        verdict: decision about the candidate, for this ``reason``.
-        after: samples per second with the candidate; None if nothing was measured.
+        verdict: decision, for this ``reason``.
+        after: samples per second with the candidate, if measured.
         gain: median ratio of paired blocks, with the candidate over without it.
         spread: smallest and largest of these ratios.
     """
@@ -72,15 +67,13 @@ class DeviceReport(Serializable):
     """The speed of a model on a device, and the settings that increase it.
 
     Args:
-        findings: results in the order of the search, each compared to the best setting by then.
+        findings: results in order, each compared to the best setting by then.
         setting: best setting that may be applied.
-        proposal: best measured setting; differs from `setting` in changes that were not allowed.
+        proposal: best measured setting, with changes that were not allowed.
         baseline: samples per second with all defaults.
         tuned: samples per second with `setting`.
         gain: ratio of `setting` to the baseline, measured in separate pairs; None if nothing is applied.
-        batch_size: samples in the given batches.
         seconds: duration of the search.
-        device: description of the device.
         spread: smallest and largest of the paired ratios behind `gain`.
 
     Example:
@@ -103,7 +96,6 @@ class DeviceReport(Serializable):
 
     @property
     def of_none(self) -> str:
-        """Return the phrase for a report without a gain; it claims nothing if nothing was compared."""
         was_compared = [each.gain is not None for each in self.findings]
         return "nothing faster was found" if any(was_compared) else "nothing was compared with them"
 
@@ -117,7 +109,7 @@ class DeviceReport(Serializable):
         return f"{times}: {self.setting.words}"
 
     def table(self) -> Table:
-        """Return a table for `rich.print`, with one row per candidate, that fits a terminal of 80 columns."""
+        """Return a table for `rich.print`, with one row per candidate, for 80 columns."""
         columns = [Column(head, justify="right", no_wrap=True) for head in ("samples/s", "gain", "spread")]
         table = Table(
             Column("tried", overflow="fold"),
@@ -178,17 +170,15 @@ def tune_device(
 ) -> DeviceReport:
     """Measure how this device trains this model fastest, and apply nothing.
 
-    ``report.setting.apply(model, optimizer)`` applies the result. The search runs on copies: weights, buffers,
-    optimizer, gradients, RNG state and modes are the same afterwards. It needs device memory for two copies beside the
-    model itself.
+    ``report.setting.apply(model, optimizer)`` applies the result. The search runs on copies: model, optimizer and RNG
+    state are the same afterwards. It needs device memory for two copies beside the model.
 
     Args:
-        model: model, in the mode for training.
+        model: model in training mode.
         loss: function that returns the mean loss of model and batch.
-        optimizer: optimizer over the model's parameters, or a function that creates one from parameters.
+        optimizer: optimizer over the model's parameters, or a function that makes one from parameters.
         batches: batches on the model's device, all of one size; used cyclically.
-        bf16: ``"apply"`` allows bfloat16 in ``report.setting``, ``"propose"`` measures it for the report alone, and
-            ``"skip"`` does not measure it.
+        bf16: as for `DeviceTuner`; ``"apply"`` allows it in ``report.setting``.
         budget: seconds for the search. A running step or compilation is completed.
         tolerance: largest distance between loss curves of two precisions, as a fraction of the losses.
         skip: steps to leave out, with the reason for the table: ``{"compile": "no"}``.
@@ -367,7 +357,6 @@ class _DeviceSearch:
         return replace(finding, after=after, gain=found.gain, spread=found.spread), trial
 
     def _compare_losses(self, trial: Trial) -> str:
-        """Return the distance of the loss curves, or raise `_Rejected`."""
         seconds = 2 * self._best.run(1) + trial.run(1)
         steps = min(_PROBE_STEPS, int((self._deadline - self._setup.clock()) / max(seconds, 1e-9)))
         if steps < _FEWEST_PROBE_STEPS:
@@ -406,7 +395,7 @@ class _DeviceSearch:
 def compilable(model: nn.Module) -> tuple[str, ...]:
     """Return the submodules worth compiling: the outermost called ones with several layers.
 
-    A LightningModule is not called itself, since its ``training_step`` is; neither are lists and dicts of modules.
+    A LightningModule is not called itself; neither are lists and dicts of modules.
 
     Example:
         >>> block = nn.Sequential(nn.Conv2d(3, 3, 3), nn.ReLU())

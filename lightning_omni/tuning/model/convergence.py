@@ -1,8 +1,7 @@
 """Statistical efficiency: the samples to a loss, extrapolated from the losses of a run's first batches.
 
-The logarithm of the loss is taken to fall linearly with a power of the samples, between an exponential and a power law.
-A law with a final level fits better, but a dozen batches do not determine the level, which decides whether the target
-is ever reached.
+The logarithm of the loss is taken to fall linearly with a power of the samples: a dozen batches do not determine a
+final level.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _NEVER = -math.log(sys.float_info.epsilon)
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value and the interval that holds it with a stated probability; infinite if an event never happens.
+    """A value and its interval; infinite if an event never happens.
 
     Attributes:
         value: median.
@@ -55,14 +54,13 @@ def check_level(level: float) -> None:
 
 
 def samples_to(target: float, samples: Sequence[float], losses: Sequence[float]) -> Estimate | None:
-    r"""Extrapolate the samples to a training loss from a run's first batches; None if these do not determine them.
+    r"""Extrapolate the samples to a training loss from a run's first batches, if these determine them.
 
     .. math::
 
         \log L(n) = a + b\,n^{2/3}
 
-    is fitted to the last half of the batches by least squares. The interval has a probability of about 0.8; most of it
-    is `constants.EXTRAPOLATION_ERROR`, by which such predictions missed on other tasks.
+    is fitted to the last half of the batches by least squares. The interval has a probability of about 0.8.
 
     Args:
         target: the loss.

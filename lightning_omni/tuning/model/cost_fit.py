@@ -1,6 +1,4 @@
-"""The fit of costs to measured steps: those of each rank, of the all-reduce and of the exchange.
-
-Fits to resampled measurements, the further draws, show the uncertainty of the first fit.
+"""The fit of costs to measured steps, and to resampled ones, which show its uncertainty.
 
 References:
     Künsch 1989 (resampling of blocks).
@@ -31,7 +29,7 @@ class Resampled:
     """A resampled segment of training; the first draw is the measurement itself.
 
     Arrays of ranks (``samples``, ``own``) and of groups (the others) have shape (draws, steps); times are in seconds.
-    ``steady`` tells whether a step is after the first ones, in which all groups reach the server at once.
+    ``steady`` steps are after the first ones, in which all groups reach the server at once.
     """
 
     measured: Measured
@@ -60,7 +58,7 @@ class Resampled:
 def _blocks(count: int, period: int, draws: int, random: np.random.Generator) -> Array:
     """Return indices of steps: all measured ones, then random blocks of neighbours; shape (draws + 1, about count).
 
-    Blocks consist of whole cycles, from one exchange to the next; a cycle cut short at the end is left out.
+    Blocks consist of whole cycles, from one exchange to the next.
     """
     period = min(period, count)
     cycles = count // period
@@ -79,8 +77,7 @@ class _Exchanges:
         think: a cycle without its exchange, shape (draws, groups).
         variance: variance of ``think``, shape (draws, groups).
         mean: mean exchange that crosses a link, shape (draws,).
-        least: shortest such exchange. It most likely did not wait; later ones, among many groups, may all have waited.
-        nbytes: bytes of an exchange.
+        least: shortest such exchange, which most likely did not wait.
         crosses: for each group, whether its exchanges cross a link.
     """
 
@@ -95,8 +92,7 @@ class _Exchanges:
     def of(cls, drawn: Resampled, handed: Array) -> _Exchanges:
         """Return the exchanges of a segment.
 
-        ``handed`` are the seconds of an exchange in which leaders forward the answer, shape (draws, groups); they count
-        in ``think``.
+        ``handed`` are the seconds of an exchange in which leaders forward the answer, shape (draws, groups).
         """
         period, crossing = drawn.measured.period, over_links(drawn.measured)
         rest = [steps - exchanges for steps, exchanges in zip(drawn.steps, drawn.exchanges, strict=True)]
@@ -122,14 +118,12 @@ class _Exchanges:
         )
 
     def misses(self, away: Array, serve: Array, link: Array) -> list[Array]:
-        """Return the errors of the mean and of the shortest exchange, as fractions of a cycle.
-
-        Args and results have shape (draws,).
+        """Return the errors of the mean and of the shortest exchange, as fractions of a cycle, shape (draws,).
 
         Args:
-            away: seconds of an exchange that other groups do not prolong.
-            serve: seconds of the server, for which groups queue.
-            link: seconds on the server's link, each way.
+            away: seconds of an exchange that other groups do not prolong, shape (draws,).
+            serve: seconds of the server, for which groups queue, shape (draws,).
+            link: seconds on the server's link, each way, shape (draws,).
         """
         crosses = np.array(self.crosses)
         links = np.repeat((link[:, None] * crosses)[:, :, None], 2, axis=2)
@@ -183,8 +177,8 @@ def fit_exchange(
 def _exchange_costs(segments: Sequence[_Exchanges], serve: float, nbytes: int) -> Array:
     """Fit the delay, the delay of ``nbytes`` bytes, and the shared resource's time, shape (draws, 3).
 
-    The shared resource is the server's link (each way) if ``serve`` and ``nbytes`` are known, and otherwise the server,
-    with its time beyond ``serve``.
+    The shared resource is the server's link (each way) if ``serve`` and ``nbytes`` are known, else the server beyond
+    ``serve``.
     """
     sizes = {each.nbytes for each in segments}
     # If all exchanges are of one size, all of their delay is attributed to the bytes.
@@ -216,7 +210,7 @@ def _exchange_costs(segments: Sequence[_Exchanges], serve: float, nbytes: int) -
 def _least_squares(
     misses: Callable[[Array], Array], count: int, segments: Sequence[_Exchanges], unit: float
 ) -> tuple[Array, Array]:
-    """Fit the costs in multiples of ``unit`` seconds, and return them with the Jacobian of the misses."""
+    """Fit the costs in multiples of ``unit`` seconds; return them with the Jacobian of the misses."""
 
     def slopes(costs: Array) -> Array:
         here = misses(costs)
@@ -242,7 +236,6 @@ def _least_squares(
 
 
 def scipy(part: str) -> Any:
-    """Import a part of SciPy at its first use, because the import is slow."""
     return importlib.import_module(f"scipy.{part}")
 
 
@@ -326,8 +319,7 @@ def _costs_of_steps(samples: Array, own: Array) -> tuple[Array, Array]:
 def _of_each(drawn: Sequence[Resampled], factors: Mapping[int, Array]) -> list[Array]:
     """Return each rank's jitter, shape (draws, steps), without the part that prolongs a step of all members of a group.
 
-    Batches of sequences of similar length, a shared disk, or a callback may cause that part. No member then waits for
-    another, and more groups would not be faster.
+    More groups would not reduce that part, which a shared disk or a callback may cause.
     """
     found = {rank: row.copy() for rank, row in factors.items()}
     began = dict.fromkeys(factors, 0)
@@ -367,7 +359,7 @@ def _common(rows: Array) -> Array | None:
 def _jitter(factors: Sequence[Array]) -> Array:
     """Return each rank's jitter as the means of equally likely parts, shape (draws, ranks, parts).
 
-    The pooled jitter of all ranks contributes with the weight of `constants.POOLED` steps.
+    The pooled jitter of all ranks has the weight of `constants.POOLED` steps.
     """
     pool = np.concatenate(factors, axis=1)
     found = []
@@ -430,7 +422,7 @@ def _fit_allreduce(drawn: Sequence[Resampled], rows: _Rows) -> tuple[Array, Arra
 
 
 def _most_of_bytes(measured: Sequence[Measured]) -> float:
-    """Return the seconds of a gradient's bytes in an all-reduce timed by itself; infinity if none was."""
+    """Return the seconds of a gradient's bytes in an all-reduce timed by itself; infinity without one."""
     return min((each.reduce_per_byte * each.nbytes for each in measured if each.reduce_per_byte), default=np.inf)
 
 
@@ -453,9 +445,8 @@ def _round_trip(measured: Sequence[Measured]) -> float:
 def _forecast(model: CostModel, measured: Sequence[Measured], random: np.random.Generator) -> CostModel:
     """Return the model with exchanges that are forecast over the links of the all-reduce, or of the hosts if timed.
 
-    A push and its answer cross the server's link once each, and their group's link at the same time. An all-reduce
-    timed by itself gives the time on the links; within a step, the backward pass may hide a part of it. A group of
-    devices also copies both between a device and its host.
+    An all-reduce timed by itself gives the time on the links; within a step, the backward pass may hide a part of it. A
+    group of devices also copies pushes and answers between a device and its host.
     """
     ranks, timed = len(model.devices), _most_of_bytes(measured)
     ring = model.ring if np.isinf(timed) else timed / (2 * (ranks - 1) / ranks) + 0 * model.ring

@@ -1,7 +1,7 @@
 """The fitted or known costs from which `Profile` predicts, with resampled draws for the intervals.
 
 They depend on the placement of ranks, since messages within a node or site cross no slow link, and on the pattern of
-exchanges: how often, how many bytes, and who waits.
+exchanges.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Placement:
 
     Args:
         of: node or site of each rank: see `sites_of`.
-        server: node of all servers; None if they are on none of these nodes, on each of them, or unknown.
+        server: node of all servers; None if they are on none or on each of these nodes, or unknown.
         per_byte: seconds of each byte between two ranks on one node; None if unknown.
-        round_trip: seconds until a nearly empty message is answered there.
+        round_trip: seconds of a nearly empty message and its answer there.
         copy_per_byte: seconds of each byte between a rank's device and its host.
 
     Example:
@@ -68,14 +68,12 @@ class Placement:
         return bool(self.of) and len({self.of[rank] for rank in members}) == 1
 
     def are_here(self, groups: Sequence[Sequence[int]]) -> list[bool]:
-        """Return, for each group, whether its leader is on the server's node."""
         return [self.server is not None and self.of[members[0]] == self.server for members in groups]
 
     def handed_on(self, groups: Sequence[Sequence[int]], over: Array, nbytes: float) -> Array:
         """Return the seconds in which each group's leader forwards a message to its members, shape (draws, groups).
 
-        The members form a tree, whose depth is the number of messages in sequence; ``over`` are the seconds of one that
-        crosses links, shape (draws,).
+        ``over`` are the seconds of a message that crosses links, shape (draws,).
         """
         depths = np.array([(len(members) - 1).bit_length() for members in groups])
         message = over[:, None]
@@ -100,8 +98,8 @@ def sites_of(nodes: Sequence[int], seconds: Sequence[float], apart: float) -> tu
         apart: ratio to the time over the fastest link above which a link leads to another site.
 
     Returns:
-        The site of each rank, from 0, and the indices of the links inside a site. If all links are alike, the nodes
-        themselves, and no link.
+        The site of each rank, from 0, and the indices of the links inside a site. If all links are alike, the nodes,
+        and no link.
 
     Example:
         >>> sites_of((0, 0, 1, 2, 3), [0.001, 0.008, 0.001], apart=3.0)
@@ -119,7 +117,7 @@ def sites_of(nodes: Sequence[int], seconds: Sequence[float], apart: float) -> tu
 
 
 def over_links(measured: Measured) -> list[int]:
-    """Return the numbers of the groups whose exchanges cross links: their leader is not on the server's node.
+    """Return the numbers of the groups whose exchanges cross links, because their leader is not on the server's node.
 
     If there is no such group, return all.
     """
@@ -132,13 +130,13 @@ class ExchangePattern(Serializable):
     """The properties of a method, a wire format and an overlap that `Profile.predict` needs.
 
     Args:
-        period: local steps of a group between two exchanges; None for the measured number.
+        period: local steps between two exchanges; None for the measured number.
         push: bytes of an exchange to the server; None for the measured number.
-        pull: bytes of its answer; None for the measured number.
-        barrier: whether each exchange waits for those of all other groups.
-        delay: steps that a group makes during an exchange before it waits for the answer.
+        pull: bytes of its answer, likewise.
+        barrier: whether each exchange waits for those of all groups.
+        delay: steps that a group makes before it waits for the answer.
         peers: whether groups exchange with one another instead of with a server.
-        dynamic: whether slow groups make fewer local steps, to reach a barrier with the others.
+        dynamic: whether slow groups make fewer local steps.
 
     Raises:
         ConfigurationError: a number is out of range.
@@ -187,7 +185,7 @@ class ExchangePattern(Serializable):
         Args:
             method: the method or its name.
             compression: as in ``OmniStrategy(compression=...)``.
-            overlap: whether an exchange travels while the group computes the next gradient.
+            overlap: as in ``OmniStrategy(overlap=...)``.
             nbytes: bytes of the weights as float32, or their layout. With 0, bytes are as measured, in any format.
 
         Raises:
@@ -217,7 +215,7 @@ class ExchangePattern(Serializable):
 
     @classmethod
     def _between_peers(cls, method: Method, wire: WireFormat, nbytes: int | Layout) -> ExchangePattern:
-        """Return the pattern between peers: a group waits for its reads, but not for its writes to another's inbox."""
+        """Return the pattern between peers: a group waits for its reads, but not for its writes."""
         read = round(_mean_bytes(wire.pushes, nbytes, 1)) if nbytes else None
         is_waited_for = getattr(method, "kind", "pull") == "pull"
         return cls(method.push_period, 0, read if is_waited_for else 0, delay=0 if is_waited_for else 1, peers=True)
@@ -240,13 +238,13 @@ class Costs(Serializable):
         overhead: part of a rank's step that does not depend on its samples.
         allreduce: a gradient on a rank's link; a ring of k ranks takes 2 (k - 1) / k of it.
         allreduce_latency: each of the 2 (k - 1) messages of a ring.
-        exchange: a push and its answer, for a group that does not wait for other groups.
+        exchange: a push and its answer, without waiting for other groups.
         serve: part of ``exchange`` in which the server computes; pushes queue for it.
         link: part of ``exchange`` in which a push is on the server's link; its answer takes as long the other way.
         nbytes: bytes of one exchange, one way; 0 if unknown.
         period: local steps between two exchanges, H.
         servers: number of servers, each with a share of the weights, of ``serve`` and of ``link``.
-        per_node: whether each node runs one server, so that a share of each exchange crosses no link.
+        per_node: whether each node runs one server.
 
     Raises:
         ConfigurationError: a number is out of range.
@@ -331,18 +329,16 @@ class CostModel:
         jitter: quantiles of the factor by which steps scatter, ascending.
         ring: seconds of the gradient's bytes on a member's link; 2 (k - 1) / k of it count.
         hop: seconds of one of the 2 (k - 1) messages of an all-reduce.
-        between: seconds of a step outside computation and communication (a slow loader, callbacks).
+        between: seconds of a step outside computation and communication.
         delay: seconds of an exchange that depend neither on its bytes nor on shared resources.
         own_per_byte: seconds of a byte on a group's own link; it crosses the server's at the same time.
         serve: seconds of the server for a push.
         link_per_byte: seconds of a byte on the server's link.
         hand_ring: seconds of the whole fp32 gradient on a link over which a leader forwards an answer.
         hand_hop: seconds of such a message that do not depend on its bytes.
-        servers: number of servers, each with a partition of the parameters; costs of an exchange are those of one
-            server.
-        per_node: whether each node runs one server.
-        hands_on: whether a group's leader forwards answers to the other members, which ``delay`` does not include.
-        node_ring: ``ring`` of a group on one node; None if it is not known to differ.
+        servers: number of servers; costs of an exchange are those of one.
+        hands_on: whether leaders forward answers to the other members, which ``delay`` does not include.
+        node_ring: ``ring`` of a group on one node, if it is known to differ.
         node_hop: ``hop`` of such a group.
         forecast: the same costs with a forecast exchange; None if it was measured, or cannot be forecast.
     """
@@ -429,7 +425,6 @@ class CostModel:
         return replace(exchanging, period=period, push=push, pull=pull)
 
     def check_nbytes(self, asked: str) -> None:
-        """Raise a `ConfigurationError` that begins with ``asked`` if the bytes of an exchange are unknown."""
         if not self.nbytes:
             raise ConfigurationError(f"{asked} not measured; fit with Measured(nbytes=...)")
 
@@ -438,7 +433,7 @@ class CostModel:
         return {rank: float(samples / seconds[device] / slower) for rank, (device, slower) in self.devices.items()}
 
     def changed(self, change: ClusterChange) -> CostModel:
-        """Return the costs on a changed cluster. They do not depend on the batch size."""
+        """Return the costs on a changed cluster."""
         model, alike = self, np.ones_like(self.delay)
         if model.forecast is not None:
             model = replace(model, forecast=model.forecast.changed(change))
@@ -470,10 +465,8 @@ def first_draw(drawn: Drawn) -> Drawn:
 
 
 def part_away(servers: int, per_node: bool) -> float:
-    """Return the fraction of an exchange's bytes that crosses links."""
     return (servers - 1) / servers if per_node and servers > 1 else 1.0
 
 
 def messages_of(servers: int) -> int:
-    """Return the number of round trips in an exchange."""
     return 1 if servers == 1 else 2

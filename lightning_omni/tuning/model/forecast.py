@@ -34,13 +34,11 @@ class Setting(Serializable):
         momentum: explicit momentum (β1 of Adam and its variants); 0.0 if the optimizer has none.
         rebalance: whether a group's batch is split in proportion to the speeds of its ranks.
         period: local steps between two exchanges.
-        further: names and values of user-defined dimensions, sorted by name.
-        method: method of the exchange without its period, as in ``OmniStrategy(method=...)``; empty for the run's own.
-        wire: wire format of pushes and answers, such as ``"int8"``, or ``"int8/bf16"`` for one each way; empty for the
-            run's own.
+        further: names and values of user-defined dimensions, sorted.
+        method: method without its period, as in ``OmniStrategy(method=...)``; empty for the run's own.
+        wire: wire format, such as ``"int8"``, or ``"int8/bf16"`` for one each way; empty for the run's own.
         overlap: whether exchanges overlap computation.
-        all_reduce: format in which the members of a group average gradients, as in ``Compression(all_reduce=...)``;
-            empty for the run's own.
+        all_reduce: format as in ``Compression(all_reduce=...)``; empty for the run's own.
 
     Example:
         >>> str(Setting(groups=4, momentum=0.3, lr=0.025))
@@ -62,7 +60,7 @@ class Setting(Serializable):
 
     @property
     def updates_per_batch(self) -> int:
-        """Return the updates of the weights per batch of all ranks: one per group if the server steps, or one."""
+        """Return the updates of the weights per batch of all ranks."""
         if self.groups == 1:
             return 1
         return method_named(self.method).updates_per_batch(self.groups) if self.method else self.groups
@@ -105,10 +103,9 @@ class Setting(Serializable):
 class Scaling:
     """A rule for learning rates that act alike at different numbers of groups and momenta.
 
-    A group of N / g ranks has a g-th of the batch, so each sample moves the weights equally if the rate is a g-th, too;
-    momentum m multiplies the total effect of a gradient by 1 / (1 - m). Their product is the *step* of a setting:
-    training with small, equal steps follows one curve. Adaptive optimizers divide by the size of gradients, which
-    cancels both; for them the square root of the batch is usual.
+    A group has a g-th of the batch, so each sample moves the weights equally if the rate is a g-th, too; momentum m
+    multiplies the total effect of a gradient by 1 / (1 - m). Their product is the *step* of a setting. Adaptive
+    optimizers divide by the size of gradients, which cancels both; for them the square root of the batch is usual.
 
     Args:
         is_adaptive: whether the optimizer divides by the size of gradients, as Adam does.
@@ -121,15 +118,10 @@ class Scaling:
     is_adaptive: bool = False
 
     def step(self, setting: Setting) -> float:
-        """Return the learning rate at which one group without momentum would act alike."""
         return setting.lr / self.lr(setting.updates_per_batch, setting.momentum, 1.0)
 
     def lr(self, groups: int, momentum: float, step: float) -> float:
-        """Return the learning rate for a `step`.
-
-        ``groups`` counts those whose updates follow each other; it is 1 for methods that average simultaneous ones, see
-        `Setting.updates_per_batch`.
-        """
+        """Return the learning rate for a `step`; ``groups`` counts those whose updates follow each other."""
         return step / math.sqrt(groups) if self.is_adaptive else round(step * (1 - momentum) / groups, 12)
 
 
@@ -155,12 +147,10 @@ class TrainedBatches(Serializable):
 
     @property
     def first_loss(self) -> float:
-        """Return the mean loss of each group's first batch; NaN without any batch."""
         return float(np.mean(self.losses[: self.setting.groups])) if self.losses else math.nan
 
     @property
     def is_finite(self) -> bool:
-        """Return whether losses were recorded and all of them are finite."""
         return bool(self.samples) and all(map(math.isfinite, self.losses))
 
     @property
@@ -174,7 +164,6 @@ class TrainedBatches(Serializable):
         return float(np.sqrt(np.mean(differences**2) / 2)) if len(differences) else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the batches as plain values; None replaces a loss that is not finite, for JSON."""
         losses = [loss if math.isfinite(loss) else None for loss in self.losses]
         return {**super().to_dict(), "losses": losses}
 
@@ -198,14 +187,13 @@ class TrainedBatches(Serializable):
 class Theory:
     """The expected log samples of settings that were not tried yet.
 
-    Staleness costs much at first, like the momentum 1 - 1 / g that it acts as, and then little; the best explicit
-    momentum is about what implicit momentum leaves; the best step is near the user's. The coefficients are empirical.
+    Staleness costs much at first, and then little; the best explicit momentum is about what implicit momentum leaves;
+    the best step is near the user's. The coefficients are empirical.
 
     Args:
-        start: reference for all other settings: the user's own, or the one that a run trains with now.
-        scaling: rule for learning rates.
+        start: reference for all other settings.
         most: largest explicit momentum; that of ``start`` if None.
-        staleness: cost of the first staleness: that of very many groups, without ``spread``.
+        staleness: cost of very many groups, without ``spread``.
         spread: cost of every further group.
         narrow: cost of a step smaller by a factor of e, as a fraction; a larger step costs twice that.
 
@@ -241,7 +229,7 @@ class Theory:
         return Setting(groups, momentum, self.scaling.lr(groups, momentum, self.step * factor), rebalance, period)
 
     def error(self, setting: Setting) -> float:
-        """Return the standard deviation of the error of the log samples."""
+        """Return the standard deviation of the log samples' error."""
         return c.THEORY_ERROR
 
     def __call__(self, setting: Setting) -> float:
@@ -258,8 +246,8 @@ def explicit_for(total: float, staleness: float) -> float:
     """Return the explicit momentum that reaches a total together with the momentum of geometric staleness.
 
     Random staleness of this mean (g - 1 for g groups that push one after the other) adds a momentum u = 1 - 1 / (1 +
-    staleness), which acts with the explicit one m as one momentum t: 1 - t = (1 - m)(1 - u). So m = 1 - (1 - total)(1 +
-    staleness), or 0 where asynchrony alone adds as much or more.
+    staleness), with 1 - total = (1 - m)(1 - u) for the explicit m. So m = 1 - (1 - total)(1 + staleness), or 0 where
+    asynchrony alone adds as much or more.
 
     Example:
         >>> [round(explicit_for(0.9, groups - 1), 2) for groups in (1, 2, 4, 16)]
@@ -279,7 +267,7 @@ class SettingEstimate:
     """The expected time and samples of a setting.
 
     Attributes:
-        seconds: time to the target; without a known target, only ratios between settings are meaningful.
+        seconds: time to the target; without a known target, only ratios are meaningful.
         samples: samples to the target, or relative to those of the theory's starting setting.
     """
 
@@ -295,7 +283,7 @@ class Forecast:
     Args:
         theory: expected samples of settings, and the error of that expectation.
         throughput: returns the samples per second of a setting.
-        samples: samples to the target with the theory's starting setting; None if unknown, all times are then relative.
+        samples: samples to the target with the theory's starting setting; if None, all times are relative.
         level: probability of the intervals.
     """
 
@@ -328,8 +316,8 @@ class Forecast:
     def of_systems(self, ranks: int, saturating: int, own: Setting | None = None) -> dict[str, SettingEstimate]:
         """Estimate the settings that well-known systems would use.
 
-        These systems keep the learning rate of the user's setting ``own`` (by default the theory's start), except for
-        Rudra, which divides it by the staleness, and Omnivore, which tunes it and uses the ``saturating`` groups.
+        They keep the learning rate of the user's setting ``own`` (by default the theory's start), except for Rudra,
+        which divides it by the staleness, and Omnivore, which tunes it and uses the ``saturating`` groups.
         """
         start = own or self.theory.start
         alone = Setting(1, start.momentum, start.lr)
@@ -348,6 +336,5 @@ def _times(estimate: Estimate, value: float, low: float, high: float) -> Estimat
 
 
 def _deviations(level: float) -> float:
-    """Return the standard deviations to either side that enclose a normal number with probability ``level``."""
     check_level(level)
     return NormalDist().inv_cdf((1 + level) / 2)

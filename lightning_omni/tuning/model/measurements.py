@@ -20,40 +20,39 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Measured(Serializable):
-    """A segment of training with one grouping, as measured by its ranks, without the first steps that warm up.
+    """A segment of training with one grouping, as measured by its ranks, without warm-up. 0 and empty mean unknown.
 
     Args:
         groups: ranks of each group.
         samples: for each rank, in ascending order, its samples in each of its steps.
         own: for each rank, its compute time in each step, in seconds (load, forward, backward, the optimizer's step),
-            without the exchange and waiting for other ranks.
+            without exchange and waiting.
         steps: for each group, seconds of each step, from the end of one to the end of the next.
-        exchanges: for each group, seconds of each step in the exchange with the server; zeros if there is one group.
-        serve: seconds that a server computes for one push, or for its share of one; 0 if unknown. With one group, the
-            seconds that a single server would need.
+        exchanges: for each group, seconds of each step in the exchange with the server; zeros for one group.
+        serve: seconds that a server computes for one push, or for its share of one; with one group, those that a single
+            server would need.
         period: local steps between two exchanges, H.
-        nbytes: bytes of one exchange, one way; 0 if unknown.
-        servers: number of servers, each with a partition of the parameters; with one group, the number that several
-            would use.
+        nbytes: bytes of one exchange, one way.
+        servers: number of servers; with one group, the number that several would use.
         per_node: whether each node ran one server.
-        round_trip: seconds until the server, or another rank, answers a nearly empty message; 0 if unknown. It is used
-            only if no exchange was measured.
-        reduce_per_byte: seconds that each byte adds to an all-reduce of all ranks, timed by itself; 0 if unknown. It
-            limits the part of a step that is attributed to the all-reduce, and only if no exchange was measured.
-        hands_on: whether a group's leader forwards its answers to the other members, over the links of their
-            all-reduce. With several groups the measured exchanges include that.
-        nodes: for each rank, its node; or its site, if links between some nodes are much faster than to others. Empty
-            if each rank has links of its own, if all are on one node, or if unknown.
+        round_trip: seconds until the server, or another rank, answers a nearly empty message; used only if no exchange
+            was measured.
+        reduce_per_byte: seconds that each byte adds to an all-reduce of all ranks, timed by itself. It limits the part
+            of a step that is attributed to the all-reduce, if no exchange was measured.
+        hands_on: whether leaders forward answers to the other members, over the links of their all-reduce. Measured
+            exchanges include that.
+        nodes: for each rank, its node; or its site, if links between some nodes are much faster. Empty, too, if each
+            rank has links of its own, or all are on one node.
         server_node: node of a single server, existing or not; None if it is on none of these, or unknown.
-        node_round_trip: ``round_trip`` between two ranks on one node, or at one site; 0 if unknown.
-        node_per_byte: seconds of each byte of such a message, one way; 0 if unknown.
-        copy_per_byte: seconds of each byte between a rank's device and its host, the mean of both ways; 0 if weights
-            are on the CPU. Exchanges cross that link, and all-reduces do not.
+        node_round_trip: ``round_trip`` between two ranks on one node, or at one site.
+        node_per_byte: seconds of each byte of such a message, one way.
+        copy_per_byte: seconds of each byte between a rank's device and its host, which exchanges cross, the mean of
+            both ways; 0 if weights are on the CPU.
         host_per_byte: seconds of each byte, one way, between the hosts of the last and the first rank, by sockets; 0 if
             exchanges use the links of all-reduces.
-        shapes: shapes of the parameters whose gradients a group averages; empty if unknown.
-        averaging: by all-reduce format, seconds that a rank computes to average gradients in it, where known.
-        loading: for each rank, the mean seconds of ``own`` in which it waited for its data loader; empty if unknown.
+        shapes: shapes of the parameters whose gradients a group averages.
+        averaging: by all-reduce format, seconds that a rank computes to average gradients in it.
+        loading: for each rank, the mean seconds of ``own`` in which it waited for its data loader.
 
     Raises:
         ConfigurationError: a field is missing, inconsistent or out of range.
@@ -167,10 +166,7 @@ def _of_exchanges(trace: Trace) -> dict[str, Any]:
 
 
 def servers_of(measured: Sequence[Measured]) -> tuple[int, bool]:
-    """Return the number of servers of the last segment with several groups, and whether each node ran one.
-
-    Without such a segment, return those that the ranks of the last one would use as several groups.
-    """
+    """Return the number of servers in the last segment with several groups, or the last, and if each node ran one."""
     last = ([each for each in measured if len(each.groups) > 1] or measured)[-1]
     return last.servers, last.per_node
 

@@ -1,18 +1,16 @@
 """Hardware efficiency: seconds per update of any grouping, from a model fitted to measured steps of one or two.
 
-The slowest member determines the time of its group, groups wait for one another where they share a server or its link,
-and every number has an interval.
-
     step of a group = E[max over members of compute time] + all-reduce + exchange / H
     compute time of a rank = (overhead + samples × seconds per sample) × jitter, with the measured jitter
     all-reduce of k members = (k - 1) / k × 2 a + (k - 1) × 2 l
     exchange = delay + service at shared resources, and the wait for it (`lightning_omni.tuning.model.queueing`)
 
-Groups do not wait for each other elsewhere, so an update follows every 1 / Σ 1 / (step of each group) seconds.
+Here a is the time of the gradient's bytes on a link, and l that of one message. Groups wait for each other only at
+shared resources, so an update follows every 1 / Σ 1 / (step of each group) seconds.
 
-With S servers that each hold a partition of the parameters, each takes 1 / S of the service, and the shares of all
-groups queue at all servers alike. The delay that does not depend on bytes counts twice, because the servers agree on
-each update. If each node has a server, 1 / S of an exchange crosses no link. The fitted costs are those of one server.
+With S servers, each takes 1 / S of the service. The delay that does not depend on bytes counts twice, because the
+servers agree on each update. If each node has a server, 1 / S of an exchange crosses no link. The fitted costs are
+those of one server.
 """
 
 from __future__ import annotations
@@ -61,7 +59,6 @@ class Prediction:
             ``"link"`` take. The first three are divided among the groups; no update is faster than any part.
         bottleneck: ``"server"`` or ``"link"`` if it is busy all the time, or else the largest part of a step,
             ``"compute"``, ``"allreduce"`` or ``"exchange"``.
-        statement: a sentence for users.
     """
 
     seconds_per_update: Estimate
@@ -72,7 +69,6 @@ class Prediction:
     statement: str
 
     def faster(self, factor: float) -> Prediction:
-        """Return the prediction for ``factor`` times the samples per second; parts and statement do not change."""
         seconds, samples = self.seconds_per_update.times(1 / factor), self.samples_per_second.times(factor)
         return replace(self, seconds_per_update=seconds, samples_per_second=samples)
 
@@ -98,11 +94,9 @@ class Profile(Serializable):
     """A fitted cost model of ranks and their links, which predicts the speed of other groupings.
 
     Args:
-        measured: segments of training; see `fit`, which creates a profile. Costs of exchanges are fitted to the
-            segments with as many servers as the last one.
+        measured: segments of training; see `fit`. Costs of exchanges are fitted to those with as many servers as the
+            last one.
         draws: number of resampled fits for the intervals.
-        seed: seed of the resampling.
-        changes: changes made by `scaled`, in order.
         costs: known costs instead of measurements; see `of`.
         equal_ranks: number of ranks with these costs, and samples of each in a step.
 
@@ -154,10 +148,9 @@ class Profile(Serializable):
     def fit(cls, measured: Sequence[Measured], draws: int = 100, seed: int = 0) -> Profile:
         """Fit the model to measured steps, some thirty of each rank.
 
-        A segment with one group shows the costs inside a group, one with as many groups as ranks those of the server;
-        both together predict the groupings in between. With one group alone and a known ``nbytes``, predictions with
-        ``exchanging`` forecast the exchange from the all-reduce, which uses the same links, and their intervals are
-        wider; without ``exchanging``, exchanges count as nothing.
+        A segment with one group shows the costs inside a group, one with as many groups as ranks those of the server.
+        With one group alone and a known ``nbytes``, predictions with ``exchanging`` forecast the exchange from the
+        all-reduce; without ``exchanging``, exchanges count as nothing.
 
         Args:
             measured: segments of training by the same ranks, in any groupings.
@@ -220,12 +213,12 @@ class Profile(Serializable):
 
     @property
     def speeds(self) -> tuple[float, ...]:
-        """Return the samples per second of each rank alone, in ascending order of ranks, in batches of `batch_size`."""
+        """Return the samples per second of each rank alone, in ascending order, in batches of `batch_size`."""
         return tuple(self._model.speeds(self.batch_size).values())
 
     @property
     def knows_overhead(self) -> bool:
-        """Return whether batches of several sizes were measured; if not, predictions for other sizes are a guess."""
+        """Return whether batches of several sizes were measured; otherwise predictions for other sizes are a guess."""
         return self._model.knows_overhead
 
     def predict(
@@ -244,7 +237,7 @@ class Profile(Serializable):
 
         Args:
             groups: the groups; or their number, with sizes that differ by at most one. Ranks that differ in speed are
-                sorted by it if that is faster; see the prediction's ``topology``.
+                sorted by it if that is faster.
             batch_size: mean samples per rank and step; None for the profile's.
             rebalance: whether the members of a group share its batch in proportion to their speeds.
             period: local steps between two exchanges, H; None for the measured number.
@@ -307,7 +300,7 @@ class Profile(Serializable):
     ) -> float:
         """Return the most likely speed, as `predict` does, without intervals and in a fiftieth of the time.
 
-        An exchange that was not measured is forecast where possible, also without ``exchanging``.
+        An exchange that was not measured is forecast where possible.
         """
         model = self._averaging(self._likely, all_reduce)
         plan = TrainingPlan(model, self.batch_size, rebalance, model.known(exchanging or ExchangePattern()))
@@ -316,16 +309,13 @@ class Profile(Serializable):
 
     @property
     def largest_gain_of_split(self) -> float:
-        """Return a bound on the speed-up of any group by proportional batches: its slowest member counts no more."""
+        """Return a bound on the speed-up of any group by proportional batches."""
         slowest, *others = sorted(self.speeds)
         sums = np.cumsum([slowest, *reversed(others)])  # of the slowest and the fastest few
         return float((sums / np.arange(1, len(sums) + 1)).max() / slowest)
 
     def largest_gain(self, all_reduce: str) -> float:
-        """Return a bound on the speed-up of any group by an all-reduce format, compared to the exact one.
-
-        No step is shorter than the compute time of the fastest rank, and no group of any size saves more by the format.
-        """
+        """Return a bound on the speed-up of any group by an all-reduce format, compared to the exact one."""
         exact, other = self._likely, self._averaging(self._likely, all_reduce)
         computed = float((other.overhead - exact.overhead).max())
         # Groups of each size, on several nodes and on one.
@@ -360,7 +350,6 @@ class Profile(Serializable):
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of the parameters whose gradients a group averages; empty if unknown."""
         return next((each.shapes for each in reversed(self.measured) if each.shapes), ())
 
     @cached_property
@@ -411,10 +400,9 @@ class Profile(Serializable):
             bandwidth: bytes per second of the server's link, and between the members of a group.
             latency: seconds of one message, on both.
             slowest: factor that multiplies the last rank's compute time.
-            servers: number of parameter servers, each with a partition of the parameters. They agree by one more
-                message each way. If all measured exchanges were of one size, its delay is unknown: pass ``latency``,
-                too.
-            per_node: whether each node runs one server, so that a share of each exchange crosses no link.
+            servers: number of parameter servers, which agree by one more message each way. If all measured exchanges
+                were of one size, its delay is unknown: pass ``latency``, too.
+            per_node: whether each node runs one server.
             batch_size: mean samples per rank and step.
 
         Raises:
@@ -459,7 +447,6 @@ class Profile(Serializable):
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Profile:
-        """Rebuild a profile from `to_dict` and fit it again."""
         profile = super().from_dict(plain)
         profile._model  # noqa: B018 - errors belong here
         return profile
@@ -468,7 +455,6 @@ class Profile(Serializable):
 def _interval(draws: Array, level: float, least: float = 0.0, most: float = math.inf) -> Estimate:
     """Return the basic bootstrap interval: resampled fits are off the first by as much as it is off the true value.
 
-    The fits are biased, too: few steps miss the slowest one, and the inverse of a mean is not the mean of inverses.
     ``draws`` are the fit and the resampled fits; ``least`` and ``most`` bound the value.
     """
     first, factors = float(draws[0]), draws[0] / draws[1:]

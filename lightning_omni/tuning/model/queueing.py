@@ -1,6 +1,6 @@
 """Models of waiting times: for the slowest of several members, at shared resources, and of groups for each other.
 
-Every array has a first axis of draws, so an interval costs little more than a number.
+Every array has a first axis of draws.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def quantiles_of_slowest(values: Array, counts: Array) -> Array:
 
 
 def means_of_parts(values: Array, probabilities: Array, parts: int) -> Array:
-    """Split distributions into equally likely parts, and return the mean of each part, shape (draws, parts).
+    """Return the mean of each of a distribution's equally likely parts, shape (draws, parts).
 
     ``values``, ascending, and their ``probabilities`` have shape (draws, n).
     """
@@ -74,8 +74,7 @@ def means_of_parts(values: Array, probabilities: Array, parts: int) -> Array:
 def quantiles_of_sum(mean: Array, variance: Array, count: int) -> Array:
     """Compute equally likely, ascending values of a positive sum, as of a gamma distribution.
 
-    ``mean`` and ``variance`` of the sum have shape (draws, groups), the values (draws, groups, count); their mean is
-    exact.
+    ``mean`` and ``variance`` have shape (draws, groups), the values (draws, groups, count); their mean is exact.
 
     Example:
         >>> quantiles_of_sum(np.array([[4.0]]), np.array([[4.0]]), 4).round(1).tolist()  # of four exponential times
@@ -93,7 +92,6 @@ def quantiles_of_sum(mean: Array, variance: Array, count: int) -> Array:
 
 @cache
 def _normal_quantiles(count: int) -> Array:
-    """Return eight quantiles of the standard normal distribution for each of ``count`` parts."""
     fine = 8 * count
     return np.array([NormalDist().inv_cdf((place + 0.5) / fine) for place in range(fine)])
 
@@ -117,8 +115,7 @@ def time_shared(
 ) -> Array:
     """Compute the seconds of a group's cycle at shared links and in shared queues, shape (draws, groups).
 
-    For the queues, time on links is time elsewhere, and vice versa. The arguments are those of `residence` and of
-    `residence_on_links`, with ``links`` for ``demand``.
+    The arguments are those of `residence` and of `residence_on_links`, with ``links`` for ``demand``.
     """
     nothing = np.zeros_like(think)
     if not links.any():
@@ -140,11 +137,11 @@ def time_shared(
 def residence(think: Array, variance: Array, service: Array, visits: Array) -> Array:
     """Compute the seconds of a group's cycle in shared queues, of service and of waiting for it, shape (draws,).
 
-    The model is a closed network of queues, in which a station sees equal groups with the same total rate. By mean
-    value analysis an arriving group finds the queue of a network with one group fewer, and half of the current service
-    remains, because all services take the same time. Without any scatter, groups would fall into a rhythm in which no
-    group waits below saturation. Real groups are in between: for two groups of spread σ that seldom collide, a queue is
-    σ²/s² of the queue with random arrivals (as of random walkers); near saturation it is all of it.
+    The model is a closed network of queues. By mean value analysis an arriving group finds the queue of a network with
+    one group fewer, and half of the current service remains, because all services take the same time. Without any
+    scatter, groups would fall into a rhythm in which no group waits below saturation. Real groups are in between: for
+    two groups of spread σ that seldom collide, a queue is σ²/s² of the queue with random arrivals; near saturation it
+    is all of it.
 
     Args:
         think: seconds of a cycle elsewhere, shape (draws, groups).
@@ -206,8 +203,7 @@ def residence_on_links(think: Array, demand: Array, counted: Array | None = None
     """Compute the seconds of a group's cycle on links, each shared evenly by all messages on it, shape (draws, groups).
 
     The result is exact for random arrivals: an arriving group finds on a link the load of a network without it (mean
-    value analysis), whatever the distribution of times. Messages that share a link evenly keep their distance in time,
-    so no rhythm forms, and the least scatter of step times spreads out groups that started together.
+    value analysis). Messages that share a link evenly form no rhythm.
 
     Args:
         think: seconds of a cycle elsewhere, shape (draws, groups).
@@ -274,7 +270,6 @@ def _residence_of_kinds(counts: Sequence[int], think: Array, demand: Array, part
 
 
 def _residence_of_one_kind(count: int, think: Array, demand: Array, parts: Array) -> Array:
-    """Compute `_residence_of_kinds` for one kind, with bitwise equal results."""
     queue, spent = np.zeros_like(demand), np.zeros_like(think)
     for number in range(1, count + 1):
         found = demand * (1 + queue)
@@ -296,7 +291,7 @@ def _residence_of_many(counts: Array, think: Array, demand: Array, parts: Array)
 
 
 def _residence_at_one_station(groups: int, think: float, scatter: float, service: float, visits: float) -> float:
-    """Compute `_residence_of_equals` bitwise with floats, because arrays of one element take nineteen times longer."""
+    """Compute `_residence_of_equals` bitwise with floats, nineteen times faster than with arrays of one element."""
     demand = service * visits
     cycle = rhythm = max(think + demand, groups * demand)
     queue = busy = 0.0
@@ -316,7 +311,7 @@ def _residence_at_one_station(groups: int, think: float, scatter: float, service
 def _picked(groups: int, quantiles: int, chains: int) -> Array:
     """Return the index of the time that each group takes, all equally often, shape (2, cycles, chains, groups).
 
-    The first axis is hidden steps, then other steps.
+    The first axis is hidden steps, then others.
     """
     count = -(-c.BARRIER_CYCLES * chains // quantiles)
     picked = np.random.default_rng(0).permuted(np.tile(np.arange(quantiles), (2, groups, count, 1)), axis=3)
@@ -341,8 +336,8 @@ class BarrierExchange:
     def cycle(self, hidden: Array, rest: Array, is_rough: bool = False) -> Array:
         """Compute the mean seconds from one exchange of all groups to the next, by a simulation with random step times.
 
-        A group computes, pushes, and waits until all pushes have been served, one after the other; the answers leave
-        together. It computes its hidden steps before it waits for the answer.
+        All pushes are served, one after the other; then the answers leave together. A group computes its hidden steps
+        before it waits for the answer.
 
         Args:
             hidden: equally likely seconds of the steps that a group makes during its exchange, ascending, shape (draws,

@@ -1,6 +1,6 @@
 """The timer of steps, their parts, and the split of a group's batch among members of different speed.
 
-Rule 1: A split changes only if the group gets noticeably faster, so equally fast ranks keep equal shares.
+Rule 1: A split changes only if the group gets noticeably faster.
 Rule 2: One observation may be noise, so a small gain must be seen twice in a row, with the same member too slow.
 Rule 3: Where one member's batches differ as much as the members do, all members count as equally fast.
 """
@@ -34,7 +34,6 @@ class StepTimer:
         self._since: float | None = None
 
     def start(self) -> None:
-        """Record the beginning of a step, unless the end of the last one was recorded."""
         if self._since is None:
             self._since = self._clock()
 
@@ -51,8 +50,7 @@ class StepTimer:
 def parts_of_step(step: float, forward: float, exchange: float) -> dict[str, float]:
     """Return the seconds of a step in the forward pass, the exchange, and the rest; empty before a step was timed.
 
-    The rest is the backward pass, the all-reduce and waiting for the group. The arguments are seconds of the whole
-    step, to the end of the forward pass, and in the exchange.
+    The rest is the backward pass, the all-reduce and waiting for the group.
 
     Example:
         >>> parts_of_step(0.5, 0.125, 0.25)
@@ -66,7 +64,7 @@ def parts_of_step(step: float, forward: float, exchange: float) -> dict[str, flo
 def straggler_sentence(status: Status, can_rebalance: bool = False) -> str:
     """Return a sentence that names the worst straggler; empty if no rank slows its group down.
 
-    ``can_rebalance`` tells whether the batch could be split by speed, and is not.
+    With ``can_rebalance``, it suggests splitting the batch by speed.
     """
     worst, sentence = c.STRAGGLER, ""
     for group in status.groups:
@@ -88,8 +86,7 @@ def straggler_sentence(status: Status, can_rebalance: bool = False) -> str:
 class Throughput:
     """The samples per second of one rank: the median over its latest batches, without the first ones.
 
-    A few batches in a row that are all faster, or all slower, than every earlier one show a changed load of the device:
-    the earlier ones are discarded.
+    If the last few batches are all faster, or all slower, than every earlier one, the earlier ones are discarded.
 
     Example:
         >>> throughput = Throughput(warm_up=0)
@@ -104,7 +101,6 @@ class Throughput:
         self._speeds: deque[float] = deque(maxlen=window)
 
     def note(self, samples: int, seconds: float) -> None:
-        """Record a batch: this rank's samples, and its compute time without waiting for other ranks."""
         if self._to_skip:
             self._to_skip -= 1
         elif samples and seconds > 0:
@@ -113,7 +109,6 @@ class Throughput:
 
     @property
     def speed(self) -> float:
-        """Return samples per second; 0.0 while too few batches are recorded."""
         return median(self._speeds) if len(self._speeds) >= c.SPLIT_FEWEST else 0.0
 
     @property
@@ -134,7 +129,7 @@ class BatchSplit:
     """A better split of a group's batch.
 
     Attributes:
-        shares: whole samples for each member.
+        shares: samples of each member.
         gain: predicted relative gain in speed: 0.5 is 50 % faster.
     """
 
@@ -160,10 +155,8 @@ class Balancer:
     ) -> BatchSplit | None:
         """Return a split that makes the group noticeably faster, or None.
 
-        Args:
-            shares: current samples of each member.
-            speeds: samples per second of each member; 0.0 if not known yet.
-            variances: variance of the logarithm of each speed; empty if the speeds are exact.
+        ``shares`` are the members' present samples, ``speeds`` their samples per second, 0.0 if not known yet;
+        ``variances`` are those of their logarithms, empty if the speeds are exact.
         """
         if not all(speeds):
             return None
@@ -182,8 +175,8 @@ class Balancer:
 def shrunk(speeds: Sequence[float], variances: Sequence[float]) -> list[float]:
     """Shrink measured speeds towards their geometric mean according to their errors (James and Stein 1961).
 
-    The variance due to measurement errors is removed from the variance among members, so that no batch is split by
-    chance. The arguments are as in `Balancer.decide`; all speeds are known.
+    The variance due to measurement errors is removed from the variance among members. The arguments are as in
+    `Balancer.decide`; all speeds are known.
 
     Example:
         >>> shrunk((10.0, 40.0), (0.0, 0.0))

@@ -108,7 +108,7 @@ class TrainingPlan:
     # --- Exchanges ---------------------------------------------------------------------------------------------------
 
     def _handed_on(self, groups: Groups) -> Array:
-        """Return the seconds of a step in which leaders forward answers to their members, shape (draws, groups)."""
+        """Return the seconds of a step in which leaders forward answers, shape (draws, groups)."""
         model = self.model
         if not model.hands_on:
             return np.zeros((len(model.delay), len(groups)))
@@ -241,10 +241,7 @@ class SharedStations:
     ring: Array
 
     def spent(self, think: Array, variance: Array) -> Array:
-        """Compute the seconds of a cycle at shared resources, with waiting, shape (draws, groups).
-
-        ``think`` and ``variance`` are as in `residence`.
-        """
+        """Compute the seconds of a cycle at shared resources, with waiting, shape (draws, groups); see `residence`."""
         ring = self.ring[:, :, None]  # in both directions at once
         links = np.stack([self.seconds.push, self.seconds.pull], axis=2) + ring
         counted = np.divide(links - ring / 2, links, out=np.ones_like(links), where=links > 0)
@@ -256,8 +253,7 @@ class SharedStations:
 class Outcome:
     """The predicted speed of a plan: seconds of one step, by part, shape (draws, groups).
 
-    ``samples`` are those of each group's step, shape (groups,); ``whole`` is the whole step, if that is not the sum of
-    its parts.
+    ``samples`` have shape (groups,); ``whole`` is the whole step, if that is not the sum of its parts.
     """
 
     samples: Array
@@ -277,7 +273,7 @@ class Outcome:
         return np.asarray(rates / busy[:, None])
 
     def _busy(self, rates: Array) -> Array:
-        """Return the fraction of time in which the busiest serial part works at these rates, shape (draws,)."""
+        """Return the fraction of time in which the busiest serial part works, shape (draws,)."""
         return np.asarray(np.max([(each * rates).sum(axis=1) for each in (self.serve, self.link)], axis=0))
 
     @property

@@ -1,4 +1,4 @@
-"""The picture of one search: the choice and why, speed forecast and measured, loss over time; and then the details."""
+"""The picture of one search: the choice and why, speed forecast and measured, loss over time, and details."""
 
 from __future__ import annotations
 
@@ -37,11 +37,10 @@ _LETTERS = "YSPDRO"
 _CHOSEN = {"marker": "*", "s": 430, "color": CHOSEN, "edgecolor": "white", "zorder": 6}
 
 
-def draw(summary: SearchSummary, when: str, losses: Sequence[tuple[float, float]], monitor: str, foot: str) -> Any:
+def draw(summary: SearchSummary, heading: str, losses: Sequence[tuple[float, float]], monitor: str) -> Any:
     """Draw the picture as a matplotlib figure.
 
-    ``losses`` are seconds of training and validated losses, ``monitor`` is the name of that loss, and ``when`` and
-    ``foot`` are texts for the heading.
+    ``losses`` are seconds of training and validated losses.
 
     Raises:
         ConfigurationError: matplotlib is missing.
@@ -52,7 +51,7 @@ def draw(summary: SearchSummary, when: str, losses: Sequence[tuple[float, float]
     with rc_context(_STYLE):
         engine: Any = figure.get_layout_engine()
         engine.set(w_pad=0.11, h_pad=0.09)
-        figure.suptitle(_heading(summary, when, foot), fontsize=12.5, x=0.01, ha="left", linespacing=1.45)
+        figure.suptitle(heading, fontsize=12.5, x=0.01, ha="left", linespacing=1.45)
         # Each row is a subfigure, so that the long names of the last one do not move the margins of all.
         bands: Any = figure.subfigures(3, 1, height_ratios=[1.06, 1, 0.72], hspace=0.03)
         upper, middle, lower = bands
@@ -104,10 +103,11 @@ _STYLE: Any = {
 }
 
 
-def _heading(summary: SearchSummary, when: str, foot: str) -> str:
+def heading_of(summary: SearchSummary, when: str, foot: str, statement: str = "") -> str:
+    """Return the heading of a picture, whose first lines are the statement, if it is not beside the picture already."""
     parts = [f"{summary.ranks} ranks", when, summary.expense, *([foot] if foot else [])]
     lines = textwrap.wrap(" · ".join(parts), 138, break_on_hyphens=False)
-    return "\n".join([*textwrap.wrap(summary.statement, 138), *lines])
+    return "\n".join([*textwrap.wrap(statement, 138), *lines])
 
 
 def _contributions(axes: Any, summary: SearchSummary) -> None:
@@ -138,16 +138,13 @@ def _bottleneck_of_choice(summary: SearchSummary) -> str:
 
 
 def _loss(axes: Any, summary: SearchSummary, losses: Sequence[tuple[float, float]], monitor: str) -> None:
-    """Draw the loss over time, and where the user's own setting is expected to be then.
-
-    Before the first validation there are only the batches that were timed.
-    """
-    axes.set_title("Loss over time, beside your own setting")
     if len(losses) < 2:
+        axes.set_title("Loss of the timed batches")
         seconds, values = _timed(summary)
         axes.plot(seconds, values, color=YOURS, marker="." if len(values) < 40 else "")
-        axes.set(xlabel="seconds (timed batches; no validation yet)", ylabel="training loss")
+        axes.set(xlabel="seconds (no validation yet)", ylabel="training loss")
         return
+    axes.set_title("Loss over time, beside your own setting")
     seconds, values = zip(*losses, strict=True)
     slower = [each * summary.speed_up.value for each in seconds]
     axes.plot(seconds, values, color=CHOSEN, marker="o", markersize=4, label="measured")
@@ -157,7 +154,6 @@ def _loss(axes: Any, summary: SearchSummary, losses: Sequence[tuple[float, float
 
 
 def _timed(summary: SearchSummary) -> tuple[Any, Any]:
-    """Return seconds and training losses of the timed batches, averaged over a twentieth of them."""
     batches = summary.search.observation.batches
     window = max(1, len(batches.losses) // 20)
     rate = summary.search.throughput(summary.start)
@@ -330,10 +326,6 @@ _MOMENTA = 20
 
 
 def _phase(axes: Any, summary: SearchSummary, figure: Any) -> None:
-    """Draw the predicted speed-up over groups and momentum, with the considered and the trained settings.
-
-    Each number of groups has its best exchange, with steps of the best size; one group keeps the user's momentum.
-    """
     from matplotlib.colors import LogNorm
 
     low, high = summary.search.spec.space.momentum
@@ -379,7 +371,6 @@ def _phase(axes: Any, summary: SearchSummary, figure: Any) -> None:
 
 
 def _speed_up_with(summary: SearchSummary, groups: int, momentum: float) -> float:
-    """Return the speed-up with another momentum and equal steps."""
     best, scaling = summary.curve[groups], summary.search.scaling
     lr = scaling.lr(best.updates_per_batch, momentum, scaling.step(best))
     return summary.ratio(replace(best, momentum=momentum, lr=max(lr, 1e-12)))

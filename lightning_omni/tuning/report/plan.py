@@ -18,12 +18,12 @@ from lightning_omni.tuning.model.convergence import Estimate
 from lightning_omni.tuning.model.forecast import Scaling, Setting, Theory
 from lightning_omni.tuning.model.profile import BOTTLENECKS, Prediction, Profile
 from lightning_omni.tuning.report.summary import ReportOrigin, duration
-from lightning_omni.tuning.report.tuning import TextTable, TuningReport, templates
+from lightning_omni.tuning.report.tuning import TextTable, templates
 from lightning_omni.tuning.search import Search, SearchSpec, Space
 from lightning_omni.tuning.search.choice import best_by_forecast, cheapest, risk_adjusted
 from lightning_omni.tuning.search.constants import QUANTILE
 from lightning_omni.tuning.search.evidence import PlannedEvidence, is_faster
-from lightning_omni.tuning.search.space import DEFAULT_METHODS, DEFAULT_WIRES, group_counts
+from lightning_omni.tuning.search.space import group_counts
 
 _STEM = "plan"
 """Name of the page and of the picture, without suffix."""
@@ -36,7 +36,7 @@ _FILE = "pass an omni-tuning.json that OmniTuner wrote, or the JSON of a Profile
 
 @dataclass(frozen=True)
 class PlanSource:
-    """The contents of a file of measurements; ``search`` is None if the file is a profile only."""
+    """The contents of a file of measurements; ``search`` is None if it is a profile only."""
 
     profile: Profile
     search: Search | None
@@ -52,7 +52,7 @@ class PlanSource:
             plain = json.loads(path.read_text(encoding="utf-8"))
             if "measured" in plain:
                 return cls(Profile.from_dict(plain), None)
-            search = TuningReport.from_dict(plain).rounds[-1].search
+            search = Search.from_dict(plain["rounds"][-1]["search"])
         except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             missing = f"it has no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
             reason = getattr(error, "strerror", None) or missing
@@ -81,45 +81,16 @@ class PlanSource:
 
 
 @dataclass(frozen=True)
-class PossibleExchanges:
-    """The possible exchanges between groups, as in `OmniTuner(space=...)`, and inside them.
-
-    Args:
-        periods: local steps between two exchanges; empty for powers of two.
-        all_reduces: formats in which the members of a group may average gradients, besides the exact one.
-    """
-
-    methods: tuple[str, ...] = DEFAULT_METHODS
-    wires: tuple[str, ...] = DEFAULT_WIRES
-    periods: tuple[int, ...] = ()
-    all_reduces: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class PlannedCluster:
-    """The planned machines: the measured ones, with the user's changes, as in `Profile.scaled`."""
+    """The planned machines: the measured ones, with the user's changes, the arguments of `Profile.scaled`."""
 
     measured: Profile
-    ranks: int | None = None
-    bandwidth: float | None = None
-    latency: float | None = None
-    servers: int | None = None
-    per_node: bool = False
-    batch_size: float | None = None
+    changes: Mapping[str, Any]
 
     @cached_property
     def profile(self) -> Profile:
-        changes: dict[str, Any] = {
-            name: getattr(self, name)
-            for name in ("ranks", "bandwidth", "latency", "servers", "batch_size")
-            if getattr(self, name) is not None
-        }
-        if not changes:
-            return self.measured
-        if self.servers is not None:
-            changes["per_node"] = self.per_node
         try:
-            return self.measured.scaled(**changes)
+            return self.measured.scaled(**self.changes) if self.changes else self.measured
         except ConfigurationError as error:
             raise ConfigurationError(f"--{error}") from error
 
@@ -143,12 +114,10 @@ class PlanRow:
 
     @property
     def log_seconds(self) -> float:
-        """Return the logarithm of the time to a target, up to a constant."""
         return self.efficiency[0] - math.log(self.prediction.samples_per_second.value)
 
     @property
     def risk_adjusted(self) -> float:
-        """Return `log_seconds` with a small penalty for an untried setting."""
         return risk_adjusted(self.log_seconds, self.efficiency[1])
 
 
@@ -156,13 +125,14 @@ class PlanRow:
 class Plan:
     """The predictions for planned machines, for each number of groups.
 
+    Groups may exchange, and their members average gradients, as in ``ways``; numbers of groups follow from the ranks.
     If learning rates are unknown (not ``has_lr``), they are multiples of the user's.
     """
 
     cluster: PlannedCluster
     known: PlanSource
     theory: Theory
-    ways: PossibleExchanges
+    ways: Space
     has_lr: bool
 
     def describe(self, setting: Setting) -> str:
@@ -173,7 +143,6 @@ class Plan:
 
     @cached_property
     def rows(self) -> list[PlanRow]:
-        """Return the predictions for powers of two, and for as many groups as ranks."""
         return list(map(self._row, group_counts(self.cluster.profile.ranks)))
 
     def _row(self, groups: int) -> PlanRow:
@@ -186,14 +155,7 @@ class Plan:
     @cached_property
     def _evidence(self) -> PlannedEvidence:
         profile, ways = self.cluster.profile, self.ways
-        space = Space(
-            tuple(group_counts(profile.ranks)),
-            rebalance=self.known.rebalance,
-            method=ways.methods,
-            compression=ways.wires,
-            period=ways.periods,
-            all_reduce=ways.all_reduces,
-        )
+        space = replace(ways, groups=tuple(group_counts(profile.ranks)), rebalance=self.known.rebalance)
         batch = max(1, round(profile.ranks * profile.batch_size))
         start = replace(self.theory.setting(1), period=1)
         return PlannedEvidence(SearchSpec(start, batch, batch, space, self.theory.scaling), profile)
@@ -202,7 +164,7 @@ class Plan:
     def best(self) -> PlanRow:
         """Return the row that reaches the target first; among equals the one with the fewest groups.
 
-        Rows that are extrapolated are shown, and never recommended.
+        Rows that are extrapolated are never recommended.
         """
         known = [row for row in self.rows if not row.is_extrapolated]
         return cheapest(known, lambda row: row.risk_adjusted, lambda row: row.setting.groups)
@@ -215,11 +177,12 @@ class Plan:
         return samples * math.exp(row.log_seconds - self.rows[0].efficiency[0])
 
     def deviation(self, row: PlanRow) -> float:
-        """Return the standard deviation of the log samples, relative to the best row's; 0 for the best."""
+        """Return the standard deviation of the log samples, relative to the best row's."""
         return 0.0 if row is self.best else math.hypot(row.efficiency[1], self.best.efficiency[1])
 
     def with_cluster(self, **changes: Any) -> Plan:
-        return replace(self, cluster=replace(self.cluster, **changes))
+        cluster = replace(self.cluster, changes={**self.cluster.changes, **changes})
+        return replace(self, cluster=cluster)
 
 
 # --- Text ------------------------------------------------------------------------------------------------------------
@@ -287,14 +250,13 @@ def sentences(plan: Plan, samples: float | None) -> list[str]:
 
 
 def _advice(plan: Plan) -> str:
-    """Name the bottleneck, and the gain from twice as much of it."""
     bottleneck = plan.best.prediction.bottleneck
     cluster = plan.cluster
     if bottleneck == "compute":
         count = 2 * cluster.profile.ranks
         change, other = f"{count} ranks", plan.with_cluster(ranks=count)
-    elif bottleneck in ("allreduce", "exchange", "link") and cluster.bandwidth is not None:
-        change, other = "twice the bandwidth", plan.with_cluster(bandwidth=2 * cluster.bandwidth)
+    elif bottleneck in ("allreduce", "exchange", "link") and "bandwidth" in cluster.changes:
+        change, other = "twice the bandwidth", plan.with_cluster(bandwidth=2 * cluster.changes["bandwidth"])
     elif bottleneck in ("server", "link") and not cluster.profile.per_node:
         count = 2 * cluster.profile.servers
         change, other = f"{count} servers", plan.with_cluster(servers=count)
@@ -309,7 +271,6 @@ def _advice(plan: Plan) -> str:
 
 
 def _halved(prediction: Prediction) -> float:
-    """Return a bound on the speed-up if the bottleneck took half as long."""
     parts: Mapping[str, float] = prediction.parts
     name = "serve" if prediction.bottleneck == "server" else prediction.bottleneck
     seconds = prediction.seconds_per_update.value

@@ -1,4 +1,4 @@
-"""The numbers and sentences about a run and one of its searches, computed once for page and table."""
+"""The numbers and sentences about a run and one of its searches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import cached_property
-from typing import Any
 
 from lightning_omni.checks import counted
 from lightning_omni.serialization import Serializable
@@ -94,15 +93,13 @@ def interval(seconds: Estimate) -> str:
 
 
 @dataclass(frozen=True)
-class Round:
+class Round(Serializable):
     """One search of a fit: the first, or a retuning.
 
     Args:
-        search: the search.
-        epoch: number of the epoch in which it began.
+        epoch: the epoch in which it began.
         seconds_run: seconds of training before it.
-        measured_after: samples per second of all ranks with the choice, by groups, without validations, searches and
-            the first batch after them.
+        measured_after: samples per second of all ranks with the choice, by groups.
     """
 
     search: Search
@@ -110,29 +107,15 @@ class Round:
     seconds_run: float
     measured_after: dict[int, float] = field(default_factory=dict)
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "search": self.search.to_dict(),
-            "epoch": self.epoch,
-            "seconds_run": self.seconds_run,
-            "measured_after": {str(groups): rate for groups, rate in self.measured_after.items()},
-        }
-
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> Round:
-        measured = {int(groups): float(rate) for groups, rate in plain["measured_after"].items()}
-        return cls(Search.from_dict(plain["search"]), plain["epoch"], plain["seconds_run"], measured)
-
 
 @dataclass(frozen=True)
 class RunTimes(Serializable):
     """Seconds of a run since just before its first batch, on rank 0's clock.
 
     Args:
-        training: seconds that belong to no search: batches, validations, checkpoints.
+        training: seconds of batches, validations and checkpoints.
         tuning: seconds in which searches stopped the training: deciding, and forming groups.
-        reached: all seconds, and those for tuning, at the end of the validation that first reached the target; None
-            before.
+        reached: all seconds, and those for tuning, when a validation first reached the target.
 
     Example:
         >>> times = RunTimes(training=90.0, tuning=6.0, reached=(45.0, 5.0))
@@ -150,18 +133,15 @@ class RunTimes(Serializable):
 
     @property
     def to_target(self) -> float | None:
-        """Return all seconds until the target was reached; None if it was not."""
         return self.reached[0] if self.reached is not None else None
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Return the metrics for loggers."""
         found = {"omni/tuner/seconds": self.tuning}
         return found if self.to_target is None else {**found, "omni/tuner/target_seconds": self.to_target}
 
     @property
     def sentence(self) -> str:
-        """Return a sentence for users."""
         if self.reached is None or self.to_target is None:
             return (
                 f"{duration(self.training)} of training, {duration(self.tuning)} of tuning; the target was not reached"
@@ -176,7 +156,6 @@ class ReportOrigin(Serializable):
 
     Args:
         date: date and time, in UTC.
-        version: version of lightning-omni.
         hosts: names of the hosts of the ranks, as far as known.
     """
 
@@ -194,7 +173,6 @@ class ReportOrigin(Serializable):
 
     @property
     def sentence(self) -> str:
-        """Return a sentence for the foot of a page or picture."""
         shown = [*self.hosts[:_MOST_HOSTS], *(["…"] if len(self.hosts) > _MOST_HOSTS else [])]
         return f"{self.date}, lightning-omni {self.version}, on {', '.join(shown)}"
 
@@ -209,9 +187,8 @@ class ConsideredRow:
     """One setting that a search considered.
 
     Attributes:
-        by: the source of the setting.
         rate: predicted samples per second.
-        samples: samples to the target, relative to those of the user's own setting.
+        samples: samples to the target, relative to the user's own setting.
         speed_up: expected time to the target with the user's own setting, over that with this one.
     """
 
@@ -224,7 +201,7 @@ class ConsideredRow:
 
 @dataclass(frozen=True)
 class Contribution:
-    """The effect of one part of the choice, beside all parts before it.
+    """The effect of one part of the choice, after those before it.
 
     Attributes:
         rate: factor of the samples per second.
@@ -244,7 +221,7 @@ class SearchSummary:
     """The derived numbers of one search.
 
     Args:
-        target: loss at which the run is over; None if none was named.
+        target: loss at which the run is over, if any.
         measured_after: samples per second measured after the search, by groups.
     """
 
@@ -284,7 +261,7 @@ class SearchSummary:
 
     @property
     def seconds(self) -> Estimate | None:
-        """Return the seconds to the target with the choice; None if there is no target or no finite forecast."""
+        """Return the seconds to the target with the choice; None without a target or a finite forecast."""
         if self.forecast.samples is None:
             return None
         found = self.forecast.of(self.choice.setting).seconds
@@ -306,7 +283,6 @@ class SearchSummary:
         return self._prediction_of(self.choice.setting).samples_per_second
 
     def _prediction_of(self, setting: Setting) -> Prediction:
-        """Return the prediction of a setting, whose value is the one that the search compared."""
         found, rate = self.search.prediction(setting), self.search.throughput(setting)
         interval = found.samples_per_second
         return replace(found, samples_per_second=Estimate(rate, min(interval.low, rate), max(interval.high, rate)))
@@ -317,13 +293,11 @@ class SearchSummary:
 
     @property
     def is_outside(self) -> bool:
-        """Return whether the measured samples per second are outside the forecast's interval."""
         rate = self.measured_rate
         return rate is not None and not self.rate.low <= rate <= self.rate.high
 
     @property
     def numbers(self) -> dict[str, float]:
-        """Return the numbers of the headline, by their names in files and loggers; see `NAMES`."""
         found = {"speed_up": self.speed_up.value, "samples_per_second": self.rate.value}
         if self.measured_rate is not None:
             found["measured_samples_per_second"] = self.measured_rate
@@ -348,7 +322,6 @@ class SearchSummary:
 
     @cached_property
     def contributions(self) -> list[Contribution]:
-        """Return the effects of the parts of the choice; empty if the user's own setting stays."""
         if self.choice.setting == self.start:
             return []
         found = []
@@ -404,7 +377,6 @@ class SearchSummary:
 
     @cached_property
     def predictions(self) -> dict[tuple[int, bool], Prediction]:
-        """Return the predictions by groups and by whether batches are proportional."""
         return {
             (setting.groups, rebalance): self._prediction_of(replace(setting, rebalance=rebalance))
             for setting in (replace(self.choice.setting, groups=groups) for groups in self.groups)
@@ -460,6 +432,5 @@ NAMES = {
 
 
 def shares(parts: Mapping[str, float], seconds_per_update: float, groups: int) -> dict[str, float]:
-    """Return the seconds of each part of one step of a group, which add up to the step."""
     own = {name: parts[name] * groups for name in ("compute", "allreduce", "exchange")}
     return {**own, "wait": max(0.0, seconds_per_update * groups - sum(own.values()))}

@@ -1,4 +1,4 @@
-"""`TuningReport`: the searches of one fit, as files for people and for programs, and the HTML page of a report."""
+"""`TuningReport`: the searches of one fit, as files for people and for programs."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from rich.text import Text
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.palette import can_draw, png_of
+from lightning_omni.serialization import Serializable
 from lightning_omni.tuning.report.summary import (
     NAMES,
     ReportOrigin,
@@ -53,7 +54,7 @@ class TextTable:
     """The content of a table.
 
     Attributes:
-        heads: heads of the columns; if empty, the first column has the heads.
+        heads: heads of the columns; if empty, the first column has them.
         chosen: index of the marked row.
         bars: by column, how full each row's cell is, from 0 to 1.
     """
@@ -90,6 +91,11 @@ class Section:
         return "" if self.png is None else b64encode(self.png).decode()
 
     @property
+    def finding(self) -> str:
+        """Return the choice beside the user's own setting; the table has the numbers."""
+        return self.summary.statement.partition("; ")[0]
+
+    @property
     def overview(self) -> list[str]:
         chosen = str(self.summary.choice.setting)
         return [str(self.round.epoch), duration(self.round.seconds_run), chosen, self.summary.expense]
@@ -98,15 +104,12 @@ class Section:
     def choice(self) -> TextTable:
         summary, search = self.summary, self.summary.search
         setting = summary.choice.setting
-        rows = [
-            ["choice", str(setting)],
-            ["why", summary.choice.why],
-            ["your own setting", str(summary.start)],
-            ["search", f"{summary.ranks} ranks, batches of {search.spec.batch} in all; {summary.expense}"],
-        ]
+        rows = [[name, text] for name, text in summary.headline.items()]
+        rows.append(["why", summary.choice.why])
         if (setting.groups, False) in summary.predictions:
-            rows.insert(2, ["bottleneck", summary.bottleneck(summary.prediction(setting.groups))])
-        return TextTable([], rows + [[name, text] for name, text in summary.headline.items()])
+            rows.append(["bottleneck", summary.bottleneck(summary.prediction(setting.groups))])
+        rows.append(["search", f"{summary.ranks} ranks, batches of {search.spec.batch} in all; {summary.expense}"])
+        return TextTable([], rows)
 
     @property
     def contributions(self) -> TextTable:
@@ -225,16 +228,16 @@ _STEM = "omni-tuning"
 
 
 @dataclass(frozen=True)
-class TuningReport:
+class TuningReport(Serializable):
     """The searches of a fit, their results, and the predicted costs of other settings.
 
     Args:
-        rounds: the first search and the retunings, in their order.
-        target: value of ``monitor`` at which the run is over; None if none was named.
+        rounds: the first search and the retunings, in order.
+        target: value of ``monitor`` at which the run is over, if any.
         monitor: name of a metric. Seconds to the target are predicted for losses only.
-        times: the time spent so far; None before the run has trained.
+        times: the time spent so far, if the run has trained.
         validated: seconds of training, and value of ``monitor``, at the end of each validation.
-        written: when and where it was written; None if unknown.
+        written: when and where it was written, if known.
 
     Raises:
         ConfigurationError: there is no round.
@@ -259,7 +262,6 @@ class TuningReport:
 
     @cached_property
     def summaries(self) -> tuple[SearchSummary, ...]:
-        """Return the derived numbers of each round."""
         target = self.target if "loss" in self.monitor else None
         return tuple(SearchSummary(each.search, target, each.measured_after) for each in self.rounds)
 
@@ -278,47 +280,18 @@ class TuningReport:
     def statement(self) -> str:
         """Return a sentence about the last search."""
         text = self.summaries[-1].statement
-        return text if len(self.rounds) == 1 else f"since epoch {self.rounds[-1].epoch} {text}"
+        return text if len(self.rounds) == 1 else f"since epoch {self.rounds[-1].epoch}: {text}"
 
     # --- Files -------------------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values."""
-        rounds = [each.to_dict() for each in self.rounds]
-        times = self.times.to_dict() if self.times is not None else None
-        return {
-            "target": self.target,
-            "monitor": self.monitor,
-            "numbers": self.numbers,
-            "statement": self.statement,
-            "rounds": rounds,
-            "times": times,
-            "validated": [list(each) for each in self.validated],
-            "written": self.written.to_dict() if self.written is not None else None,
-        }
-
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> TuningReport:
-        """Rebuild a report from `to_dict`."""
-        rounds = tuple(map(Round.from_dict, plain["rounds"]))
-        times, written = plain["times"], plain["written"]
-        return cls(
-            rounds,
-            plain["target"],
-            plain["monitor"],
-            RunTimes.from_dict(times) if times else None,
-            tuple((float(seconds), float(value)) for seconds, value in plain["validated"]),
-            ReportOrigin.from_dict(written) if written else None,
-        )
+        """Return the report as plain values, with the numbers and the sentence that follow from them."""
+        return {"numbers": self.numbers, "statement": self.statement, **super().to_dict()}
 
     def save(self, folder: str | Path) -> list[Path]:
         """Write ``omni-tuning.json``, ``omni-tuning.html`` and, if matplotlib is installed, ``omni-tuning.png``.
 
-        Args:
-            folder: the folder, which is created if it is missing.
-
-        Returns:
-            The files.
+        A missing folder is created. Return the files.
 
         Raises:
             ConfigurationError: a file cannot be written.
@@ -359,38 +332,35 @@ class TuningReport:
     def figure(self, which: int = -1) -> Any:
         """Return the picture of one round as a matplotlib figure, 1400 pixels wide.
 
-        Args:
-            which: index of the round; the last by default.
-
         Raises:
             ConfigurationError: matplotlib is missing.
         """
-        from lightning_omni.tuning.report.picture import draw
+        return self._drawn(which, self.summaries[which].statement)
 
-        chosen = self.rounds[which]
+    def _drawn(self, which: int, statement: str) -> Any:
+        from lightning_omni.tuning.report.picture import draw, heading_of
+
+        chosen, summary = self.rounds[which], self.summaries[which]
         when = f"epoch {chosen.epoch}, after {duration(chosen.seconds_run)} of training"
         foot = self.written.sentence if self.written is not None else ""
         loss = self.validated if "loss" in self.monitor else ()
-        return draw(self.summaries[which], when, loss, self.monitor, foot)
+        return draw(summary, heading_of(summary, when, foot, statement), loss, self.monitor)
 
     def picture(self, which: int = -1) -> bytes | None:
         """Return the picture of one round as the bytes of a PNG file; None if matplotlib is missing."""
-        which %= len(self.rounds)
-        if not can_draw():
-            return None
-        if which not in self._pictures:
-            self._pictures[which] = png_of(self.figure(which))
-        return self._pictures[which]
+        return png_of(self.figure(which)) if can_draw() else None
 
     @cached_property
-    def _pictures(self) -> dict[int, bytes]:
-        return {}
+    def _pictures(self) -> list[bytes]:
+        """Return the pictures of the page, which has their statements as text."""
+        return [png_of(self._drawn(place, "")) for place in range(len(self.rounds))]
 
     def html(self) -> str:
         """Return a page that loads nothing from elsewhere."""
+        pictures = self._pictures if can_draw() else [None] * len(self.rounds)
         sections = [
-            Section(place, each, summary, self.picture(place))
-            for place, (each, summary) in enumerate(zip(self.rounds, self.summaries, strict=True))
+            Section(place, *parts)
+            for place, parts in enumerate(zip(self.rounds, self.summaries, pictures, strict=True))
         ]
         return page(self.target, self.monitor, self.statement, self.times, sections, self.written)
 
@@ -399,7 +369,7 @@ class TuningReport:
         return f'<iframe srcdoc="{text}" style="width: 100%; height: 900px; border: 0"></iframe>'
 
     def table(self) -> Table:
-        """Return a table for `rich.print`, with one row for each considered setting of all rounds."""
+        """Return a table for `rich.print`, with one row for each considered setting."""
         right = [Column(head, justify="right") for head in ("samples/s", "samples", NAMES["speed_up"])]
         table = Table(
             Column("setting"), Column("proposed by"), *right, title="OmniTuner", caption=escape(self.statement)

@@ -33,14 +33,11 @@ def is_faster(rate: float, than: float) -> bool:
 class SpeedResiduals:
     """A Gaussian process over log ratios of measured to predicted seconds, the errors of the hardware model.
 
-    Its mean is zero, and its kernel is fixed, since half a dozen segments cannot determine its lengths. Settings are
-    close if they have about as many groups and exchange about as often, in the same way: a busy server, or a lock in
-    the user's data, slows similar settings down.
+    Its mean is zero, and its kernel is fixed. Settings are close if they have about as many groups and exchange about
+    as often, in the same way.
 
     Args:
-        settings: the settings of the segments.
         log_ratios: logarithm of measured over predicted seconds of each segment.
-        variances: variances of the log ratios.
         spans: lengths of the ranges among the user-defined dimensions, by name. Values half a range apart are as
             different as two values of a list.
 
@@ -94,7 +91,7 @@ class SpeedResiduals:
 
 
 def _place(setting: Setting) -> list[float]:
-    """Return coordinates in which settings at distance 1 have errors with a correlation of exp(-1/2)."""
+    """Return coordinates in which errors at distance 1 have a correlation of exp(-1/2)."""
     return [
         math.log(setting.groups) / math.log(c.NEAR_GROUPS),
         math.log(setting.period) / math.log(c.LARGEST_PERIOD),
@@ -107,7 +104,7 @@ def _place(setting: Setting) -> list[float]:
 class Observation:
     """The measurements of a run's first batches: their losses, their times, and the gradient noise scale.
 
-    The noise scale, in samples, is None if it is unknown. It is reported, and decides nothing.
+    The noise scale, in samples, if it is known, is only reported.
     """
 
     batches: TrainedBatches
@@ -132,12 +129,11 @@ class TrainedSegment(Serializable):
     """The ratio of measured to predicted time of a segment that a run trained with a chosen setting.
 
     The ratio multiplies the predictions of later fits of the hardware model. If one group is timed again because groups
-    were slow, the speed is kept instead and compared with the new prediction: the whole machine may have become slower.
+    were slow, the speed is kept instead, and compared with the new prediction.
 
     Attributes:
         log_ratio: logarithm of the measured over the predicted seconds.
-        variance: variance of ``log_ratio``, by the scatter of step times in the segment and in the first batches.
-        samples_per_second: the measured speed if the comparison is still to be made; otherwise 0.
+        samples_per_second: the measured speed if it is still to be compared; otherwise 0.
     """
 
     setting: Setting
@@ -150,7 +146,6 @@ class Evidence:
     """The measurements of a run, and the predictions that follow from them.
 
     Args:
-        spec: the specification of the search.
         known: earlier measurements of the same ranks in one group, with other batches.
         observation: the measurements of the first batches; None if only the hardware is known.
         segments: the segments that the run has trained since.
@@ -210,7 +205,6 @@ class Evidence:
 
     @cached_property
     def segments(self) -> list[TrainedSegment]:
-        """Return the trained segments, compared with the current predictions."""
         ranks = self.profile.ranks  # some may have died since
         return [self._as_compared(each) for each in self._given if each.setting.groups <= ranks]
 
@@ -222,7 +216,6 @@ class Evidence:
 
     @cached_property
     def residuals(self) -> SpeedResiduals:
-        """Return the errors of the hardware model, fitted to the trained segments."""
         return SpeedResiduals(
             [each.setting for each in self.segments],
             [each.log_ratio for each in self.segments],
@@ -232,14 +225,13 @@ class Evidence:
 
     @cached_property
     def widths(self) -> dict[str, float]:
-        """Return the widths of the user-defined dimensions that are ranges, by name."""
         axes = {each.name: checked_axis(each, self) for each in self.spec.space.further}
         return {name: axis[1] - axis[0] for name, axis in axes.items() if isinstance(axis, tuple)}
 
     def residual(self, setting: Setting) -> tuple[float, float]:
         """Return the expected log ratio of actual to modelled seconds of a setting, and its standard deviation.
 
-        Both are 0 for one group with the run's own user-defined dimensions, because every choice times such a group.
+        Both are 0 for one group with the run's own user-defined dimensions, which every choice times.
         """
         is_timed = setting.groups == 1 and setting.further == self.spec.start.further
         return (0.0, 0.0) if is_timed else self.residuals(setting)
@@ -310,7 +302,7 @@ class Evidence:
     def speed_up(self, setting: Setting, baseline: Setting) -> Estimate:
         """Return how many times faster than with a baseline a setting is expected to reach the target.
 
-        The interval, of probability 0.8, covers the errors of samples per second and of samples to the target.
+        The interval, of probability 0.8, covers the errors of speed and of samples.
         """
         # One group exchanges nothing, whatever the way.
         way = replace(baseline, momentum=setting.momentum, lr=setting.lr, rebalance=setting.rebalance)
@@ -329,11 +321,7 @@ class Evidence:
 
     @property
     def divergence_threshold(self) -> float:
-        """Return the training loss above which the run has diverged; NaN if the first losses are not finite.
-
-        It exceeds the level of the first batches by the largest of half of the gain in them, a fifth of the level, and
-        the scatter of single batches.
-        """
+        """Return the training loss above which the run has diverged; NaN if the first losses are not finite."""
         if self.observation is None or not self.observation.batches.is_finite:
             return math.nan
         batches = self.observation.batches
@@ -342,9 +330,9 @@ class Evidence:
 
     @property
     def learnt_below(self) -> float:
-        """Return the training loss below which the run has learnt since its first batches; NaN if these are not finite.
+        """Return the training loss below which the run has learnt since its first batches.
 
-        It is the mean of the last of these batches, less its standard error.
+        It is NaN if these have no finite losses.
         """
         if self.observation is None or not self.observation.batches.is_finite:
             return math.nan
@@ -355,7 +343,6 @@ class Evidence:
     # --- Settings ----------------------------------------------------------------------------------------------------
 
     def gains_from_rebalance(self, setting: Setting) -> bool:
-        """Return whether proportional batches make a setting clearly faster."""
         if not self.spec.space.rebalance or setting.groups == len(self.profile.speeds):
             return False
         key = replace(setting, momentum=0.0, lr=0.0, rebalance=False, further=())
@@ -376,8 +363,7 @@ class Evidence:
     def candidates(self) -> tuple[Setting, ...]:
         """Return every way in which groups may exchange, if its cost is known.
 
-        All-reduce formats that can make no group clearly faster are left out: four ways out of five where links are
-        fast.
+        All-reduce formats that can make no group clearly faster are left out.
         """
         space, start, profile, own = self.spec.space, self.spec.start, self.profile, self.spec.start.all_reduce
         formats = [each for each in space.all_reduce if each == own or is_faster(profile.largest_gain(each), 1.0)]
@@ -394,7 +380,7 @@ class Evidence:
 
 
 class PlannedEvidence(Evidence):
-    """The evidence of a run on planned machines, whose profile is known, after its first batches."""
+    """The evidence of a run on planned machines, whose profile is known."""
 
     def __init__(self, spec: SearchSpec, profile: Profile) -> None:
         super().__init__(spec, profile.measured)
@@ -404,7 +390,7 @@ class PlannedEvidence(Evidence):
 
 
 def scatter(measured: Sequence[Measured]) -> float:
-    """Return the coefficient of variation of step times, of the same ranks, about each rank's mean."""
+    """Return the coefficient of variation of step times about each rank's mean."""
     relative = [np.array(row) / np.mean(row) for each in measured for row in each.own]
     return float(np.concatenate(relative).std())
 
@@ -415,7 +401,6 @@ def mean_error(measured: Sequence[Measured]) -> float:
 
 
 def speeds_differ(measured: Sequence[Measured]) -> bool:
-    """Return whether ranks differ in speed by more than the scatter of their steps explains."""
     ranks = len(measured[0].own)
     costs = [
         np.concatenate([np.array(each.own[rank]) / np.array(each.samples[rank]) for each in measured])

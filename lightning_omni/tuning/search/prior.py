@@ -86,8 +86,7 @@ class PriorRow(Serializable):
 class Steepness(Serializable):
     """The rise of the log samples with the squared distance from the best momentum and step.
 
-    ``momentum_below`` is the coefficient of smaller momentum, ``step_below`` that of smaller steps, whose distance is
-    the logarithm of their ratio.
+    ``momentum_below`` and ``step_below`` are for smaller ones; the distance of steps is the logarithm of their ratio.
     """
 
     momentum_below: float = 0.3
@@ -106,13 +105,12 @@ class Prior:
     """Samples to a target, for any method, groups, local steps, momentum and step, relative to the user's own setting.
 
     Args:
-        rows: the rows of the table.
         steepness: the rise about the best, of adaptive optimizers (True) and of SGD (False).
         wire: logarithm of the cost of a lossy wire format, and its standard deviation.
-        overlap: the same of exchanges that travel while groups compute.
+        overlap: the same of overlapped exchanges.
         all_reduce: the same of all-reduce formats inside groups, for adaptive optimizers (True) and SGD (False); a
             format without an entry costs as much as a lossy wire format.
-        provenance: how the table was made: command, tasks, clusters, version, date.
+        provenance: how the table was made.
 
     Example:
         >>> prior = Prior.load()
@@ -159,13 +157,8 @@ class Prior:
     ) -> tuple[float, float]:
         """Return the best momentum (β1), and the best step relative to the user's own, at most `LARGEST_STEP`.
 
-        Args:
-            method: name of the method.
-            groups: number of groups.
-            period: local steps between two exchanges; 1 for methods that have no period.
-            momentum: the user's own momentum in synchronous training, which is never exceeded.
-            scatter: coefficient of variation of a group's step times: 0 for equal ones, 1 for exponential ones.
-            is_adaptive: whether the optimizer divides by the size of gradients.
+        ``period`` is 1 for methods without one, ``momentum`` the user's own, which is never exceeded, and ``scatter``
+        the coefficient of variation of a group's step times: 0 for equal ones, 1 for exponential ones.
         """
         if self._is_synchronous(method, groups):
             return momentum, 1.0
@@ -189,8 +182,8 @@ class Prior:
     ) -> tuple[float, float]:
         """Return the log samples to a target, relative to the user's synchronous setting, and their standard deviation.
 
-        ``momentum`` and ``step`` are the best if None; ``wire`` tells whether pushes travel in a lossy format, with
-        error feedback; ``all_reduce`` is empty for the run's own format. Other arguments are as in `suggested`.
+        ``momentum`` and ``step`` are the best if None; ``wire`` tells whether pushes travel in a lossy format;
+        ``all_reduce`` is empty for the run's own. Other arguments are as in `suggested`.
         """
         variants = [self.all_reduce.get(is_adaptive, {}).get(all_reduce, self.wire)] if all_reduce else []
         if self._is_synchronous(method, groups):
@@ -202,7 +195,7 @@ class Prior:
         return _added((cost, deviation), variants)
 
     def covers(self, method: str, groups: int, period: int) -> bool:
-        """Return whether a number of groups and of local steps lies inside the table, and is not extrapolated."""
+        """Return whether a number of groups and of local steps is inside the table."""
         names = (method, *RELATIVES.get(method, ()))
         rows = next((rows for name in names if (rows := self._rows(name, is_adaptive=False))), [])
         most = max((row.groups for row in rows), default=1), max((row.period for row in rows), default=1)
@@ -325,7 +318,6 @@ class PriorTheory(Theory):
         return replace(setting, momentum=momentum, lr=lr)
 
     def covers(self, setting: Setting) -> bool:
-        """Return whether runs with as many groups and local steps, of the method or a relative, were simulated."""
         return self.prior.covers(_known_as(setting.method), setting.groups, setting.period)
 
     @override

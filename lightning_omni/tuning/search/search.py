@@ -1,4 +1,4 @@
-"""`Search`, the tuner's decisions without a trainer, a cluster or a clock, and its scikit-optimize phase."""
+"""`Search`, and its scikit-optimize phase."""
 
 from __future__ import annotations
 
@@ -122,12 +122,11 @@ class Optimization:
 
 
 def is_same_exchange(one: Setting, other: Setting) -> bool:
-    """Return whether two settings differ only in momentum, learning rate and user-defined dimensions."""
     return replace(one, momentum=other.momentum, lr=other.lr, further=other.further) == other
 
 
 class _Axes:
-    """The axes of a space for scikit-optimize: the way of exchange, momentum, learning rate, user-defined dimensions.
+    """The axes for scikit-optimize: the way of exchange, momentum, learning rate, user-defined dimensions.
 
     The values of a list are integers, because scikit-optimize clips the proposals of label-encoded categories to the
     first two. A dimension with one value has no axis.
@@ -180,7 +179,6 @@ def _is_free(axis: Axis) -> bool:
 
 
 def _on(axis: Axis, value: Any) -> Any:
-    """Return the coordinate of a value on an axis, clipped to a range; a value that a list lacks becomes its first."""
     if isinstance(axis, list):
         return axis.index(value) if value in axis else 0
     return float(min(max(value, axis[0]), axis[1]))
@@ -191,10 +189,7 @@ def _at(axis: Axis, place: Any) -> Any:
 
 
 def _surrogate(predict: Any) -> Any:
-    """Return a scikit-learn regressor that predicts with a function and does not fit anything.
-
-    scikit-optimize clones its estimator after each observation; this one is its own clone.
-    """
+    """Return a scikit-learn regressor that predicts with a function and does not fit anything."""
     from sklearn.base import BaseEstimator, RegressorMixin
 
     class PredictedSeconds(RegressorMixin, BaseEstimator):  # type: ignore[misc]
@@ -214,15 +209,10 @@ def _surrogate(predict: Any) -> Any:
 class Search(Evidence):
     """A search for the setting to train with next, driven by observations. Equal inputs give equal choices.
 
-    Attributes:
-        overhead: seconds spent deciding and forming groups; the caller adds to it.
-        considered: the settings that were compared for the choice.
+    The arguments are those of `Evidence`.
 
-    Args:
-        spec: the specification of the search.
-        observation: the measurements of the first batches.
-        known: earlier measurements of the same ranks in one group, with other batches.
-        segments: the segments that the run has trained since.
+    Attributes:
+        overhead: seconds spent deciding and forming groups, from the caller.
 
     Example:
         >>> from lightning_omni.tuning.model.forecast import Setting, TrainedBatches
@@ -250,7 +240,6 @@ class Search(Evidence):
         self._chosen: tuple[Setting, str] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Rebuild the search from `to_dict` when it is copied or unpickled."""
         return type(self).from_dict, (self.to_dict(),)
 
     def to_dict(self) -> dict[str, Any]:
@@ -282,9 +271,7 @@ class Search(Evidence):
     def choice(self, asks: bool = True) -> Choice:
         """Return the setting with the shortest predicted time to the target, and the reasons.
 
-        Args:
-            asks: whether scikit-optimize proposes a setting, too; otherwise the best of the list is chosen. A choice
-                that was made before is returned unchanged.
+        With ``asks``, scikit-optimize proposes a setting, too. A choice that was made before is returned unchanged.
         """
         setting, why = self._chosen = self._chosen or self._choose(asks)
         return Choice(setting, why, self.forecast().of(setting) if self.observation.batches.is_finite else None)
@@ -305,11 +292,7 @@ class Search(Evidence):
         return best.setting, explain(self, best.setting, proposed)
 
     def _is_eligible(self, each: ConsideredSetting, listed: Setting) -> bool:
-        """Return whether a setting is worth a change and no worse than the best of the list.
-
-        A setting that exchanges in another way must be clearly better. The largest expected improvement favours the
-        least certain setting, so that an unknown value in a user-defined dimension is tried.
-        """
+        """Return whether a setting is worth a change, or a try, and no worse than the best of the list."""
         most = risk_adjusted_seconds(self, listed)
         tried = {segment.setting.further for segment in self.segments} - {self.start.further}
         if not is_same_exchange(each.setting, listed):

@@ -37,11 +37,11 @@ Axis = list[Any] | tuple[float, float]
 class Dimension(ABC):
     """A user-defined dimension, which lists its values and applies one to a run.
 
-    It is passed by name, as ``OmniTuner(space={"workers": Workers()})``, and its value is part of every setting. Every
-    rank calls `apply` before groups are formed, if the value differs from that of `current`.
+    It is passed by name, as ``OmniTuner(space={"workers": Workers()})``. Every rank calls `apply` before groups are
+    formed, if the value differs from that of `current`.
 
     Attributes:
-        needs_regroup: whether groups have to be formed again for a value to take effect, even if their number stays.
+        needs_regroup: whether a value takes effect only if groups are formed again.
     """
 
     needs_regroup: ClassVar[bool] = False
@@ -97,10 +97,10 @@ class Space:
         rebalance: whether batches may be split in proportion to speeds.
         period: local steps between two exchanges; empty for powers of two up to `LARGEST_PERIOD`.
         further: user-defined dimensions.
-        method: methods of exchange; empty for the method of the setting that a search starts from.
-        compression: formats of push, or of push and pull, as ``"int8/bf16"``; empty for that of this setting.
-        overlap: whether exchanges may travel during the computation; empty for that of this setting.
-        all_reduce: formats in which the members of a group may average their gradients, beside that of this setting.
+        method: methods of exchange; empty for that of the setting that a search starts from.
+        compression: formats of push, or of push and pull, as ``"int8/bf16"``; empty likewise.
+        overlap: whether exchanges may travel during the computation; empty likewise.
+        all_reduce: all-reduce formats, beside that of this setting.
 
     Raises:
         ConfigurationError: a range is empty or out of bounds, or a method or format does not exist.
@@ -140,11 +140,9 @@ class Space:
     ) -> Space:
         """Build a space from a user's values, with defaults for the others.
 
-        Args:
-            given: any of the names in `Space`, with single values, lists or ranges; and user-defined dimensions.
-            ranks: number of ranks.
-            allowed: whether a number of groups is possible.
-            momentum: the user's own momentum, which is within the bounds unless ``given`` excludes it.
+        ``given`` has names of `Space`, with single values, lists or ranges, and user-defined dimensions; ``allowed``
+        tells whether a number of groups is possible. The user's own ``momentum`` is within the bounds unless ``given``
+        excludes it.
 
         Raises:
             ConfigurationError: a name is not known, or a value is not possible.
@@ -166,7 +164,7 @@ class Space:
     def ways(self, start: Setting, suggested: Callable[[Setting], Setting]) -> list[Setting]:
         """Return ``start``, of one group, and every number of groups with every exchange, in every all-reduce format.
 
-        ``suggested`` returns a setting with the momentum and learning rate that are expected to suit it.
+        ``suggested`` returns a setting with the momentum and learning rate that suit it.
         """
         found = [start]
         exchanges = self.method or (start.method,), self.compression or (start.wire,), self.overlap or (start.overlap,)
@@ -249,7 +247,6 @@ def _can_be(method: Method, groups: int, wire: str, overlap: bool) -> bool:
 
 
 def group_counts(ranks: int) -> list[int]:
-    """Return the powers of two up to the number of ranks, and the number of ranks."""
     return sorted({2**power for power in range(ranks.bit_length()) if 2**power <= ranks} | {ranks})
 
 
@@ -312,17 +309,13 @@ class SearchSpec:
         start: the setting that the run uses without a search.
         batch: samples of all ranks in one batch.
         horizon: samples that the run will still train on.
-        space: the search space.
         reference: the *reference batch*: samples of the batch that learning rate and momentum of ``start`` belong to.
-            None means ``batch``, as for a user's own, even if a run begins with several groups; those chosen by an
-            earlier search belong to one group's batch.
-        scaling: the scaling of learning rates.
-        seconds: the time after which the run ends in any case; infinite without a time limit.
+            None means ``batch``, as for a user's own; those of an earlier search belong to one group's batch.
+        seconds: seconds until the run ends in any case.
         ends_by_time: whether nothing else ends the run, so that ``horizon`` is a guess.
         switch: seconds to form groups, as measured in this run.
         budget: part of the run's time that choosing and forming groups may take.
-        allowance: seconds of the budget that the run has earned and not spent; the rest of the run adds to them.
-        seed: the seed of all random numbers.
+        allowance: seconds of the budget that the run has earned and not spent.
 
     Raises:
         ConfigurationError: the learning rate of ``start`` is 0, which no factor changes.
@@ -363,7 +356,7 @@ class SearchSpec:
 
     @property
     def basis(self) -> Setting:
-        """Return ``start`` with the number of groups that its learning rate and momentum belong to, for theory."""
+        """Return ``start`` with the number of groups that its learning rate and momentum belong to."""
         belongs_to = self.reference if self.reference is not None else self.batch
         return replace(self.start, groups=max(1, round(self.batch / belongs_to)))
 

@@ -2,12 +2,12 @@
 
 A wire format is a frozen value, sent by name and settings when groups are formed. Answers are sent raw, directly from
 the server's flat memory, unless the format has another encoding for them (`WireFormat.answers`). Weights read outside
-an exchange are always sent raw.
+an exchange are always raw.
 
-Rule 1: a sender's state is explicit. `WireFormat.encode` returns the next one, valid once the server has applied the
-push. A refused push leaves the state unchanged.
+Rule 1: `WireFormat.encode` returns the sender's next state, valid once the server has applied the push; a refused push
+leaves the state unchanged.
 Rule 2: the unsent part of a sender's input is in its state as ``residual``: one tensor or None for each parameter, in
-order, in the units of the input. Other entries have no meaning for other code.
+order, in the units of the input. Only the format uses other entries.
 Rule 3: a number that is not finite stays so on the wire, because the server refuses such pushes.
 Rule 4: the server trusts no sender. It checks a payload's size before it allocates memory, and refuses and counts a
 payload that it cannot decode, before anything has changed.
@@ -68,9 +68,7 @@ def zeros_on(device: torch.device | str) -> Callable[[int], Tensor]:
 class Memory:
     """A reusable buffer for one payload at a time, or for its tensors.
 
-    Args:
-        empty: returns a number of zeroed bytes, on the CPU by default; see
-            `lightning_omni.transport.connections.Control.empty`.
+    ``empty`` returns a number of zeroed bytes, by default on the CPU.
     """
 
     def __init__(self, empty: Callable[[int], Tensor] | None = None) -> None:
@@ -103,7 +101,7 @@ class Encoded(NamedTuple):
 
     Attributes:
         payload: uint8, on the CPU.
-        present: one flag for each parameter: whether the payload contains anything of it.
+        present: for each parameter, whether the payload contains anything of it.
         state: the sender's state once the server has applied the push.
     """
 
@@ -113,24 +111,21 @@ class Encoded(NamedTuple):
 
 
 class WireFormat(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
-    """A wire format: its settings, and both directions.
-
-    (A msgspec struct cannot be an abstract base class, so methods raise NotImplementedError.)
+    """A wire format and its settings.
 
     Attributes:
-        is_stateful: whether senders have a state; otherwise none is collected when groups are formed.
+        is_stateful: whether senders have a state.
     """
 
     is_stateful: ClassVar[bool] = True
 
     @property
     def pushes(self) -> WireFormat:
-        """Return the format of pushes: this one, unless it combines one for each direction."""
         return self
 
     @property
     def answers(self) -> WireFormat:
-        """Return the format of answers to pushes."""
+        """Return the format of answers."""
         return RAW
 
     def sizes(self, layout: Layout) -> tuple[int, int]:
@@ -141,8 +136,7 @@ class WireFormat(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
         """Encode tensors as bytes.
 
         Args:
-            tensors: one for each parameter, on any device; None if it did not contribute to the loss. They are
-                borrowed.
+            tensors: one for each parameter, on any device, borrowed; None if it did not contribute to the loss.
             layout: layout of all parameters, which may have grown at its end since the last call.
             state: state after the last applied push; empty at first.
             memory: memory for the payload.
@@ -153,7 +147,7 @@ class WireFormat(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
         """Decode bytes into tensors in flat memory with the layout; the payload itself if it has this form.
 
         Args:
-            payload: uint8, on any device, from an untrusted sender, of a size that `sizes` permits. It is borrowed.
+            payload: uint8, on any device, borrowed, from an untrusted sender, of a size that `sizes` permits.
             layout: layout of the tensors in the payload.
             memory: memory for the tensors, on the same device.
 
@@ -198,10 +192,7 @@ class Raw(WireFormat, frozen=True, kw_only=True, tag="raw"):
 
 
 def _copy_from_device(tensors: Sequence[Tensor], layout: Layout, buffer: Tensor) -> None:
-    """Copy tensors of a device into a buffer on the CPU, by way of chunks in the device's memory.
-
-    One copy of a chunk takes a fraction of the time of its tensors' copies.
-    """
+    """Copy tensors of a device to the CPU in chunks, which takes a fraction of the time of separate copies."""
     device = next(tensor.device for tensor in tensors if not tensor.is_cpu)
     for into, (pieces, part) in zip(buffer.split(CHUNK), layout.chunks(CHUNK), strict=False):
         chunk = torch.zeros(part.nbytes, dtype=torch.uint8, device=device)
@@ -311,11 +302,6 @@ def _text_of(plain: Mapping[str, Any]) -> str:
 
 
 def from_wire(plain: Mapping[str, Any]) -> WireFormat:
-    """Return a format from plain data.
-
-    Raises:
-        MalformedMessage: unknown format, or wrong settings.
-    """
     return _registry.from_wire(plain)
 
 
@@ -328,10 +314,10 @@ def checked(wire_format: WireFormat) -> WireFormat:
 
 
 def register(kind: type[WireFormat]) -> type[WireFormat]:
-    """Register your own wire format under its tag. This is a class decorator.
+    """Register a custom wire format under its tag, as a class decorator.
 
-    The embedded server imports the module of a run's format; a standalone server needs the argument
-    ``lightning-omni serve --wire-format module:Class``.
+    The embedded server imports the format's module; a standalone one needs ``lightning-omni serve --wire-format
+    module:Class``.
 
     Raises:
         ConfigurationError: the name is in use.
@@ -348,11 +334,11 @@ def load_format(path: str) -> type[WireFormat]:
 
 @register
 class PerDirection(WireFormat, frozen=True, kw_only=True, dict=True, tag="both_ways"):
-    """The format of ``Compression(push=..., pull=...)``, two formats as plain data. It encodes nothing itself.
+    """The format of ``Compression(push=..., pull=...)``: two formats as plain data.
 
     Raises:
         MalformedMessage: one of them is no format.
-        ConfigurationError: one of them is for both directions itself.
+        ConfigurationError: one of them is itself for both directions.
 
     Example:
         >>> both = PerDirection(push={"name": "int8"}, pull={"name": "bf16"})

@@ -1,7 +1,6 @@
 """The lossy wire formats, with error feedback at the sender: bf16, fp16, int8 and top-k.
 
-The part that a push leaves out is its sender's residual, which is added to the next push: decoded elements and residual
-add up to the pushed elements.
+The part that a push leaves out is its sender's residual, which is added to the next push.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ class Lossy(WireFormat, frozen=True, kw_only=True):
     complex element counts as two real ones.
 
     Attributes:
-        unit: a run may be cut at its multiples, to take less memory: the tensors of `compress` for the parts are then
-            together those for the whole. 0 if it may not.
+        unit: a run may be cut at its multiples, to save memory: the tensors of `compress` for the parts are together
+            those for the whole. 0 if it may not.
     """
 
     @property
@@ -107,7 +106,6 @@ def _reals(tensor: Tensor) -> Tensor:
 
 
 def _sum(mine: Tensor, before: Tensor | None, where: slice, wide: torch.dtype) -> Tensor:
-    """Return a range of a tensor with its residual, if any, in a wide dtype."""
     own = mine[where].to(torch.promote_types(mine.dtype, torch.float32))
     return (own if before is None else own + before[where]).to(wide)
 
@@ -124,7 +122,7 @@ def _like(numbers: Tensor, tensor: Tensor) -> Tensor:
 
 @register
 class Int8(Lossy, frozen=True, kw_only=True, tag="int8"):
-    """A format of about a quarter of float32's bytes: one byte for each element, and a scale for each block of them.
+    """A format of one byte for each element, and a scale for each block of them.
 
     A block's scale is its largest magnitude over 127, so the error of each element is at most half a scale.
 

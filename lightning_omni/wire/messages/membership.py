@@ -261,9 +261,4 @@ def method_to_wire(method: Any) -> dict[str, Any]:
 
 
 def method_from_wire(plain: dict[str, Any]) -> Any:
-    """Return a method from plain data.
-
-    Raises:
-        MalformedMessage: the method is unknown, or its settings are invalid.
-    """
     return REGISTRY.from_wire(plain)

@@ -94,7 +94,6 @@ class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
         incarnation: int = 0,
         sequence: int = 0,
     ) -> PushMessage:
-        """Build a message from a group's exchange."""
         return cls(
             layout=layout,
             optimizer=optimizer,
@@ -137,9 +136,9 @@ class Weights(Message, frozen=True, kw_only=True):
     """The master weights, or the method's other answer.
 
     Attributes:
-        staleness: staleness of the answered push; -1 for a fetch.
-        applied: False if the push was refused as not finite; then these are the master weights.
-        repeated: whether the push had been applied before; then these are the master weights.
+        staleness: staleness of the answered push; -1 if it was refused, and for other requests.
+        applied: False if the push was refused; then these are the master weights.
+        repeated: whether the push had been counted before; then these are the master weights.
         progress: positions of the epoch trained by all groups.
         stop: as in `LeaveEpoch`.
         validations: complete validations, as counted by `ClaimValidation`.
@@ -241,8 +240,7 @@ class HeadReleased(Message, frozen=True, kw_only=True):
 class SnapshotId(msgspec.Struct, frozen=True, kw_only=True):
     """A consistent state of the server, described by the counts of everything handled before it.
 
-    A server handles one message at a time, so its state between two of them is consistent over all optimizers. Several
-    servers must agree on a cut.
+    Several servers must agree on a cut.
 
     Attributes:
         clocks: updates in the weights of each optimizer.

@@ -64,7 +64,7 @@ def test_a_proof_that_was_overheard_opens_nothing_a_second_time() -> None:
     link = trained_link((0, 1), (2,))
     hello = m.Observe(version=m.VERSION, nonce=bytes(32))
     challenge = say(link, hello)
-    proof = m.ObserverProof(mac=handshake.observer_mac(KEY, "observer", hello, challenge.nonce))
+    proof = m.ObserverProof(mac=handshake.client_mac(KEY, hello, challenge.nonce))
     assert isinstance(say(link, proof), m.ObserverWelcome)
     say(link, hello, b"thief")
     expect_refusal(say(link, proof, b"thief"), "key")
@@ -102,7 +102,7 @@ def test_those_that_watch_are_bounded_in_number() -> None:
     expect_refusal(say(link, m.AskOverview(), b"o0"), "stranger")
     for number in range(2 * MOST_CHALLENGED):
         say(link, m.Observe(version=m.VERSION, nonce=b""), b"s%d" % number)
-    assert len(link.core._observers._challenged) == MOST_CHALLENGED
+    assert len(link.core._observers.challenges._open) == MOST_CHALLENGED
 
 
 def test_a_connection_that_has_ended_watches_no_more() -> None:

@@ -28,7 +28,7 @@ from lightning_omni.server.router import types_on
 from lightning_omni.server.service import Out, as_tensor
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, pack, unpack
-from lightning_omni.wire.handshake import attach_mac, derive, fingerprint_problem, rank_mac, server_mac, session_key
+from lightning_omni.wire.handshake import client_mac, derive, fingerprint_problem, server_mac, session_key
 from lightning_omni.wire.layout import Layout, TensorSpec
 from lightning_omni.wire.messages import EpochPlan, SnapshotId
 
@@ -189,7 +189,7 @@ class Link:
     def join(self, rank: int, **changes: Any) -> m.Welcome:
         greeting = hello(rank, **{"world_size": self.world_size, **changes})
         challenge = self.control(rank, greeting)
-        welcome: m.Welcome = self.control(rank, m.Proof(mac=rank_mac(KEY, greeting, challenge.nonce)))
+        welcome: m.Welcome = self.control(rank, m.Proof(mac=client_mac(KEY, greeting, challenge.nonce)))
         assert isinstance(welcome, m.Welcome), welcome
         self.sessions[rank] = session_key(KEY, greeting, challenge.nonce)
         assert isinstance(self.attach(rank, data_peer(rank)), m.Attached)
@@ -198,7 +198,7 @@ class Link:
     def attach(self, rank: int, peer: bytes) -> m.Message:
         attach = m.Attach(rank=rank, nonce=bytes([rank % 256]) * 32)
         ((challenge, _),) = self.say(peer, attach, channel=m.DATA)
-        proof = m.AttachProof(mac=attach_mac(self.sessions[rank], "rank", attach, challenge.nonce))
+        proof = m.AttachProof(mac=client_mac(self.sessions[rank], attach, challenge.nonce))
         answer: m.Message
         ((answer, _),) = self.say(peer, proof, channel=m.DATA)
         return answer
@@ -251,7 +251,7 @@ def test_a_rank_with_the_key_is_let_in_and_the_server_proves_that_it_has_it_too(
     link = Link()
     greeting = hello(0)
     challenge = link.control(0, greeting)
-    welcome = link.control(0, m.Proof(mac=rank_mac(KEY, greeting, challenge.nonce)))
+    welcome = link.control(0, m.Proof(mac=client_mac(KEY, greeting, challenge.nonce)))
     assert welcome.mac == server_mac(KEY, greeting, challenge.nonce)
     assert (welcome.data_port, welcome.heartbeat_timeout) == (4242, TIMEOUT)
     assert link.core.strangers == 0
@@ -260,7 +260,7 @@ def test_a_rank_with_the_key_is_let_in_and_the_server_proves_that_it_has_it_too(
 def test_a_rank_with_another_key_is_refused_and_counted() -> None:
     link = Link()
     challenge = link.control(0, hello(0))
-    proof = m.Proof(mac=rank_mac(b"another key", hello(0), challenge.nonce))
+    proof = m.Proof(mac=client_mac(b"another key", hello(0), challenge.nonce))
     expect_refusal(link.control(0, proof), "key", "the same key")
     assert link.core.strangers == 1
     assert not link.core.roster.members
@@ -271,14 +271,14 @@ def test_a_proof_holds_for_one_hello_only(field: str) -> None:
     link = Link()
     other = {"run": "another", "fingerprint": "another", "nonce": b"another"}.get(field, 1)
     challenge = link.control(0, hello(0))
-    proof = m.Proof(mac=rank_mac(KEY, msgspec.structs.replace(hello(0), **{field: other}), challenge.nonce))
+    proof = m.Proof(mac=client_mac(KEY, msgspec.structs.replace(hello(0), **{field: other}), challenge.nonce))
     expect_refusal(link.control(0, proof), "key")
 
 
 def test_a_proof_cannot_be_replayed() -> None:
     link = Link()
     challenge = link.control(0, hello(0))
-    proof = m.Proof(mac=rank_mac(KEY, hello(0), challenge.nonce))
+    proof = m.Proof(mac=client_mac(KEY, hello(0), challenge.nonce))
     link.control(1, hello(0))
     expect_refusal(link.control(1, proof), "key")
     assert isinstance(link.control(0, proof), m.Welcome)
@@ -299,7 +299,7 @@ def test_another_protocol_version_is_refused_by_naming_both() -> None:
 def greet_and_prove(link: Link, rank: int, peer: int, **changes: Any) -> Any:
     greeting = hello(rank, **{"world_size": link.world_size, **changes})
     challenge = link.control(peer, greeting)
-    return link.control(peer, m.Proof(mac=rank_mac(KEY, greeting, challenge.nonce)))
+    return link.control(peer, m.Proof(mac=client_mac(KEY, greeting, challenge.nonce)))
 
 
 def test_another_model_is_refused_by_naming_both_ranks_and_their_sizes() -> None:
@@ -455,15 +455,15 @@ def test_a_proof_of_attachment_opens_nothing_twice_and_nothing_for_another_rank_
     for rank in range(2):
         greeting = hello(rank, 2)
         challenge = link.control(rank, greeting)
-        link.control(rank, m.Proof(mac=rank_mac(KEY, greeting, challenge.nonce)))
+        link.control(rank, m.Proof(mac=client_mac(KEY, greeting, challenge.nonce)))
         link.sessions[rank] = session_key(KEY, greeting, challenge.nonce)
     assert link.sessions[0] != link.sessions[1]
     attach = m.Attach(rank=0, nonce=b"n" * 32)
     ((challenge, _),) = link.say(b"first", attach, channel=m.DATA)
-    right = m.AttachProof(mac=attach_mac(link.sessions[0], "rank", attach, challenge.nonce))
+    right = m.AttachProof(mac=client_mac(link.sessions[0], attach, challenge.nonce))
     for secret in (KEY, link.sessions[1]):  # the run's key alone does not attach
         ((asked, _),) = link.say(b"thief", attach, channel=m.DATA)
-        wrong = m.AttachProof(mac=attach_mac(secret, "rank", attach, asked.nonce))
+        wrong = m.AttachProof(mac=client_mac(secret, attach, asked.nonce))
         ((answer, _),) = link.say(b"thief", wrong, channel=m.DATA)
         expect_refusal(answer, "stranger", "this proof opens nothing")
     link.say(b"thief", attach, channel=m.DATA)

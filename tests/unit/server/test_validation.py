@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -16,13 +17,18 @@ from test_server_core import Link, expect_refusal, gradient, push_of, trained_li
 from torch import nn
 
 from lightning_omni.errors import ConfigurationError, ProtocolError
-from lightning_omni.server.epochs.epoch import MOST_OPEN, ValidationBook
+from lightning_omni.server.epochs.epoch import MOST_OPEN, Evaluation, ValidationBook
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.codec import pack, unpack
+from lightning_omni.wire.codec import Packed, pack, unpack
 from lightning_omni.wire.messages import EpochPlan
 
 # --- The book --------------------------------------------------------------------------------------------------------
+
+
+def evaluation(text: str) -> Evaluation:
+    return Packed(text.encode(), ()), b""
+
 
 MOVES = st.lists(st.tuples(st.sampled_from(["pass", "publish", "die", "read"]), st.integers(0, 3)), max_size=60)
 
@@ -45,7 +51,7 @@ def test_every_point_is_validated_once_or_missed_and_all_ranks_hear_of_it_in_one
             if number:
                 given_out[number] = group
         elif what == "publish" and mine:
-            book.publish(group, mine[0], f"result {mine[0]}")
+            book.publish(group, mine[0], evaluation(f"of {mine[0]}"))
             published.add(mine[0])
             del given_out[mine[0]]
         elif what == "die" and len(alive) > 1:
@@ -63,14 +69,14 @@ def test_every_point_is_validated_once_or_missed_and_all_ranks_hear_of_it_in_one
         assert not set(range(1, book.complete + 1)) & set(given_out)
         assert len(published) + len(given_out) + bool(book.is_missed) <= max(passed) + len(void)
     for known in heard:
-        assert known == [None if number in void else f"result {number}" for number in range(1, len(known) + 1)]
+        assert known == [None if number in void else evaluation(f"of {number}") for number in range(1, len(known) + 1)]
 
 
 def test_no_more_validations_are_open_than_the_recorder_saves() -> None:
     book = ValidationBook()
     given_out = [book.claim(group=0, epoch=0, passed=point) for point in range(1, MOST_OPEN + 3)]
     assert given_out == [*range(1, MOST_OPEN + 1), 0, 0]
-    book.publish(0, 1, "")
+    book.publish(0, 1, evaluation(""))
     book.read(rank=0, number=1)
     assert book.claim(group=1, epoch=0, passed=1) == 0, "the weights of the first may still be saved"
     book.save(1)
@@ -80,23 +86,23 @@ def test_no_more_validations_are_open_than_the_recorder_saves() -> None:
 def test_what_a_server_that_died_has_told_no_rank_of_is_void_and_done_again() -> None:
     book = ValidationBook()
     assert [book.claim(group=0, epoch=0, passed=point) for point in (1, 2, 3)] == [1, 2, 3]
-    book.publish(0, 1, "heard")
-    assert book.read(rank=1, number=1) == "heard"
-    book.publish(0, 2, "not heard")
-    after = ValidationBook()
-    after.load(book.state())
+    book.publish(0, 1, evaluation("heard"))
+    assert book.read(rank=1, number=1) == evaluation("heard")
+    book.publish(0, 2, evaluation("not heard"))
+    after = msgspec.msgpack.decode(msgspec.msgpack.encode(book), type=ValidationBook)
     after.go_back()
     assert after.claim(group=1, epoch=0, passed=3) == 4, "whose weights there are"
-    after.publish(0, 3, "of weights that are no more")
-    after.publish(1, 4, "again")
-    assert [after.read(rank=0, number=number) for number in (1, 2, 3, 4)] == ["heard", None, None, "again"]
+    after.publish(0, 3, evaluation("of weights that are no more"))
+    after.publish(1, 4, evaluation("again"))
+    read = [after.read(rank=0, number=number) for number in (1, 2, 3, 4)]
+    assert read == [evaluation("heard"), None, None, evaluation("again")]
 
 
 def test_what_no_group_was_given_cannot_be_published_and_what_is_not_known_not_read() -> None:
     book = ValidationBook()
     book.claim(group=0, epoch=0, passed=1)
     with pytest.raises(ProtocolError, match="was not given to group 1"):
-        book.publish(1, 1, "")
+        book.publish(1, 1, evaluation(""))
     with pytest.raises(ProtocolError, match="no result of validation 1"):
         book.read(0, 1)
 

@@ -271,8 +271,3 @@ def test_what_cannot_go_on_with_another_server_is_refused_by_its_name(options: d
 def test_impossible_times_are_refused(make: Any, says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         make()
-
-
-def test_a_cluster_whose_server_dies_says_so() -> None:
-    cluster = Cluster.even(2, events=(ServerRestart(1.0, 1.3), Failure(1, 2.0), ServerRestart(3.0, 3.3)))
-    assert cluster.words == "2 devices; links without delay; 1 fails, 2 server restarts"

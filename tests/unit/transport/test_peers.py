@@ -27,7 +27,7 @@ from lightning_omni.transport.zeromq.peers import PeerConnections, PeerSocket
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats import Int8
 from lightning_omni.wire.formats.base import RAW, Memory, WireFormat
-from lightning_omni.wire.handshake import attach_mac
+from lightning_omni.wire.handshake import client_mac
 from lightning_omni.wire.layout import Layout, TensorSpec
 
 SHAPES = {"w": (300, 1000), "b": (7,)}  # more than one chunk
@@ -256,7 +256,7 @@ def admit(dealer: zmq.Socket[bytes]) -> None:
     attach = m.Attach(rank=0, nonce=bytes(32))
     dealer.send(m.encode(attach))
     challenge = m.decode(dealer.recv(), at="rank", channel=m.PEER).nonce
-    dealer.send(m.encode(m.AttachProof(mac=attach_mac(KEYS.peers, "rank", attach, challenge))))
+    dealer.send(m.encode(m.AttachProof(mac=client_mac(KEYS.peers, attach, challenge))))
     assert isinstance(m.decode(dealer.recv(), at="rank", channel=m.PEER), m.Attached)
 
 
