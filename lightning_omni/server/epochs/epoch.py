@@ -27,7 +27,7 @@ from lightning_omni.wire.journal import (
     TrainedEntry,
 )
 from lightning_omni.wire.messages import AskNext, Batch, EpochPlan, LeaveEpoch
-from lightning_omni.wire.messages.data import STOPS, difference
+from lightning_omni.wire.messages.data import STOPS, plan_difference
 
 # --- Validations while groups train -----------------------------------------------------------------------------------
 
@@ -205,7 +205,7 @@ class Epochs:
 
     def open(self, plan: EpochPlan) -> None:
         if self.book is not None and self.book.plan.epoch == plan.epoch:
-            if differing := difference(self.book.plan, plan):
+            if differing := plan_difference(self.book.plan, plan):
                 words, theirs, own = differing
                 raise ProtocolError(
                     f"ranks disagree on the data of epoch {plan.epoch}: {words}: {theirs} against {own}; every rank"

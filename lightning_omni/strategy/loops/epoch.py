@@ -19,7 +19,7 @@ from lightning_omni.runtime.leased_loader import RankLeases, lease, why_not_leas
 from lightning_omni.runtime.process_groups import LiveWorld
 from lightning_omni.strategy.lightning_internals.loops import batches_trained, should_stop_now
 from lightning_omni.wire.messages import EpochPlan
-from lightning_omni.wire.messages.data import difference
+from lightning_omni.wire.messages.data import plan_difference
 from lightning_omni.wire.steps_and_samples import Progress
 
 if TYPE_CHECKING:
@@ -266,7 +266,7 @@ class EntryPoint(NamedTuple):
     sizes: DataSizes
 
     def check(self, plan: EpochPlan, split: int, sizes: DataSizes) -> None:
-        if differing := sizes.difference(self.sizes) or difference(plan, self.plan):
+        if differing := sizes.difference(self.sizes) or plan_difference(plan, self.plan):
             words, own, theirs = differing
             raise ConfigurationError(
                 f"{words}: {own}; the run that this group joins has: {theirs}; give all groups the same datasets, batch"

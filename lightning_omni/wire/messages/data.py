@@ -52,12 +52,12 @@ _IN_WORDS = {
 """The fields that may differ between ranks, causes before consequences."""
 
 
-def difference(mine: EpochPlan, theirs: EpochPlan) -> tuple[str, str, str] | None:
+def plan_difference(mine: EpochPlan, theirs: EpochPlan) -> tuple[str, str, str] | None:
     """Return in words what differs first between two plans of an epoch, and both values; None if they are equal.
 
     Example:
         >>> plan = EpochPlan(epoch=0, total=64, batch_size=4, budget=64)
-        >>> difference(plan, msgspec.structs.replace(plan, batch_size=8, budget=60))
+        >>> plan_difference(plan, msgspec.structs.replace(plan, batch_size=8, budget=60))
         ('batch size of the training loader', '4', '8')
     """
     for name, words in _IN_WORDS.items():
