@@ -312,10 +312,11 @@ JOIN_TIMEOUT = 300.0
 """Seconds in which all ranks, or servers of other shares, must arrive after the first one."""
 
 LARGEST_PORT = 65_535
+LOOPBACK, SAVE_EVERY = "127.0.0.1", 30.0
 
 
 def serve(
-    host: str = "127.0.0.1",
+    host: str = LOOPBACK,
     port: int = 5555,
     data_port: int = 0,
     key_file: Path | None = None,
@@ -334,9 +335,9 @@ def serve(
     number: int = 0,
     coordinator: str = "",
     http: int | None = None,
-    http_host: str = "127.0.0.1",
+    http_host: str = LOOPBACK,
     state: Path | None = None,
-    save_every: Quantity = 30.0,
+    save_every: Quantity = SAVE_EVERY,
     progress_timeout: Quantity = 600.0,
 ) -> int:
     """Run a parameter server for runs with OmniStrategy(server="tcp://host:port").
@@ -415,6 +416,12 @@ def serve(
         state=str(state or ""),
         save_every=time_of("--save-every", save_every),
     )
+    for option, is_given, needed in (
+        (f"--save-every {save_every}", settings.save_every != SAVE_EVERY and state is None, "--state"),
+        (f"--http-host {http_host}", http_host != LOOPBACK and http is None, "--http"),
+    ):
+        if is_given:
+            raise ConfigurationError(f"{option}: it is for {needed}, which is missing; pass both, or leave it out")
     options = Options(here, data_port, encryption, once, http, http_host, where)
     return stand(settings, options, Console(stderr=True))
 

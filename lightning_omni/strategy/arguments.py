@@ -134,6 +134,11 @@ class FitOptions:
         check_kind("merged", self.merged, (str, type(None)), "the name of a submodule, or None")
         check_choice("validation", self.validation, ("wait", "published"))
 
+    @property
+    def of_all_ranks(self) -> dict[str, str]:
+        """Return the arguments, in which all ranks of a run must agree, as text."""
+        return {each.name: repr(getattr(self, each.name)) for each in fields(self)}
+
     def check(self, world: WorldOptions, ddp: Mapping[str, Any]) -> None:
         all_reduce = world.compression.all_reduce
         if all_reduce != "fp32" and ddp.get("ddp_comm_hook") is not None:

@@ -269,6 +269,7 @@ class OmniStrategyHooks(_Base):
                 options=replace(options, timeout=timeout),
                 ranks_per_node=self._ranks_per_node(),
             )
+            world.check_same(self._fit_options.of_all_ranks)
             world.server.process, parts.server_process = parts.server_process, None
             if world.registration is not None:
                 world.connection.on_stuck = parts.failures.start_again

@@ -36,8 +36,10 @@ from lightning_omni.strategy.lightning_internals.metrics import (
     cached_metrics,
     divide_validation_data,
     validation_loaders,
+    validation_sizes,
 )
 from lightning_omni.strategy.loops.epoch import (
+    DataSizes,
     EntryPoint,
     EpochEnd,
     EpochState,
@@ -199,13 +201,16 @@ class EpochDriver:
         self.published.begin(plan, size_of(trained), self.data.is_dynamic)
         if entered is not None:
             plan = msgspec.structs.replace(plan, trained=trained)
-            entered.check(self._dealt(plan), self.data.split)
-            self.run.advance(entered.samples)
+            entered.check(self._dealt(plan), self.data.split, self.sizes)
+            # The server has sent the others' progress with its weights; schedules begin there, and not at the epoch's.
+            self.run.advance(max(entered.samples, self.world.core.last_answer.progress))
         self._epoch.plan = plan
         self._plateaus.begin(plan, size_of(trained) if entered is None else entered.samples)
         self.world.core.last_answer.progress, self.world.core.last_answer.stop = self.run.now().samples, ""
         self.schedulers.begin_epoch()
         self._follow_schedulers()
+        if entered is not None:
+            self.schedulers.catch_up()
         self.schedulers.note_synchronized()
         if self.data.is_dynamic:
             if entered is not None:
@@ -235,6 +240,10 @@ class EpochDriver:
     def _have_parted(self) -> None:
         self.on_parted()
         self.published.have_parted()
+
+    @property
+    def sizes(self) -> DataSizes:
+        return DataSizes(self.leases.dataset_size if self.leases is not None else 0, validation_sizes(self.trainer))
 
     @property
     def samples(self) -> int:
