@@ -427,7 +427,7 @@ class ServerCore:
 
     @property
     def lost_server(self) -> str:
-        """Return which other server is lost, so that no run can be served, or ""."""
+        """Return a sentence about a lost server, without which no run can be served, or ""."""
         return self.replication.lost_server if isinstance(self.replication, Coordinator) else ""
 
     def _description(self) -> m.ServerDescription:

@@ -52,8 +52,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         parameters: for a restructuring, the names of the group's new parameters.
         param_groups: for a restructuring, the settings of each parameter group, with the indices of its parameters as
             ``params``.
-        present: for a push, whether each parameter (or entry of the first server's share) has a tensor. Left out if
-            equal to that of the group's last push, or if all have one in its first.
+        present: for a push, whether each parameter (or entry of the fragment, or of the first server's share) has a
+            tensor. Left out if equal to that of the group's last push, or if all have one in its first.
         elsewhere: the same for each of several other servers; empty where all entries have a tensor. Recorded with
             ``present``, if either differs from the group's last push.
     """

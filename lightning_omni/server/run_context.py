@@ -18,7 +18,7 @@ class RunContext(NamedTuple):
     """The shared state of one run.
 
     Attributes:
-        journal: the decisions that ranks receive; it also marks when the state should be saved.
+        journal: takes the decisions that ranks receive, and marks when the state should be saved.
         now: returns the time of the current message or tick.
     """
 

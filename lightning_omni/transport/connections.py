@@ -85,7 +85,7 @@ class Control(ABC):
     ) -> tuple[Answer, list[bytes]]:
         """Send a message and wait for its answer.
 
-        Return the answer, and its payload: one part for each contributor.
+        Return the answer, and the parts of its payload.
 
         Raises:
             Refused: the server refused.
@@ -283,7 +283,7 @@ class Data(ABC):
         Raises:
             Refused: the server refused.
             RankLost: this rank's group is out of the run, or the run is over.
-            ConnectionLost: no answer in time.
+            ConnectionLost: no answer in time, or the connection has ended.
         """
 
     def exchange(
@@ -417,16 +417,16 @@ class Peers(Protocol):
         """Publish a copy of these weights for other leaders to read."""
 
     def read(self, group: int, optimizer: int) -> Sequence[Tensor] | None:
-        """Return the weights that a group has published, on the CPU; None without any, or without the group."""
+        """Return the weights that a group has published, on the CPU; None if none can be read."""
 
     def send(self, group: int, optimizer: int, tensors: Sequence[Tensor]) -> None:
-        """Put weights into a group's inbox, unless it receives them too slowly."""
+        """Put weights into a group's inbox, unless it is too slow or cannot be reached."""
 
     def read_inbox(self, optimizer: int) -> Inbox:
-        """Empty the inbox, and return its content."""
+        """Empty an optimizer's inbox, and return its content."""
 
     def grow(self, optimizer: int, layout: Layout) -> None:
-        """Change an optimizer's layout; weights received in the old one are dropped."""
+        """Change an optimizer's layout; weights published or received in the old one are dropped."""
 
     def close(self) -> None:
         """Close both directions."""

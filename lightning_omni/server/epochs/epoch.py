@@ -172,7 +172,7 @@ class Epochs:
 
     @property
     def called(self) -> tuple[int, int]:
-        """Return the last epoch opened, or -1, and the number of its validations."""
+        """Return the current or last epoch, or -1, and the number of its validations so far."""
         return (self.book.plan.epoch if self.book else -1), self._validations
 
     @property

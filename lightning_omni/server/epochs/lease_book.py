@@ -108,7 +108,7 @@ class LeaseBook(msgspec.Struct):
         return len(self._drawn[group]) > self._before.get(group, 0)
 
     def draw(self, group: int, number: int) -> list[Batch]:
-        """Return a group's batches from a number on: drawn before, or a few new ones; none if the pool is empty.
+        """Return a group's batches from a number on: drawn before, or a few new ones; none if none is free for it.
 
         A group without a batch in this validation interval that finds none left gets the epoch's first one again, to
         reach the interval's end with the others.

@@ -318,8 +318,8 @@ def supervise(is_over: Callable[[], bool], tell: Callable[[str], None], wake_on:
         wake_on: descriptors that, once readable, cause a call of ``is_over`` at once.
 
     Returns:
-        The `Lifeline` in the forked process; in the supervisor its exit status, once the server has ended in good order
-        or has been restarted too often.
+        The `Lifeline` in the forked process; in the supervisor its exit status, once the server has ended otherwise or
+        too often.
     """
     report, fallen = "", 0
     gc.freeze()  # the collector writes to the objects it visits, which would end their sharing between processes

@@ -96,7 +96,7 @@ class Assembly:
 
 
 class Copies:
-    """A sender of payload copies, whose memory is used again once a frame has been sent.
+    """A sender of payload copies; the memory of large ones is used again once a frame has been sent.
 
     ZeroMQ's own copies use fresh memory, and touching that takes longer than copying.
     """

@@ -43,7 +43,7 @@ class Observer:
     Args:
         address: the server's control socket, ``tcp://host:port`` or ``ipc:///directory/control``.
         encryption: ``"curve"`` or ``"off"``, as the server's.
-        timeout: seconds to wait for the connection.
+        timeout: seconds to wait for admission.
 
     Raises:
         ConnectionLost: the server cannot be reached; all requests raise this, too.

@@ -423,7 +423,7 @@ class ZeroMQServer:
         return buffer
 
     def _probe_connections(self) -> None:
-        """Detect ended connections of ranks sooner than by missing heartbeats."""
+        """Detect ended connections sooner than by missing heartbeats."""
         for peer in self.core.peers:
             if not self._reach([peer, PROBE]):
                 self._send(self.core.hang_up(peer))
@@ -480,7 +480,7 @@ class ZeroMQServer:
                 self._copies.send(socket, item.peer, part)  # the weights change while the sockets still send
 
     def _put(self, item: Out) -> MemoryRange | None:
-        """Copy an answer's payload to the range that its receiver offered; return None if it does not fit."""
+        """Copy an answer's payload to the range that its receiver offered; return None without one that fits."""
         memory = self._answer_ranges.pop(_key(item.peer, item.message), None)
         if memory is None or len(item.payload) != 1:
             return None
