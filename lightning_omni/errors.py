@@ -6,7 +6,7 @@
     │   └── UnsupportedError                     a feature that asynchronous training cannot serve
     ├── ConnectionLost                           the parameter server cannot be reached, or has exited
     ├── ProtocolError                            a message broke the protocol
-    │   ├── MalformedMessage                     ... it could not be read
+    │   ├── MalformedMessage                     ... it could not be read or encoded
     │   └── Refused                              ... the other side refused it; ``code`` is the reason
     ├── RankLost                                 this rank's group was evicted or cannot go on, or the run is over
     │   └── Evicted                              ... the run continues, and the group may rejoin as a new one
@@ -47,7 +47,7 @@ class ProtocolError(OmniError):
 
 
 class MalformedMessage(ProtocolError):
-    """A message whose bytes do not decode to a message of this protocol."""
+    """A message that cannot be encoded, or whose bytes do not decode to a message of this protocol."""
 
 
 class Refused(ProtocolError):

@@ -67,7 +67,7 @@ class RunReport:
         updates: updates of the weights, over all groups and optimizers.
         staleness_mean: mean staleness of the applied gradients, in updates.
         staleness_max: largest staleness.
-        groups: compute groups at the end.
+        groups: compute groups now, or at the end of the run.
         group_size: ranks in the largest of them.
         refused: pushes refused because they were not finite.
         ranks_lost: ranks that were lost during the run.

@@ -183,7 +183,7 @@ class _KnownEvidence(PlannedEvidence):
 class ComparedRow:
     """The prediction for one way to train.
 
-    ``samples`` and ``time`` to the target are relative to DDP's; ``time`` has an interval of probability 0.8.
+    ``samples`` and ``time`` to the target are relative to DDP's; ``time`` has an interval of probability 0.8 or more.
     """
 
     name: str

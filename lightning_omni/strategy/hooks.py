@@ -484,7 +484,7 @@ class OmniStrategyHooks(_Base):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather over the default process group; while several groups train, this is the compute group."""
+        """Gather over ``group``, or the default process group: while several groups train, the compute group."""
         parts = self.parts
         trains = parts.current_world is not None and parts.world.is_computing and not parts.epochs.published.evaluates
         if trains and group in (None, dist.group.WORLD) and parts.reporting.is_first_gather():

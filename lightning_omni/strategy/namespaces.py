@@ -51,7 +51,7 @@ def new_in(kind: type, namespace: str) -> Any:
 
 
 class _Elsewhere(ABCMeta):
-    """A metaclass for users' strategies in the other namespace; ``super()`` skips the bases of their own."""
+    """A metaclass for users' strategies in the other namespace; ``super()`` skips the bases of the first one."""
 
     @override
     def mro(cls) -> list[type]:

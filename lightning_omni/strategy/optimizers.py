@@ -197,7 +197,7 @@ def _explained(text: str) -> str:
 
 
 class Trainable:
-    """The parameters that were trainable when the module was wrapped."""
+    """The parameters when the module was wrapped, and which were trainable."""
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
