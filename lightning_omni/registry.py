@@ -66,7 +66,7 @@ class Registry(Generic[Kind]):
         return f"{plain['name']}:{','.join(settings)}" if settings else str(plain["name"])
 
     def text_of_wire(self, plain: Mapping[str, Any]) -> str:
-        """Return the same text of plain data; the name alone if this process does not know the kind."""
+        """Return the text of `text_of` for plain data; the name alone if this process does not know the kind."""
         return self.text_of(self.from_wire(plain)) if plain["name"] in self.known else str(plain["name"])
 
     def checked(self, value: Kind) -> Kind:

@@ -108,7 +108,7 @@ class Entrant:
 
     @classmethod
     def of(cls, name: str, devices: int, groups: int | None) -> Entrant:
-        """Parse a method, as in ``"softsync:n=2@8"``; by default with as many groups as devices."""
+        """Parse a method, as in ``"softsync:n=2@8"``; by default with ``groups``, or as many as devices."""
         text, _, own = name.partition("@")
         if own and not own.isdecimal():
             raise ConfigurationError(f"{name}: after @ stands the number of groups, as in {text}@4")

@@ -1,6 +1,7 @@
 """Admission of ranks and their connections.
 
-Rule 1: a rank is admitted by a proof that it holds the run's key, its data connection by one of that rank's process.
+Rule 1: a rank is admitted by a proof that it holds the run's key, its data connection by one that it belongs to that
+rank's process.
 Rule 2: a rank has one control connection and one data connection, and keeps those.
 """
 

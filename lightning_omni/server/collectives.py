@@ -22,7 +22,7 @@ from lightning_omni.wire.journal import GatheredEntry
 from lightning_omni.wire.messages.collectives import UPLOADED_ELSEWHERE
 
 MOST_OPEN = 16
-"""The most collectives at which a rank may wait when it opens another one."""
+"""A rank that waits at this many collectives may not open another one."""
 
 _OF_EACH_BATCH = (
     ". Groups train different numbers of batches, so what a hook has kept of each batch has other sizes on other ranks:"
@@ -61,10 +61,10 @@ class Collectives:
     def contribute(
         self, number: int, rank: int, what: str, payload: bytes | Tensor, where: str = "", is_stopping: bool = False
     ) -> None:
-        """Add a rank's contribution. A mismatch while ``is_stopping`` is no sign of uneven data.
+        """Add a rank's contribution. Unless ``is_stopping``, the error of a mismatch may suggest uneven data.
 
         Raises:
-            ProtocolError: the rank waits at too many others.
+            ProtocolError: the rank opens it, and waits at too many others.
             CollectiveMismatch: other ranks called another collective at the same point.
         """
         if number not in self._open and sum(rank in waiting for waiting in self._open.values()) >= MOST_OPEN:

@@ -59,7 +59,7 @@ class ServerCore:
         number: number of this server; 0 coordinates the others.
 
     Attributes:
-        journal: decisions since the state was saved.
+        journal: takes the decisions since the state was saved.
         reconnect_timeout: seconds for which ranks look for this server when it is gone; 0 if no other continues.
         resumed: whether it has continued the run of an earlier server.
         on_save: called with the number of the save, on a server that holds a partition, when all must save.
@@ -67,7 +67,8 @@ class ServerCore:
         data_port: port reported to every admitted rank; the driver sets it.
         about: returns a description of the server's process for observers; the driver sets it.
         started_at_ms: see `lightning_omni.wire.messages.Welcome`; the driver sets it.
-        strangers: refused messages that were malformed or whose sender had not been admitted.
+        strangers: refused messages that were malformed or whose sender had not been admitted, and connections that the
+            driver refused.
     """
 
     def __init__(
@@ -270,7 +271,7 @@ class ServerCore:
         return [Out(peer, channel, m.RefusedMessage(code="malformed", reason=reason))]
 
     def tick(self, now: float) -> list[Out]:
-        """Pass the time: methods continue, and ranks that were silent for too long are lost."""
+        """Pass the time: methods continue, and silent, late or stalled ranks are lost."""
         if self.replication.number:  # the coordinating server handles time limits
             return self._sent(self.replication.tick(now))
         self._pass_time(now)

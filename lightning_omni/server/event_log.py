@@ -28,20 +28,21 @@ Kind = Literal[
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An event of one optimizer at the server, at ``time`` in seconds. An access to a merged head counts as a push.
+    """An event of one optimizer at the server, at ``time`` in seconds. A merged head's backward pass counts as a push.
 
     Attributes:
         kind: ``"seed"``: the server received weights, for existing groups; ``"form"``: other groups were formed on the
             same weights; ``"restructure"``: a group's optimizer changed to other parameter groups, or more parameters;
             ``"push"``; ``"expire"``: the method continued at a time that it had requested; ``"train"``: a group has
             begun to train batches that no push has reported; ``"fetch"``: a group read the master weights outside an
-            exchange; ``"rest"``, ``"resume"``, ``"retire"`` (evicted): see `lightning_omni.methods.ServerSide`;
-            ``"leave"``: a group left at the end of its run; ``"join"``: a group joined.
+            exchange; ``"rest"`` (idle), ``"resume"``, ``"retire"`` (evicted): see `lightning_omni.methods.ServerSide`;
+            ``"leave"``: a rank left in order, and its group with it; ``"join"``: a group joined.
         read_at: for a push, the clock of the weights that it was computed from.
         clock: updates in the master weights after the event.
         refused: whether the push was refused.
-        epoch: for a push or training, the epoch; -1 if its data is not leased.
-        spans: for a push or training, the positions trained since the last such event, one range per batch.
+        epoch: for a push, training or fetch, the epoch; -1 if its data is not leased.
+        spans: for the same, the positions trained since the last such event, one range per batch; at a merged head,
+            only its batch.
         note: for a push, its note; at a merged head, the value for gradient clipping.
         groups: for a seed or form, the ranks of each group; for a join, those of the new group.
         method: for a seed or form, the method as plain data.
@@ -50,7 +51,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         servers: for a seed or form, the number of servers with a partition each; the first one records.
         parameters: for a restructuring, the names of the group's new parameters.
         param_groups: for a restructuring, the settings of each parameter group, with the indices of its parameters as
-            ``params``; empty if the optimizer steps at the workers.
+            ``params``.
         present: for a push, whether each parameter (or entry of the first server's share) has a tensor. Left out if
             equal to that of the group's last push, or if all have one in its first.
         elsewhere: the same for each of several other servers; empty where all entries have a tensor. Recorded with
@@ -85,7 +86,7 @@ Recorder = Callable[[Event], None]
 class RecordFile:
     """A record on disk, one event per line of JSON, which overwrites an existing file.
 
-    If a write fails, the record ends with a warning after its last whole line.
+    If a write fails, a warning is logged, and the record ends after its last whole line.
 
     Raises:
         ConfigurationError: the file cannot be opened.
@@ -183,7 +184,7 @@ class EventRecorder:
     def new_spans(
         self, group: int, message: m.DrawBatches | m.AskNext | m.LeaveEpoch | m.FetchMessage | m.HeadBackward
     ) -> Spans:
-        """Return the batches that a message newly reports as trained; none if nothing is recorded."""
+        """Return the spans that a message newly reports as trained; none without a record, or outside the epoch."""
         if self.record is None or not self._epochs.holds(group, message.epoch):
             return ()
         return self._epochs.new_spans(group, message.epoch, message.trained)

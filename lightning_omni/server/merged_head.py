@@ -13,7 +13,7 @@ from lightning_omni.wire.codec import check_specs, pack, unpack
 
 
 class MergedHeadService(Service):
-    """The service that grants exclusive access to the merged heads; ``clock`` times the server's arithmetic."""
+    """The service that grants exclusive access to the merged heads; ``clock`` times each access."""
 
     def __init__(self, run: RunContext, clock: Callable[[], float]) -> None:
         self._roster, self._store, self._events = run.roster, run.store, run.events

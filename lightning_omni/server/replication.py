@@ -53,7 +53,7 @@ Key = tuple[int, int]
 class Replication(Service):
     """The relation of server ``number`` of ``count`` servers to the others, which hold a partition each.
 
-    This one has no others, and holds everything.
+    This class itself is for one server, which holds everything.
     """
 
     count: int = 1
@@ -89,7 +89,7 @@ class Replication(Service):
         """Raise `ProtocolError` if a request cannot have this number."""
 
     def hold(self, sender: Sender, message: Request, finite: bool, handle: Handle) -> list[Out]:
-        """Hold this server's part of a request, without its payload, or ``handle`` it at once."""
+        """Hold this server's part of a request, or ``handle`` it at once."""
         return handle(sender)
 
     def refuse(self, rank: int, request: int, refusal: m.RefusedMessage) -> None:
@@ -173,7 +173,7 @@ class _PartitionedReplication(Replication, ABC):
 class _FollowerLink:
     """The coordinator's connection to another server.
 
-    ``done`` counts the commands that it has executed.
+    ``done`` counts that server's executed commands.
     """
 
     peer: Peer
@@ -196,7 +196,7 @@ class Coordinator(_PartitionedReplication):
     Args:
         count: number of servers, including this one.
         heartbeat_timeout: seconds of silence after which a server counts as gone.
-        join_timeout: seconds for the others to join once a rank has requested their addresses.
+        join_timeout: seconds for the others to join once a rank waits for them.
         continues: returns whether new servers continue when one of these is gone.
     """
 

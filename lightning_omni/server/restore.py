@@ -77,7 +77,7 @@ class Restore:
         }
 
     def load(self, state: Mapping[str, Any], journal: Iterable[Entry], now: float) -> None:
-        """Continue from the `state` of an earlier server and the journal since then, in a run that has not begun.
+        """Continue from the `state` of an earlier server and the journal since then; this one must have no run yet.
 
         Raises:
             ConfigurationError: the run cannot continue from them.

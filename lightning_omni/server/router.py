@@ -49,7 +49,7 @@ class Role(Enum):
     LEADER = auto()
     """An admitted rank that leads its group."""
     RECORDER = auto()
-    """The recorder: see `Roster.recorder`."""
+    """The recorder: rank 0, or the lowest live rank where groups join on their own."""
     FOLLOWER = auto()
     """A server that holds a partition of the parameters, and is no rank."""
 
@@ -62,7 +62,7 @@ class Row:
         handle: method that answers it, called with the service, a `Sender`, the message and the payload; None if the
             transport converts it to another message.
         payload: method that returns the size of the payload that may follow, called like ``handle`` but without it. On
-            the control channel a payload is in one frame with the message, and the transport limits it.
+            the control channel a payload arrives with its message, and the transport limits it.
         keeps: whether the payload is kept; otherwise the connection reuses its memory after the answer.
         resolves: whether pending answers may be possible afterwards.
         when_lost: whether a rank is answered although its group is gone.
@@ -177,7 +177,7 @@ TABLE = (
     ),
     Row(m.HeadRelease, DATA, Role.LEADER, MergedHeadService, MergedHeadService.release),
 )  # fmt: skip
-"""Every message that a server may receive."""
+"""Every message that a server may receive from ranks and observers."""
 
 FOLLOWER_TABLE = (
     Row(sm.FollowerHello, CONTROL, Role.STRANGER, Coordinator, Coordinator.hello),
@@ -260,7 +260,6 @@ class Router:
         return self._handle(row, sender, message, payload)
 
     def _sender(self, channel: m.Channel, peer: Peer, rank: int) -> Sender:
-        """Return an admitted rank as a sender; where members exchange a share each, it counts as its leader."""
         counts_as = self._roster.formed.counts_as(rank, self._replication.number) if channel == DATA else rank
         return Sender(peer, counts_as, self._roster.formed.group_of(rank))
 

@@ -19,7 +19,7 @@ class RunContext(NamedTuple):
 
     Attributes:
         journal: the decisions that ranks receive; it also marks when the state should be saved.
-        now: returns the time of the current message.
+        now: returns the time of the current message or tick.
     """
 
     roster: Roster

@@ -16,7 +16,7 @@ from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m
 
 Peer = bytes
-"""A connection."""
+"""The identity of a connection."""
 Payload = bytes | Tensor
 
 
@@ -38,10 +38,11 @@ class Sender(NamedTuple):
     """The sender of a message, as far as it is known.
 
     Attributes:
-        rank: the admitted rank, or -1.
+        rank: the admitted rank, or the leader that it counts as; otherwise -1.
         group: number of this rank's group, or -1.
         finite: whether all servers' parts of the request are finite; None without parts.
-        elsewhere: for a push in parts, for each other server: which entries of its share have a tensor; empty for all.
+        elsewhere: for a push in parts, at the coordinating server, for each other one: which entries of its share have
+            a tensor; empty for all.
     """
 
     peer: Peer
@@ -61,7 +62,7 @@ class Service:
         """Add a group; the others are unchanged."""
 
     def evict(self, group: int, lost: bool) -> list[Out]:
-        """Remove a group, and return the answers that waited for it. Unless ``lost``, it has left in order."""
+        """Remove a group, and return the answers that waited for it. Unless ``lost``, a rank of it leaves in order."""
         return []
 
     def resolve_pending(self) -> list[Out]:
@@ -69,7 +70,7 @@ class Service:
         return []
 
     def state(self) -> Any:
-        """Return the state from which another server continues, as plain values and live tensors; or None."""
+        """Return the state from which another server continues, as plain values and live tensors; None without one."""
         return None
 
     def load(self, state: Any) -> None:

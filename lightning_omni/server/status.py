@@ -148,8 +148,8 @@ def _mean(values: list[float]) -> float:
 # --- Observers --------------------------------------------------------------------------------------------------------
 
 # Rule 1: an observer proves that it holds the run's key, as a rank does; the server answers no other process.
-# Rule 2: an observer does not participate: no rank and no collective waits for it, and it does not change the run. It
-# stays connected after the run, and observes the next one.
+# Rule 2: an observer does not participate: no rank and no collective waits for it. It changes the run only by `Evict`,
+# `SaveNow` and `RegisterGroup`. It stays connected after the run, and observes the next one.
 
 MOST_OBSERVERS = 64
 """The most observers; a further one displaces the one admitted first."""
@@ -320,7 +320,7 @@ class RunObservation(Service):
         self._note(self._now(), "joined", f"group {name} takes part: {ranks_text(ranks)}")
 
     def tick(self, now: float) -> None:
-        """Log ranks that joined, were lost or left since the last call, and the end of the run."""
+        """Log ranks that joined, were lost or left since the last call, and why the run cannot continue."""
         roster = self._roster
         if self._journal.saves != self._saved[0]:
             self._saved = self._journal.saves, now

@@ -153,7 +153,7 @@ class Training(Service):
         return message.nbytes
 
     def check_counts(self, sender: Sender, message: m.PushMessage | m.FetchMessage) -> None:
-        """Raise `ProtocolError` for batches that were not drawn; other servers have no draws."""
+        """Raise `ProtocolError` for batches that were not drawn; only the coordinating server has the draws."""
         is_told = isinstance(message, m.PushMessage) or self._epochs.holds(sender.group, message.epoch)
         if message.epoch >= 0 and is_told:
             self._epochs.check_trained(sender.group, message.epoch, message.trained)

@@ -91,7 +91,7 @@ def refuses_unknown(init: _Init) -> _Init:
 
 
 def refuse_unknown_of_ddp(strategy: Any, own: type, given: Mapping[str, Any]) -> None:
-    """Reject arguments that neither the strategy nor DDPStrategy nor DistributedDataParallel takes.
+    """Reject arguments that neither the strategy nor DDPStrategy nor DistributedDataParallel takes from users.
 
     ``own`` is the class whose constructor has collected ``given``.
     """

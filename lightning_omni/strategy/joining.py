@@ -87,7 +87,7 @@ class RunStates:
     """The state of a run, made by the recorder's group for joining groups.
 
     Attributes:
-        is_described: whether Lightning's present checkpoint is to have no weights.
+        is_described: whether a checkpoint that is made now is to have no weights and optimizer state.
     """
 
     def __init__(self, parts: SharedParts) -> None:
@@ -221,7 +221,7 @@ class RunStates:
 
         Raises:
             UnsupportedError: the state of the run cannot be sent.
-            ConfigurationError: this group has other limits, callbacks, optimizers or schedulers.
+            ConfigurationError: this group has another module, or other limits, callbacks, optimizers or schedulers.
         """
         parts = self._parts
         joined = parts.world.take_part()
@@ -343,7 +343,7 @@ def _in_words(config: Any) -> str:
 
 
 def _check_tensors(module: Module, tree: Mapping[str, Any]) -> None:
-    """Reject buffers and untrained parameters that differ from the run's, because groups merge them."""
+    """Reject buffers and untrained parameters of another type or shape than the run's, because groups merge them."""
     saved = {name: each for name, each in tensors_of(module).items() if isinstance(each, Tensor)}
     mine = {**saved, **_not_persistent(module)}
     for name, theirs in tree["module"].items():
@@ -442,7 +442,7 @@ class Rejoining:
     """The rejoining of a group of which this process is the only rank, or has started the others.
 
     Attributes:
-        is_armed: whether the process restarts its command when its script ends.
+        is_armed: whether the process restarts its command when its script ends with the error.
     """
 
     def __init__(self) -> None:

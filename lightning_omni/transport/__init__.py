@@ -1,4 +1,4 @@
-"""The transports that carry messages between ranks and servers: the interface, in memory, and ZeroMQ."""
+"""The transports that carry messages between ranks and servers: the interface, and ZeroMQ."""
 
 from lightning_omni.transport.registry import Transport, register
 

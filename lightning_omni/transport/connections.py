@@ -1,4 +1,4 @@
-"""A rank's connections, as both sides of a transport use them. No sockets, clocks or threads."""
+"""A rank's connections: what transports implement and ranks use. No sockets, clocks or threads."""
 
 from __future__ import annotations
 
@@ -88,6 +88,7 @@ class Control(ABC):
         Return the answer, and its payload: one part for each contributor.
 
         Raises:
+            Refused: the server refused.
             RankLost: this rank was evicted, or the run is over.
             ConnectionLost: the server is gone, or did not answer within ``timeout`` seconds.
         """
@@ -128,7 +129,7 @@ class Control(ABC):
 
     @abstractmethod
     def close(self, reason: str | None = None) -> None:
-        """Send a goodbye with the reason of a failure (None sends no goodbye), and close the connection."""
+        """Send a goodbye with the reason of a failure ("" for none; None sends no goodbye), and close."""
 
     # --- Common to all transports ------------------------------------------------------------------------------------
 
@@ -170,7 +171,7 @@ class Control(ABC):
             raise ConnectionLost(f"the parameter server at {self.address} is gone")
 
     def wait_for_server_epoch(self, server_epoch: int) -> None:
-        """Wait until a server is present whose ``server_epoch`` is at least this."""
+        """Wait until a server is present whose ``server_epoch`` is at least this; raise an error if none follows."""
         self.check()
         if self.server_epoch < server_epoch:
             raise ConnectionLost(f"the parameter server at {self.address} is gone")
@@ -277,7 +278,7 @@ class Data(ABC):
     def receive(self, expect: type[Answer], into: Tensor | None = None) -> tuple[Answer, Tensor]:
         """Wait for the answer to the sent message, with its payload: uint8, perhaps empty.
 
-        Fresh memory is used if ``into`` is missing or too short, and `send` was given none.
+        Fresh memory is used if ``into`` is missing or too short, unless the answer is in that given to `send`.
 
         Raises:
             Refused: the server refused.
@@ -340,7 +341,7 @@ class ReconnectingData(Data):
         return self._server_epoch
 
     def send_part(self, message: m.Message, payload: Tensor | None = None, into: Tensor | None = None) -> None:
-        """Send to the current server only; raise `ServerUnavailable` if it is gone."""
+        """Send to this connection's server only; raise `ServerUnavailable` if it is gone."""
         with self._telling():
             self._data.send(message, payload, into)
 

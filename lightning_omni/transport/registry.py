@@ -4,7 +4,8 @@ A transport provides a rank's control connection (`Control`) and data connection
 other leaders (`Peers`), and the driver of the server's state machine (`Served`).
 
 Rule 1: messages on a control connection arrive in order, and so do messages on a data connection.
-Rule 2: a request has one answer. A refusal is raised as `Refused`, and the end of the run as the error that caused it.
+Rule 2: a request has one answer. A refusal is raised as `Refused`, and the end of this rank's run as the error that
+ended it.
 Rule 3: if a control connection ends without a goodbye, the driver calls `ServerCore.hang_up`: its rank is lost.
 Rule 4: the server trusts no sender. It calls `ServerCore.check_payload` before it allocates memory for a payload.
 """
@@ -53,7 +54,7 @@ class Served(Protocol):
 
 
 def allowed(core: ServerCore, channel: m.Channel, peer: Peer, data: bytes | memoryview, nbytes: int) -> m.Message:
-    """Decode and check a message before its payload of ``nbytes``, for a transport that receives it first.
+    """Decode and check a message before its payload of ``nbytes``, for a transport that receives the message first.
 
     Raises:
         ProtocolError: the message is invalid or not allowed; answer with `refusal`, and do not keep the payload.
@@ -103,7 +104,7 @@ class Transport(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
         Args:
             core: state machine of the server, with the number of its share.
             coordinator: address of the coordinating server. When that is gone, `Served.run` returns.
-            host: as in `serve`.
+            host: as in `serve`; empty also for the address from which the coordinating server is reached.
             port: as in `serve`.
             data_port: as in `serve`.
 
@@ -159,7 +160,7 @@ class Transport(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
 
 
 TRANSPORTS: dict[str, type[Transport]] = {}
-"""Every transport by its name in messages."""
+"""Every transport by its name."""
 _registry = Registry(
     TRANSPORTS, Transport, "transport", "transport", "lightning_omni.transport.Transport", "--transport"
 )

@@ -21,8 +21,8 @@ _Part = tuple[m.Message, Tensor | None, Tensor | None]
 class Requests:
     """A rank's data connections, used concurrently: it sends each server its part before it waits for any answer.
 
-    With ``by_member``, this rank exchanges only with the last one, and the other members of its group with the others.
-    ``largest`` returns the largest of a number over those members, all of which call it.
+    With ``by_member``, this rank exchanges only over the last one, and other members of its group with other servers.
+    ``largest`` returns the largest of a number over all these members, each of which calls it.
     """
 
     def __init__(

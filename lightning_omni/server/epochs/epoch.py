@@ -1,4 +1,4 @@
-"""The current epoch: its lease book, the ranks that wait at its end, requests to stop, and validations.
+"""The current epoch: its lease book, the ranks that wait for their next step, requests to stop, and validations.
 
 Rule: every member of a group gets the same decision on the same question, however late or often it asks. A decision
 therefore depends on the decisions that the member has received and on the batches that its group has drawn, and
@@ -116,7 +116,7 @@ class ValidationBook(msgspec.Struct):
             self._end(number, None)
 
     def go_back(self) -> None:
-        """Continue after a restart, which has lost the evaluated weights: results that no rank has read are void."""
+        """Resume after a restart, which lost the evaluated weights: unsaved results that no rank has read are void."""
         read = max(self._read.values(), default=0)
         for number in range(max(read, self.saved) + 1, self.last + 1):
             self.is_missed = True

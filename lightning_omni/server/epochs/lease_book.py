@@ -2,7 +2,7 @@
 
 Rule 1: an epoch is one permutation of positions ``0 .. total-1``; a group batch is one range of them.
 Rule 2: batches that a group has drawn and did not train return to the pool when the group is evicted or regrouped,
-so every position is trained at least once.
+so every position of the budget is trained at least once.
 Rule 3: the answer to (group, batch number) never changes, so the members of a group agree without communication.
 """
 
@@ -18,7 +18,7 @@ from lightning_omni.errors import ProtocolError
 from lightning_omni.wire.messages.data import Batch, EpochPlan
 
 MOST_AHEAD = 4
-"""The most group batches in one answer; fewer towards the end, so that groups end at about the same time."""
+"""The most new group batches in one answer; fewer towards the end, so that groups end at about the same time."""
 
 
 LARGEST_EPOCH = 1 << 53
@@ -104,7 +104,7 @@ class LeaseBook(msgspec.Struct):
         return batches > len(self._sizes) or batches > sum(not self.has_begun(each) for each in self._sizes)
 
     def has_begun(self, group: int) -> bool:
-        """Return whether a group has drawn a batch since the last validation."""
+        """Return whether a group has drawn a batch that it had not trained when the interval began."""
         return len(self._drawn[group]) > self._before.get(group, 0)
 
     def draw(self, group: int, number: int) -> list[Batch]:

@@ -53,7 +53,7 @@ class LeaseService(Service):
 
     def draw(self, sender: Sender, message: m.DrawBatches, payload: Payload) -> list[Out]:
         book, group = self._epochs.book_of(message.epoch, message.generation), sender.group
-        if not book.has(group):  # another member's `Leave` arrived first
+        if not book.has(group):  # another member's `LeaveEpoch` arrived first
             return [Out(sender.peer, m.CONTROL, m.BatchesDrawn(number=message.number, batches=()))]
         spans = self._events.new_spans(group, message)
         batches = self._epochs.draw(group, message.number, message.trained)

@@ -3,9 +3,10 @@
 Rule 1: a lost rank never rejoins the same run under its number.
 Rule 2: a rank that was not announced may join a running run, under a number beyond the announced ones; it participates
 only once it is in a group.
-Rule 3: a dead rank's group is lost with it; if it is the recorder's group, the run ends.
-Rule 4: where groups join on their own, the recorder is the lowest live rank, and the run ends when a group has trained
-it to its end, not when groups are gone.
+Rule 3: a dead rank's group is lost with it; if it is the recorder's or the only one, or the rank is in none, the run
+ends.
+Rule 4: where groups join on their own, the recorder is the lowest live rank, and once state is stored for groups that
+join, the run ends when a group has trained it to its end, not when groups are gone.
 Rule 5: each rank number is assigned once. The first group to request numbers begins the run, and numbers its ranks from
 0; until then other groups wait.
 """
@@ -150,7 +151,7 @@ class RankNumbers:
     """The rank numbers of groups that join on their own.
 
     Attributes:
-        given: numbers from this one on are free.
+        given: numbers from this one on are free, except announced ones.
         lost: name of the run that groups were about to join at an earlier server, which has saved none of it: the next
             run is this one, begun again; with `AGAIN` if a rank had joined.
     """
@@ -166,8 +167,7 @@ class RankNumbers:
         ``run`` is the suffix of the run's name if this group begins it; ``announced`` the number of announced ranks, 0
         if the run has not begun.
 
-        Return the first number, or -1 while another group is about to begin the run; and ``announced``, 0 if this group
-        must begin the run.
+        Return the first number, or -1 while another group is about to begin the run; and ``announced``.
         """
         first = max(self.given, announced)
         if not 0 < ranks < MOST_RANKS - first:
@@ -333,7 +333,7 @@ class Roster:
         return number
 
     def leave(self, rank: int) -> None:
-        """Record a rank's orderly departure; its group is removed once all of its ranks have left."""
+        """Record a rank's departure; a group whose ranks have all left is removed, but not the last announced one."""
         self.gone.add(rank)
         group = self.formed.group_of(rank)
         if group < 0 or not self.gone.issuperset(self.formed.members(group)):
@@ -462,7 +462,7 @@ class Roster:
         return not self.joining and (len(self.groups) == 1 or self.recorder in self.formed.members(group))
 
     def lose(self, rank: int, reason: str, barred: bool = False) -> tuple[int | None, bool]:
-        """Remove a dead rank's group; return its number, or None, and whether the run is over.
+        """Remove a dead rank's group; return its number, and False; if the run is over instead, None and True.
 
         If ``barred``, the group must not rejoin by itself.
         """

@@ -80,7 +80,7 @@ class Membership:
                 self._join(entry.rank, entry.message)
 
     def notice_for(self, member: Member, even_lost: bool, even_over: bool) -> m.Notice | None:
-        """Return the notice that a rank receives instead of an answer, if it or the run is lost."""
+        """Return the notice that a rank receives instead of an answer: it is lost, or the run is over; else None."""
         if member.rank in self._roster.lost and not even_lost:
             barred = member.rank in self._roster.barred
             return m.Notice(lost=self._roster.lost_ranks, reason=self._roster.lost[member.rank], barred=barred)
@@ -235,7 +235,7 @@ class Membership:
         return out
 
     def lose(self, rank: int, reason: str, barred: bool = False) -> list[Out]:
-        """Evict the group of a dead rank; if ``barred``, it must not rejoin by itself."""
+        """Evict the group of a dead rank, or end the run; if ``barred``, the group must not rejoin by itself."""
         if rank not in self._roster.live or self.over:  # it is gone already, or is in no group yet
             return []
         self._replication.send_to_all(sm.LoseRank(rank=rank, reason=reason))

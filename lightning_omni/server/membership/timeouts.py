@@ -36,7 +36,7 @@ class TimeLimits:
         self.hears_connections = False
 
     def heartbeat_of(self, joining: bool) -> float:
-        """Return the seconds of silence after which a rank counts as dead, as reported to ranks."""
+        """Return the seconds of silence after which a rank counts as dead, as reported to observers."""
         return self._joined_heartbeat if joining else self.heartbeat
 
     def silence_of(self, joining: bool) -> float:

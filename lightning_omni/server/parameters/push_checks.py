@@ -28,9 +28,9 @@ class Delivery:
     """The last push of a group to one optimizer that counted.
 
     Attributes:
-        applied: whether it was finite.
-        staleness: staleness in its answer; -1 before that.
-        is_answered: whether the method has answered it.
+        applied: whether it was merged, not refused.
+        staleness: staleness in its answer; -1 before that, and if it was refused.
+        is_answered: whether it was answered, or refused.
     """
 
     sequence: int
@@ -40,7 +40,7 @@ class Delivery:
 
 
 class Deliveries:
-    """The pushes of all groups to all optimizers.
+    """The last pushes of all groups to all optimizers.
 
     Attributes:
         missing: number of pushes that an earlier server has answered after its last save.

@@ -33,7 +33,7 @@ _STATES = 4
 
 
 class GroupHistory(NamedTuple):
-    """The numbers of all groups of a run.
+    """The numbers of all groups since the last forming.
 
     Attributes:
         joined: groups that have joined later, in order.
@@ -361,7 +361,7 @@ class ServedParameters:
         return self._answer[: layout.nbytes]
 
     def _in_its_time(self, message: PushMessage) -> PushMessage:
-        """Return a push of newer weights, which an earlier server had sent, as one of the current ones."""
+        """Return a push from newer weights of an earlier server as one from the present weights."""
         if not self._resumed or message.read_at <= self.master.clock:
             return message
         return msgspec.structs.replace(message, read_at=self.master.clock)

@@ -35,7 +35,7 @@ SMOOTHING = 0.9
 
 @dataclass(frozen=True)
 class HeadRequest:
-    """A group's batch at the head, ``[arguments, keyword arguments]``; its leader at ``peer`` waits."""
+    """A group's batch at the head, ``[arguments, keyword arguments]``; the rank at ``peer`` waits."""
 
     group: int
     peer: bytes
@@ -91,7 +91,7 @@ class ServedHead(ServedParameters):
         self.access_time = 0.0
 
     def change_method(self, method: Method, groups: Iterable[int]) -> None:
-        """Adopt new groups and end the current access; ignore their method."""
+        """Adopt new groups, but not their method; cancel all accesses."""
         super().change_method(AsyncSGD(), groups)
         self._waiting.clear()
         self._release()
@@ -140,8 +140,7 @@ class ServedHead(ServedParameters):
         """Step the head along a group's gradients.
 
         Raises:
-            ProtocolError: the group has no access.
-            MalformedMessage: the hyperparameters do not fit the optimizer.
+            ProtocolError: the group has no access, or the hyperparameters do not fit the optimizer.
             Refused: the submodule or the optimizer raised an error.
         """
         if self.holder != group:

@@ -40,7 +40,7 @@ def clear_current_hook(trainer: Trainer) -> None:
 
 
 def deciding_callbacks(trainer: Trainer) -> list[str]:
-    """Return the state keys, which include settings, of callbacks that save, stop or tune."""
+    """Return the state keys, which may include settings, of callbacks that save, stop, tune, freeze or prune."""
     names = {"ModelCheckpoint", "EarlyStopping", "OmniTuner", "BaseFinetuning", "ModelPruning"}
     kinds = ((each, {kind.__name__ for kind in type(each).__mro__}) for each in callbacks_of(trainer))
     return [each.state_key for each, its in kinds if names & its]

@@ -87,7 +87,7 @@ _DTYPES = (
 
 
 def _sizes(lists: Iterable[list[Any]], group: Any, device: torch.device) -> list[list[tuple[int, int, int]]]:
-    """Return by rank and list its length (-1 without tensors), and its tensors' dimensions and type."""
+    """Return by rank and list its length (-1 if an entry is no tensor of `_DTYPES`), and the dimensions and type."""
     mine = torch.tensor([_size(each) for each in lists], device=device)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, mine, group=group)

@@ -1,7 +1,7 @@
 """The driver of Lightning's training loop through epochs with leased samples.
 
-An epoch ends when all groups together have trained its samples. With one group, and with static data, the loop is
-unchanged.
+An epoch ends when all groups together have trained its samples. The loop is unchanged with static data, and with one
+group of all ranks that begins its epochs itself.
 """
 
 from __future__ import annotations
@@ -350,7 +350,7 @@ class EpochDriver:
     def after_hooks_of_end(self) -> None:
         """Stop all ranks if a hook of the epoch's end has requested it on any of them.
 
-        Warn once if hooks act at batch numbers that only some ranks reach.
+        Warn once if learning rates or last steps differ between ranks.
         """
         if not self.world.executor.exchanges:
             return
@@ -506,7 +506,7 @@ class EpochDriver:
     # --- Validation and steps ----------------------------------------------------------------------------------------
 
     def validates(self, is_due: Callable[[], bool]) -> bool:
-        """Return whether all groups validate after this batch; ``is_due`` is the loop's own decision."""
+        """Return whether to validate after this batch; ``is_due`` returns the loop's own decision."""
         trainer, epoch = self.trainer, self._epoch
         epoch.is_due = False
         if epoch.is_check:

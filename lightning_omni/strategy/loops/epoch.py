@@ -32,7 +32,7 @@ class LeasedData:
     """The training loaders of a fit, converted to leased ones, and their leases.
 
     Args:
-        before_epoch: called with an epoch's number before samples are drawn.
+        before_epoch: called with an epoch's number before samples are drawn from the server.
         is_for_user: returns whether user code iterates a training loader.
         own_batches: returns how many batches this rank trains, given the number under DDP.
 
@@ -221,9 +221,9 @@ def split_of(dataset: object) -> int:
 
 # --- State ------------------------------------------------------------------------------------------------------------
 
-# At its end ranks are checked to agree where they would agree under DDP. Groups train different numbers of batches. A
-# scheduler that the user's code steps in each of them therefore has another learning rate on some ranks, and a hook
-# that acts at a batch number which it counts or stores itself acts on some ranks only, or at different times.
+# At an epoch's end ranks are checked to agree where they would agree under DDP. Groups train different numbers of
+# batches. A scheduler that the user's code steps in each of them therefore has another learning rate on some ranks, and
+# a hook that acts at a batch number which it counts or stores itself acts on some ranks only, or at different times.
 
 
 class DataSizes(NamedTuple):

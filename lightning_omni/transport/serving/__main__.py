@@ -1,9 +1,9 @@
-"""The process of the embedded server, ``python -m lightning_omni.transport.serving``, which rank 0 starts.
+"""The process of a server that a rank or another server starts: ``python -m lightning_omni.transport.serving``.
 
-Rank 0 writes the settings, with the key, as the first line of standard input. Any further byte, or the end of standard
-input, ends the run. The server writes one line with its address to standard output. A server that saves its state is
-forked, so that a successor can continue when it is killed (`process.supervise`). A server that holds a partition of the
-parameters ends with the coordinating server instead.
+The starting process writes the settings, with the key, as the first line of standard input. Any further byte, or its
+end, ends the server. It writes one line with its address, or an error, to standard output. An embedded server that
+saves its state is forked, so that a successor can continue when it is killed (`process.supervise`). A server that holds
+a partition of the parameters ends with the coordinating server instead.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def _serve(settings: ServerSettings, lifeline: Lifeline | None) -> int:
-    """Serve until the run has ended; ``lifeline`` is None in the process that rank 0 started."""
+    """Serve until the run has ended; ``lifeline`` is None without a supervisor."""
     raise_limit_of_files()
     torch.set_num_threads(settings.threads)
     before = lifeline.report if lifeline is not None else ""
@@ -103,7 +103,7 @@ def _serve(settings: ServerSettings, lifeline: Lifeline | None) -> int:
 
 
 def _restore(settings: ServerSettings, core: ServerCore) -> StateDirectory | None:
-    """Load the state that an earlier server has saved, if any; return the `StateDirectory` to poll, if any."""
+    """Load an earlier server's state, if any; return the `StateDirectory` to poll, if any."""
     if not settings.state:
         return None
     if settings.number:

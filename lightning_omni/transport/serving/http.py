@@ -136,7 +136,7 @@ class _StatusHTTPServer(ThreadingHTTPServer):
                         request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore disconnected readers."""
+        """Log no errors, such as those of disconnected readers."""
 
 
 class _Handler(BaseHTTPRequestHandler):

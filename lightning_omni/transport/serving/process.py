@@ -51,7 +51,8 @@ class ServerSettings(msgspec.Struct, frozen=True):
     """The settings that the server process reads from its standard input.
 
     Attributes:
-        host: address to bind; empty if all ranks are on this machine: sockets in a private directory, where possible.
+        host: address to bind; empty for sockets in a private directory, where possible, or with a ``coordinator`` on
+            TCP for the address from which it is reached.
         coordinator: address of server 0, for the others.
         state: directory for the server's state, or its share of it; empty to save none.
         restore: number of the save from which a server with a partition continues; 0 for none.
@@ -90,7 +91,7 @@ class Ready(msgspec.Struct, frozen=True):
 
 
 class ServerProcess:
-    """The process of the embedded parameter server. The constructor does not wait for it.
+    """The process of a parameter server. The constructor does not wait for it.
 
     Without ``settings``, it imports its modules and waits for `configure`.
     """
@@ -254,7 +255,7 @@ def core_from(settings: ServerSettings) -> ServerCore:
 # It is used only where the server saves its state: otherwise another server could not continue.
 
 RESTARTS, SOON = 5, 10.0
-"""Restarts in a row, at most, of servers that have ended within a number of seconds."""
+"""The ends in a row, each within a number of seconds after the start, after which a server is not started again."""
 GAVE_UP = 3
 """Exit status of a supervisor that does not start the server again."""
 _FAILED = 1

@@ -54,7 +54,7 @@ EVERY = 30.0
 RECONNECT_TIMEOUT = 300.0
 """Seconds for which ranks look for a standalone server that is gone."""
 EMBEDDED_RECONNECT_TIMEOUT = 60.0
-"""Seconds for which ranks look for an embedded server that is gone; rank 0 starts it again."""
+"""Seconds for which ranks look for an embedded server that is gone; its supervisor or rank 0 starts it again."""
 LARGEST_FRACTION = 0.02
 """The largest fraction of its time that the server spends on saves; it saves a larger state less often."""
 _LOCK = "lock"
@@ -63,7 +63,7 @@ _BEGUN = "begun-"
 _GAP = "gap-"
 """Prefix that a journal gets when an entry could not be written: renaming needs no space on the disk."""
 _PAUSE = 0.25
-"""Seconds between two checks whether the run is over."""
+"""Seconds between two checks whether the run is over, or a lock is free."""
 _RELEASE = 10.0
 """Seconds for which a server waits for the lock of its directory."""
 _NOT_SAVED = (
@@ -84,7 +84,7 @@ class StateDirectory:
     """The directory in which a server saves its state, used by one server at a time.
 
     Args:
-        path: created if missing; only its user may enter it.
+        path: created if missing, so that only its user may enter it.
         every: seconds between two saves.
         reconnect_timeout: seconds for which ranks look for the server when it is gone.
         servers: number of servers; this one coordinates.
@@ -210,7 +210,7 @@ class StateDirectory:
             self._save(core)
 
     def discard(self, core: ServerCore) -> None:
-        """Remove the state of a run that is over; a run that ended early leaves its last save as `ENDED`."""
+        """Remove the state of a run that is over; with one server, an early end leaves the last save as `ENDED`."""
         self.wait()
         core.journal.write, core.journal.is_due = None, False
         self._close_journal()
@@ -226,7 +226,7 @@ class StateDirectory:
         self._gap, core.reconnect_timeout = 0, self._reconnect_timeout
 
     def close(self, core: ServerCore | None = None) -> None:
-        """Stop saving, after a last save of a run that has not ended. The other servers have stopped."""
+        """Stop saving. With ``core``, and without other servers, first save a run that has not ended."""
         self.wait()
         if core is not None and core.has_state and not self._others:  # other servers receive no commands any more
             self._save(core)
@@ -392,7 +392,7 @@ class ShareDirectory:
             raise ConfigurationError(f"--state {path}: {error.strerror}; pass a directory of your own") from error
 
     def restore(self, core: ServerCore, number: int) -> None:
-        """Load this server's share of a save; 0 for none."""
+        """Load this server's share of save ``number``, if not 0, and save at each command."""
         if number:
             core.load(read(file_of(self._path, SAVED, number)), (), 0.0)
         core.on_save = lambda number: self._save(core, number)

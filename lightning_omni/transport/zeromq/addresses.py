@@ -1,7 +1,7 @@
 """Addresses of sockets, and the private directory that holds the sockets of a run on one node.
 
-Only its user may enter that directory. The server locks it while it lives. The last process to end removes it, or else
-the next server that starts.
+Only its user may enter that directory. The server locks it while it lives, and removes it; if it is killed, a rank
+that ends does, or the next server that starts.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def beside(address: str, server: str) -> str:
 
 
 def own_host(server: str) -> str:
-    """Return this machine's address on the route to ``tcp://host:port``: loopback if the server runs here."""
+    """Return this machine's address on the route to ``tcp://host:port``: loopback if ``host`` is."""
     parts = urlsplit(server)
     try:
         kind, _, _, _, target = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_DGRAM)[0]

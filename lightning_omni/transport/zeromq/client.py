@@ -85,7 +85,7 @@ class ControlConnection(Control):
     Args:
         address: the server's control socket, ``tcp://host:port`` or ``ipc:///directory/control``.
         key: as for `lightning_omni.transport.Transport.join`, and so are the others.
-        connect_timeout: seconds to wait for the server's first answer.
+        connect_timeout: seconds to wait for admission.
         on_end: called from the second thread when this rank must stop.
         encryption: as in `ZeroMQ`, and as the server's.
         shared_memory: as in `ZeroMQ`.

@@ -1,4 +1,4 @@
-"""Repeated attempts to connect and be admitted, and the clock of their time-outs."""
+"""Repeated attempts to connect and be admitted, and a clock for other time-outs."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ frame, and its payload follows in ZeroMQ messages of two frames: an empty frame,
 If the payload is in memory that both processes share, a second frame of the message holds its range, and nothing
 follows. A larger message is announced by a `LargeMessage` and sent in such pieces, too.
 
-Large answers, such as the weights for a joining group, are sent piece by piece, over many times the measured duration
-of a copy, and do not occupy the server and the link.
+Large answers for which only the receiver waits, such as the weights for a joining group, are sent piece by piece, over
+many times the measured duration of a copy, and do not occupy the server and the link.
 
 Rule: an answer is consistent. It is copied before the next message, and the weights may change while it is sent.
 """

@@ -77,7 +77,7 @@ class ConnectionGuard:
 
     Attributes:
         ended: number of unadmitted connections that the guard has ended.
-        refused: number of connections that failed the handshake; without encryption, of those that the guard has ended.
+        refused: number of connections that failed the handshake; without encryption, also those that the guard ended.
     """
 
     def __init__(self, context: zmq.Context[Any], keys: RunKeys) -> None:

@@ -1,8 +1,8 @@
 """The single key of a run: its sources, and the secrets derived from it.
 
-Every listening TCP socket is a CURVE server. Its key pair, the one key pair of all ranks and the secret by which
-leaders authenticate each other are derived from the run's key. No frame of a process without that key reaches the code
-behind the socket.
+With encryption, every listening TCP socket is a CURVE server, and no frame of a process without the run's key reaches
+the code behind it. The socket's key pair, the one key pair of all ranks and the secret by which leaders authenticate
+each other are derived from that key.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class Observer:
         """Remove a group from the run; with ``bars``, groups from its addresses may not join again.
 
         Raises:
-            Refused: the group has left, the run would end without it, or groups do not join the run on their own.
+            Refused: the group has left, the run is over or would end, or, with ``bars``, groups do not join it.
         """
         self._ask(m.Evict(group=group.group, incarnation=group.incarnation, bars=bars), m.Acknowledged)
 
@@ -93,7 +93,7 @@ class Observer:
         self._ask(m.SaveNow(), m.Acknowledged)
 
     def enlist(self, ranks: int) -> m.GroupRegistered:
-        """Reserve rank numbers for a group of ``ranks`` that is about to join, while this connection lasts.
+        """Request rank numbers for a group of ``ranks`` that is about to join; see `GroupRegistered`.
 
         Raises:
             RankLost: the run is over.

@@ -44,7 +44,7 @@ UNREAD = 2
 class PeerSocket:
     """The listening side of a leader, which publishes weights and receives messages.
 
-    Its endpoint is ``tcp://host:*`` or ``ipc:///directory/name``. It answers only peers that hold ``keys``.
+    Its endpoint is ``tcp://host:*`` or ``ipc:///directory/name``. It serves only peers that hold ``keys``.
     """
 
     def __init__(self, endpoint: str, layouts: Sequence[Layout], keys: RunKeys, wire_format: WireFormat = RAW) -> None:

@@ -70,7 +70,7 @@ from lightning_omni.wire.messages.servers import FollowerProof
 CONNECT_TIME = 60.0
 """Seconds within which the coordinating server must answer."""
 BURST = 64
-"""Commands of the coordinating server that are read before messages of ranks are."""
+"""The most messages that are read from one socket before others are served."""
 
 
 class CoordinatorLink:
@@ -140,7 +140,7 @@ class CoordinatorLink:
 def reachable(bound: str, coordinator: str) -> str:
     """Return the address of a socket of this machine as ranks can reach it.
 
-    If the coordinating server runs on this machine, it names all interfaces: ranks replace the host.
+    If the coordinating server is reached over loopback, it names all interfaces: ranks replace the host.
     """
     if is_private(bound) or urlsplit(bound).hostname != EVERYWHERE:
         return bound
@@ -183,7 +183,7 @@ TICK = 0.25
 MOST_UNREAD = 256
 """The most messages of one connection that wait to be read."""
 ANSWERED_STRANGERS = 8
-"""Refusals sent to one unadmitted connection; further ones are only counted."""
+"""Refusals sent to one stranger or sender of malformed messages; further ones are only counted."""
 COUNTED_STRANGERS = 4096
 """Connections whose refusals are counted, those that were refused last."""
 _LARGEST_FRAMES = {m.CONTROL: LARGEST_CONTROL_FRAME, m.DATA: LARGEST_DATA_FRAME}
@@ -507,5 +507,4 @@ class ZeroMQServer:
 
 
 def _key(peer: bytes, message: m.Message) -> tuple[bytes, int]:
-    """Return the key that joins an answer to its request: each optimizer of a connection has one."""
     return peer, getattr(message, "optimizer", -1)

@@ -10,8 +10,7 @@ side waits for the other to release memory.
 Rule 2: a connection may share a few times the size of the server's parameters, and loses all of it when its rank is
 lost.
 Rule 3: a process maps no memory that the creator could shorten, because access to removed pages would end it by SIGBUS.
-Rule 4: the contents of another process's segment may change while they are read. They are copied first, and the copy is
-checked.
+Rule 4: another process may change its segment at any time. So contents are copied, and the copy is checked.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @register
 class ZeroMQ(Transport, frozen=True, kw_only=True, tag="zeromq"):
-    """A transport with two sockets at the server, for messages and tensors, and one at each leader if groups exchange.
+    """A transport with two sockets at the server, for messages and tensors, and one at each leader for gossip.
 
     Attributes:
         encryption: encryption of TCP connections: ``"curve"``, or ``"off"`` on a network whose every user you trust.
