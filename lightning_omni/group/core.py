@@ -7,8 +7,9 @@ It drives the group sides of the method, one for each optimizer. A driver perfor
         action = core.answer(optimizer, do(action))
 
 Rule 1: each optimizer has one action at a time. The action's tensors are live, and stay unchanged until it is answered.
-Rule 2: every rank of a group drives its own core with the same events. Only the leader communicates with the server and
-other groups; it shares the results, so all members arrive at the same actions.
+Rule 2: every rank of a group drives its own core with the same events. Only ranks that exchange (the leader, or
+those with a share) communicate with servers and other groups; they pass the results on, so all members arrive at the
+same actions.
 Rule 3: a push keeps its number until it is answered. After a lost answer, `GroupCore.send` returns the same messages
 for the same `ServerRequest`. The server applies each number once.
 Rule 4: needs of the method that the group can meet by itself, such as a step of its own optimizer, are met here.
@@ -81,7 +82,7 @@ class ServerRequest(NamedTuple):
 
     Attributes:
         epoch: epoch of leased data; -1 if none is leased.
-        trained: batches of it that are trained with this request.
+        trained: number of its batches that this group has trained so far.
         waits: whether the driver waits for the answer. Otherwise it sends the request and answers None; a later
             `Receive` requests the answer.
     """
@@ -165,7 +166,7 @@ class _MethodState:
     under_way: ServerRequest | None = None
     """The request that was sent without waiting."""
     outgoing: list[Outgoing] | None = None
-    """Its messages to each server: its tensors have changed since."""
+    """The messages of that request to each server, kept because its tensors change."""
     sequence: int = 0
     """The number of answered pushes in this incarnation of the group; the next push has the next number."""
 
@@ -386,7 +387,7 @@ class GroupCore:
         return self._method_states[optimizer].sequence
 
     def sender_state(self, optimizer: int) -> State:
-        """Return the sender's state for an optimizer's pushes; a leader's only."""
+        """Return the sender's state for an optimizer's pushes; empty on ranks that do not exchange."""
         return self._method_states[optimizer].sent
 
     def load_sender_state(self, optimizer: int, state: State) -> None:
@@ -399,7 +400,6 @@ class GroupCore:
         return own.need
 
     def _begin(self, own: _MethodState) -> None:
-        """Start the method's generator, or restart it for other groups or more parameters."""
         if own.side is None or own.parameters != len(own.replica.ordered):
             own.parameters = len(own.replica.ordered)
             own.side = overlapped(own.replica) if self.overlaps else self.method.group_side(own.replica)

@@ -84,7 +84,7 @@ def weight(batch: Batch, member: int, members: int, shares: Sequence[int] = (), 
     """Return the factor for a member's mean gradient that makes DDP's mean over members the mean over the batch.
 
     It is ``members * own samples / all samples``, and less for a sample that several members hold. The arguments are as
-    in `positions`; without ``shares`` the factor is 1.0, as under DDP.
+    in `positions`; without ``shares``, and for pairs, the factor is 1.0, as under DDP.
 
     Example:
         >>> [weight(Batch(0, 6, 0), member, 2, shares=(2, 4)) for member in (0, 1)]
@@ -224,7 +224,7 @@ class LeaseClient:
     def set_batch_shares(self, shares: Sequence[int], from_number: int) -> None:
         """Give members unequal parts of each batch, from a batch number on. All members must call this alike.
 
-        Equal ``shares`` (samples of a whole batch) have no effect.
+        With equal ``shares`` (samples of a whole batch), batches are divided as without any.
 
         Raises:
             ValueError: the shares do not fit the group, or this member was handed a batch from that number on.

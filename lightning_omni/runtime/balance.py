@@ -39,7 +39,7 @@ class Balance:
     With ``only_measures``, the split is left to other code, which reads ``measured``.
 
     Attributes:
-        measured: samples and compute seconds of every batch so far, if it ``only_measures``.
+        measured: samples and compute seconds of each measured batch so far, if it ``only_measures``.
         loading: seconds of waiting for the data loader so far, a part of the compute time.
         squares: squared lengths of this rank's gradient and of its group's mean in this batch, if it ``only_measures``,
             times the square of the loss scale.
@@ -133,7 +133,7 @@ class Balance:
             self._reduced = self._until_gradient = self._world.reduction.seconds
 
     def begin_forward(self) -> None:
-        """Pause between the calls of the wrapped module and the module: the group may broadcast buffers."""
+        """Pause between the calls of DDP and of the module in it: the group may broadcast buffers."""
         if self._world is not None and len(self._world.members) > 1:  # alone, the module is not wrapped
             self._own.pause()
 

@@ -35,7 +35,7 @@ from lightning_omni.wire.partition import check_by_parts
 class Executor:
     """The operations in which one group and several groups differ; this base class is for one group.
 
-    With one group, merged heads are ordinary modules.
+    With one group, merged heads are ordinary modules, and the last two attributes False.
 
     Attributes:
         exchanges: whether several groups train and exchange.
@@ -72,7 +72,7 @@ class Executor:
         """Begin or continue the training epoch."""
 
     def enter_world(self, module: Module | None, wants_stop: bool, what: str) -> bool:
-        """Synchronize the ranks, see `World.enter_world`. Return whether any of them wants to stop.
+        """Synchronize the groups, see `World.enter_world`. Return whether a rank wants to stop; False with one group.
 
         ``what`` names the call, the same on all ranks.
         """

@@ -31,7 +31,7 @@ from lightning_omni.wire.partition import Partition
 PREFIX = 128
 """Bytes of further information in front of the tensors that a rank broadcasts."""
 _LETTER = 1024
-"""Bytes of a leader's note that one broadcast holds; a longer note takes two."""
+"""Bytes of a note that one broadcast holds; a longer one takes two."""
 
 
 class GroupBroadcast:
@@ -106,7 +106,7 @@ def _broadcast_tree(tree: Any, is_source: bool, broadcast: Callable[[Tensor], No
 
 
 def _broadcast_bytes(note: bytes | None, broadcast: Callable[[Tensor], None]) -> bytes:
-    """Return one rank's note, None on the others, on all ranks of a process group."""
+    """Return one rank's ``note`` on all ranks of a process group; the others pass None."""
     letter = torch.zeros(8 + _LETTER, dtype=torch.uint8)
     if note:  # torch takes no empty buffer
         beginning = torch.frombuffer(bytearray(note[:_LETTER]), dtype=torch.uint8)
@@ -156,8 +156,7 @@ class CompressedBroadcast:
 
 
 def _aligned(nbytes: int) -> int:
-    """Round up to a multiple of 8 bytes, so that numbers of any kind may follow."""
-    return -(-nbytes // 8) * 8
+    return -(-nbytes // 8) * 8  # numbers of any kind may follow
 
 
 def decoded(answers: WireFormat, payloads: Sequence[Tensor], split: Partition, part: Part) -> list[Tensor]:

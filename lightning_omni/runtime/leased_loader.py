@@ -1,7 +1,7 @@
 """A rank's view of leased data: the samples of its next batch, and the DataLoader that loads them.
 
-With one group the leases are drawn from a local book, and the batches are those of DistributedSampler. With several
-they are drawn from the server's book.
+With one group the leases are drawn from a local book, and the batches of a whole epoch are those of DistributedSampler.
+With several they are drawn from the server's book.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class RankLeases(LeaseClient):
         total: positions in an epoch's permutation.
         rank: this rank, which gets DistributedSampler's samples until `assign` places it in a group.
         before_epoch: called with the epoch's number before samples are drawn from the server's book.
-        is_local: whether no server is needed: one group, or static data.
+        is_local: whether batches are not drawn from the server: with one group, or with several loaders.
         shares: see `set_batch_shares`.
         dataset_size: samples in the dataset, if they differ from ``total``.
 
     Attributes:
-        generation: number of regroupings; batches that were drawn before one are void.
+        generation: number of calls of `assign`; batches that were drawn before the last one are void.
         is_as_ddp: whether batches are those of DistributedSampler: one group has the whole epoch.
     """
 
@@ -95,7 +95,7 @@ class RankLeases(LeaseClient):
         self.in_pairs = not is_as_ddp and self.batch_size > 1
 
     def begin_local(self, plan: EpochPlan, resumed: bool = False) -> None:
-        """Begin an epoch of one group, or after a regrouping continue it with the untrained positions of ``plan``."""
+        """Begin an epoch of one group; if ``resumed``, continue one with the untrained positions of ``plan``."""
         self._book = LeaseBook.open(plan, {0: self._members * plan.ranks_per_batch})
         self._is_resumed = resumed
         self._deal(is_as_ddp=not resumed)
@@ -306,7 +306,7 @@ def why_not_leased(loader: object) -> str:
 
 
 def permutation(sampler: DistributedSampler[Any]) -> Tensor:
-    """Return the epoch's order of dataset indices, padded, before DistributedSampler divides it among ranks.
+    """Return the epoch's order of dataset indices, padded or cut, before DistributedSampler divides it among ranks.
 
     Raises:
         ConfigurationError: the dataset has grown, so that samples would be left out.

@@ -399,7 +399,7 @@ def _watch_outside() -> None:
 
 @contextmanager
 def announced_wait() -> Iterator[None]:
-    """Log in a while that this rank, whose loop was closed, waits for the others: its caller may have failed."""
+    """Log after `WITHIN` that this rank, whose loop was closed, waits for the others: its caller may have failed."""
     words = (
         "the generator that has this rank's loop was closed, by a break or an error of its caller: the rank waits until"
         " all others have left their loops"

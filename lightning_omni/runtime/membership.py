@@ -34,7 +34,7 @@ LEARN = 2.0
 
 
 class Connection:
-    """The connection of this rank to the server, stored as `ParallelState.control` while it is open.
+    """The joining and leaving of the server; the connection is `ParallelState.control` while it is open.
 
     Attributes:
         on_stuck: called in a thread, with the reason, before this process is ended.
@@ -146,7 +146,7 @@ class Connection:
     def leave(self, reason: str = "", has_finished: bool = False) -> None:
         """Leave the server, if this rank has joined it.
 
-        ``reason`` is why the run cannot continue without this rank; "" if it can.
+        ``reason`` is how this rank has failed, with which its group is evicted; "" if it has not.
         """
         self._closed.set()
         if self._parallel.control is not None:
@@ -269,8 +269,8 @@ class GroupFormation:
     ) -> None:
         """Form groups, and set up this rank's own. All live ranks call it, after they have joined the server.
 
-        ``groups`` and ``speeds`` are as in `World.regroup`; None forms those of ``ParallelState.topology``. With
-        ``keeps_epoch`` the new groups continue the epoch.
+        ``groups`` and ``speeds`` are as in `World.regroup`; without ``groups``, those of ``ParallelState.topology`` are
+        formed. With ``keeps_epoch`` the new groups continue the epoch.
         """
         parallel = self._parallel
         assert parallel.control is not None

@@ -38,8 +38,8 @@ class OmniOptimizer(Optimizer):
         merged: parameters of a merged head, which the server steps separately: see `World.attach_head`.
 
     Raises:
-        UnsupportedError: the optimizer cannot run at a server; the message names an alternative.
-        ConfigurationError: two parameters have one name; or an argument is wrong.
+        UnsupportedError: groups cannot step the optimizer; the message names an alternative.
+        ConfigurationError: two parameters have one name; an argument is wrong; or training has begun.
 
     Example:
         >>> from lightning_omni import OmniOptimizer  # see World for a whole training loop
@@ -147,13 +147,13 @@ class OmniOptimizer(Optimizer):
         self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, at any time. Call it on every rank, here or on the wrapped optimizer.
+        """Add a parameter group, with one server at any time. Call it on every rank, here or on the wrapped optimizer.
 
         The parameters take the values that the server has for them, or this group's if it is the first to add them.
         """
         self.optimizer.add_param_group(param_group)
 
-    # --- Hooks, which get the wrapped optimizer as their argument -----------------------------------------------------
+    # --- Hooks; all but the last kind get the wrapped optimizer -------------------------------------------------------
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Register ``hook(optimizer, args, kwargs)``, to be called before each step."""

@@ -36,7 +36,8 @@ class Server:
         encryption: ``"curve"``, or ``"off"`` on a network whose every user you trust. A running server must use the
             same.
         save: seconds between two saves of the embedded server's state, from the last of which rank 0 restarts a server
-            that died: see :doc:`/explanation/resilience`. None saves nothing, and the run ends if the server dies.
+            that died, unless there are several: see :doc:`/explanation/resilience`. None saves nothing, and the run
+            ends if the server dies.
         record: file in which the embedded server records all that changes the weights, for
             `lightning_omni.simulator.replay`.
         max_nonfinite_pushes: pushes in a row with NaN or infinite gradients that a group may make before the run ends.
@@ -157,7 +158,7 @@ class Elastic:
         timeout: seconds, at least 2, after which a group that answers heartbeats but completes no training or
             validation batch is evicted, because others would wait for it. The embedded server counts from the first
             trained batch on; ``lightning-omni serve`` has its own option. None disables this.
-        heartbeat: seconds of silence after which a rank counts as dead, at least 2.
+        heartbeat: seconds of silence after which a rank counts as dead at the embedded server, at least 2.
 
     Raises:
         ConfigurationError: an argument is wrong; the message names it.

@@ -57,7 +57,7 @@ class ParallelState:
     Attributes:
         rank: this rank, as all groups of the run number it.
         torch_rank: this rank, as torch.distributed numbers it.
-        is_synchronous: whether there is one group only, with no server in the path.
+        is_synchronous: whether ``topology`` has one group; no server is then in the path, unless it joins on its own.
         group: number of this rank's group; -1 if it was lost.
         members: ranks of this rank's group; the first one leads.
         exchanges: whether this rank exchanges with the server, as ranks of the group's first replica do.
@@ -69,7 +69,7 @@ class ParallelState:
         shards: number of ranks that hold one replica of the model together.
         holders: ranks, as torch numbers them, by the replica of the model that they hold together.
         tensor_parallel: number of neighbours that compute on the same samples together.
-        is_computing: whether the default process group is the compute group.
+        is_computing: whether several groups train, and the default process group is that of this rank's.
         is_entering: whether the group has joined groups that train, and is about to train.
         joined_since_sync: whether the group has joined since the last synchronization.
         ever_lost: ranks that were lost in this loop or an earlier one.
@@ -167,12 +167,11 @@ class ParallelState:
         return found
 
     def check_same(self, settings: Mapping[str, str]) -> None:
-        """Raise `ConfigurationError` unless all ranks that were started together have these settings, and call it."""
+        """Raise `ConfigurationError` unless all ranks started together, which call it, have these settings."""
         remedy = "all ranks train in one run: pass the same on each of them, and set the same environment variables"
         agree({f"setting {name}": text for name, text in settings.items()}, self.torch_rank, self._largest, remedy)
 
     def _largest(self, numbers: Sequence[int]) -> list[int]:
-        """Return the largest of each number over all ranks that were started together."""
         return self.process_groups.largest(numbers, self.process_groups.original) if self.size > 1 else list(numbers)
 
     # --- Which rank is where ------------------------------------------------------------------------------------------
@@ -245,7 +244,7 @@ class ParallelState:
 
     @property
     def share(self) -> tuple[int, int] | None:
-        """Return index and number of this rank's share of a sharded model; None if it exchanges none."""
+        """Return index and number of this rank's share of a sharded model; None without one, or without exchanges."""
         if not self.is_sharded or (self.is_synchronous and self.registration is None and self.control is None):
             return None
         return self.members.index(self.rank) % self.shards, self.shards
@@ -427,7 +426,7 @@ class ParallelState:
         return self.process_groups.broadcast_text(text, self.process_groups.original)
 
     def broadcast_from_recorder(self, tree: Any) -> Any:
-        """Return the recorder's tree of plain values and tensors on every live rank; its own if the recorder has died.
+        """Return the recorder's tree of plain values and tensors on all live ranks; each its own if that one has died.
 
         Each byte is sent as a number: the tree should be small.
         """

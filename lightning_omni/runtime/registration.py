@@ -143,7 +143,7 @@ class GroupRegistration:
 
 
 def ask_for_all(broadcast_text: Callable[[str], str], asks: bool, ask: Callable[[], Any]) -> Any:
-    """Return the answer to rank 0's request, or raise its refusal, on all ranks of a group.
+    """Return the answer to rank 0's request on all ranks of a group; raise its error, elsewhere a ConnectionLost.
 
     ``asks`` is true on rank 0, whose ``ask`` returns plain values.
     """

@@ -1,4 +1,4 @@
-"""A group's exchanges with the parameter server: the leader sends a request, and the whole group gets the answer."""
+"""A group's exchanges with the server: ranks that exchange send requests, and the whole group gets the answers."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class ServerStore:
         return whole
 
     def seed(self, parts: Sequence[dict[str, Any]]) -> None:
-        """Send weights and optimizers to the servers, to each its share. The recorder calls it.
+        """Send weights and optimizers to the servers, to each its share. Ranks call it if `World.owns_state`.
 
         ``parts`` are those of `Snapshots.seed`.
         """
@@ -173,8 +173,8 @@ class Traffic:
     """The time and the bytes of all exchanges of a run so far; ``clock`` is that of the device of the weights.
 
     Attributes:
-        moved: bytes of tensors to and from the server or other groups; only a leader moves any.
-        shared: the part of them that leader and server passed in shared memory.
+        moved: bytes of tensors to and from the server or other groups; only ranks that exchange move any.
+        shared: the part of them that rank and server passed in shared memory.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -201,7 +201,7 @@ class ServerExchange:
     """A rank's exchanges with the server and with other groups. Every rank of a group makes the same calls.
 
     Attributes:
-        synchronizations: synchronization points since this rank joined the server.
+        synchronizations: number of the run's next collective of all live ranks.
     """
 
     def __init__(self, parallel: ParallelState) -> None:

@@ -197,7 +197,7 @@ class RunServer:
     def stop(self, has_failed: bool = False) -> None:
         """End the embedded servers, and wait for them and for those that were dismissed.
 
-        If this rank has failed, its further servers continue.
+        If a rank other than 0 has failed, its further servers continue.
         """
         if self._keeper is not None:
             self._keeper.stop()
@@ -218,7 +218,7 @@ class RunServer:
         self._shares, self._dismissed, self._failure = {}, [], None
 
     def find(self, broadcast_text: Callable[[str], str]) -> tuple[str, bytes, str]:
-        """Return address, key and a name for the run, which rank 0 sends to all.
+        """Return address, key and a name for the run, which rank 0 sends to all, except a key that they have.
 
         Raises:
             ConfigurationError: there is no server, and none could be started.
@@ -315,7 +315,6 @@ class RunServer:
 
 
 def _foreign(value: Method | WireFormat | Transport) -> tuple[str, ...]:
-    """Return the class that the server must import for a value; empty if it is one of this package."""
     kind = type(value)
     return () if kind.__module__.startswith("lightning_omni.") else (class_path(kind),)
 

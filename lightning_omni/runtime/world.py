@@ -63,10 +63,10 @@ class World(ParallelState):
     """The compute groups of a run, as seen from this rank. Create it after ``torch.distributed.init_process_group``.
 
     With Lightning, use `OmniStrategy`. A loop needs `wrap`, `training`, `enter_world`, `enter_compute` and perhaps
-    `regroup`; the other methods are for `OmniStrategy`.
+    `regroup` or `attach_head`; the other methods are for `OmniStrategy`.
 
     Args:
-        groups: number of compute groups, or None for one group per node.
+        groups: number of compute groups; None takes that of ``options``, by default one per node.
         device: device of the model's weights. By default the CPU, or with NCCL the current GPU
             (``torch.cuda.set_device``).
         options: all other settings; ``groups`` overrides their ``groups``.
@@ -140,7 +140,7 @@ class World(ParallelState):
             self.server.dismiss()
 
     def check_method(self, groups: int) -> None:
-        """Raise an error unless the method allows this number of groups and the server can import its class."""
+        """Raise an error unless the method allows so many groups, and the server can import it and the format."""
         self.method.check(groups)
         for name, kind in (("method", type(self.method)), ("wire_format", type(self.core.wire_format))):
             if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
@@ -320,7 +320,7 @@ class World(ParallelState):
             raise closed
 
     def _wait_for_all(self, what: str) -> None:
-        """Wait for all ranks of a loop where groups are synchronized; one that calls something else is named."""
+        """Wait for all ranks of a loop where groups are synchronized; an error names one that calls something else."""
         if self.executor.exchanges and not self.is_computing:
             self.process_groups.live.contribute(what, b"")
 
@@ -394,7 +394,7 @@ class World(ParallelState):
             take_from_rank_zero(named for part in self.parts for named in part.replica.parameters.items())
 
     def check_step(self) -> None:
-        """Raise `ConfigurationError` if a loop without Lightning steps between `enter_world` and `enter_compute`."""
+        """Count a step; raise `ConfigurationError` if a loop without Lightning makes it after `enter_world`."""
         if self._leaving is not None:
             self._leaving.steps += 1
             if self._leaving.steps == 1 and self._samplers is not None:
@@ -486,7 +486,7 @@ class World(ParallelState):
         Tensors that no optimizer moves become the same on all ranks: running statistics and the parameters of a
         `torch.optim.swa_utils.AveragedModel` are averaged over the groups; other buffers, and other parameters that
         were written, become rank 0's. Groups with weights of their own get these back in `enter_compute`. If any rank
-        ``wants_stop``, ``on_stop`` is called on all.
+        of several groups ``wants_stop``, ``on_stop`` is called on all.
 
         Args:
             module: the model, with all that belongs to it (its average, for example); with None each group keeps its

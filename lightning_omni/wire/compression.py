@@ -38,7 +38,7 @@ __all__ = [
 # --- Averages inside a group: exact, rounded, or as products of thin matrices -----------------------------------------
 
 # Like a wire format, an all-reduce format is a frozen value. It defines how the members of one group form one gradient,
-# and nothing about exchanges between groups. This module contains the arithmetic alone: `AllReduce.average` yields each
+# and nothing about exchanges between groups. This section has the arithmetic alone: `AllReduce.average` yields each
 # tensor to average over the members, and is sent the mean. The caller computes the mean: torch.distributed between
 # ranks, or the identity where a simulator has computed the whole group's gradient.
 #
@@ -218,7 +218,7 @@ def run_through(steps: Steps, mean: Callable[[Tensor], Tensor]) -> None:
 
 
 def _remembered(unsent: Unsent | None, gradient: Tensor, columns: int, dtype: torch.dtype) -> Unsent:
-    """Return a parameter's memory; a factor of another shape is drawn again, equally on all members."""
+    """Return a parameter's memory; a factor of another shape or device is drawn again, equally on all members."""
     width = gradient[0].numel()
     if unsent is not None and unsent.factor.shape == (width, columns) and unsent.factor.device == gradient.device:
         return unsent

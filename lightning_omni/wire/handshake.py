@@ -2,7 +2,7 @@
 
 Rule 1: a rank proves that it holds the run's key with a MAC over both nonces; the server proves the same in return.
 Rule 2: a process without the key learns nothing but version and nonces.
-Rule 3: the key is never sent. Every other secret is derived from it for one purpose, and is never sent.
+Rule 3: no message holds the key, or another secret. Each of these is derived from it for one purpose.
 Rule 4: a data connection is opened by a proof over fresh nonces with a key of that rank's process alone, so that
 overheard bytes open nothing.
 """
@@ -72,7 +72,7 @@ def join(request: Request, key: bytes, hello: Hello, where: str = "") -> tuple[W
         The server's welcome, and the secret that opens this rank's data connection.
 
     Raises:
-        Refused: the server does not hold the key.
+        Refused: the server refuses this rank, or does not hold the key.
     """
     welcome, challenge = _prove(request, key, hello, (Challenge, Proof, Welcome), _other_server(where))
     return welcome, session_key(key, hello, challenge)

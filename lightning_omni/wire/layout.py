@@ -80,7 +80,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
         return tuple(prod(shape[axis + 1 :]) for axis, _ in enumerate(shape))
 
     def part(self, where: tuple[int, int] | None) -> TensorSpec:
-        """Return a range of this entry's elements; None for all of them."""
+        """Return a range of this entry's elements, or all if ``where`` is None."""
         if where is None:
             return self
         begin = self.range[0] if self.range is not None else 0
@@ -191,7 +191,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return self._pieces[of][number]
 
     def fragment(self, number: int | None, of: int) -> Layout:
-        """Return the layout of one of ``of`` fragments, whose entries are whole ones and ranges; this one for None.
+        """Return the layout of one of ``of`` fragments, of whole entries and ranges; this one if the number is None.
 
         Example:
             >>> [spec.range for spec in Layout.of({"w": torch.ones(6), "b": torch.ones(2)}).fragment(1, of=2).specs]
@@ -272,7 +272,7 @@ def spec_of(name: str, tensor: Tensor) -> TensorSpec:
 # Rule 3: a change that cannot be followed is refused before anything has changed.
 
 MOST_STRUCTURES = 4096
-"""The most changes between two formings of groups."""
+"""The most structures of an optimizer between two formings of groups."""
 MOST_GROUPS = 1 << 16
 """The most parameter groups of an optimizer."""
 

@@ -89,7 +89,7 @@ class Progress:
 
         Args:
             frequency: batches between two steps of the schedule.
-            steps: optimizer steps since the start of the epoch; if negative, so is the result, as if the last epoch
+            steps: optimizer steps since the start of the epoch; negative ones lead back into the last epoch, as if it
                 were like this one.
 
         Example:

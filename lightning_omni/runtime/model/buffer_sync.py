@@ -1,8 +1,9 @@
 """Tensors that no optimizer moves (buffers, frozen parameters, averages), and their merge where groups synchronize.
 
-Inside an epoch they are each group's own. Running statistics of normalization layers become the mean over the groups,
-without a group in which they are not finite. All others become those of the recorder's group, as under DDP those of
-rank 0: a mean of two queues, two codebooks or two vectors of unit length has no meaning.
+Inside an epoch they are each group's own. Running statistics of normalization layers, and averages of weights, become
+the mean over the groups, without a group in which they are not finite; counts of batches become the largest.
+All others become those of the recorder's group, as under DDP those of rank 0: a mean of two queues, two codebooks or
+two vectors of unit length has no meaning.
 """
 
 from __future__ import annotations

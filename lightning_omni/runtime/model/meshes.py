@@ -23,8 +23,8 @@ DATA, TENSOR = "data_parallel", "tensor_parallel"
 class FSDP:
     """The settings of fully sharded data parallelism inside each compute group (torch's ``fully_shard``).
 
-    Every rank of a group holds and exchanges a shard, with rows of every parameter; no rank ever has the whole model:
-    see :doc:`/how-to/large-models`.
+    Every rank of a group holds a shard, with rows of every parameter; those of the first replica exchange theirs. No
+    rank trains with the whole model: see :doc:`/how-to/large-models`.
 
     Args:
         shards: number of ranks that hold one replica of the model together, 2 or more. A group has one or more
@@ -61,7 +61,7 @@ class ModelParallel:
     """The settings of Lightning's ModelParallelStrategy for each compute group: FSDP2 and tensor parallelism inside it.
 
     Args:
-        data_parallel_size: ranks of the group that get samples of their own; ``"auto"`` is the number of its nodes.
+        data_parallel_size: ranks of a replica that get samples of their own; ``"auto"`` is the group's number of nodes.
         tensor_parallel_size: ranks that compute one batch together; ``"auto"`` is the group's ranks on each node.
         distributed_checkpoint: whether each rank writes its shard of a checkpoint, as with `FSDP`.
 

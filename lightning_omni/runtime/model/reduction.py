@@ -2,8 +2,8 @@
 
 DDP calls a communication hook for each bucket of gradients. The hook averages the format's messages by
 `torch.distributed.all_reduce` at once, so that the order of collectives is the same on all ranks, also with
-SyncBatchNorm's in between. On a CUDA device they have a stream of their own; on a CPU the backward pass waits for all
-but the last bucket, which `Reduction.seconds` counts.
+SyncBatchNorm's in between. On a CUDA device they have a stream of their own; on a CPU the backward pass waits for them,
+which `Reduction.seconds` counts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Reduction:
 
     Attributes:
         format: the all-reduce format of modules that are wrapped next.
-        seconds: seconds of collectives on a CPU so far.
+        seconds: seconds of averages in an inexact format on a CPU so far.
         memory: this rank's memory of the format, by parameter.
     """
 

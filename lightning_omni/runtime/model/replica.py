@@ -38,7 +38,7 @@ _FEW = 1 << 12
 class ModelReplica(Replica):
     """The parameters of one optimizer on this rank, by name and in the optimizer's order.
 
-    With ``is_shared``, the group's members hold them together, and each exchanges its part.
+    With ``is_shared``, several ranks hold them together, each a part.
 
     Attributes:
         ever_held: these parameters, including those that the optimizer has released.
@@ -84,7 +84,7 @@ class ModelReplica(Replica):
         return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)
 
     def sharded(self, tree: Any) -> Any:
-        """Return a tree of this rank's parts as tensors, sharded as their parameters. The whole group calls it."""
+        """Return a tree of this rank's parts as tensors, sharded as their parameters; see `like`."""
 
         def part(value: Any, index: int | None) -> Any:
             return value if index is None or not isinstance(value, Tensor) else like(value, self.ordered[index])
@@ -299,7 +299,7 @@ class Part:
     handed: Memory | None = None
     """Memory for an encoded answer and its prefix, which a leader broadcasts to its group."""
     spare: Tensor | None = None
-    """Memory that replaces ``into`` while an exchange is in flight."""
+    """A second ``into``; each exchange that overlaps computation swaps the two."""
     split: Partition | None = None
     """The division of its parameters over the servers, at the last exchange."""
     staleness: Counter[int] = field(default_factory=Counter)

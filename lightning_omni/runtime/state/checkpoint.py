@@ -269,11 +269,11 @@ class RunCheckpoint:
         cut: the moment of the server at which it was saved.
         samples: samples in the dataset, without padding; 0 if the data were not leased.
         progress: progress in samples and steps; None if the data were not leased.
-        method: how groups exchanged, as plain data; None, as are all that follow, if only weights were saved.
+        method: how groups exchanged, as plain data; None, and the next three empty, with one group or weights alone.
         parameters: names of the parameters of each optimizer.
         server: state of the method's server side, for each optimizer.
         states: each group's own state: memory and senders for each optimizer and, where optimizers step at the workers,
-            weights and optimizer state. Empty if several groups were training.
+            weights and optimizer state. Empty if they were training.
         schedules: for each scheduler, its count, and its count if it had kept pace; nothing for one that counts no
             steps.
         folder: the folder with the tensors of ``server`` and ``states``; None if these contain them.
@@ -339,7 +339,7 @@ class RunCheckpoint:
 
 @dataclass(frozen=True)
 class RollbackPoint:
-    """The state to which a run in one group is rolled back when it has diverged with a chosen setting.
+    """The state to which a run is rolled back, in one group, after divergence or a trial.
 
     Hyperparameters are not rolled back.
 
@@ -374,7 +374,7 @@ class RollbackPoint:
 
     @torch.no_grad()
     def keep_weights(self) -> None:
-        """Replace weights and buffers by the present ones.
+        """Replace the kept weights and buffers by the present ones.
 
         Optimizer states stay: while several groups train, the present ones are at the server or differ between groups.
         """

@@ -91,7 +91,7 @@ class StateTransfer:
     # --- Groups are formed -------------------------------------------------------------------------------------------
 
     def hand_out(self) -> None:
-        """Send the run's state to the server, and to each group its own, when several groups begin to train."""
+        """Send the run's state to the server, and restore this group's own, when several groups begin to train."""
         self.seed()
         states, group = self._resumed.states, self._parallel.group
         in_order = [states[number] for number in sorted(states)]  # numbers may have had gaps, where groups had died
@@ -139,7 +139,7 @@ class StateTransfer:
     # --- To the server and back ---------------------------------------------------------------------------------------
 
     def seed(self) -> None:
-        """Send the recorder's weights and optimizer states to the server, and clear every rank's own state."""
+        """Send the recorder's weights to the server, and states of optimizers that step there; all ranks clear them."""
         if self._parallel.owns_state:
             parts = [
                 {
@@ -291,9 +291,9 @@ class StateTransfer:
                 load_state(optimizer, self.whole(optimizer, snapshot.parts))
 
     def gathered(self, snapshot: ServerSnapshot) -> ServerSnapshot:
-        """Return the `sharded` state, without weights, of the recorder's group, merged on the recorder's CPU.
+        """Return a snapshot from `sharded`, without weights, merged on the recorder's CPU.
 
-        All members of the group call it; on the others None replaces sharded tensors.
+        All ranks of its replica call it; on the others None replaces sharded tensors.
         """
         parts = [
             {**theirs, "weights": dict.fromkeys(theirs["weights"]), "method": part.replica.sharded(theirs["method"])}
@@ -309,7 +309,7 @@ class StateTransfer:
         return ServerSnapshot(snapshot.cut, whole(in_order(parts), keeps), whole(groups, keeps))
 
     def sharded(self, snapshot: ServerSnapshot) -> ServerSnapshot:
-        """Return a snapshot of this member of the recorder's group, its tensors sharded as their parameters."""
+        """Return a snapshot of this rank of the recorder's replica, its tensors sharded as their parameters."""
         parts = []
         for part, theirs in zip(self._parallel.parts, snapshot.parts, strict=True):
             weights = part.replica.sharded(list(theirs["weights"].values()))
@@ -331,7 +331,7 @@ class StateTransfer:
         return state
 
     def _share(self, parts: Sequence[Part]) -> None:
-        """Load the optimizer state of a new group's first replica into its members."""
+        """Load the optimizer state of a group's first replica into the others."""
         if self._parallel.replicas == 1:
             return
         for part in parts:
@@ -355,7 +355,7 @@ class Residuals:
         self._parallel = parallel
 
     def saved(self, index: int) -> dict[str, Any]:
-        """Return the leader's sender memory of one optimizer, for a checkpoint; empty if its format has none."""
+        """Return this rank's sender memory of one optimizer, for a checkpoint; empty if the wire format has none."""
         if not self._parallel.core.wire_format.pushes.is_stateful:
             return {}
         state = dict(self._parallel.core.sender_state(index))

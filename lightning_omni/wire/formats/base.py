@@ -101,7 +101,7 @@ class Encoded(NamedTuple):
 
     Attributes:
         payload: uint8, on the CPU.
-        present: for each parameter, whether the payload contains anything of it.
+        present: for each parameter, whether it had a tensor.
         state: the sender's state once the server has applied the push.
     """
 

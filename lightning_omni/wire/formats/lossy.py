@@ -20,18 +20,18 @@ from lightning_omni.wire.formats.base import RESIDUAL, Encoded, Memory, State, W
 from lightning_omni.wire.layout import Layout
 
 AT_ONCE = 1 << 22
-"""Elements that are encoded at once: with what `Lossy.compress` needs beside, some chunks of `Raw`."""
+"""About how many elements are encoded at once, unless `Lossy.unit` is 0: it bounds the memory of temporary tensors."""
 
 
 class Lossy(WireFormat, frozen=True, kw_only=True):
-    """A format that encodes the same elements in fewer bytes.
+    """A format that encodes elements in fewer bytes, approximately.
 
     A subclass encodes one run of real elements, in float32, or in float64 if one of the tensors has that dtype. A
     complex element counts as two real ones.
 
     Attributes:
-        unit: a run may be cut at its multiples, to save memory: the tensors of `compress` for the parts are together
-            those for the whole. 0 if it may not.
+        unit: number of elements at whose multiples a run may be cut, to save memory: the tensors of `compress` for the
+            parts are together those for the whole. 0 if it may not be cut.
     """
 
     @property
@@ -124,7 +124,7 @@ def _like(numbers: Tensor, tensor: Tensor) -> Tensor:
 class Int8(Lossy, frozen=True, kw_only=True, tag="int8"):
     """A format of one byte for each element, and a scale for each block of them.
 
-    A block's scale is its largest magnitude over 127, so the error of each element is at most half a scale.
+    A block's scale is about its largest magnitude over 127; the error of each element is at most half a scale.
 
     Args:
         block: number of elements that share a scale, 8 or more.

@@ -73,7 +73,7 @@ _decoders = {
 
 
 def decode(data: bytes | memoryview, *, at: str, channel: Channel) -> Any:
-    """Decode a message to a rank, or between leaders; `router` has the table of those that a server receives.
+    """Decode a message to a rank, or between leaders; `lightning_omni.server.router` has those that a server receives.
 
     Args:
         data: one encoded message.

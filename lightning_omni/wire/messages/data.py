@@ -21,7 +21,7 @@ class EpochPlan(msgspec.Struct, frozen=True, kw_only=True):
         total: length of the epoch's permutation (samples, padded as by DistributedSampler).
         batch_size: samples in one rank's batch.
         ranks_per_batch: ranks of a group that compute on the same samples together.
-        budget: positions to train, at most ``total``.
+        budget: positions to train, with those ``trained`` before, at most ``total``.
         validate_every: distance of validations inside the epoch; 0 for none.
         validate_offset: positions that count towards the first of them already.
         trained: ranges that a resumed run had trained before.

@@ -49,7 +49,7 @@ class Welcome(Message, frozen=True, kw_only=True):
     Attributes:
         mac: proof that the server holds the key, too.
         data_port: port of the data socket on the same host; 0 for a file beside the control socket's.
-        heartbeat_timeout: seconds of silence after which a rank counts as dead.
+        heartbeat_timeout: seconds of silence after which the server counts as dead; for ranks, see `ServerDescription`.
         reconnect_timeout: seconds for which a rank must look for a lost server; 0 if no other will continue.
         started_at_ms: start of the server in milliseconds, which tells successive servers at one address apart; 0 if
             none continues.
@@ -126,7 +126,7 @@ class FormGroups(Message, frozen=True, kw_only=True):
         names: names of the groups; empty for their numbers.
         overlap: whether exchanges overlap computation; the server only records it.
         by_member: whether a group's first members exchange a share each with the server of the same number, instead of
-            the leader all of them. A group's size is then a multiple of their number.
+            the leader all of them. A group's size is then a multiple of the number of servers.
     """
 
     generation: int
@@ -188,8 +188,8 @@ class GroupRegistered(Message, frozen=True, kw_only=True):
     Attributes:
         first: number of the group's first rank; the others' follow. -1 while another group is about to begin the run:
             repeat the request.
-        announced: ranks of the group that has begun the run, whose batch is the reference batch; 0 if this group must
-            begin it.
+        announced: ranks of the group that has begun the run, whose batch is the reference batch; 0 before:
+            the group whose ``first`` is 0 must begin it.
         silence: seconds without a sign of life after which the server may end the group's connections; 0 for never.
     """
 

@@ -1,6 +1,6 @@
 """Messages between servers that hold a partition of the parameters each; see `lightning_omni.server.replication`.
 
-Rule 1: one server coordinates, and the others communicate only with it.
+Rule 1: one server coordinates, and the others communicate with no further server.
 Rule 2: every server executes the coordinating server's commands in the order in which they were sent.
 """
 

@@ -54,7 +54,7 @@ class GroupStatus(msgspec.Struct, frozen=True):
 
 
 class Status(Message, frozen=True, kw_only=True):
-    """The status of the run. It answers every heartbeat, and is sent unrequested when groups have been formed.
+    """The status of the run. It answers every heartbeat, and is sent unrequested when groups are formed or join.
 
     Attributes:
         sent: value from the heartbeat; 0 answers `AskStatus`, a negative number no request.

@@ -28,7 +28,7 @@ class WeightsUploaded(Message, frozen=True, kw_only=True):
 
 
 class Restructure(Message, frozen=True, kw_only=True):
-    """A change of a group's optimizer to other parameter groups, or more parameters; see `read_structure`."""
+    """A change of a group's optimizer: other parameter groups, or more parameters; see `wire.layout.read_structure`."""
 
     optimizer: int
     packed: Packed
@@ -53,7 +53,7 @@ class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
         note: a number for the method.
         pull: whether the answer must contain tensors.
         epoch: the epoch, -1 if its data is not leased.
-        trained: group batches of the epoch that are trained with this push.
+        trained: number of the group's batches of the epoch that are trained so far, those of this push included.
         incarnation: the group's incarnation; pushes of an earlier one are refused.
         sequence: number of this incarnation's push to this optimizer, from 1, each applied once; 0 where nothing is
             sent: at a merged head, in a replay.
@@ -114,7 +114,7 @@ class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
 class AverageMessage(Message, tag="Average", frozen=True, kw_only=True):
     """A group's own weights, answered by the mean over all groups once all have arrived.
 
-    ``absent`` parameters are frozen here and at the server, and not in the payload.
+    ``absent`` parameters are frozen, equal the server's, and are not in the payload.
     """
 
     optimizer: int
@@ -141,7 +141,7 @@ class Weights(Message, frozen=True, kw_only=True):
         repeated: whether the push had been counted before; then these are the master weights.
         progress: positions of the epoch trained by all groups.
         stop: as in `LeaveEpoch`.
-        validations: complete validations, as counted by `ClaimValidation`.
+        validations: complete validations, as in `Validations`.
         groups: participating groups, if groups join the run on their own; otherwise 0.
     """
 
@@ -197,7 +197,7 @@ class HeadBackward(Message, frozen=True, kw_only=True):
         hyperparameters: as in `PushMessage`, of the parameter groups that hold weights of the head.
         scale: factor for the gradients of the head's weights.
         clip: largest norm or magnitude of these; 0 clips nothing.
-        trained: as in `PushMessage`, with this batch; the push of the body reports it.
+        trained: as in `PushMessage`, with this batch, which only the push of the body counts.
     """
 
     optimizer: int
