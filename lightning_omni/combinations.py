@@ -1,4 +1,4 @@
-"""The table of pairs of features that do not work together. Every refusal of a pair reads it.
+"""The table of pairs of features and traits that do not work together. Every refusal of one reads it.
 
 A pair that would need code of its own is refused at construction, with a remedy.
 """

@@ -1,14 +1,14 @@
-"""Every error that lightning-omni raises, as one tree, and the words of errors.
+"""The package's own errors, as one tree, and the words of errors.
 
     OmniError
-    ├── ConfigurationError (also a ValueError)   an argument is wrong; nothing was started
+    ├── ConfigurationError (also a ValueError)   an argument is wrong
     │   ├── UnknownArgument (also a TypeError)   no argument has that name
     │   └── UnsupportedError                     a feature that asynchronous training cannot serve
     ├── ConnectionLost                           the parameter server cannot be reached, or has exited
     ├── ProtocolError                            a message broke the protocol
     │   ├── MalformedMessage                     ... it could not be read
     │   └── Refused                              ... the other side refused it; ``code`` is the reason
-    ├── RankLost                                 this rank's group was evicted, or the run is over
+    ├── RankLost                                 this rank's group was evicted or cannot go on, or the run is over
     │   └── Evicted                              ... the run continues, and the group may rejoin as a new one
     ├── CollectiveMismatch                       ranks called different collectives
     └── NonFiniteGradients                       gradients stayed NaN or infinite for too long
@@ -31,7 +31,7 @@ class ConfigurationError(OmniError, ValueError):
 
 
 class UnknownArgument(ConfigurationError, TypeError):
-    """An argument of an unknown name. The message has the most similar name."""
+    """An argument of an unknown name. The message has the name or value to pass, or all names."""
 
 
 class UnsupportedError(ConfigurationError):
@@ -51,7 +51,7 @@ class MalformedMessage(ProtocolError):
 
 
 class Refused(ProtocolError):
-    """A request that the server refused.
+    """A request that the other process refused.
 
     Attributes:
         code: the reason for programs (``"version"``, ``"fingerprint"``, ``"key"``, ...).
@@ -63,11 +63,11 @@ class Refused(ProtocolError):
 
 
 class RankLost(OmniError):
-    """The eviction of this rank after a member of its compute group died, or the end of the run."""
+    """The end of this rank's run: its group was evicted or cannot go on, or the run is over."""
 
 
 class Evicted(RankLost):
-    """The eviction of this rank's group after one of its ranks was silent or exited; it may rejoin as a new group."""
+    """The eviction of this rank's group after silence, a stall or a death; it may rejoin as a new group."""
 
 
 class CollectiveMismatch(OmniError):
@@ -86,7 +86,7 @@ def describe(error: BaseException) -> str:
 
 
 INTERRUPTED = "was interrupted (Ctrl-C)"
-"""The ending of a rank that ends by a KeyboardInterrupt, which a terminal sends to all ranks."""
+"""The `end_reason` of a KeyboardInterrupt, which a terminal sends to all ranks."""
 
 
 def end_reason(error: BaseException) -> str:
@@ -117,7 +117,7 @@ def is_failure_reason(reason: str) -> bool:
 # --- Text from outside ------------------------------------------------------------------------------------------------
 
 LONGEST = 200
-"""The most characters of a quoted text."""
+"""The most characters that are quoted of a text."""
 
 
 def quoted(text: str) -> str:

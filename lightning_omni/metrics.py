@@ -71,8 +71,8 @@ class RunReport:
         group_size: ranks in the largest of them.
         refused: pushes refused because they were not finite.
         ranks_lost: ranks that were lost during the run.
-        bytes_per_step: bytes of tensors that rank 0's group exchanged with the server, in both directions, per batch;
-            with gossip, those that it sent to other groups and read from them.
+        bytes_per_step: bytes of tensors that this rank exchanged for its group with the server, in both directions, per
+            batch; with gossip, those that it sent to other groups and read from them.
         head_time: recent seconds of one exclusive access to the merged head; 0 if there is none.
         serve_time: recent seconds of the server itself for one push; 0 if there are none.
     """

@@ -1,6 +1,6 @@
-"""The colours of all plots, one for each meaning, and their files.
+"""The colours of all plots, by meaning, and their files.
 
-The origins of settings have the colours of Okabe and Ito, methods and the parts of a step those of Tol, all
+Most are those of Okabe and Ito (the origins of settings) and of Tol (methods and the parts of a step), which are
 distinguishable with colour blindness. Numbers (of groups, learning rates) are shades of viridis.
 """
 
@@ -18,7 +18,7 @@ from lightning_omni.errors import ConfigurationError
 EXPECTED = "#0072b2"
 """A model's predictions."""
 PROPORTIONAL = "#e69f00"
-"""Predictions with batches in proportion to speeds; and faster settings that are only proposed."""
+"""Predictions with batches in proportion to speeds."""
 MEASURED = "#009e73"
 """Measurements in training."""
 CHOSEN = "#d55e00"
@@ -28,7 +28,7 @@ YOURS = "#aa4499"
 GREY = "#767676"
 """All other meanings."""
 FAINT = "#c8c8c8"
-"""Settings that were tried and rejected."""
+"""Training losses."""
 
 QUANTITY = "cividis"
 """Colour map of a time or a staleness, shown with a colour bar."""

@@ -65,6 +65,10 @@ class Registry(Generic[Kind]):
         ]
         return f"{plain['name']}:{','.join(settings)}" if settings else str(plain["name"])
 
+    def text_of_wire(self, plain: Mapping[str, Any]) -> str:
+        """Return the text of `text_of` for plain data; the name alone if this process does not know the kind."""
+        return self.text_of(self.from_wire(plain)) if plain["name"] in self.known else str(plain["name"])
+
     def checked(self, value: Kind) -> Kind:
         """Return the value after a check of its settings' types, which msgspec omits at construction."""
         try:

@@ -14,7 +14,7 @@ from lightning_omni.checks import counted
 from lightning_omni.errors import ConfigurationError
 
 RECORDER = 0
-"""The rank that acts for the run: it forms groups, sends the initial weights, logs and saves."""
+"""The rank that acts for a run of ranks started together: it forms groups, sends initial weights, logs and saves."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class GroupId:
     Group numbers are array indices and are reused.
 
     Attributes:
-        name: constant for as long as a group uses it, through all regrouping; by default the group's number.
+        name: by default the group's number; living groups have different names.
         incarnation: grows whenever groups are formed, and whenever one joins. 0 before any.
 
     Example:
@@ -44,7 +44,7 @@ class Topology:
     """A partition of ranks into compute groups.
 
     Ranks of one group train synchronously; the groups are asynchronous to each other. The first rank of a group is its
-    *leader*, the only one that exchanges tensors with the parameter server.
+    *leader*, the only one that exchanges tensors with the parameter server unless the model is sharded.
 
     Attributes:
         groups: the ranks of each group, in ascending order. An evicted group keeps its index as an empty tuple, so that

@@ -55,9 +55,9 @@ class Trace:
     - ``steps``: its local steps, each of one batch.
 
     One row of `steps` is one local step of a group, in the order of their ends: ``group``, ``time`` (its end),
-    ``seconds`` (since the end of the step before, without waits for other groups between two epochs) and ``exchange``
-    (the seconds of these after its gradient was computed). One row of `work` is one rank's part of one step: ``rank``,
-    ``samples`` and ``seconds`` (its own forward and backward pass, without waits).
+    ``seconds`` (since its computation began) and ``exchange`` (the seconds of these after its gradient was computed).
+    One row of `work` is one rank's part of one step: ``rank``, ``samples`` and ``seconds`` (its own forward and
+    backward pass, without waits).
 
     Args:
         rows: the columns.
@@ -65,7 +65,7 @@ class Trace:
         updates: updates in the run.
         seconds: length of the run.
         ended: reason for its end: ``"max_updates"``, ``"max_epochs"``, ``"max_seconds"``, ``"target"``,
-            ``"interrupted"``, ``"stopped"``, or ``"lost: ..."`` or ``"diverged: ..."`` with details.
+            ``"interrupted"``, ``"stopped"``, ``"recorded"`` (by a server), or ``"lost: ..."`` or ``"diverged: ..."``.
         meta: the run's settings as plain values.
         weights: the final weights by name.
         useful_seconds: time in which ranks computed gradients that were pushed, summed over all ranks; NaN if not
@@ -318,7 +318,7 @@ _MANY_TIMES = 3
 def plot_comparison(
     traces: Mapping[str, Trace], path: str | Path, title: str = "", target: tuple[str, float] | None = None
 ) -> None:
-    """Draw several runs into one figure: each metric, or else the training loss, over time and over updates.
+    """Draw several runs over time and updates: four metrics at most, and the training loss if none is ``"loss"``.
 
     Args:
         traces: the runs by name; a method's name sets the colour.

@@ -230,6 +230,18 @@ def test_compare_overlaps_what_it_can_and_says_which_methods_ran_without(
     assert "--overlap and method=LocalSGD" in refusal(capsys, "simulate", "--method", "local_sgd", "--overlap")
 
 
+def test_options_that_the_groups_leave_without_effect_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--rebalance", "auto", "--all-reduce", "bf16", "--compression", "int8", "--update-seconds", "1ms")
+    for groups, unused in (("4", "--rebalance and --all-reduce"), ("1", "--compression and --update-seconds")):
+        command = ["simulate", "--groups", groups, *SHARED, "--updates", "2", "--no-picture", "--out", str(tmp_path)]
+        assert main([*command, *options]) == 0
+        assert f"without effect: {unused}, because" in capsys.readouterr().out
+        assert main(command) == 0
+        assert "without effect" not in capsys.readouterr().out
+
+
 def test_one_seed_gives_one_file(tmp_path: Path) -> None:
     for folder, seed in (("one", "3"), ("same", "3"), ("other", "4")):
         command = ["simulate", *SHARED, "--jitter", "exponential", "--seed", seed, "--no-picture"]
@@ -353,6 +365,7 @@ def test_wrong_workloads_are_told(workload: str, capsys: pytest.CaptureFixture[s
         (("--target", "accuracy=nan"), "--target accuracy=nan: pass a metric and its value, as in accuracy=0.9"),
         (("--target", "accuracy=inf"), "--target accuracy=inf: pass a metric and its value"),
         (("--seed=-1",), "--seed -1: pass a whole number from 0 up"),
+        (("--head-seconds-per-sample", "1ms"), "--head-seconds-per-sample 1ms: it is of a merged head"),
     ],
 )
 def test_wrong_settings_are_one_line_with_the_remedy(

@@ -226,6 +226,15 @@ MISTAKES = {f"mistakes, {each}": {"mistake in": each} for each in ("async_sgd", 
 BESIDE = {f"beside, {each}": {"beside": each} for each in ("async_sgd", "local_sgd:period=4")}
 UNLIKE = {f"unlike, {each}": {"unlike": each} for each in ("a layer", "an optimizer", "a class", "an order")}
 LAID = {"not contiguous": {"laid": "async_sgd"}}
+WRONG_NODES = {"no nodes": "[3, -1]", "a number of nodes": "2"}
+UNLIKE_SETTINGS = {
+    "other groups": "setting groups is 2 on rank 1, and 1 on rank 0",
+    "another method": "setting method is LocalSGD(period=4, ",
+    "another compression": "setting compression=Compression(all_reduce=) is RoundedBF16() on rank 1, and Exact() on",
+    "other exchanges": "setting overlap is True on rank 1, and False on rank 0",
+    "another server": "setting server is 'tcp://127.0.0.1:5555' on rank 1, and None on rank 0",
+}
+MISPLACED = {"LIGHTNING_OMNI_GROUPS": "2", "LIGHTNING_OMNI_METHOD": "hardsync"}
 FORGOTTEN = {
     f"no OmniOptimizer steps, {each}": {"stepped": each}
     for each in ("the optimizer", "one of two", "a stranger", "by hand")
@@ -291,10 +300,14 @@ def changing_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, A
     """What each rank found in loops with more than weights, or with other groups in the middle."""
     loops: dict[str, dict[str, Any]] = {**BESIDE, **LAID, **REGROUPED, **UNLIKE, **FORGOTTEN, **WITHOUT_STEPS}
     loops |= {**THEN_ONE, **SHORT, **THEN_DDP, **DISCARDED, **OUTSIDE, "alone": {"alone": 0}}
+    loops |= {"trains on alone": {"alone": 0, "goes_on": True}, "generated": {"generated": 3}}
+    loops |= {f"repeated, {each}": {"repeated": each} for each in ("async_sgd", "local_sgd:period=1")}
     loops |= {
         **MERGED,
         "forked": {"forked": "of a fork"},
-        **{f"before, {each}": {"before": each} for each in ("nodes", "an option")},
+        **{f"before, {each}": {"before": each} for each in ("nodes", "an option", *WRONG_NODES, *UNLIKE_SETTINGS)},
+        "misplaced": {"misplaced": MISPLACED},
+        **{f"sampled {each}": {"sampled": each} for each in ("inside", "before")},
         **{f"inner, {groups}": {"inner": groups} for groups in (1, 2)},
     }
     return run_loops(tmp_path_factory.mktemp("changing"), loops)
@@ -450,6 +463,28 @@ def test_a_rank_that_synchronizes_alone_ends_the_loop_for_all_and_what_each_call
         assert "rank 1 called the end of training" in each["alone"]
 
 
+def test_a_rank_that_trains_on_alone_where_the_other_ends_is_told_what_each_called(
+    changing_loops: list[dict[str, Any]],
+) -> None:
+    for each in changing_loops:
+        assert "called enter_compute()" in each["trains on alone"]
+        assert "called the end of training" in each["trains on alone"]
+
+
+@pytest.mark.parametrize("method", ["async_sgd", "local_sgd:period=1"])
+def test_of_a_second_world_for_the_same_module_nothing_is_said(
+    changing_loops: list[dict[str, Any]], method: str
+) -> None:
+    """Its steps are no steps outside of the first one's loop."""
+    assert [each[f"repeated, {method}"] for each in changing_loops] == [[], []]
+
+
+def test_a_loop_in_a_generator_that_is_left_ends_as_by_a_break(changing_loops: list[dict[str, Any]]) -> None:
+    one, other = (each["generated"] for each in changing_loops)
+    assert one == other
+    assert one[:2] == [[0, 1, 2, 3], []]
+
+
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_copy_is_the_wrapped_optimizers_and_there_is_none_without_the_state(
     plain_loops: list[dict[str, Any]], name: str
@@ -577,6 +612,36 @@ def test_nodes_that_do_not_add_up_and_options_that_ddp_has_not_are_refused(
         assert each["before, an option"].startswith("TypeError: got an unexpected keyword argument 'find_unused_param")
 
 
+@pytest.mark.parametrize("name", WRONG_NODES)
+def test_what_is_no_list_of_ranks_on_each_node_is_refused(changing_loops: list[dict[str, Any]], name: str) -> None:
+    for each in changing_loops:
+        assert each[f"before, {name}"].startswith(f"ConfigurationError: ranks_per_node={WRONG_NODES[name]}: ")
+
+
+@pytest.mark.parametrize("name", UNLIKE_SETTINGS)
+def test_ranks_with_other_settings_are_refused_by_name_before_they_wait_for_each_other(
+    changing_loops: list[dict[str, Any]], name: str
+) -> None:
+    """They would train different models, or wait until torch's timeout."""
+    for each in changing_loops:
+        assert each[f"before, {name}"].startswith(f"ConfigurationError: the {UNLIKE_SETTINGS[name]}")
+        assert "pass the same on each of them" in each[f"before, {name}"]
+
+
+def test_a_sampler_with_which_each_group_trains_all_samples_is_named(changing_loops: list[dict[str, Any]]) -> None:
+    for name, times in (("sampled inside", 2), ("sampled before", 1)):
+        one, other = (each[name] for each in changing_loops)
+        assert sorted(one["seen"] + other["seen"]) == sorted([*range(16)] * times)
+        assert other["said"] == []
+        assert ["each of the 2 groups trains all samples" in each for each in one["said"]] == [True] * (times == 2)
+
+
+def test_an_environment_variable_that_only_the_strategy_reads_is_named(changing_loops: list[dict[str, Any]]) -> None:
+    one, other = (each["misplaced"] for each in changing_loops)
+    assert other == []
+    assert one[0].startswith("LIGHTNING_OMNI_METHOD in the environment is read by OmniStrategy alone")
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_second_world_inside_a_loop_is_refused_and_the_loop_goes_on(
     changing_loops: list[dict[str, Any]], groups: int
@@ -640,9 +705,17 @@ def left_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]
         "alike after one that ended unlike": {"caught": []},
         "late": {"steps": {"0": 4, "1": 4, "2": 4}},
         "met": {"met": {"0": 3.0, "1": 2.0, "2": 1.0}},
+        "nodes of two sizes": {"local": ["1", "2", "2"]},
+        "hosts without torchrun": {"local": ["", "", ""]},
         "early": {"steps": {"0": 40, "1": 6, "2": 5}},
     }
     return run_loops(tmp_path_factory.mktemp("left"), loops, ranks=3)
+
+
+def test_nodes_may_have_different_numbers_of_ranks_and_all_ranks_count_alike(left_loops: list[dict[str, Any]]) -> None:
+    for each in left_loops:
+        assert each["nodes of two sizes"] == [1, 2]
+        assert "as in ranks_per_node=[1, 1, 1]" in each["hosts without torchrun"]
 
 
 def test_a_loop_that_is_interrupted_in_one_member_of_a_group_and_catches_it_keeps_no_rank_waiting(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from patience import SLOWER
 from pytorch_lightning import Trainer
-from runs import Running
+from runs import Running, run
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_omni as omni
@@ -39,6 +39,15 @@ def test_wrong_arguments_are_refused_at_construction(options: dict[str, Any], wo
         OmniStrategy(**options)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_ranks_with_other_arguments_are_refused_by_name_before_they_wait_for_each_other() -> None:
+    """As on two nodes with different environment variables: one would train its share, and the other all samples."""
+    finished = run("unlike.py", {"arguments": [{"data": "dynamic"}, {"data": "static"}], "servers": 0}, timeout=120)
+    for rank in (0, 1):
+        assert finished.results[rank].startswith("the setting data is 'static' on rank 1, and 'dynamic' on rank 0")
 
 
 def test_more_groups_than_ranks_are_refused_before_any_process_starts() -> None:

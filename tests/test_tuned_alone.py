@@ -10,11 +10,13 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
+from core import Setting, search
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_omni import Compression
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
 from lightning_omni.tuning.callback.pytorch_lightning import OmniTuner
@@ -70,6 +72,43 @@ def tuner_of(**options: Any) -> OmniTuner:
 def run_of(tuner: OmniTuner) -> Any:
     assert tuner._fit is not None
     return tuner._fit.run
+
+
+class Rounded(search.Dimension):
+    """Which format DistributedDataParallel averages in; a dimension of the user's own."""
+
+    name = "rounded"
+    needs_regroup = True
+
+    def axis(self, known: Any) -> list[str]:
+        return ["fp32", "bf16"]
+
+    def current(self, world: Any) -> str:
+        return str(world.reduction.format.__struct_config__.tag)
+
+    def apply(self, world: Any, value: str) -> None:
+        world.reduction.format = Compression(all_reduce=value).all_reduce_format
+
+
+def test_a_dimension_of_the_users_own_is_applied_in_one_group_too() -> None:
+    """The group is formed again for it, in mid-epoch, and every sample is trained once."""
+    tuner, exact, trained = tuner_of(budget=0.0, space={"rounded": Rounded()}), [], []
+
+    class Applies(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            trained.extend(batch[0][:, 0].tolist())
+            if len(trained) == 64:
+                assert tuner._fit is not None
+                tuner._fit.applied.form(Setting(1, 0.9, 0.01, further=(("rounded", "bf16"),)))
+
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            gradient = module.net.weight.grad
+            exact.append(not torch.equal(gradient, gradient.bfloat16().float()))
+
+    line = Line()
+    trainer_of(tuner, Applies(), strategy=OmniStrategy(groups=1), max_epochs=1).fit(line)
+    assert exact == [True] * 8 + [False] * 24
+    assert sorted(trained) == sorted(line.loader().dataset.tensors[0][:, 0].tolist())  # type: ignore[attr-defined]
 
 
 def test_how_gradients_are_averaged_is_not_searched_where_a_hook_of_the_users_says_it() -> None:

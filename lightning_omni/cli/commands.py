@@ -165,12 +165,12 @@ def plan(
             measured.
         nodes: Number of nodes, for per-node. By default each device is a node.
         batch_size: Samples in one device's batch. By default as measured.
-        method: Method of the exchange, as in local_sgd. By default the best of those that OmniTuner searches.
-        compression: Format of pushes, or of push and pull, as in int8 or int8/bf16. The default follows the rule for
-            the method.
+        method: Method of the exchange, as in local_sgd. By default the best of those that OmniTuner searches, or has
+            searched.
+        compression: Format of pushes, or of push and pull, as in int8 or int8/bf16. By default the best, likewise.
         period: Local steps between two exchanges. By default the best.
         all_reduce: Format in which the members of a group average gradients, as in powersgd:8; fp32 for uncompressed.
-            The default follows the rule for the method.
+            By default the best, likewise.
         samples: Samples that training takes with one group, to predict the time of the whole training.
         momentum: Momentum that suits a single group. By default the file's; 0.9 if it has none.
         lr: Learning rate that suits a single group. By default the file's; if it has none, rates are multiples of it.
@@ -309,13 +309,14 @@ def device(
 HEARTBEAT_TIMEOUT, JOINED_HEARTBEAT_TIMEOUT = 30.0, 5.0
 """Seconds; the second is for groups that joined on their own, which join again after a false eviction."""
 JOIN_TIMEOUT = 300.0
-"""Seconds in which all ranks, or servers of other shares, must arrive after the first one."""
+"""Seconds in which all ranks must arrive after the first one, or other servers once a rank asks for them."""
 
 LARGEST_PORT = 65_535
+LOOPBACK, SAVE_EVERY = "127.0.0.1", 30.0
 
 
 def serve(
-    host: str = "127.0.0.1",
+    host: str = LOOPBACK,
     port: int = 5555,
     data_port: int = 0,
     key_file: Path | None = None,
@@ -334,9 +335,9 @@ def serve(
     number: int = 0,
     coordinator: str = "",
     http: int | None = None,
-    http_host: str = "127.0.0.1",
+    http_host: str = LOOPBACK,
     state: Path | None = None,
-    save_every: Quantity = 30.0,
+    save_every: Quantity = SAVE_EVERY,
     progress_timeout: Quantity = 600.0,
 ) -> int:
     """Run a parameter server for runs with OmniStrategy(server="tcp://host:port").
@@ -415,6 +416,12 @@ def serve(
         state=str(state or ""),
         save_every=time_of("--save-every", save_every),
     )
+    for option, is_given, needed in (
+        (f"--save-every {save_every}", settings.save_every != SAVE_EVERY and state is None, "--state"),
+        (f"--http-host {http_host}", http_host != LOOPBACK and http is None, "--http"),
+    ):
+        if is_given:
+            raise ConfigurationError(f"{option}: it is for {needed}, which is missing; pass both, or leave it out")
     options = Options(here, data_port, encryption, once, http, http_host, where)
     return stand(settings, options, Console(stderr=True))
 
@@ -470,12 +477,13 @@ def _check_state(servers: int, record: Path | None, transport: str, port: int) -
 def doctor(address: str, key_file: Path | None = None, mb: float = 100.0, encryption: str = "curve") -> int:
     """Check and measure the connection from this machine to a parameter server.
 
-    It checks ports, key, versions, clock, latency, and bandwidth in both directions, for two seconds, and predicts the
-    time of an exchange. It does not join the run. The exit status is 1 if a check failed, else 0.
+    It checks ports, key, versions, clock, latency, and bandwidth, for at least 0.7 s in each direction, and predicts
+    the time of an exchange. It does not join the run. The exit status is 1 if a check failed, else 0.
 
     Args:
         address: Address of the server, as in tcp://host:5555.
-        key_file: File with the shared key, by default the one that lightning-omni serve creates.
+        key_file: File with the shared key. By default the key is that in LIGHTNING_OMNI_KEY, or else in the file that
+            lightning-omni serve creates.
         mb: Size of the model's parameters in MB (of 4 bytes each), to predict the time of an exchange.
         encryption: "curve" or "off", the same as the server's.
     """
@@ -510,7 +518,8 @@ def top(
 
     Args:
         address: Address of the server, as in tcp://host:5555.
-        key_file: File with the shared key, by default the one that lightning-omni serve creates.
+        key_file: File with the shared key. By default the key is that in LIGHTNING_OMNI_KEY, or else in the file that
+            lightning-omni serve creates.
         every: Time between two requests to the server, as in 2s, or in seconds.
         once: Print the table once and exit. The default if standard output is no terminal, or cannot overwrite lines
             (TERM=dumb).

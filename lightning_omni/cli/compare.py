@@ -28,7 +28,7 @@ __all__ = ["ASSUMED", "ComparedRow", "DescribedMachines", "MachineComparison", "
 # --- Machines, and the measurements that a run in one group would make on them ----------------------------------------
 
 DESCRIBED_STEPS = 64
-"""Steps that stand for a description of machines."""
+"""Steps in the measurements that stand for a description of machines."""
 SERVE_PER_BYTE = 5e-10
 """Assumed seconds of a described server's update for each byte of the weights."""
 BACKWARD, BUCKET = 0.67, 25e6
@@ -47,13 +47,13 @@ class DescribedMachines:
         bandwidth: bytes per second of the links.
         latency: seconds of one message, as ``site_latency`` between sites.
         sites: number of sites, among which the ranks are divided in order.
-        site_bandwidth: bytes per second between sites; None if there is one site.
+        site_bandwidth: bytes per second between sites; None for ``bandwidth``.
         scatter: coefficient of variation of a rank's step times.
         serve_per_byte: seconds of a server's update for a byte of the weights.
         backward: part of a step in which DDP hides its all-reduce but for the last bucket.
 
     Raises:
-        ConfigurationError: a number is out of range.
+        ConfigurationError: a speed is not above 0, or the ranks are fewer than two or no multiple of ``sites``.
     """
 
     speeds: tuple[float, ...]
@@ -351,7 +351,7 @@ class MachineComparison:
 
     @property
     def tuned_snippet(self) -> str:
-        """Return what to write to leave the choice to the run; empty if DDP is as fast."""
+        """Return what to write to leave the choice to the run; empty if DDP, or its bf16 hook, is as fast."""
         if not self.pays or self.has_hook:
             return ""
         return "Trainer(strategy=OmniStrategy(), callbacks=[OmniTuner()], ...)  # or this: it measures and chooses"

@@ -175,7 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _own(error: BaseException | None) -> OmniError | None:
-    """Return this package's error behind another one: the parser wraps errors of a cluster's parts."""
+    """Return an error of this package, or that behind another error; None if there is none."""
     while error is not None and not isinstance(error, OmniError):
         error = error.__cause__
     return error

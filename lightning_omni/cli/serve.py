@@ -52,7 +52,7 @@ EVERY = 0.25
 
 
 class RunLog:
-    """A log of the runs of a server, whose clock may have stood still."""
+    """A log of the runs of a server."""
 
     def __init__(self, core: ServerCore, console: Console) -> None:
         self._core, self._console = core, console
@@ -128,7 +128,7 @@ class StopSignals:
 
 
 def stand(settings: ServerSettings, options: Options, console: Console) -> int:
-    """Serve until stopped. A server that saves its state is forked, and forked again after its death."""
+    """Serve until stopped. Where possible, a server that saves its state is forked, and again after its death."""
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt=TIMES, level=logging.WARNING)
     signals = StopSignals()
     supervises = bool(settings.state) and can_supervise()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from lightning_omni.cli.console import (
 )
 from lightning_omni.cli.simulate_settings import SimulationSettings
 from lightning_omni.cli.simulate_task import Task
+from lightning_omni.cli.units import flag
 from lightning_omni.combinations import refuse_pairs
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import AsyncSGD, Method, method_named
@@ -107,7 +108,7 @@ class Entrant:
 
     @classmethod
     def of(cls, name: str, devices: int, groups: int | None) -> Entrant:
-        """Parse a method, as in ``"softsync:n=2@8"``; by default with as many groups as devices."""
+        """Parse a method, as in ``"softsync:n=2@8"``; by default with ``groups``, or as many as devices."""
         text, _, own = name.partition("@")
         if own and not own.isdecimal():
             raise ConfigurationError(f"{name}: after @ stands the number of groups, as in {text}@4")
@@ -149,6 +150,8 @@ def run(names: Sequence[str], settings: SimulationSettings, together: bool = Fal
     runs, code = _runs(entrants, task, finds_rates=together and not task.rates)
     try:
         _report(runs, task, together)
+        for sentence in _without_effect(entrants, settings):
+            print_sentence(sentence)
     finally:  # a full or closed standard output must not lose the traces
         for each in runs:
             each.trace.save(files.trace(each.entrant.name))
@@ -280,6 +283,24 @@ def _report(runs: Sequence[Run], task: Task, together: bool) -> None:
         if waiting := [each.entrant.name for each in runs if task.options["overlap"] and each.entrant.waits]:
             without = ", ".join(waiting)
             print_sentence(f"--overlap is for async_sgd: {without} ran without")
+
+
+_INSIDE = ("rebalance", "all_reduce")
+_BETWEEN = ("compression", "overlap", "servers", "server_bandwidth", "update_seconds")
+
+
+def _without_effect(entrants: Sequence[Entrant], settings: SimulationSettings) -> Iterator[str]:
+    """Yield a sentence on the given options that no run has used, because of its groups."""
+    topologies = [each.topology for each in entrants]
+    alone = all(len(members) == 1 for each in topologies for members in each.groups)
+    synchronous = all(each.is_synchronous for each in topologies)
+    for is_unused, names, why in (
+        (alone, _INSIDE, "every group is one device; pass fewer --groups"),
+        (synchronous, _BETWEEN, "one group exchanges with no server; pass more --groups"),
+    ):
+        given = [flag(name) for name in names if getattr(settings, name) != getattr(SimulationSettings, name)]
+        if is_unused and given:
+            yield f"without effect: {' and '.join(given)}, because {why}"
 
 
 def _of_rates(runs: Sequence[Run], task: Task) -> str:

@@ -46,7 +46,7 @@ class SimulationSettings:
             target, or else with the lowest last loss. By default one method uses the workload's; each of several gets
             its best around it.
         momentum: Momentum. By default the workload's.
-        epochs: Passes over the data after which a run ends; 10 if nothing else ends it.
+        epochs: Passes over the data after which a run ends; 10 without --updates and --seconds.
         updates: Updates after which a run ends.
         seconds: Virtual time after which a run ends, as in 10min, or in seconds.
         target: A metric that ends a run when it is reached, as in accuracy=0.9.

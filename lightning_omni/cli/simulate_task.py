@@ -105,7 +105,12 @@ class Task:
 
 def cluster_of(settings: SimulationSettings) -> Cluster:
     link = Link(rate_of("--bandwidth", settings.bandwidth), seconds_of("--latency", settings.latency))
-    card = settings.server_bandwidth
+    card, head = settings.server_bandwidth, seconds_of("--head-seconds-per-sample", settings.head_seconds_per_sample)
+    if head and settings.merged is None:
+        raise ConfigurationError(
+            f"--head-seconds-per-sample {settings.head_seconds_per_sample}: it is of a merged head, and there is none;"
+            " pass --merged, too"
+        )
     return Cluster.with_straggler(
         settings.devices,
         settings.straggler,
@@ -116,7 +121,7 @@ def cluster_of(settings: SimulationSettings) -> Cluster:
         server=Link(link.bandwidth if card is None else rate_of("--server-bandwidth", card)),
         group_link=link,
         update_seconds=seconds_of("--update-seconds", settings.update_seconds),
-        head_seconds_per_sample=seconds_of("--head-seconds-per-sample", settings.head_seconds_per_sample),
+        head_seconds_per_sample=head,
         servers=settings.servers,
         nodes=settings.nodes,
     )

@@ -76,7 +76,7 @@ class Rates:
 
 
 def picture(overview: Overview, rates: Rates, chosen: int = 0, note: str = "", keys: bool = True) -> RenderableType:
-    """Render a run; keys, if any, act on the group with index ``chosen``; ``note`` is the answer to the last one."""
+    """Render a run; keys, if any, act on the group with index ``chosen``; ``note`` is a line for the user."""
     if not overview.run:
         return Group(Text("No run: the server waits for ranks."), *_foot(note, keys))
     return Group(
@@ -320,7 +320,7 @@ def keys_of(typed: str) -> list[str]:
 
 @contextmanager
 def keyboard() -> Iterator[Callable[[float], list[str]]]:
-    """Yield a function that waits some seconds and returns the pressed keys; none if standard input is no terminal."""
+    """Yield a function that waits at most some seconds for keys and returns them; none without a terminal."""
     if not sys.stdin.isatty() or os.name != "posix":
         yield _no_keys
         return

@@ -36,8 +36,8 @@ class RayOmniStrategy(OmniStrategy):
     Ray starts the workers, and gives each its device, its rank and its node. See :doc:`/how-to/ray`.
 
     Args:
-        groups: as for OmniStrategy; None is one group per node of Ray's cluster. Leave it out with
-            `elastic_torch_config`, where each worker is a group.
+        groups: as for OmniStrategy, with the nodes of Ray's cluster. Leave it out with `elastic_torch_config`, where
+            each worker is a group.
         method: as for OmniStrategy.
         elastic: as for OmniStrategy, but ``max_rejoins`` is 0, because Ray restarts its workers.
         **options: the other arguments of OmniStrategy. As with RayDDPStrategy, the backend of collectives is that of
@@ -94,7 +94,7 @@ class RayOmniStrategy(OmniStrategy):
     @property
     @override
     def num_processes(self) -> int:
-        """Return the number of all ranks: the Trainer counts the devices of one."""
+        """Return `world_size`: the Trainer counts the devices of one rank."""
         return self.world_size
 
     @property
@@ -104,7 +104,7 @@ class RayOmniStrategy(OmniStrategy):
 
     @override
     def _ranks_per_node(self) -> list[int]:
-        """Return the ranks on each node; Ray numbers node by node. All ranks call it."""
+        """Return the number of ranks on each node; Ray numbers ranks node by node. All ranks call it."""
         own = torch.tensor([self.node_rank], device=self.root_device)
         nodes = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(nodes, own)

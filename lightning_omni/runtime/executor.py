@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -78,12 +77,6 @@ class Executor:
         ``what`` names the call, the same on all ranks.
         """
         return False
-
-    def is_finite(self, parameters: Iterable[Parameter]) -> bool:
-        """Return whether the last step's gradient was finite, the same on all members of a group."""
-        # The averaged gradient is the same on every rank, and it is not finite if one rank's loss is not.
-        gradients = [each.grad.detach() for each in parameters if each.grad is not None]
-        return math.isfinite(sum(float(gradient.abs().float().sum()) for gradient in gradients))
 
     def step(
         self, index: int, optimizer: Optimizer, closure: Callable[[], Any] | None, arguments: Mapping[str, Any]
@@ -224,10 +217,6 @@ class Exchanging(Executor):
             else:
                 part.replica.load(pulled)
         self._parameter_groups.read_beyond()
-
-    @override
-    def is_finite(self, parameters: Iterable[Parameter]) -> bool:
-        return self._parallel.core.last_answer.applied
 
     # --- The step ----------------------------------------------------------------------------------------------------
 

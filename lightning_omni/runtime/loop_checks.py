@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import signal
 import threading
 import time
@@ -22,6 +23,7 @@ from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data.distributed import DistributedSampler
 
 from lightning_omni.errors import ConfigurationError, RankLost, UnsupportedError
 from lightning_omni.methods.model.server_optimizer import held_by
@@ -30,6 +32,7 @@ from lightning_omni.runtime.executor import Executor
 from lightning_omni.runtime.model.buffer_sync import BufferSync, Merge, buffers_of
 from lightning_omni.runtime.model.replica import fingerprints
 from lightning_omni.runtime.model.sharded import local_of
+from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.runtime.parallel_state import ParallelState
 
 # --- The end of a loop ------------------------------------------------------------------------------------------------
@@ -256,12 +259,17 @@ class RawStepGuard:
         self._parallel, self._executor = parallel, executor
         self._wrapped: list[ref[Module]] = []
         self._stranger = ""
+        _guards.add(self)
 
     def wrapped(self, module: Module) -> None:
         self._wrapped.append(ref(module))
         if self._executor().exchanges:
             _watch_outside()
             _outside.add(self)
+
+    def steps(self, optimizer: Optimizer) -> bool:
+        """Return whether an `OmniOptimizer` of this world makes a step of this optimizer."""
+        return self._executor().is_called and any(part.optimizer is optimizer for part in self._parallel.parts)
 
     def warn_outside(self, optimizer: Optimizer) -> None:
         """Warn once of a step outside of a loop."""
@@ -368,6 +376,7 @@ def _marked_statistics(modules: Iterable[Module]) -> list[tuple[BufferSync, int]
     return [*zip(found.values(), fingerprints(each.tensor for each in found.values()), strict=True)]
 
 
+_guards: WeakSet[RawStepGuard] = WeakSet()
 _outside: WeakSet[RawStepGuard] = WeakSet()
 """The guards that have not warned yet of steps outside of loops."""
 
@@ -377,7 +386,62 @@ def _watch_outside() -> None:
     """Watch the steps of all optimizers from now on: no hook can be removed while hooks are called."""
 
     def warn(optimizer: Optimizer, *_: Any) -> None:
+        if any(guard.steps(optimizer) for guard in list(_guards)):  # also that of another World, for the same module
+            return
         for guard in list(_outside):
             guard.warn_outside(optimizer)
 
     register_optimizer_step_pre_hook(warn)
+
+
+# --- What a loop does not hear of, or divides otherwise than meant ----------------------------------------------------
+
+
+@contextmanager
+def announced_wait() -> Iterator[None]:
+    """Log in a while that this rank, whose loop was closed, waits for the others: its caller may have failed."""
+    words = (
+        "the generator that has this rank's loop was closed, by a break or an error of its caller: the rank waits until"
+        " all others have left their loops"
+    )
+    timer = threading.Timer(WITHIN, _log.warning, (words,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def warn_of_variables(options: WorldOptions) -> None:
+    """Warn of environment variables of OmniStrategy that differ from a loop's settings, for loops read none of them."""
+    own = {"GROUPS": options.groups, "METHOD": options.method, "SERVER": options.server.address}
+    given = {f"LIGHTNING_OMNI_{name}": str(value) for name, value in own.items()}
+    if unread := [name for name, value in given.items() if os.environ.get(name, "").strip() not in ("", value)]:
+        _log.warning(
+            "%s in the environment is read by OmniStrategy alone, and this World has another setting: pass groups=, or"
+            " options=WorldOptions(method=..., server=...)",
+            " and ".join(unread),
+        )
+
+
+class OwnSamplers:
+    """The samplers that a loop has made among the ranks of its group, with which each group trains all samples."""
+
+    def __init__(self, parallel: ParallelState) -> None:
+        self._parallel, self._before = parallel, WeakSet(_samplers())
+
+    def warn(self) -> None:
+        """Warn if there are any. A loop calls it in its first step."""
+        parallel, members = self._parallel, len(self._parallel.members)
+        if any(each.num_replicas == members and each not in self._before for each in _samplers()):
+            _log.warning(
+                "a DistributedSampler was made inside `with world.training():`, where torch.distributed has the %d"
+                " ranks of one group, so each of the %d groups trains all samples: to divide them among all ranks, make"
+                " it before, or pass num_replicas=world.size, rank=world.rank",
+                *(members, len(parallel.topology.alive)),
+            )
+
+
+def _samplers() -> list[DistributedSampler[Any]]:
+    return [each for each in gc.get_objects() if issubclass(type(each), DistributedSampler)]

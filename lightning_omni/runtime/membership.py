@@ -7,11 +7,13 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lightning_omni.errors import ConfigurationError, ConnectionLost, OmniError, RankLost, Refused
+from lightning_omni.methods import REGISTRY
 from lightning_omni.runtime.model.sharded import division_of
 from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.runtime.registration import ask_for_all
@@ -20,7 +22,7 @@ from lightning_omni.topology import RECORDER, GroupId, Topology
 from lightning_omni.transport.connections import Answer
 from lightning_omni.transport.zeromq.keys import load_key
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.formats.base import to_wire
+from lightning_omni.wire.formats.base import argument_of, to_wire
 from lightning_omni.wire.layout import Layout
 
 _log = logging.getLogger(__name__)
@@ -223,11 +225,13 @@ class GroupJoin:
 
     def _check_alike(self, joined: m.Joined) -> None:
         core = self._parallel.core
-        mine = m.method_to_wire(core.method), to_wire(core.wire_format), core.overlaps
-        theirs = joined.method, joined.wire_format, joined.overlap
-        for name, own, other in zip(("method", "compression", "overlap"), mine, theirs, strict=True):
+        mine = arguments_of(m.method_to_wire(core.method), to_wire(core.wire_format), core.overlaps)
+        theirs = arguments_of(joined.method, joined.wire_format, joined.overlap)
+        for own, other in zip(mine, theirs, strict=True):
             if own != other:
-                raise ConfigurationError(f"{name}={own}: the run that this group joins has {other}; pass the same")
+                raise ConfigurationError(
+                    f"{own}: the run that this group joins has {other}; pass {other} to this group, too"
+                )
 
     def read_weights(self) -> None:
         for index, part in enumerate(self._parallel.parts):
@@ -244,6 +248,16 @@ class GroupJoin:
             dist.all_reduce(written, op=dist.ReduceOp.MAX, group=parallel.compute_group)
         if written:
             self.read_weights()
+
+
+def arguments_of(method: Mapping[str, Any], wire_format: Mapping[str, Any], overlap: bool) -> tuple[str, ...]:
+    """Return the arguments of OmniStrategy for the exchanges of a run, which is described by plain data.
+
+    Example:
+        >>> arguments_of({"name": "diloco", "period": 8}, {"name": "raw"}, overlap=False)
+        ('method="diloco:period=8"', 'compression="fp32"', 'overlap=False')
+    """
+    return f'method="{REGISTRY.text_of_wire(method)}"', argument_of(wire_format), f"overlap={overlap}"
 
 
 class GroupFormation:

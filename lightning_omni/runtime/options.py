@@ -321,6 +321,25 @@ class WorldOptions:
         return {**{name: given for name, (is_used, given) in used.items() if is_used}, **self.compression.features}
 
     @property
+    def of_all_ranks(self) -> dict[str, str]:
+        """Return the settings in which all ranks of a run must agree, as text."""
+        wire, server = self.compression.wire_format, self.server
+        return {
+            **({} if self.elastic.join else {"server": repr(server.address)}),
+            "groups": repr(self.groups),
+            "method": repr(self.resolved_method()),
+            "compression=Compression(push=)": repr(wire.pushes),
+            "compression=Compression(pull=)": repr(wire.answers),
+            "compression=Compression(all_reduce=)": repr(self.compression.all_reduce_format),
+            "overlap": repr(self.overlap),
+            "server=Server(count=)": repr(server.count),
+            "server=Server(transport=)": repr(server.resolved_transport()),
+            "server=Server(max_nonfinite_pushes=)": repr(server.max_nonfinite_pushes),
+            "elastic=Elastic(join=)": repr(bool(self.elastic.join)),
+            "model_parallel": repr(self.model_parallel),
+        }
+
+    @property
     def is_sharded(self) -> bool:
         """Return whether the members of a group hold the model together."""
         return self.model_parallel is not None

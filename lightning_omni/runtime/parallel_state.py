@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import socket
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module, Parameter
 
-from lightning_omni.checks import check_kind
+from lightning_omni.checks import check_kind, plain
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.group.core import GroupCore
 from lightning_omni.methods import Method
@@ -22,6 +24,7 @@ from lightning_omni.runtime._private import forget_meshes
 from lightning_omni.runtime.model.meshes import ModelParallel, columns_of, evenly, mesh_of, rows_of, sizes_in
 from lightning_omni.runtime.model.reduction import Reduction
 from lightning_omni.runtime.model.replica import Part
+from lightning_omni.runtime.model.tensor_sync import agree
 from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.runtime.process_groups import ProcessGroups, check_none_lost, check_not_in_loop
 from lightning_omni.runtime.registration import GroupRegistration
@@ -100,14 +103,11 @@ class ParallelState:
         self.device = default_device(dist.get_backend()) if device is None else torch.device(device)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.torch_rank = self.rank
-        ranks_per_node = list(map(int, ranks_per_node or _count_ranks_per_node(self.size)))
-        if sum(ranks_per_node) != self.size:
-            raise ConfigurationError(
-                f"ranks_per_node={ranks_per_node}: torch.distributed has {self.size} ranks; pass numbers of ranks that"
-                " add up to that, with Lightning by devices= and num_nodes="
-            )
         joins, sharding = bool(options.elastic.join), options.model_parallel
         self.process_groups = ProcessGroups(self.rank, self.size, options.timeout, self.device, is_group=joins)
+        given = None if ranks_per_node is None else self._checked(ranks_per_node)
+        self.check_same({"ranks_per_node": repr(given), **options.of_all_ranks})
+        ranks_per_node = given or self._count_ranks_per_node()
         wanted = 1 if joins else options.groups
         topology = Topology.by_node(ranks_per_node) if wanted is None else evenly(self.size, wanted, sharding)
         self.method.check(len(topology.alive))
@@ -137,6 +137,43 @@ class ParallelState:
         self.failures: tuple[str, ...] = ()
         self._mesh: DeviceMesh | None = None
         self.reduction = Reduction(options.compression.all_reduce_format)
+
+    def _checked(self, ranks_per_node: Sequence[int]) -> list[int]:
+        is_list = isinstance(ranks_per_node, Sequence) and not isinstance(ranks_per_node, str)
+        found = list(map(plain, ranks_per_node)) if is_list else []
+        if not all(type(count) is int and count >= 0 for count in found) or sum(found) != self.size:
+            raise ConfigurationError(
+                f"ranks_per_node={ranks_per_node!r}: torch.distributed has {self.size} ranks; pass a list of numbers of"
+                " ranks that add up to that, with Lightning by devices= and num_nodes="
+            )
+        return found
+
+    def _count_ranks_per_node(self) -> list[int]:
+        """Return the number of ranks on each node, which may differ, as torchrun started them. All ranks call it."""
+        local, host = int(os.environ.get("LOCAL_WORLD_SIZE", 0)), zlib.crc32(socket.gethostname().encode())
+        before, after = [0] * 2 * self.rank, [0] * 2 * (self.size - self.rank - 1)
+        of_ranks = self._largest([*before, local, host, *after])
+        sizes, hosts, found = of_ranks[::2], of_ranks[1::2], list[int]()
+        if not all(sizes):
+            if len(set(hosts)) > 1:
+                raise ConfigurationError(
+                    f"ranks_per_node=None: the {self.size} ranks are on several hosts, and LOCAL_WORLD_SIZE, which"
+                    " torchrun sets, is missing; pass the number of ranks on each, in the order of ranks, as in"
+                    f" ranks_per_node={[hosts.count(each) for each in dict.fromkeys(hosts)]}"
+                )
+            return [self.size]
+        while (first := sum(found)) < self.size:
+            found.append(min(sizes[first], self.size - first))
+        return found
+
+    def check_same(self, settings: Mapping[str, str]) -> None:
+        """Raise `ConfigurationError` unless all ranks that were started together have these settings, and call it."""
+        remedy = "all ranks train in one run: pass the same on each of them, and set the same environment variables"
+        agree({f"setting {name}": text for name, text in settings.items()}, self.torch_rank, self._largest, remedy)
+
+    def _largest(self, numbers: Sequence[int]) -> list[int]:
+        """Return the largest of each number over all ranks that were started together."""
+        return self.process_groups.largest(numbers, self.process_groups.original) if self.size > 1 else list(numbers)
 
     # --- Which rank is where ------------------------------------------------------------------------------------------
 
@@ -406,9 +443,3 @@ class ParallelState:
     def barrier(self) -> None:
         """Wait until all live ranks call this."""
         self.process_groups.barrier()
-
-
-def _count_ranks_per_node(size: int) -> list[int]:
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", size))  # set by torchrun
-    full, rest = divmod(size, local)
-    return [local] * full + ([rest] if rest else [])

@@ -25,7 +25,14 @@ from lightning_omni.group.core import LastAnswer
 from lightning_omni.methods.model.head import check_mergeable, held_by_one
 from lightning_omni.methods.model.server_optimizer import check_servable
 from lightning_omni.runtime.executor import Exchanging, Executor
-from lightning_omni.runtime.loop_checks import ExitCheck, OwnStatistics, RawStepGuard
+from lightning_omni.runtime.loop_checks import (
+    ExitCheck,
+    OwnSamplers,
+    OwnStatistics,
+    RawStepGuard,
+    announced_wait,
+    warn_of_variables,
+)
 from lightning_omni.runtime.membership import LEARN, Connection, GroupFormation, GroupJoin
 from lightning_omni.runtime.model.external_writes import ExternalWrites
 from lightning_omni.runtime.model.merged_head import RemoteHead
@@ -72,7 +79,7 @@ class World(ParallelState):
         members: ranks of this rank's compute group.
 
     Raises:
-        ConfigurationError: an argument is wrong.
+        ConfigurationError: an argument is wrong, or not the same on all ranks.
 
     Example:
         A loop run by ``torchrun --nproc-per-node 4 train.py``; :doc:`/how-to/loops` has one with epochs and
@@ -117,6 +124,7 @@ class World(ParallelState):
         self.on_stop: Callable[[], None] | None = None
         self.first_steps: ReductionCheck | None = None
         self._leaving: ExitCheck | None = None
+        self._samplers: OwnSamplers | None = None
         self._watching = ExitStack()
 
     @property
@@ -277,7 +285,10 @@ class World(ParallelState):
                 f"world.training(): an earlier loop has lost the ranks {', '.join(map(str, sorted(self.ever_lost)))},"
                 f" and a loop begins with all {self.size}; start the script again, from a checkpoint"
             )
+        if self.is_recorder:
+            warn_of_variables(self.options)
         self.ever_lost.clear()  # those that left an earlier loop, with an exception that was caught, are here again
+        closed: GeneratorExit | None = None
         try:
             self._share_weights()
             self.states.agree()
@@ -286,8 +297,13 @@ class World(ParallelState):
             before = self._clocks if self.executor.exchanges else None
             self._statistics.merged()
             with self._guarded() as leaving:
-                yield self
-            self._synchronize(_END)
+                try:
+                    yield self
+                except GeneratorExit as error:  # the loop is in a generator, whose caller has left it as by a break
+                    closed = error
+            with nullcontext() if closed is None else announced_wait():
+                self._wait_for_all(_END)
+                self._synchronize(_END)
             if self._clocks == before:
                 self._warn_of_no_update(leaving.steps)
             self._warn_of_own_statistics()
@@ -300,6 +316,13 @@ class World(ParallelState):
             self.fail(error)
             self._forget_own()
             raise
+        if closed is not None:
+            raise closed
+
+    def _wait_for_all(self, what: str) -> None:
+        """Wait for all ranks of a loop where groups are synchronized; one that calls something else is named."""
+        if self.executor.exchanges and not self.is_computing:
+            self.process_groups.live.contribute(what, b"")
 
     def _forget_own(self) -> None:
         self.is_computing = False
@@ -332,6 +355,7 @@ class World(ParallelState):
         if not self.options.is_sharded:
             self.first_steps = ReductionCheck(self.members, self.compute_group, self.reduction.check_reduced)
         self._is_in_loop = True
+        self._samplers = OwnSamplers(self) if self.is_recorder and self.executor.exchanges else None
         leaving = self._leaving = ExitCheck(self)
         first_steps = nullcontext() if self.first_steps is None else self.first_steps.watch()
         try:
@@ -339,7 +363,7 @@ class World(ParallelState):
                 yield leaving
             self.check_left()
         finally:
-            self.first_steps = self._leaving = None
+            self.first_steps = self._leaving = self._samplers = None
             self._is_in_loop = False
             self.external_writes.watch(None)
 
@@ -373,6 +397,8 @@ class World(ParallelState):
         """Raise `ConfigurationError` if a loop without Lightning steps between `enter_world` and `enter_compute`."""
         if self._leaving is not None:
             self._leaving.steps += 1
+            if self._leaving.steps == 1 and self._samplers is not None:
+                self._samplers.warn()
         if self._is_in_loop and self.executor.exchanges and not self.is_computing:
             raise ConfigurationError(
                 "OmniOptimizer.step() after world.enter_world(), where all groups are synchronized: call"
@@ -450,6 +476,8 @@ class World(ParallelState):
                 " after world.enter_world()"
             )
         reshard(self.wrapper.sharded)
+        if self._is_in_loop:
+            self._wait_for_all("enter_compute()")
         self.executor.enter_compute()
 
     def enter_world(self, module: Module | None = None) -> None:

@@ -191,6 +191,9 @@ class Workbench:
     Args:
         model: the model, whose weights are replaced.
         group_batch: samples in a group's usual batch.
+
+    Attributes:
+        anchors: numbers that require a gradient besides the parameters, for backward passes that need not reach these.
     """
 
     def __init__(
@@ -206,6 +209,7 @@ class Workbench:
             raise ConfigurationError(f'batched={batched!r}: pass True, False or "auto"')
         self.model, self.samples = model, samples
         self._parameters, self._loss = list(parameters.values()), loss
+        self.anchors: Sequence[Tensor] = ()
         self._jobs: dict[int, _Computation] = {}
         size = sum(parameter.numel() for parameter in self._parameters)
         self._width = min(MOST_TOGETHER, MOST_SAMPLES // group_batch, MOST_NUMBERS // max(1, size))
@@ -270,7 +274,7 @@ class Workbench:
                 f"loss: it returns {found}; let it return the mean loss of the batch, one number with the gradient that"
                 " the model gives it"
             )
-        gradients = torch.autograd.grad(loss, moving, allow_unused=True)
+        gradients = torch.autograd.grad(loss, [*moving, *self.anchors], allow_unused=True)[: len(moving)]
         if any(each is not None and each.layout != torch.strided for each in gradients):
             raise UnsupportedError(
                 "a gradient is sparse, and gradients travel dense; build the embedding with sparse=False"

@@ -91,7 +91,7 @@ def refuses_unknown(init: _Init) -> _Init:
 
 
 def refuse_unknown_of_ddp(strategy: Any, own: type, given: Mapping[str, Any]) -> None:
-    """Reject arguments that neither the strategy nor DDPStrategy nor DistributedDataParallel takes.
+    """Reject arguments that neither the strategy nor DDPStrategy nor DistributedDataParallel takes from users.
 
     ``own`` is the class whose constructor has collected ``given``.
     """
@@ -133,6 +133,11 @@ class FitOptions:
         keep_plain(self)
         check_kind("merged", self.merged, (str, type(None)), "the name of a submodule, or None")
         check_choice("validation", self.validation, ("wait", "published"))
+
+    @property
+    def of_all_ranks(self) -> dict[str, str]:
+        """Return the arguments, in which all ranks of a run must agree, as text."""
+        return {each.name: repr(getattr(self, each.name)) for each in fields(self)}
 
     def check(self, world: WorldOptions, ddp: Mapping[str, Any]) -> None:
         all_reduce = world.compression.all_reduce

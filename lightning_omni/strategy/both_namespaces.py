@@ -53,7 +53,7 @@ class OmniStrategy(OmniStrategyHooks, metaclass=ABCMeta):
 def take_base(base: type, twin: type) -> None:
     """Derive the class and its subclasses from the first imported namespace's base class.
 
-    ``twin``, OmniStrategy of that namespace alone, becomes a virtual subclass.
+    ``twin``, OmniStrategy of the namespace of ``base`` alone, becomes a virtual subclass.
     """
     if namespace_of(OmniStrategy) is None:
         OmniStrategy.__bases__ = (*OmniStrategy.__bases__, base)

@@ -93,7 +93,7 @@ class Checkpoints:
         is_folder: bool = False,
         is_alone: bool = False,
     ) -> dict[str, Any]:
-        """Return the module's state, with the weights that the method evaluates instead of this group's own.
+        """Return the module's state with the evaluated weights; of a mean see `CheckpointHooks.module_state`.
 
         At a synchronization point all ranks call it, and the states that only groups hold are collected. At other
         times, or if this rank has failed (``is_alone``), the recorder saves its own state and the server's.
@@ -342,7 +342,7 @@ def end_whole_epoch(loops: Mapping[str, Any], batches: int) -> None:
 def cut_short(loops: Mapping[str, Any], batches: int) -> None:
     """Mark an epoch that max_steps has ended as incomplete after ``batches`` of DDP, in place.
 
-    Otherwise a resumed run with more steps would begin the next one.
+    Otherwise a resumed run with more steps would begin the next epoch.
     """
     loops["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
     go_on_after(loops, batches)
@@ -365,7 +365,7 @@ def _count(current: dict[str, int], batches: int) -> None:
 # --- Hooks of the strategy --------------------------------------------------------------------------------------------
 
 SAVING = 10.0
-"""Seconds for which a failed rank waits for the recorder to fetch its state; the recorder may have failed, too."""
+"""Seconds for which a failed rank waits while the recorder, which may have failed, too, fetches the server's state."""
 
 
 class CheckpointHooks:
@@ -410,7 +410,7 @@ class CheckpointHooks:
         """Return the module's state; see `Checkpoints.collect`.
 
         Between synchronization points, if the method evaluates the mean of all groups' weights, the checkpoint has
-        those of rank 0's group.
+        those of the recorder's group.
         """
         parts = self._parts
         if self._run_states.is_described:
@@ -505,7 +505,7 @@ class CheckpointHooks:
         return {**checkpoint, "optimizer_states": states}
 
     def load(self, path: Any, read: Callable[[], dict[str, Any]], **options: Any) -> dict[str, Any]:
-        """Read a checkpoint, a file by ``read`` or a folder by ``torch.load`` with ``options``."""
+        """Read a checkpoint: a file by ``read``, or a folder, with ``options`` of ``torch.load`` for its metadata."""
         parts = self._parts
         self.contents.folder = None
         load = partial(self.contents.open_folder, Path(path), parts.pl_module, **options) if is_folder(path) else read

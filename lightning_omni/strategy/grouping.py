@@ -1,6 +1,6 @@
 """The groups of a fit: how they are formed, wrapped and formed again, and how one group differs from several.
 
-One group is Lightning's DistributedDataParallel: `OneGroup` leaves the hooks unchanged, `SeveralGroups` does not.
+With one group, `OneGroup` leaves Lightning's hooks as they are under DDPStrategy; `SeveralGroups` does not.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Grouping:
         parts.proxies.attach(world, parts.pl_module, self.real_optimizers, parts.merged, parts.trainer)
 
     def wrap(self) -> None:
-        """Wrap the module into a new DDP over the compute group, unless that has one rank or the module is sharded."""
+        """Wrap the module into a new DDP over the compute group, unless it is sharded, or one rank exchanges alone."""
         parts, world, strategy = self._parts, self._parts.world, self._parts.strategy
         module = strategy.model = parts.pl_module
         parts.trainable.remember(module)

@@ -69,8 +69,8 @@ class OmniStrategyHooks(_Base):
 
     Args:
         groups: number of compute groups, from 1 (plain DDP, bit for bit, with no server in the path) to the number of
-            ranks. Groups differ in size by at most one rank. None uses the environment variable LIGHTNING_OMNI_GROUPS,
-            or one group per node.
+            ranks. Groups differ in size by at most one rank, or one replica of a sharded model. None uses the
+            environment variable LIGHTNING_OMNI_GROUPS, or one group per node.
         method: how groups exchange: a name (``"hardsync"``), a name with settings (``"diloco:period=50"``) or a value
             (``DiLoCo(period=50)``): see `lightning_omni.methods`. None uses LIGHTNING_OMNI_METHOD, or ``"async_sgd"``.
         data: ``"dynamic"`` assigns samples to the groups as they become free, so that a slow group does not delay the
@@ -101,7 +101,7 @@ class OmniStrategyHooks(_Base):
 
     Attributes:
         world_options: the arguments that a loop without Lightning would pass to `World`.
-        ddp_options: the arguments of DDPStrategy, as they were passed.
+        ddp_options: the arguments of DistributedDataParallel, as they were passed.
 
     Raises:
         ConfigurationError: an argument is wrong; the message names it.
@@ -113,7 +113,7 @@ class OmniStrategyHooks(_Base):
     """
 
     namespace: ClassVar[Namespace]
-    """For extensions: the names that it uses of ``lightning.pytorch`` or ``pytorch_lightning``, as the Trainer does."""
+    """For extensions: the names that it uses of the Trainer's ``lightning.pytorch`` or ``pytorch_lightning``."""
     parts: FitParts
     """For extensions: the objects that do its work in this process. They may change in any release."""
     ddp_options: dict[str, Any]
@@ -269,6 +269,7 @@ class OmniStrategyHooks(_Base):
                 options=replace(options, timeout=timeout),
                 ranks_per_node=self._ranks_per_node(),
             )
+            world.check_same(self._fit_options.of_all_ranks)
             world.server.process, parts.server_process = parts.server_process, None
             if world.registration is not None:
                 world.connection.on_stuck = parts.failures.start_again
@@ -423,7 +424,7 @@ class OmniStrategyHooks(_Base):
 
     @override
     def on_train_end(self) -> None:
-        """Restore the server's weights and optimizer states, after the last callback."""
+        """Load one state of each optimizer on all ranks, after the last callback."""
         super().on_train_end()
         world, parts = self.world, self.parts
         if parts.nested.is_running:
@@ -493,7 +494,7 @@ class OmniStrategyHooks(_Base):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the default process group, without counting the wait as compute time.
+        """Reduce over ``group``, or the default process group, without counting the wait as compute time.
 
         The mean number of batches, by which Lightning divides an epoch's metric, is reduced as a float. A
         ``sync_dist_group=dist.group.WORLD`` of the training step, then the compute group, is replaced by the group of

@@ -19,18 +19,22 @@ import msgspec
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_omni.errors import ConfigurationError, MalformedMessage, UnsupportedError
 from lightning_omni.runtime import names_of
+from lightning_omni.runtime.model.replica import fingerprints
 from lightning_omni.runtime.model.sharded import fill, is_part, local_of, reshard, tensors_of
+from lightning_omni.runtime.model.tensor_sync import write
 from lightning_omni.runtime.registration import COMES_BACK, comes_back_to, return_to, run_is_saved
 from lightning_omni.strategy import launcher
 from lightning_omni.strategy.lightning_internals.callbacks import (
     averaged_models,
     deciding_callbacks,
     dump_checkpoint,
+    limits_in_callbacks,
     load_callback_states,
     load_checkpoint,
     output_folders,
@@ -45,7 +49,7 @@ from lightning_omni.strategy.lightning_internals.loops import (
     start_fit_at_epoch,
 )
 from lightning_omni.strategy.lightning_internals.metrics import cached_metric_values, set_cached_metrics
-from lightning_omni.strategy.loops.epoch import EntryPoint
+from lightning_omni.strategy.loops.epoch import DataSizes, EntryPoint
 from lightning_omni.strategy.loops.paced_schedulers import described
 from lightning_omni.strategy.shared_parts import SharedParts
 from lightning_omni.wire.codec import pack
@@ -65,11 +69,13 @@ _APART = ("state_dict", "loops", "epoch", "global_step")
 """Omitted entries of Lightning's checkpoint: the server has the weights, and progress is counted in samples."""
 _ALIKE = (
     "max_epochs",
+    "min_epochs",
     "max_steps",
     "accumulate_grad_batches",
     "gradient_clip_val",
     "limit_train_batches",
     "limit_val_batches",
+    "overfit_batches",
     "val_check_interval",
     "check_val_every_n_epoch",
     "reload_dataloaders_every_n_epochs",
@@ -81,7 +87,7 @@ class RunStates:
     """The state of a run, made by the recorder's group for joining groups.
 
     Attributes:
-        is_described: whether Lightning's present checkpoint is to have no weights.
+        is_described: whether a checkpoint that is made now is to have no weights and optimizer state.
     """
 
     def __init__(self, parts: SharedParts) -> None:
@@ -89,6 +95,7 @@ class RunStates:
         self._told: set[str] = set()
         self._again: dict[str, Any] | None = None
         self._limits: dict[str, float | str | None] = {}
+        self._first_marks: dict[str, int] = {}
         self.is_described = False
 
     def check(self, trainer: Trainer) -> None:
@@ -113,6 +120,8 @@ class RunStates:
         self._limits = {name: getattr(trainer, name) for name in _ALIKE}
         algorithm = trainer.gradient_clip_algorithm
         self._limits["gradient_clip_algorithm"] = algorithm.value if algorithm else "norm"
+        self._limits |= limits_in_callbacks(trainer)
+        self._first_marks = _marks(_not_persistent(self._parts.pl_module))
 
     # --- The recorder's group ----------------------------------------------------------------------------------------
 
@@ -150,6 +159,11 @@ class RunStates:
         entries = tensors_of(parts.pl_module).items()
         own = {name: each for name, each in entries if isinstance(each, Tensor) and id(each) not in served}
         shared = {name: own.pop(name) for name in list(own) if is_part(own[name])}
+        more = _not_persistent(parts.pl_module)
+        now = _marks(more)  # constants, such as a mask, are not sent
+        own |= {
+            name: each for name, each in more.items() if name not in now or self._first_marks.get(name) != now[name]
+        }
         bases = parts.epochs.schedulers.bases
         averages = averaged_models(trainer)
         progress = parts.epochs.run.progress
@@ -163,6 +177,7 @@ class RunStates:
             "metrics": cached_metric_values(trainer),
             "order": parts.epochs.data.order,
             "split": parts.epochs.data.split,
+            "sizes": list(parts.epochs.sizes),
             "folders": output_folders(trainer),
             "reloads": reload_epochs(trainer),
             "schedule": [list(bases.get(config.scheduler, ())) for config in trainer.lr_scheduler_configs],
@@ -206,7 +221,7 @@ class RunStates:
 
         Raises:
             UnsupportedError: the state of the run cannot be sent.
-            ConfigurationError: this group has other limits, callbacks, optimizers or schedulers.
+            ConfigurationError: this group has another module, or other limits, callbacks, optimizers or schedulers.
         """
         parts = self._parts
         joined = parts.world.take_part()
@@ -234,6 +249,7 @@ class RunStates:
             samples=tree["samples"],
             progress=msgspec.convert(tree["progress"], Progress | None),
             split=tree["split"],
+            sizes=DataSizes(*tree["sizes"]),
         )
         parts.epochs.enter(entered, schedule)
         set_cached_metrics(trainer, tree["metrics"])
@@ -277,7 +293,12 @@ class RunStates:
     def _take_over_module(self, tree: Mapping[str, Any]) -> None:
         """Load buffers and untrained parameters; each member loads its own shards."""
         module = self._parts.pl_module
-        unexpected = Module.load_state_dict(module, tree["module"], strict=False).unexpected_keys
+        _check_tensors(module, tree)
+        more = {name: each for name, each in _not_persistent(module).items() if name in tree["module"]}
+        for name, buffer in more.items():
+            write(buffer, tree["module"][name], name)
+        saved = {name: each for name, each in tree["module"].items() if name not in more}
+        unexpected = Module.load_state_dict(module, saved, strict=False).unexpected_keys
         if unexpected:
             raise ConfigurationError(
                 f"the module of the run that this group joins has {unexpected[0]}, and this group's module has not:"
@@ -319,6 +340,39 @@ def _in_words(config: Any) -> str:
     within = f"({', '.join(one or 'of its own' for one, _ in inside)})" if inside else ""
     when = config.interval if config.frequency == 1 else f"{config.frequency} {config.interval}s"
     return f"{name or type(config.scheduler).__name__}{within} every {when}"
+
+
+def _check_tensors(module: Module, tree: Mapping[str, Any]) -> None:
+    """Reject buffers and untrained parameters of another type or shape than the run's, because groups merge them."""
+    saved = {name: each for name, each in tensors_of(module).items() if isinstance(each, Tensor)}
+    mine = {**saved, **_not_persistent(module)}
+    for name, theirs in tree["module"].items():
+        own = mine.get(name, theirs)
+        if not is_lazy(own) and (own.dtype, own.shape) != (theirs.dtype, theirs.shape):
+            raise ConfigurationError(
+                f"{name} is {_kind(own)} in this group's module, and {_kind(theirs)} in that of the run that it joins:"
+                " give all groups the same module"
+            )
+    others = saved.keys() & {name for name, _ in module.named_buffers()}
+    if surplus := sorted(others - tree["module"].keys() - tree["shared"].keys()):
+        raise ConfigurationError(
+            f"this group's module has the buffer {surplus[0]}, and the module of the run that it joins has not: give"
+            " all groups the same module"
+        )
+
+
+def _not_persistent(module: Module) -> dict[str, Tensor]:
+    saved = tensors_of(module)
+    return {name: each for name, each in module.named_buffers() if name not in saved}
+
+
+def _marks(buffers: Mapping[str, Tensor]) -> dict[str, int]:
+    there = {name: each for name, each in buffers.items() if not (is_lazy(each) or each.is_meta)}
+    return dict(zip(there, fingerprints(there.values()), strict=True))
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.dtype} of shape {list(tensor.shape)}".removeprefix("torch.")
 
 
 def _names_in(optimizer: Optimizer, module: Module) -> list[list[str]]:
@@ -388,7 +442,7 @@ class Rejoining:
     """The rejoining of a group of which this process is the only rank, or has started the others.
 
     Attributes:
-        is_armed: whether the process restarts its command when its script ends.
+        is_armed: whether the process restarts its command when its script ends with the error.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """The namespace of Lightning that a class belongs to, and the conversion of a class to the other namespace.
 
-A Trainer accepts callbacks of any class, but strategies of its own namespace only; both accept ours.
+A Trainer accepts callbacks of any class, but strategies of its own namespace only; Trainers of both accept ours.
 """
 
 from __future__ import annotations

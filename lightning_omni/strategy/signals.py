@@ -1,4 +1,4 @@
-"""SIGTERM and SLURM's requeue signal: a handler sets a flag, and all ranks act on it at the same batch.
+"""SIGTERM and SLURM's requeue signal: a handler sets a flag, and a group's ranks act on it at the same batch.
 
 Lightning's own handlers call collectives wherever they interrupt the rank, so that ranks may wait in different ones.
 Here an all-reduce sends the flag, in place of Lightning's broadcast before every batch, and so do the heartbeats if
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 GRACE = 30.0
-"""Seconds without progress after which a rank that received SIGTERM counts as blocked, and exits."""
+"""Fewest seconds without progress after which a rank that received SIGTERM counts as blocked, and exits."""
 LONG_WAIT = 60.0
 """Seconds without progress after which a rank that waits in a collective of the user's code logs a warning."""
 _POLL_SECONDS = 0.25
@@ -54,7 +54,7 @@ class Signals:
     """The signals of one rank, from before the first batch of a fit to its end.
 
     Attributes:
-        is_stopping: whether all ranks have agreed to end.
+        is_stopping: whether this rank ends as agreed with others.
     """
 
     def __init__(self, terminated: type[SystemExit]) -> None:
@@ -92,7 +92,7 @@ class Signals:
     ) -> None:
         """Replace Lightning's handlers, after it has registered them. Further calls do nothing.
 
-        ``leave`` synchronizes all groups for the last time; within ``waiting`` this rank waits for others.
+        ``leave`` is `EpochDriver.interrupt`; within ``waiting`` this rank waits for others.
         """
         is_alone = world.size == 1 and world.registration is None
         if self._replaced or is_alone or threading.current_thread() is not threading.main_thread():
@@ -203,7 +203,7 @@ class Signals:
         self._progress = math.inf
 
     def _watch(self) -> None:
-        """Send this rank's signals, warn about long waits in user collectives, and exit if it is blocked."""
+        """Send this rank's signals, warn about long waits in user collectives, and exit if blocked after SIGTERM."""
         trainer, world, since, has_said = self._trainer, self._world, math.inf, False
         while self._watcher is threading.current_thread() and world is not None and trainer is not None:
             time.sleep(_POLL_SECONDS)

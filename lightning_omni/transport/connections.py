@@ -180,8 +180,8 @@ class Control(ABC):
         if self.records:
             lost = max(0, (self.status.clock if self.status is not None else 0) - welcome.clock)
             _log.warning(
-                "the parameter server at %s is back, with %d updates: %d that came after its last save are lost; where"
-                " it deals out the data, their samples are trained again",
+                "the parameter server at %s is back, with the %d updates of its last save; at least %d that came later"
+                " are lost; where it deals out the data, their samples are trained again",
                 self.address,
                 welcome.clock,
                 lost,

@@ -225,7 +225,7 @@ def version_problem(hello: Opening) -> str:
         case Hello():
             speaker = f"rank {hello.rank}"
         case Observe():
-            speaker = "the process that watches"
+            speaker = "the process that connects"  # to watch the run, or to join it
         case _:
             speaker = f"server {hello.number}"
     return (

@@ -185,7 +185,7 @@ def one_death(stands: bool, method: str, save_every: float, delay: float, both: 
             finished = running.wait(120)
         except AssertionError as error:
             return Death(problem=str(error))
-        found = re.search(r"is back, with \d+ updates: (\d+) that came", finished.output)
+        found = re.search(r"updates of its last save; at least (\d+) that came later", finished.output)
         death.lost = int(found[1]) if found else -1
         missing = [SAMPLES - len(each) for each in trained_samples(running.folder, ())]
         if finished.code or any(missing) or running.survivors or not found:

@@ -25,6 +25,7 @@ class Edited(Net):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("temperature", torch.ones(1))
+        self.register_buffer("seen", torch.zeros(1), persistent=False)
         self.said: dict[int, dict[str, Any]] = {}
         self.loaded: list[int] = []
 
@@ -55,6 +56,7 @@ class Edited(Net):
             (FOLDER / f"{NAME}0-in-{epoch}").touch()
             while epoch in OPTIONS["hold"] and not (FOLDER / f"go-{epoch}").exists():
                 time.sleep(0.02)
+        self.seen += 1
         return super().training_step(batch, batch_idx)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -68,6 +70,7 @@ class Edited(Net):
             "trainable": [name for name, each in self.named_parameters() if each.requires_grad],
             "tracks": self.net[1].track_running_stats,
             "temperature": float(self.temperature),
+            "seen": float(self.seen),
             "epochs": counts.epochs,
         }
 

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 import torch
-from common import FOLDER, OPTIONS, Net, digest, loaders, omni, pl, trainer
+from common import FOLDER, OPTIONS, Net, dataset, digest, loaders, omni, pl, trainer
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -43,8 +43,9 @@ class Member(Net):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         epoch = self.current_epoch
-        if epoch != self.held:
+        if epoch != self.held and batch_idx >= OPTIONS.get("batch", 0):
             self.held = epoch
+            (FOLDER / f"{NAME}{self.global_rank}-rate-{epoch}").write_text(repr(self.rate))
             begins = FOLDER / f"{NAME}{self.global_rank}-in-{epoch}"
             begins.with_suffix(".partial").write_text(self.averaged())
             begins.with_suffix(".partial").rename(begins)
@@ -55,9 +56,13 @@ class Member(Net):
         time.sleep(OPTIONS.get("step", 0.0))
         return super().training_step(batch, batch_idx)
 
+    @property
+    def rate(self) -> float:
+        return float(self.trainer.optimizers[0].param_groups[0]["lr"])
+
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         (FOLDER / f"{NAME}{self.global_rank}-average").write_text(self.averaged())
-        line = [self.current_epoch, batch[2].tolist(), self.trainer.optimizers[0].param_groups[0]["lr"]]
+        line = [self.current_epoch, batch[2].tolist(), self.rate]
         with (FOLDER / f"seen-{os.getpid()}").open("a") as file:
             file.write(json.dumps(line) + "\n")
         if "tuner" in OPTIONS:
@@ -162,6 +167,8 @@ def main() -> None:
     pl.seed_everything(int(os.environ.get("OMNI_TEST_SEED", 1)), verbose=False)
     module = Parallel if "x" in INSIDE else Member
     net, record = module(), Record()
+    for name in {"buffer", "extra"} & OPTIONS.keys():
+        net.register_buffer(name, torch.ones(OPTIONS[name]))
     for number in OPTIONS.get("frozen", ()):
         net.net[number].requires_grad_(False)
     devices = OPTIONS.get("devices", int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
@@ -183,6 +190,7 @@ def main() -> None:
     strategy = omni.OmniStrategy(**values_in(given))
     net.lr = 0.05  # which a finder sets
     finder = [pl.callbacks.LearningRateFinder(num_training_steps=4)] if "finder" in OPTIONS else []
+    windows = [pl.callbacks.GradientAccumulationScheduler({0: OPTIONS["window"]})] if "window" in OPTIONS else []
     half = []
     if "scale" in OPTIONS:
         scaler = torch.amp.GradScaler("cpu", init_scale=OPTIONS["scale"])
@@ -193,7 +201,7 @@ def main() -> None:
         max_epochs=OPTIONS["epochs"],
         callbacks=[
             *([omni.OmniTuner(**OPTIONS["tuner"])] if "tuner" in OPTIONS else []),
-            *(saves, record, Careless() if "careless" in OPTIONS else Diary(), *finder, *steps, *last),
+            *(saves, record, Careless() if "careless" in OPTIONS else Diary(), *finder, *steps, *last, *windows),
             *([Ema(decay=OPTIONS["average"])] if "average" in OPTIONS else []),
             *([getattr(pl.callbacks, OPTIONS["bar"])(1)] if "bar" in OPTIONS else []),
         ],
@@ -202,6 +210,8 @@ def main() -> None:
         **{"num_sanity_val_steps": 1, **OPTIONS.get("trainer", {})},
     )
     train, held_out = loaders(OPTIONS.get("samples", 128))
+    if "held_out" in OPTIONS:
+        held_out = DataLoader(dataset(OPTIONS["held_out"]), batch_size=8)
     if "split" in OPTIONS:
         split = torch.Generator().manual_seed(OPTIONS["split"])
         part, _ = random_split(train.dataset, [0.75, 0.25], split)

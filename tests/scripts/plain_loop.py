@@ -11,6 +11,7 @@ import logging
 import os
 import pickle
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,8 +26,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.nn.utils import parameters_to_vector
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
-from lightning_omni import OmniOptimizer, World, WorldOptions
+from lightning_omni import Compression, OmniOptimizer, World, WorldOptions
 from lightning_omni.errors import ConfigurationError, RankLost, UnsupportedError
 
 gc.freeze()
@@ -656,8 +659,8 @@ def step_outside(outside: str) -> list[str]:
     return said
 
 
-def synchronize(alone: int) -> str:
-    """Why a loop ends in which one rank synchronizes, to evaluate, and the other does not."""
+def synchronize(alone: int, goes_on: bool = False) -> str:
+    """Why a loop ends in which one rank synchronizes, to evaluate, and the other does not; or one trains on then."""
     world = World(2)
     model = world.wrap(torch.nn.Linear(4, 1))
     optimizer = OmniOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), world)
@@ -665,8 +668,10 @@ def synchronize(alone: int) -> str:
         with world.training():
             model(torch.randn(8, 4)).square().mean().backward()
             optimizer.step()
-            if world.rank == alone:
+            if goes_on or world.rank == alone:
                 world.enter_world(model)
+            if goes_on and world.rank == alone:
+                world.enter_compute()
     except RankLost as error:
         return str(error)
     return ""
@@ -735,12 +740,112 @@ def nest(inner: int) -> str:
 def refuse(before: str) -> str:
     """Why a mistake before a loop is refused in groups of one rank, too."""
     try:
+        own: dict[str, Any] = {"groups": 2}
+        rank = dist.get_rank()
         if before == "nodes":
             World(2, ranks_per_node=[1])
+        if before == "no nodes":
+            World(2, ranks_per_node=[3, -1])
+        if before == "a number of nodes":
+            World(2, ranks_per_node=2)  # type: ignore[arg-type]
+        if before == "other groups":
+            World(1 + rank)
+        if before == "another method":
+            World(options=WorldOptions(method=f"local_sgd:period={2 + 2 * rank}", **own))
+        if before == "another compression":
+            World(options=WorldOptions(compression=Compression(all_reduce=("fp32", "bf16")[rank]), **own))
+        if before == "other exchanges":
+            World(options=WorldOptions(overlap=bool(rank), **own))
+        if before == "another server":
+            World(options=WorldOptions(server=(None, "tcp://127.0.0.1:5555")[rank], **own))
         World(2).wrap(torch.nn.Linear(4, 1), find_unused_parameter=True)
     except (ConfigurationError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def misplace(misplaced: dict[str, str]) -> list[str]:
+    """What is said of environment variables that only OmniStrategy reads."""
+    said = list[str]()
+    os.environ |= misplaced
+    world = World(options=WorldOptions(groups=2))
+    net = torch.nn.Linear(4, 1)
+    optimizer = OmniOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), world)
+    with heard(said), world.training():
+        net(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+    for name in misplaced:
+        del os.environ[name]
+    return said
+
+
+def repeat(repeated: str) -> list[str]:
+    """What is said of two Worlds of two groups, one after the other, that train one module."""
+    net, said, worlds = torch.nn.Linear(4, 1), list[str](), list[World]()
+    with heard(said):
+        for _ in range(2):
+            worlds.append(World(2, options=WorldOptions(method=repeated)))
+            model = worlds[-1].wrap(net)
+            optimizer = OmniOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), worlds[-1])
+            with worlds[-1].training():
+                model(torch.randn(8, 4)).square().mean().backward()
+                optimizer.step()
+    return said
+
+
+def generate(generated: int) -> list[Any]:
+    """The steps of a loop in a generator that is left after some of them, and the weights that this rank ends with."""
+    world, steps = World(2), list[int]()
+    net = torch.nn.Linear(4, 1)
+    optimizer = OmniOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), world)
+
+    def train() -> Iterator[int]:
+        with world.training():
+            for step in range(9):
+                optimizer.zero_grad()
+                net(torch.randn(8, 4) + world.rank).square().mean().backward()
+                optimizer.step()
+                yield step
+
+    for step in train():
+        steps.append(step)
+        if step == generated:
+            break
+    return [steps, sorted(world.ever_lost), net.weight.tolist()]
+
+
+def sample(sampled: str) -> dict[str, Any]:
+    """What is said of a sampler that is made inside of a loop or before, and which samples this rank trains."""
+    said, seen, world = list[str](), list[float](), World(2)
+    data = TensorDataset(torch.arange(16.0)[:, None])
+    net = torch.nn.Linear(1, 1)
+    optimizer = OmniOptimizer(torch.optim.SGD(net.parameters(), lr=1e-4), world)
+    sampler = DistributedSampler(data) if sampled == "before" else None
+    with heard(said), world.training():
+        for (batch,) in DataLoader(data, batch_size=4, sampler=sampler or DistributedSampler(data)):
+            optimizer.zero_grad()
+            net(batch).square().mean().backward()
+            optimizer.step()
+            seen += batch.flatten().tolist()
+    return {"said": said, "seen": seen}
+
+
+def count(local: list[str]) -> list[int] | str:
+    """How many ranks each node has, for what torchrun has told each rank: nothing, or the ranks of its own node.
+
+    Ranks that are told nothing have a host of their own.
+    """
+    before, rank, host = os.environ.pop("LOCAL_WORLD_SIZE"), dist.get_rank(), socket.gethostname
+    if local[rank]:
+        os.environ["LOCAL_WORLD_SIZE"] = local[rank]
+    else:
+        socket.gethostname = lambda: f"host-{rank}"
+    try:
+        return [len(members) for members in World().topology.groups]
+    except ConfigurationError as error:
+        return str(error)
+    finally:
+        os.environ["LOCAL_WORLD_SIZE"], socket.gethostname = before, host
 
 
 def follow(page: str) -> dict[str, Any]:
@@ -787,6 +892,11 @@ def main() -> None:
         "forked": fork,
         "inner": nest,
         "before": refuse,
+        "misplaced": misplace,
+        "local": count,
+        "sampled": sample,
+        "generated": generate,
+        "repeated": repeat,
         "page": follow,
     }
     results: dict[str, Any] = {

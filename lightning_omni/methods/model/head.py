@@ -163,10 +163,14 @@ class HeadConnection(Protocol):
         """Return the inputs' gradients for the output's; None for tensors that took no part."""
 
 
-def pass_through(passage: HeadConnection, tree: Any) -> tuple[Tensor, ...]:
-    """Return the tensors of a merged head's output for ``tree`` (arguments, keyword arguments), with autograd."""
-    # The anchor makes autograd call `_Pass.backward` even if no input requires a gradient.
-    anchor = torch.zeros((), requires_grad=True)
+def pass_through(passage: HeadConnection, tree: Any, anchor: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Return the tensors of a merged head's output for ``tree`` (arguments, keyword arguments), with autograd.
+
+    The ``anchor``, a number that requires a gradient, is for `torch.autograd.grad`, which then also goes through a head
+    in front of all weights of its inputs.
+    """
+    # An anchor makes autograd call `_Pass.backward` even if no input requires a gradient.
+    anchor = torch.zeros((), requires_grad=True) if anchor is None else anchor
     outputs: tuple[Tensor, ...] = _Pass.apply(  # type: ignore[no-untyped-call, unused-ignore]  # until torch 2.14
         passage, tree, anchor, *tensors_of(tree)
     )

@@ -27,7 +27,7 @@ from lightning_omni.wire.journal import (
     TrainedEntry,
 )
 from lightning_omni.wire.messages import AskNext, Batch, EpochPlan, LeaveEpoch
-from lightning_omni.wire.messages.data import STOPS
+from lightning_omni.wire.messages.data import STOPS, plan_difference
 
 # --- Validations while groups train -----------------------------------------------------------------------------------
 
@@ -205,9 +205,10 @@ class Epochs:
 
     def open(self, plan: EpochPlan) -> None:
         if self.book is not None and self.book.plan.epoch == plan.epoch:
-            if self.book.plan != plan:
+            if differing := plan_difference(self.book.plan, plan):
+                words, theirs, own = differing
                 raise ProtocolError(
-                    f"ranks disagree on the data of epoch {plan.epoch}: {self.book.plan} against {plan}; every rank"
+                    f"ranks disagree on the data of epoch {plan.epoch}: {words}: {theirs} against {own}; every rank"
                     " must build the same dataset and dataloader"
                 )
             return
@@ -306,6 +307,8 @@ class Epochs:
         self._asked.clear()
         if given:
             self._journal.note(ResolvedEntry(all_answered))
+        if any(decision.startswith(("over", "stop")) for _, decision in given):
+            self._journal.is_due = True  # samples of an epoch that has ended are not dealt out again
         return given
 
     # --- Saved state --------------------------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""All access to private names of Lightning, which may change in any release. Checked on Lightning 2.6.6."""
+"""Access to private names of Lightning, which may change in any release. Checked on Lightning 2.6.6."""

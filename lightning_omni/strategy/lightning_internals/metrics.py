@@ -20,7 +20,7 @@ from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_omni.errors import UnsupportedError
-from lightning_omni.strategy.lightning_internals.callbacks import call_module
+from lightning_omni.strategy.lightning_internals.callbacks import call_module, reloads
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
@@ -87,7 +87,7 @@ _DTYPES = (
 
 
 def _sizes(lists: Iterable[list[Any]], group: Any, device: torch.device) -> list[list[tuple[int, int, int]]]:
-    """Return by rank and list its length (-1 without tensors), and its tensors' dimensions and type."""
+    """Return by rank and list its length (-1 if an entry is no tensor of `_DTYPES`), and the dimensions and type."""
     mine = torch.tensor([_size(each) for each in lists], device=device)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, mine, group=group)
@@ -210,6 +210,26 @@ def validation_loaders(trainer: Trainer) -> list[Any]:
     loop: Any = trainer.fit_loop.epoch_loop.val_loop
     loop.setup_data()
     return [] if loop._combined_loader is None else list(loop._combined_loader.flattened)
+
+
+def validation_sizes(trainer: Trainer) -> list[int] | None:
+    """Return the samples in a fit's validation datasets, -1 for one without a length.
+
+    Return None if the loaders were not made yet, or if those of another epoch may have other datasets.
+    """
+    if not trainer.enable_validation:
+        return []
+    loaders: Any = trainer.fit_loop.epoch_loop.val_loop._combined_loader
+    if loaders is None or reloads(trainer):
+        return None
+    return [_size_of(getattr(each, "dataset", each)) for each in loaders.flattened]
+
+
+def _size_of(dataset: Any) -> int:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return -1
 
 
 @contextmanager

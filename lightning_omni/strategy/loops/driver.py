@@ -1,7 +1,7 @@
 """The driver of Lightning's training loop through epochs with leased samples.
 
-An epoch ends when all groups together have trained its samples. With one group, and with static data, the loop is
-unchanged.
+An epoch ends when all groups together have trained its samples. The loop is unchanged with static data, and with one
+group of all ranks that begins its epochs itself.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ from lightning_omni.strategy.lightning_internals.metrics import (
     cached_metrics,
     divide_validation_data,
     validation_loaders,
+    validation_sizes,
 )
 from lightning_omni.strategy.loops.epoch import (
+    DataSizes,
     EntryPoint,
     EpochEnd,
     EpochState,
@@ -199,13 +201,16 @@ class EpochDriver:
         self.published.begin(plan, size_of(trained), self.data.is_dynamic)
         if entered is not None:
             plan = msgspec.structs.replace(plan, trained=trained)
-            entered.check(self._dealt(plan), self.data.split)
-            self.run.advance(entered.samples)
+            entered.check(self._dealt(plan), self.data.split, self.sizes)
+            # The server has sent the others' progress with its weights; schedules begin there, and not at the epoch's.
+            self.run.advance(max(entered.samples, self.world.core.last_answer.progress))
         self._epoch.plan = plan
         self._plateaus.begin(plan, size_of(trained) if entered is None else entered.samples)
         self.world.core.last_answer.progress, self.world.core.last_answer.stop = self.run.now().samples, ""
         self.schedulers.begin_epoch()
         self._follow_schedulers()
+        if entered is not None:
+            self.schedulers.catch_up()
         self.schedulers.note_synchronized()
         if self.data.is_dynamic:
             if entered is not None:
@@ -235,6 +240,10 @@ class EpochDriver:
     def _have_parted(self) -> None:
         self.on_parted()
         self.published.have_parted()
+
+    @property
+    def sizes(self) -> DataSizes:
+        return DataSizes(self.leases.dataset_size if self.leases is not None else 0, validation_sizes(self.trainer))
 
     @property
     def samples(self) -> int:
@@ -341,7 +350,7 @@ class EpochDriver:
     def after_hooks_of_end(self) -> None:
         """Stop all ranks if a hook of the epoch's end has requested it on any of them.
 
-        Warn once if hooks act at batch numbers that only some ranks reach.
+        Warn once if learning rates or last steps differ between ranks.
         """
         if not self.world.executor.exchanges:
             return
@@ -497,7 +506,7 @@ class EpochDriver:
     # --- Validation and steps ----------------------------------------------------------------------------------------
 
     def validates(self, is_due: Callable[[], bool]) -> bool:
-        """Return whether all groups validate after this batch; ``is_due`` is the loop's own decision."""
+        """Return whether to validate after this batch; ``is_due`` returns the loop's own decision."""
         trainer, epoch = self.trainer, self._epoch
         epoch.is_due = False
         if epoch.is_check:

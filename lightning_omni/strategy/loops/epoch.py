@@ -19,6 +19,7 @@ from lightning_omni.runtime.leased_loader import RankLeases, lease, why_not_leas
 from lightning_omni.runtime.process_groups import LiveWorld
 from lightning_omni.strategy.lightning_internals.loops import batches_trained, should_stop_now
 from lightning_omni.wire.messages import EpochPlan
+from lightning_omni.wire.messages.data import plan_difference
 from lightning_omni.wire.steps_and_samples import Progress
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class LeasedData:
     """The training loaders of a fit, converted to leased ones, and their leases.
 
     Args:
-        before_epoch: called with an epoch's number before samples are drawn.
+        before_epoch: called with an epoch's number before samples are drawn from the server.
         is_for_user: returns whether user code iterates a training loader.
         own_batches: returns how many batches this rank trains, given the number under DDP.
 
@@ -220,9 +221,32 @@ def split_of(dataset: object) -> int:
 
 # --- State ------------------------------------------------------------------------------------------------------------
 
-# At its end ranks are checked to agree where they would agree under DDP. Groups train different numbers of batches. A
-# scheduler that the user's code steps in each of them therefore has another learning rate on some ranks, and a hook
-# that acts at a batch number which it counts or stores itself acts on some ranks only, or at different times.
+# At an epoch's end ranks are checked to agree where they would agree under DDP. Groups train different numbers of
+# batches. A scheduler that the user's code steps in each of them therefore has another learning rate on some ranks, and
+# a hook that acts at a batch number which it counts or stores itself acts on some ranks only, or at different times.
+
+
+class DataSizes(NamedTuple):
+    """The samples in the datasets of a fit.
+
+    Attributes:
+        validation: those of each validation loader; None if they are not known, -1 for a dataset without a length.
+    """
+
+    training: int
+    validation: list[int] | None
+
+    def difference(self, theirs: DataSizes) -> tuple[str, str, str] | None:
+        """Return in words what differs, and both values; None if nothing that is known does."""
+        if self.training != theirs.training:
+            return "samples in the training dataset", str(self.training), str(theirs.training)
+        if None not in (self.validation, theirs.validation) and self.validation != theirs.validation:
+            return "samples in the validation datasets", _listed(self.validation), _listed(theirs.validation)
+        return None
+
+
+def _listed(sizes: list[int] | None) -> str:
+    return ", ".join("of no length" if size < 0 else str(size) for size in sizes or ()) or "none"
 
 
 class EntryPoint(NamedTuple):
@@ -232,18 +256,21 @@ class EntryPoint(NamedTuple):
         samples: samples of this epoch trained when the groups last began to compute.
         progress: progress of the run then; earlier epochs may have had other lengths.
         split: see `split_of`.
+        sizes: samples in the run's datasets.
     """
 
     plan: EpochPlan
     samples: int
     progress: Progress | None
     split: int
+    sizes: DataSizes
 
-    def check(self, plan: EpochPlan, split: int) -> None:
-        if plan != self.plan:
+    def check(self, plan: EpochPlan, split: int, sizes: DataSizes) -> None:
+        if differing := sizes.difference(self.sizes) or plan_difference(plan, self.plan):
+            words, own, theirs = differing
             raise ConfigurationError(
-                f"this group's data is not that of the run that it joins, {plan} against {self.plan}: give all the"
-                " same dataset, batch size, limits and validation="
+                f"{words}: {own}; the run that this group joins has: {theirs}; give all groups the same datasets, batch"
+                " size, limits and validations"
             )
         if split != self.split:
             raise ConfigurationError(

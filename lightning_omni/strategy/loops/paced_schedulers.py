@@ -87,7 +87,7 @@ class Pacer:
         steps: returns the run's progress in steps of DDP.
         epochs: returns the run's progress in epochs, including the current one.
         scheduled: returns how often a scheduler with a frequency, in batches, is stepped in a number of steps.
-        counts: earlier steps; None for their own counts.
+        counts: earlier steps; None for the schedulers' own counts.
         ask: calls the module's ``lr_scheduler_step`` with a scheduler, as Lightning does.
 
     Attributes:
@@ -229,7 +229,7 @@ def arrive(
 ) -> dict[LRScheduler, int]:
     """Advance schedulers to the progress of a resumed run, which was ahead of their saved states; return their targets.
 
-    ``saved`` is a result of `Pacer.counts_at`. A scheduler with another count now, perhaps loaded by the user, stays.
+    ``saved`` is a result of `caught_up`. A scheduler with another count now, perhaps loaded by the user, stays.
     ``counts`` are earlier steps.
     """
     if len(saved) != len(configs):
@@ -314,7 +314,7 @@ def described(scheduler: Any) -> list[Any]:
 def advanced(
     scheduler: Any, state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], count: int
 ) -> SchedulerSnapshot | None:
-    """Return a scheduler's state at a count, with the parameter groups that it sets; None if it is not torch's.
+    """Return a scheduler's state at a count, and the parameter groups that it sets; None if not torch's or on an error.
 
     The scheduler is not changed: ``state`` and ``groups`` are those before.
 

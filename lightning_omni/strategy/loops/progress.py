@@ -255,7 +255,7 @@ class RunProgress:
         return self._limits.by_hand if self._limits is not None else None
 
     def steps_left(self) -> int | None:
-        """Return the steps of DDP that are left when a fit begins, or None.
+        """Return the steps of DDP that are left when a fit begins; None if unknown.
 
         Epochs are assumed to be as long as the first one.
         """
@@ -311,7 +311,7 @@ class RunProgress:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether a finished epoch has trained all its samples, and max_steps has not ended it."""
+        """Return whether a finished epoch of several groups is whole, because max_steps has not ended it."""
         return (
             self.is_counted_together
             and self.progress is not None

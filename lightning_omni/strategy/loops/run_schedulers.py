@@ -121,13 +121,13 @@ class RunSchedulers:
                     self.bases[config.scheduler] = self._counts.of(config.scheduler), self._steps()
 
     def align(self, all_reduce_max: Callable[[list[int]], list[int]]) -> None:
-        """Give all ranks, now in one group, the same scheduler counts, and stop pacing."""
+        """Give all ranks the same scheduler counts after a change of groups, and stop pacing."""
         self.release()
         if counts := counts_of(self._configs, self._counts):
             reach_all(self._configs, all_reduce_max(counts), self._counts)
 
     def catch_up_in(self, checkpoint: dict[str, Any], progress: Progress | None) -> list[Counts]:
-        """Advance the schedulers in a checkpoint to its progress; return their counts: see `Pacer.counts_at`."""
+        """Advance the schedulers in a checkpoint to its progress; return their counts: see `caught_up`."""
         if self._pacer is None or progress is None or self._trainer is None:
             return []
         counts = self._pacer.counts_at(self._configs, self._run.steps_at(progress))

@@ -262,11 +262,11 @@ class AppliedSetting:
     def form(self, setting: Setting, speeds: Mapping[int, float] | None = None, by_speed: bool = False) -> None:
         """Form the groups of a setting, with its exchange and its split of batches. All ranks call it."""
         strategy, world, began = self._run.strategy, self._run.world, time.perf_counter()
-        again = communicate(strategy, communication_of(setting, world.communication))
-        again |= apply_further(self._run.options.further, world, setting)
+        communicates = communicate(strategy, communication_of(setting, world.communication)) and setting.groups > 1
+        is_due = apply_further(self._run.options.further, world, setting)
         if setting.rebalance:
             self.split_by_speed()
-        if setting.groups != len(world.topology.alive) or by_speed or (again and setting.groups > 1):
+        if setting.groups != len(world.topology.alive) or by_speed or communicates or is_due:
             strategy.parts.grouping.form(setting.groups, speeds if by_speed else None)
         if (
             setting.rebalance

@@ -41,6 +41,7 @@ __all__ = [
     "Raw",
     "State",
     "WireFormat",
+    "argument_of",
     "check_size",
     "decode",
     "from_wire",
@@ -280,6 +281,24 @@ def decode(wire_format: WireFormat, payload: Tensor, layout: Layout, memory: Mem
 
 def name_of(wire_format: WireFormat) -> str:
     return str(type(wire_format).__struct_config__.tag)
+
+
+def argument_of(plain: Mapping[str, Any]) -> str:
+    """Return the argument of OmniStrategy for a format as plain data, for messages.
+
+    Example:
+        >>> argument_of({"name": "int8"})
+        'compression="int8"'
+        >>> argument_of({"name": "both_ways", "push": {"name": "raw"}, "pull": {"name": "bf16"}})
+        'compression=Compression(push="fp32", pull="bf16")'
+    """
+    if plain["name"] != "both_ways":
+        return f'compression="{_text_of(plain)}"'
+    return f'compression=Compression(push="{_text_of(plain["push"])}", pull="{_text_of(plain["pull"])}")'
+
+
+def _text_of(plain: Mapping[str, Any]) -> str:
+    return "fp32" if plain["name"] == "raw" else _registry.text_of_wire(plain)
 
 
 def from_wire(plain: Mapping[str, Any]) -> WireFormat:

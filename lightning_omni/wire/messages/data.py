@@ -39,6 +39,40 @@ class EpochPlan(msgspec.Struct, frozen=True, kw_only=True):
     later: int | None = None
 
 
+_IN_WORDS = {
+    "total": "samples of an epoch",
+    "batch_size": "batch size of the training loader",
+    "ranks_per_batch": "ranks that compute on the same samples",
+    "budget": "samples to train in this epoch",
+    "validate_every": "samples between two validations, 0 for none",
+    "validate_offset": "samples since the last validation",
+    "trained": "samples of this epoch that a checkpoint has trained",
+    "later": "samples to train in later epochs",
+}
+"""The fields that may differ between ranks, causes before consequences."""
+
+
+def plan_difference(mine: EpochPlan, theirs: EpochPlan) -> tuple[str, str, str] | None:
+    """Return in words what differs first between two plans of an epoch, and both values; None if they are equal.
+
+    Example:
+        >>> plan = EpochPlan(epoch=0, total=64, batch_size=4, budget=64)
+        >>> plan_difference(plan, msgspec.structs.replace(plan, batch_size=8, budget=60))
+        ('batch size of the training loader', '4', '8')
+    """
+    for name, words in _IN_WORDS.items():
+        own, other = getattr(mine, name), getattr(theirs, name)
+        if own != other:
+            return words, _shown(own), _shown(other)
+    return None
+
+
+def _shown(value: Spans | int | None) -> str:
+    if isinstance(value, tuple):
+        return str(sum(stop - start for start, stop in value))
+    return "no limit" if value is None else str(value)
+
+
 class Batch(msgspec.Struct, frozen=True, array_like=True):
     """A group batch: positions ``start .. stop-1``, and its validation interval."""
 

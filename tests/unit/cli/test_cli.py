@@ -145,6 +145,8 @@ def test_a_port_that_there_is_not_is_refused_instead_of_another_being_listened_o
         (["--heartbeat-timeout", "0"], "--heartbeat-timeout 0.0: pass 2s or more"),
         (["--allow-optimizer", "Mine"], "--allow-optimizer Mine: pass module:Class"),
         (["--allow-module", "mine:A,mine:"], "--allow-module mine:A,mine:: pass module:Class"),
+        (["--save-every", "5s"], "--save-every 5s: it is for --state, which is missing; pass both"),
+        (["--http-host", "0.0.0.0"], "--http-host 0.0.0.0: it is for --http, which is missing; pass both"),
         (["--key-file", "taken/key"], "cannot make the key file taken/key (File exists); name another one"),
     ],
 )

@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ from lightning_omni.server.membership import timeouts as time_limits
 from lightning_omni.server.membership.roster import origin
 from lightning_omni.server.status import MOST_OBSERVERS
 from lightning_omni.strategy.joining import Rejoining
+from lightning_omni.strategy.loops.epoch import DataSizes, EntryPoint
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
 from lightning_omni.topology import Topology
 from lightning_omni.transport.connections import answer_of
@@ -1298,6 +1300,29 @@ def test_a_group_that_joins_scales_its_losses_as_the_run_does(joined: Run) -> No
 
 @pytest.mark.slow
 @pytest.mark.processes
+def test_the_first_step_of_a_group_that_joins_is_at_the_rate_that_the_run_has_reached(run: Run) -> None:
+    first = run.start("a", {"epochs": 3, "hold": [1], "batch": 6})
+    run.wait_for("a0-in-1")
+    second = run.start("b", {"epochs": 3, "hold": [1]}, seed=2)
+    run.wait_for("b0-in-1")
+    rates = [(run.folder / f"{name}0-rate-1").read_text() for name in "ab"]
+    run.go(1)
+    assert first.end(PATIENCE) == 0, first.output
+    assert second.end(PATIENCE) == 0, second.output
+    assert rates[0] == rates[1]
+
+
+@pytest.mark.parametrize(("own", "says"), [(127, "training dataset: 127; .* has: 128;"), (128, "")])
+def test_datasets_of_other_lengths_are_told_from_one_another_although_padding_makes_them_equal(
+    own: int, says: str
+) -> None:
+    entered = EntryPoint(plan=PLAN, samples=0, progress=None, split=0, sizes=DataSizes(128, None))
+    with pytest.raises(ConfigurationError, match=says) if says else nullcontext():
+        entered.check(PLAN, 0, DataSizes(own, [64]))
+
+
+@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("trainer", "steps"),
     [
@@ -1327,12 +1352,22 @@ def test_limits_are_those_of_the_run_as_it_was_begun(run: Run, trainer: dict[str
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_group_that_was_told_otherwise_is_refused_and_the_run_goes_on(run: Run) -> None:
-    given_first = {"epochs": 2, "split": 1, "optimizer": "SGD"}
+    given_first = {"epochs": 2, "split": 1, "optimizer": "SGD", "buffer": 1}
     first = run.start("a", {**given_first, "hold": [1]})
     run.wait_for("a0-in-1")
     refused: list[tuple[dict[str, Any], str]] = [
-        ({"method": "hardsync"}, "the run that this group joins has"),
-        ({"samples": 64}, "this group's data is not that of the run"),
+        ({"method": "hardsync"}, 'method="hardsync": the run that this group joins has method="async_sgd"; pass'),
+        (
+            {"strategy": {"compression": {"push": "int8", "pull": "bf16"}}},
+            'compression=Compression(push="int8", pull="bf16"): the run that this group joins has compression="fp32"',
+        ),
+        ({"samples": 64}, "samples in the training dataset: 48; the run that this group joins has: 96; give all"),
+        ({"held_out": 63}, "samples in the validation datasets: 63; the run that this group joins has: 64; give all"),
+        ({"window": 2}, "Scheduler={0: 2}: the run that this group joins has GradientAccumulationScheduler=none"),
+        ({"trainer": {"max_time": {"hours": 1}}}, "max_time=3600.0 s: the run that this group joins has max_time=none"),
+        ({"trainer": {"min_epochs": 1}}, "min_epochs=1: the run that this group joins has min_epochs=0"),
+        ({"buffer": 2}, "buffer is float32 of shape [2] in this group's module, and float32 of shape [1] in that of"),
+        ({"extra": 1}, "this group's module has the buffer extra, and the module of the run that it joins has not"),
         ({"epochs": 3}, "max_epochs=3: the run that this group joins has max_epochs=2"),
         ({"trainer": {"max_steps": 20}}, "max_steps=20: the run that this group joins has max_steps=-1"),
         ({"split": 2}, "this group's training data is another part of its dataset"),

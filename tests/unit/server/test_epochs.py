@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 
 from lightning_omni.errors import ProtocolError
 from lightning_omni.server.epochs.epoch import Epochs
+from lightning_omni.wire.journal import Journal
 from lightning_omni.wire.messages import AskNext, Batch, EpochPlan, LeaveEpoch
 
 varied = settings(deadline=None, max_examples=150, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
-def opened(total: int = 16, groups: int = 2, **options: Any) -> Epochs:
+def opened(total: int = 16, groups: int = 2, journal: Journal | None = None, **options: Any) -> Epochs:
     """An epoch of groups of one rank with two samples a batch: rank and group have one number."""
-    epochs = Epochs()
+    epochs = Epochs(journal)
     epochs.form(dict.fromkeys(range(groups), 1), generation=4, keep_epoch=False)
     epochs.open(EpochPlan(epoch=1, total=total, batch_size=2, budget=total, **options))
     return epochs
@@ -46,6 +47,19 @@ def test_over_is_said_only_when_everything_is_trained() -> None:
     assert len(draw(epochs, 0, 0)) == len(draw(epochs, 1, 0)) == 1
     assert ask(epochs, 0, 1) == [], "group 1 still holds a batch, and may die"
     assert ask(epochs, 1, 1) == [(0, "over"), (1, "over")]
+
+
+@pytest.mark.parametrize(("stop", "said"), [("", "over"), ("end", "stop:end")])
+def test_the_state_is_saved_at_once_when_an_epoch_has_ended_for_its_samples_are_not_dealt_out_again(
+    stop: str, said: str
+) -> None:
+    journal = Journal()
+    epochs = opened(total=4, journal=journal)
+    draw(epochs, 0, 0), draw(epochs, 1, 0)
+    assert ask(epochs, 0, 1) == []
+    assert not journal.is_due
+    assert (0, said) in (leave(epochs, 1, 1, stop) if stop else ask(epochs, 1, 1))
+    assert journal.is_due
 
 
 def test_a_validation_that_is_due_inside_the_last_batches_is_said_at_the_end() -> None:
@@ -240,7 +254,7 @@ def test_ranks_that_disagree_on_the_data_are_refused() -> None:
     epochs = opened(total=16)
     plan = EpochPlan(epoch=1, total=16, batch_size=2, budget=16)
     epochs.open(plan)
-    with pytest.raises(ProtocolError, match=r"ranks disagree on the data of epoch 1.*total=16.*total=18"):
+    with pytest.raises(ProtocolError, match=r"on the data of epoch 1: samples of an epoch: 16 against 18; every rank"):
         epochs.open(EpochPlan(epoch=1, total=18, batch_size=2, budget=18))
     assert epochs.book_of(1, 4).plan == plan
 

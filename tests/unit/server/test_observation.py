@@ -81,7 +81,7 @@ def test_a_server_without_the_key_is_found_out() -> None:
 
 def test_another_version_is_told_both_numbers() -> None:
     answer = say(Link(), m.Observe(version=m.VERSION + 1, nonce=b""))
-    expect_refusal(answer, "version", f"watches speaks protocol version {m.VERSION + 1}, the server {m.VERSION}")
+    expect_refusal(answer, "version", f"connects speaks protocol version {m.VERSION + 1}, the server {m.VERSION}")
 
 
 def test_what_watches_is_no_rank_and_a_rank_watches_nothing() -> None:

@@ -190,6 +190,13 @@ def test_a_group_that_dies_on_its_way_to_the_head_holds_no_other_up() -> None:
     assert sum(trace.rows["samples"]) >= len(DATA)
 
 
+def test_a_merged_submodule_may_be_in_front_of_all_other_weights() -> None:
+    """No gradient of these needs its backward pass, and it would be the first group's for ever."""
+    trace = run(groups=2, model=Tailed(), merged="body", limits=Limits(updates=10))
+    assert trace.updates == 10
+    assert final_loss(trace) < final_loss(None)
+
+
 def test_a_submodule_that_is_not_used_or_used_twice_cannot_be_merged() -> None:
     with pytest.raises(ConfigurationError, match="the model has no such submodule"):
         run(groups=2, model=Tailed(), merged="tail")

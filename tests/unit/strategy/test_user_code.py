@@ -1035,13 +1035,6 @@ def test_arguments_of_a_loop_without_lightning_are_refused_by_name() -> None:
         World(options=options)
 
 
-def test_a_complex_gradient_is_finite_if_both_of_its_parts_are() -> None:
-    parameter = nn.Parameter(torch.ones(2, dtype=torch.complex64))
-    for number, is_finite in ((1 + 1j, True), (complex(0.0, math.nan), False), (complex(math.inf, 0.0), False)):
-        parameter.grad = torch.full_like(parameter, number)
-        assert Executor([]).is_finite([parameter]) == is_finite
-
-
 @pytest.mark.parametrize("keeps", ["callback", "module"])
 @pytest.mark.usefixtures("alone")
 def test_a_module_wrapped_over_ranks_of_other_groups_is_refused_by_name(keeps: str) -> None:
