@@ -111,8 +111,8 @@ class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
     r"""Asynchronous local SGD with delayed Nesterov momentum (DN) and dynamic local updates (DyLU).
 
     Each group makes :math:`H_w` steps of the user's optimizer from the outer weights :math:`\theta` that it last read,
-    and pushes :math:`\Delta_t = \theta_{read} - x`. The server applies the t-th arrival immediately, and momentum only
-    with every N-th, from the mean of the last N:
+    and pushes :math:`\Delta_t = \theta_{read} - x`. The server applies the t-th arrival immediately, and updates the
+    momentum only with every N-th, from the mean of the last N:
 
     .. math:: B \leftarrow B + \Delta_t; \quad \text{if } N | t: \; m \leftarrow \beta m + B/N, \;
         \theta \leftarrow \theta - \epsilon\bigl[(1 - cN + c)\beta m + \Delta_t/N\bigr], \; B \leftarrow 0;
@@ -132,7 +132,7 @@ class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
         buffer: N, arrivals in one block, in pushes; None takes the number of groups.
         activation: c, 0 to 1/N: the part of the momentum that is applied with every arrival.
         dynamic_steps: whether slow groups make fewer steps.
-        min_steps: the fewest local steps of any group; with fragments, at least P.
+        min_steps: the fewest local steps of any group, which makes at least P in any case.
         fragments: P, fragments of equal bytes, exchanged one after the other; P divides H.
 
     Raises:

@@ -68,8 +68,7 @@ class AsyncSGD(Method, frozen=True, kw_only=True, tag="async_sgd"):
     .. math:: w_{t+1} = \mathrm{step}\bigl(w_t,\; g(w_{t-\tau})\bigr), \qquad t \leftarrow t + 1
 
     where ``step`` is one step of the user's torch optimizer (with one state for all groups), ``g`` the mean gradient of
-    one compute group's batch, and :math:`\tau` its staleness: the updates that other groups made between this group's
-    read and its write.
+    one compute group's batch, and :math:`\tau` its staleness: the updates between this group's read and its write.
 
     Args:
         staleness_aware: divide the learning rate of every step by :math:`\max(1, \tau)`.

@@ -98,7 +98,7 @@ class Total:
 
 
 Tensors = Sequence[Tensor | None]
-"""One tensor for each parameter, of its shape; ``None`` where the parameter took no part in the loss."""
+"""One tensor for each parameter, or piece of a fragment; ``None`` where it took no part or need not travel."""
 
 # --- The needs of a group side ---------------------------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ class ReadPeer(msgspec.Struct, frozen=True):
 class SendPeer(msgspec.Struct, frozen=True):
     """A request to put weights into the inbox of ``group``, without waiting for it. Answer: the weights as received.
 
-    A message to this group itself is not sent.
+    A message to this group itself, or to one that reads too slowly, is not sent.
     """
 
     group: int
@@ -254,8 +254,8 @@ class ServerSide(ABC):
 
     Attributes:
         groups: the groups that are alive.
-        idle_groups: those that wait for others, at the end of an epoch or at a synchronization point. No group may wait
-            for a push of theirs.
+        idle_groups: those that push nothing for now: at the end of an epoch, at a synchronization point, in a
+            validation, or waiting with another optimizer's push. No group may wait for a push of theirs.
         as_sent: maps the tensors of an answer to the values that the group receives; where both sides apply an answer,
             they apply these.
         now: time of the current event, in seconds on a monotonic clock, from the driver.
@@ -313,7 +313,7 @@ class ServerSide(ABC):
         self.groups.add(group)
 
     def fetched(self, group: int) -> None:  # noqa: B027  # most methods need not know
-        """Handle a group's read of the master weights without a push."""
+        """Handle a group's read of the master weights other than by a reply."""
 
     def grow(self, start: int) -> None:  # noqa: B027  # most methods remember nothing for each parameter
         """Extend the state to the master's new parameters, from index ``start`` on."""
@@ -393,7 +393,7 @@ class Barrier(ServerSide):
 class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
     """A distributed-SGD method: its hyperparameters, and constructors of its two sides.
 
-    It travels to the server as plain numbers.
+    It travels to the server as its name and plain values.
 
     Attributes:
         steps_at: where the user's optimizer runs: at the ``"server"``, once for all groups, or on every rank
@@ -408,7 +408,8 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
             `lightning_omni.methods.model.fragments.state_of`.
         talks_to_peers: whether group sides use `Publish`, `ReadPeer`, `SendPeer` or `ReadInbox`.
         resyncs: whether the server, after it went back to an earlier state, refuses a push computed from newer weights
-            than its own, and the group restarts from the present ones; otherwise such a push is an error.
+            than its own, and the group restarts from the present ones; otherwise such a push counts as computed from
+            these.
         fragments: number of fragments that are exchanged one by one. With several, the server side must be
             element-wise.
     """
@@ -460,9 +461,9 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
             replica.load((yield Exchange(gradient.tensors, replica.clock, gradient.hyperparameters)))
 
     def updates_per_batch(self, groups: int) -> int:
-        """Return the updates of the master weights in which all ranks, in ``groups`` groups, train one batch.
+        """Return the steps that weights make one after the other while all ranks train one batch in ``groups`` groups.
 
-        By default: one for each group if the server steps for each push, else 1.
+        By default: one for each group if the optimizer steps at the server, else 1.
         """
         return groups if self.steps_at == "server" else 1
 

@@ -41,7 +41,7 @@ class _Round:
         came: groups whose parts are in the total.
         in_time: the groups among them that had read the last merge.
         merged_at: clock of the last merge.
-        closes: end of the grace period; infinite without a quorum.
+        closes: end of the grace period; infinite before the quorum is reached.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class _Round:
 
 
 class _Syncer(ServerSide):
-    """A server side that merges a fragment once a quorum of groups has sent it and the grace period is over."""
+    """A server side that merges a fragment once a quorum sent it and the grace period is over, or all groups wait."""
 
     method: DecoupledDiLoCo
 

@@ -26,9 +26,10 @@ class LocalSGD(Streaming, frozen=True, kw_only=True, tag="local_sgd"):
         period: H, local steps between two averages.
         warmup_steps: initial steps with an average after each (post-local SGD).
         fragments: P, fragments that are averaged one by one, every H/P steps; P divides H.
-        delay: steps that a group makes while an average travels, fewer than H/P; 0 waits.
+        delay: steps that a group makes while an average travels, fewer than H/P; 0 waits. Runs refuse any but 0.
         alpha: part of its own weights that a group keeps at an average, from 0 to less than 1.
-        keep_steps: whether the group adds the change of these steps to the average; needs a delay, and no ``alpha``.
+        keep_steps: whether the group adds the change of the ``delay`` steps to the average; needs some, and no
+            ``alpha``.
         dynamic_steps: whether slow groups make fewer steps, in proportion to their speed.
 
     Raises:

@@ -57,11 +57,11 @@ def overlapped(replica: Replica) -> GroupSide:
 # --- Local SGD and DiLoCo: exchanges of single fragments, in parallel with the local steps ----------------------------
 
 STEADY = 16
-"""Number of exchanges over which a group's step time is averaged before it determines the group's steps."""
+"""Largest number of exchanges over which a group's step time is averaged."""
 
 
 class PacedBarrier(Barrier):
-    """A barrier whose slower groups make fewer local steps."""
+    """A barrier whose slower groups make fewer local steps with ``dynamic_steps``."""
 
     method: Streaming
 

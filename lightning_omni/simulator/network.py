@@ -187,7 +187,7 @@ class Exchanges:
         return [place for place in range(len(self._shares)) if not self._is_at_home(group, place)]
 
     def _come(self, parts: _Parts) -> Timeline:
-        """Wait until all parts have crossed a link, and then cards; return each arrival."""
+        """Wait until all parts have crossed a link and their cards; return each arrival."""
         delay = self._link.seconds(self._unshared(parts)), self._card.latency
         yield self._engine.now + delay[0] + delay[1] if parts else self._engine.now
         return (yield from self._cross(parts))

@@ -410,7 +410,7 @@ class _Replay:
         self._continue(group, group.core.gradient(0, Gradient(own, used)))
 
     def _answer(self, group: _Group, pulled: Pulled) -> None:
-        """Continue the group up to its next need that the record answers, but not an exchange in flight."""
+        """Continue the group with an answer; that of an exchange in flight waits for the group's `Receive`."""
         if group.sent is not None:
             group.sent, group.answer = None, pulled
             if isinstance(group.core.waits_for(0), Receive):

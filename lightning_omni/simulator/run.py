@@ -382,7 +382,7 @@ def simulate(
         seed: seed of data order, jitter and random operations of the model; the same seed gives bitwise the same trace.
         evaluation: the times of evaluations before the run's end, and a target.
         merged: name of a submodule that stays at the server, as with ``OmniStrategy(merged=...)``. A group's batch
-            arrives there after a third of the group's time; the access lasts for the time of the head and for the
+            is sent there after a third of the group's time; the access lasts for the time of the head and for the
             travel of its outputs and their gradients.
         compression: the formats in which tensors are sent, as with ``OmniStrategy(compression=...)``.
         overlap: as with ``OmniStrategy(overlap=True)``.

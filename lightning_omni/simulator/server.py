@@ -305,7 +305,7 @@ class SimulatedNetwork:
     Attributes:
         processes: the process that receives the server's messages, by group number.
         expired: called after the method handled a moment that it had requested.
-        exchanges: processes that receive weights instead, while the group computes.
+        exchanges: processes that receive weights instead: the groups' exchanges under way, by group number.
     """
 
     def __init__(self, engine: Engine, between: Link, server: SimulatedServer, costs: Exchanges) -> None:
@@ -316,7 +316,7 @@ class SimulatedNetwork:
         self.exchanges: dict[int, Process] = {}
 
     def deliver(self, out: list[Out]) -> None:
-        """Deliver messages that the server sends now: weights take time, verdicts none."""
+        """Deliver messages that the server sends now: weights take time, `Next` none."""
         for item in out:
             group = self._server.group_of(item)
             process = self.processes[group]

@@ -69,7 +69,7 @@ class OwnReplica(Replica):
 class SharingReplica(Replica):
     """A replica that refers to shared weights, and copies them before it first moves them.
 
-    ``parameters`` and ``optimizer`` only determine the learning rate of each weight.
+    ``parameters`` and ``optimizer`` only determine how each weight is moved.
     """
 
     def __init__(self, parameters: Sequence[Parameter], optimizer: Optimizer, group: int, start: SharedWeights) -> None:

@@ -136,7 +136,7 @@ def sizes_of(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
 
 
 def read(tensors: Sequence[Tensor], pieces: Pieces) -> list[Tensor]:
-    """Return one tensor for each piece, in shared memory where a tensor is contiguous.
+    """Return one tensor for each piece, in shared memory if the tensor is taken whole or contiguous.
 
     Example:
         >>> import torch

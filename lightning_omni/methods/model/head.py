@@ -27,7 +27,7 @@ class HeadBackwardPass:
     """The gradients of a backward pass through the head.
 
     Attributes:
-        inputs: None for inputs that are neither floating-point nor complex.
+        inputs: None for inputs that are neither floating-point nor complex, or took no part.
         parameters: None for a parameter that took no part.
     """
 

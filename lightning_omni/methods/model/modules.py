@@ -90,7 +90,7 @@ def describe_module(module: nn.Module) -> dict[str, Any]:
     """Describe a module, so that `rebuild_module` can copy it in another process.
 
     Raises:
-        UnsupportedError: it cannot be described; the message names the part and a remedy.
+        UnsupportedError: it cannot be described; the message names the part.
 
     Example:
         >>> description = describe_module(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))
@@ -122,7 +122,7 @@ def _describe(module: nn.Module, names: Mapping[int, str], where: str) -> dict[s
 
 
 def check_describable(module: nn.Module, where: str = "") -> None:
-    """Raise `UnsupportedError` unless the module's class can be imported by name and the module has no hooks.
+    """Raise `UnsupportedError` unless the server can import the module's class and run a copy of it.
 
     ``where`` is its name; hooks of the outermost module (``""``) run at the caller and are allowed.
     """

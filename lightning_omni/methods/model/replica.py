@@ -25,8 +25,8 @@ class Pulled(msgspec.Struct, frozen=True):
         tensors: one for each parameter, in the optimizer's order, valid until the group side's next request; empty if
             none were requested.
         clock: number of updates that the master weights contain.
-        refused: whether the push was refused (not finite, or see `Method.resyncs`); ``tensors`` are then the master
-            weights.
+        refused: whether the push was refused (not finite, or see `Method.resyncs`), or its first answer was lost while
+            the optimizer steps at the worker; ``tensors`` are then the master weights.
         fragment: fragment of ``tensors``, one for each of its pieces; None for all parameters.
     """
 
@@ -79,7 +79,7 @@ class Replica:
         clock: the server's clock when the weights were read.
         peers: numbers of the live groups, this one included.
         drift: the weights that differ from the server's.
-        memory: state of the group side: plain values, tensors and lists of them.
+        memory: state of the group side: plain values, tensors, and lists and dicts of them.
         closure: computes loss and gradients again, for optimizers that call it in their step.
         loss: the closure's result for the present gradients.
         arguments: further keyword arguments of the optimizer's current step.
@@ -140,7 +140,7 @@ class Replica:
                 weight.add_(change.to(weight.device), alpha=factor)
 
     def descend(self, gradient: Sequence[Tensor | None]) -> None:
-        """Make a step of plain SGD: ``weights -= lr * gradient`` with each group's lr; ``+=`` where it maximizes."""
+        """Make a step of plain SGD: ``weights -= lr * gradient`` with each parameter group's lr, ``+=`` to maximize."""
         rates = {
             id(parameter): rate_of(self.optimizer, group)
             for group in self.optimizer.param_groups
@@ -327,10 +327,7 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def all_finite(tensors: Sequence[Tensor] | None) -> bool:
-    """Return whether tensors are present and all finite: a peer that diverged must not spoil the others.
-
-    All members of a group must get the same result, even if each holds a shard of the model.
-    """
+    """Return whether tensors are present and all finite: a peer that diverged must not spoil the others."""
     if not tensors:
         return tensors is not None
     # The sum is fast, but in float16 it may overflow although all elements are finite. One number is read of a device.

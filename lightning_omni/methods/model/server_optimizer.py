@@ -370,7 +370,7 @@ def held_by(optimizer: Optimizer) -> list[Parameter]:
 
 
 def rate_of(optimizer: Optimizer, group: Mapping[str, Any]) -> float:
-    """Return a group's learning rate; raise `UnsupportedError` if the optimizer has none or finds it (``lr=None``)."""
+    """Return a group's learning rate; raise `UnsupportedError` if the optimizer has none or sets its own."""
     rate = group.get("lr")
     if not isinstance(rate, (Real, Tensor)):
         raise UnsupportedError(

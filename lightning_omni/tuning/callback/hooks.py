@@ -53,8 +53,8 @@ class OmniTunerHooks(_CallbackBase):
     """A callback that chooses groups, method, momentum and learning rate for the shortest predicted time to the target.
 
     The run begins in one group, whose first batches are timed. When a setting is predicted to be clearly faster, the
-    run switches to it in the middle of the epoch; groups that are slower than predicted are given up. No batch is
-    discarded, and nothing is trained only to try it. See :doc:`/how-to/tuning`.
+    run switches to it in the middle of the epoch; groups that prove not to pay are given up. The timed batches
+    count as training. See :doc:`/how-to/tuning`.
 
     With ``data="static"``, and with a sampler of your own, groups change at the end of the epoch. In a run that groups
     join on their own (``OmniStrategy(elastic=True)``) their number is given, and momentum and learning rate follow it.
@@ -72,7 +72,8 @@ class OmniTunerHooks(_CallbackBase):
             and batches may be split by speed; how groups exchange, and how their members average gradients, is searched
             unless the strategy has ``method=``, ``compression=`` or ``overlap=``.
         budget: part of the run's time that choosing and forming groups may take, from 0 to below 1. 0 changes nothing.
-        retune_every: epochs between two checks whether the setting is still the best; None for no checks.
+        retune_every: epochs between two checks, at an epoch's end, whether the setting is still the best; there are
+            others inside epochs. None for no checks.
         mode: ``"min"`` or ``"max"``: whether a smaller or a larger ``monitor`` is better; None decides by its name
             (``"min"`` if it contains "loss" or "error", otherwise ``"max"``), and with a ``target`` a name that tells
             neither, such as "val_rmse", is refused.

@@ -91,7 +91,7 @@ class Hyperparameters:
         return float(group["betas"][0] if self._has_betas else group.get("momentum", 0.0))
 
     def set_momentum(self, momentum: float) -> None:
-        """Set the momentum (or β1) of all parameter groups, unless a scheduler changes it, or the first one has it."""
+        """Set the momentum (or β1) of all parameter groups, unless a scheduler changes it or it is set already."""
         if not self.has_momentum or self._is_momentum_scheduled or momentum == self.momentum:
             return
         for group in self._optimizer.param_groups:

@@ -219,7 +219,7 @@ class SpeedRecord:
         self._has_changed = self.speed is not None and not is_mixed and self._speeds.add(self.speed)
 
     def speed_so_far(self) -> Speed | None:
-        """Return the speed in a current epoch whose groups are all at a synchronization point. All ranks call it."""
+        """Return the speed in the current epoch so far, at a synchronization point. All ranks call it."""
         return _speed(*self._sum_over_ranks(self.throughput.trained))
 
     def _sum_over_ranks(self, own: TimedBatches) -> list[float]:
@@ -297,7 +297,7 @@ class ForecastCheck:
         return f"it trains {speed.rate:.3g} samples per second, and {predicted:.3g} were predicted"
 
     def epoch_done(self) -> str:
-        """Return why one group is to be timed again, by the speed of a whole epoch, or "". All ranks call it."""
+        """Return why one group is to be timed again, by the speed at an epoch's end, or "". All ranks call it."""
         speed = self._speed_record.speed
         return self._check(speed) if self._is_due and speed is not None else ""
 

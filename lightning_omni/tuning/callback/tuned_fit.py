@@ -1,6 +1,6 @@
 """The actions of a tuner in one fit: a `TunedFit` searches, a `JoinedFit` follows the number of joined groups.
 
-Rule: rank 0 decides, and sends its decision to the others before any action; all ranks do the same.
+Rule: in a `TunedFit` rank 0 decides, and sends its decision to the others before any action; all ranks do the same.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Fit:
 
 
 class TunedFit(Fit):
-    """A fit in which groups are formed, with the parts of its tuner."""
+    """A fit in which groups may be formed, with the parts of its tuner."""
 
     def __init__(self, run: TunedRun) -> None:
         super().__init__(run)

@@ -122,7 +122,7 @@ class TunedRun:
     """One fit.
 
     Attributes:
-        rounds: all searches so far; like ``choice`` and ``folder`` (of the report), on rank 0 only.
+        rounds: all searches so far, complete on rank 0; ``choice`` and ``folder`` (of the report) are on rank 0 only.
         has_ended_epoch: whether an epoch has just ended, which the Trainer does not count yet.
     """
 

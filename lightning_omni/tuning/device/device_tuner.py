@@ -53,7 +53,8 @@ class DeviceTunerHooks(_CallbackBase):
             ``"propose"`` measures it for the report alone; ``"skip"`` does not measure it.
         budget: seconds for all measurements together.
         tolerance: largest difference between the loss curves of two precisions, as a fraction of the losses.
-        setting: a setting of an earlier report, used without measuring; None measures.
+        setting: a setting of an earlier report, used without measuring; None measures, unless the checkpoint or an
+            earlier fit of this model has one.
         batches: a list of batches to measure with; None takes some of the train dataloader's, from its dataset.
 
     Attributes:

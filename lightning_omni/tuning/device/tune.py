@@ -171,7 +171,7 @@ def tune_device(
     """Measure how this device trains this model fastest, and apply nothing.
 
     ``report.setting.apply(model, optimizer)`` applies the result. The search runs on copies: model, optimizer and RNG
-    state are the same afterwards. It needs device memory for two copies beside the model.
+    state are the same afterwards. It needs device memory for up to four copies beside the model.
 
     Args:
         model: model in training mode.

@@ -244,11 +244,7 @@ _Rows = list[tuple[int, Array]]
 
 
 def fit_model(measured: Sequence[Measured], draws: int, seed: int) -> CostModel:
-    """Fit the costs to segments of training by the same ranks, with ``draws`` resampled fits for the intervals.
-
-    Raises:
-        ConfigurationError: SciPy is missing.
-    """
+    """Fit the costs to segments of training by the same ranks, with ``draws`` resampled fits for the intervals."""
     random = np.random.default_rng(seed)
     drawn = [Resampled.of(each, draws, random) for each in measured]
     ranks = measured[0].ranks

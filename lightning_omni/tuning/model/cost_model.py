@@ -30,7 +30,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Placement:
-    """The nodes of the ranks. It is empty if each rank is on a node of its own, and the server on none of these.
+    """The nodes of the ranks. If it is empty, each rank is on a node of its own, and the server on none of these.
 
     Args:
         of: node or site of each rank: see `sites_of`.

@@ -60,7 +60,7 @@ class Setting(Serializable):
 
     @property
     def updates_per_batch(self) -> int:
-        """Return the updates of the weights per batch of all ranks."""
+        """Return `Method.updates_per_batch`, that of asynchronous SGD if no method is given."""
         if self.groups == 1:
             return 1
         return method_named(self.method).updates_per_batch(self.groups) if self.method else self.groups
@@ -104,7 +104,7 @@ class Scaling:
     """A rule for learning rates that act alike at different numbers of groups and momenta.
 
     A group has a g-th of the batch, so each sample moves the weights equally if the rate is a g-th, too; momentum m
-    multiplies the total effect of a gradient by 1 / (1 - m). Their product is the *step* of a setting. Adaptive
+    multiplies the total effect of a gradient by 1 / (1 - m). The *step* of a setting is rate × g / (1 - m). Adaptive
     optimizers divide by the size of gradients, which cancels both; for them the square root of the batch is usual.
 
     Args:

@@ -41,7 +41,7 @@ class Measured(Serializable):
             of a step that is attributed to the all-reduce, if no exchange was measured.
         hands_on: whether leaders forward answers to the other members, over the links of their all-reduce. Measured
             exchanges include that.
-        nodes: for each rank, its node; or its site, if links between some nodes are much faster. Empty, too, if each
+        nodes: for each rank, its node; or its site, if links between some nodes are much faster. It is empty if each
             rank has links of its own, or all are on one node.
         server_node: node of a single server, existing or not; None if it is on none of these, or unknown.
         node_round_trip: ``round_trip`` between two ranks on one node, or at one site.

@@ -5,8 +5,8 @@
     all-reduce of k members = (k - 1) / k × 2 a + (k - 1) × 2 l
     exchange = delay + service at shared resources, and the wait for it (`lightning_omni.tuning.model.queueing`)
 
-Here a is the time of the gradient's bytes on a link, and l that of one message. Groups wait for each other only at
-shared resources, so an update follows every 1 / Σ 1 / (step of each group) seconds.
+Here a is the time of the gradient's bytes on a link, and l that of one message. Without a barrier, groups wait for
+each other only at shared resources, so an update follows every 1 / Σ 1 / (step of each group) seconds.
 
 With S servers, each takes 1 / S of the service. The delay that does not depend on bytes counts twice, because the
 servers agree on each update. If each node has a server, 1 / S of an exchange crosses no link. The fitted costs are
@@ -58,7 +58,7 @@ class Prediction:
         parts: seconds per update that ``"compute"``, ``"allreduce"``, ``"exchange"`` (its delay), ``"serve"``, and
             ``"link"`` take. The first three are divided among the groups; no update is faster than any part.
         bottleneck: ``"server"`` or ``"link"`` if it is busy all the time, or else the largest part of a step,
-            ``"compute"``, ``"allreduce"`` or ``"exchange"``.
+            ``"compute"``, ``"allreduce"`` or ``"exchange"``. With a pattern of exchanges, see `Profile.predict`.
     """
 
     seconds_per_update: Estimate
@@ -158,7 +158,7 @@ class Profile(Serializable):
             seed: seed of the resampling.
 
         Raises:
-            ConfigurationError: ``measured`` is empty or mixes different ranks, or SciPy is missing.
+            ConfigurationError: ``measured`` is empty or mixes different ranks, or ``draws`` is below 2.
 
         References:
             Lawson and Hanson 1974 (least squares without negative costs); Künsch 1989 (resampling of blocks).
@@ -213,7 +213,7 @@ class Profile(Serializable):
 
     @property
     def speeds(self) -> tuple[float, ...]:
-        """Return the samples per second of each rank alone, in ascending order, in batches of `batch_size`."""
+        """Return the samples per second of each rank alone, ordered by rank, in batches of `batch_size`."""
         return tuple(self._model.speeds(self.batch_size).values())
 
     @property
@@ -249,7 +249,7 @@ class Profile(Serializable):
             level: probability of the intervals, which cover noise in the measurements, not errors of the model.
 
         Raises:
-            ConfigurationError: an argument is out of range, or SciPy is missing.
+            ConfigurationError: an argument is out of range, or needs what was not measured.
         """
         model = self._model if exchanging is None else self._model.forecast or self._model
         model = self._averaging(model, all_reduce)
@@ -357,7 +357,7 @@ class Profile(Serializable):
         return first_draw(self._model.forecast or self._model)
 
     def _fastest_topology(self, groups: int, plan: TrainingPlan) -> tuple[Topology, float | None]:
-        """Return the faster of even groups and groups of similar speed, and its rate; None if nothing was compared."""
+        """Return the faster of even groups and groups of similar speed, and its rate (None if not compared)."""
         check_whole("groups", groups, f"1 to {self.ranks}, the number of ranks, or a topology", 1, self.ranks)
         speeds = plan.speeds
         even = Topology.of(speeds, groups)

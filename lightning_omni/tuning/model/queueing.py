@@ -1,6 +1,6 @@
 """Models of waiting times: for the slowest of several members, at shared resources, and of groups for each other.
 
-Every array has a first axis of draws.
+Arrays have a first axis of draws, unless a shape is given without one.
 """
 
 from __future__ import annotations
@@ -202,8 +202,8 @@ def _residence_of_equals(groups: int, think: Array, scatter: Array, service: Arr
 def residence_on_links(think: Array, demand: Array, counted: Array | None = None) -> Array:
     """Compute the seconds of a group's cycle on links, each shared evenly by all messages on it, shape (draws, groups).
 
-    The result is exact for random arrivals: an arriving group finds on a link the load of a network without it (mean
-    value analysis). Messages that share a link evenly form no rhythm.
+    The result is exact for random arrivals of few, equal groups: an arriving group finds on a link the load of a
+    network without it (mean value analysis). Messages that share a link evenly form no rhythm.
 
     Args:
         think: seconds of a cycle elsewhere, shape (draws, groups).

@@ -234,7 +234,7 @@ class SharedStations:
 
     Attributes:
         seconds: seconds of an exchange for each group.
-        ring: seconds of an all-reduce on the server's link; ``think`` includes them, shape (draws, groups).
+        ring: seconds of a cycle's all-reduces on the server's link; ``think`` includes them, shape (draws, groups).
     """
 
     seconds: ExchangeSeconds

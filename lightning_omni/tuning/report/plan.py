@@ -1,4 +1,4 @@
-"""`Plan`: the page of a report about other machines. The command ``lightning-omni plan`` prints it."""
+"""`Plan`: a report about other machines, which ``lightning-omni plan`` prints, and writes as a page."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def title(plan: Plan) -> str:
 
 
 def rows(plan: Plan, samples: float | None) -> list[dict[str, str]]:
-    """Return a row for each number of groups, by the heads of the columns; a star marks extrapolated samples."""
+    """Return a row for each number of groups, by the heads of the columns; * marks extrapolated values."""
     fewest = min(each.efficiency[0] for each in plan.rows)
     return [
         {

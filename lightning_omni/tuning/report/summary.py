@@ -22,7 +22,7 @@ from lightning_omni.tuning.search.constants import QUANTILE
 
 
 def number(value: float) -> str:
-    """Return a number with three digits, or a dash for NaN.
+    """Return a number with three digits, or whole from 1000 on; a dash for NaN.
 
     Example:
         >>> number(12345.6), number(0.012345), number(float("nan"))
@@ -97,8 +97,8 @@ class Round(Serializable):
     """One search of a fit: the first, or a retuning.
 
     Args:
-        epoch: the epoch in which it began.
-        seconds_run: seconds of training before it.
+        epoch: the epoch in which it ended.
+        seconds_run: seconds of training until then.
         measured_after: samples per second of all ranks with the choice, by groups.
     """
 
@@ -363,7 +363,7 @@ class SearchSummary:
 
     @cached_property
     def curve(self) -> dict[int, Setting]:
-        """Return, for each number of groups, the setting with the shortest predicted time."""
+        """Return, for each number of groups, the best setting by the forecast; for the choice's, the choice."""
         best = {groups: best_by_forecast(self.search, groups) for groups in self.groups}
         if self.choice.setting.groups in best:
             best[self.choice.setting.groups] = self.choice.setting

@@ -1,4 +1,4 @@
-"""The constants of the tuner's decisions; a table in ``docs/evidence/tuning-prior.md`` states the origin of each."""
+"""The constants of the tuner's decisions; a table in ``docs/contribute/constants.md`` states the origin of each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POINTS = 600
 """Points at which the acquisition function is evaluated."""
 RATE_FACTOR = 3.0
 """scikit-optimize may propose learning rates between the prior's rate divided by this factor and the rate times it. If
-one group diverges with updates other than the user's, its rate is divided by the factor."""
+one group diverges whose momentum or rate alone are not the user's, its rate is divided by the factor."""
 FORMING = 0.5
 """Assumed seconds to form groups until the run has formed some."""
 SEGMENT_ERROR = 0.02
@@ -69,7 +69,7 @@ FALSE_ALARM = 0.05
 """Probability that noise alone makes an unchanging run look changed, over any number of epochs."""
 NON_FINITE_TOLERATED = 8
 """Non-finite pushes in a row after which a group gives up the epoch. As many non-finite losses in a row count as
-divergence, too: groups with weights of their own may push finite gradients in between."""
+divergence, too: groups with weights of their own may push finite values in between."""
 NEWEST_LOSS = 0.05
 """Weight of the newest loss in the running mean that detects divergence."""
 MESSAGES, CLEARLY_LONGER = 5, 10.0

@@ -269,7 +269,7 @@ class Search(Evidence):
         return search
 
     def choice(self, asks: bool = True) -> Choice:
-        """Return the setting with the shortest predicted time to the target, and the reasons.
+        """Return the setting to train with next, and the reasons.
 
         With ``asks``, scikit-optimize proposes a setting, too. A choice that was made before is returned unchanged.
         """
