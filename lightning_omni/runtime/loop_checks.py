@@ -41,8 +41,8 @@ from lightning_omni.runtime.parallel_state import ParallelState
 # next step until torch's collectives time out, and so would the first, where all ranks synchronize. `ExitCheck` ends
 # their group instead. With Lightning, a loop is an epoch, or what is trained of it before a validation.
 #
-# Rule 1: a step costs nothing. Members communicate by the store of torch's process groups, and only once one of them
-# has left its loop.
+# Rule 1: a step costs nothing. A thread of each member polls the store of torch's process groups, and members write to
+# it once one of them has left its loop.
 # Rule 2: the others wait for a slow member. Only a member that has begun a collective which the first will never join
 # waits in vain, and process groups count their collectives.
 #

@@ -82,7 +82,7 @@ def attach(request: Request, secret: bytes, number: int, nonce: bytes) -> None:
     """Authenticate both sides of a data connection, or of one between leaders, by their shared secret.
 
     Raises:
-        Refused: the other side does not hold the secret.
+        Refused: the other side refuses, or does not hold the secret.
     """
     other = "the process that answers does not hold the secret of this connection"
     _prove(request, secret, Attach(rank=number, nonce=nonce), (AttachChallenge, AttachProof, Attached), other)
@@ -98,7 +98,7 @@ def join_as_follower(request: Request, key: bytes, hello: FollowerHello, where: 
     """Perform the handshake of a server that holds a partition with the coordinating server.
 
     Raises:
-        Refused: the coordinating server does not hold the key, or coordinates no others.
+        Refused: the coordinating server refuses this one, does not hold the key, or coordinates no others.
     """
     try:
         welcome, _ = _prove(request, key, hello, (Challenge, FollowerProof, FollowerWelcome), _other_server(where))

@@ -1,8 +1,8 @@
 """Wire formats: the encoding of a push's tensors as bytes. The formats here are `Raw` and `PerDirection`.
 
 A wire format is a frozen value, sent by name and settings when groups are formed. Answers are sent raw, directly from
-the server's flat memory, unless the format has another encoding for them (`WireFormat.answers`). Weights read outside
-an exchange are always raw.
+the server's flat memory, unless the format has another encoding for them (`WireFormat.answers`). Weights that a
+server sends outside an exchange are always raw.
 
 Rule 1: `WireFormat.encode` returns the sender's next state, valid once the server has applied the push; a refused push
 leaves the state unchanged.

@@ -86,7 +86,7 @@ class AttachChallenge(Message, frozen=True, kw_only=True):
 
 
 class AttachProof(Message, frozen=True, kw_only=True):
-    """The answer to `AttachChallenge`, by a secret of the rank's own process."""
+    """The answer to `AttachChallenge`, by the connection's secret."""
 
     mac: Secret
 

@@ -18,7 +18,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
         compute_time: mean computation in a step.
         step_time: mean of a whole step, waiting included.
         exchange_time: the part of it in the exchange with the server.
-        signal: number of a signal that the rank has received; the larger, the more urgent.
+        signal: the response to a signal that the rank has received, 0 for none; the larger, the more urgent.
         progress: count of batches and awaited answers of the server; 0 while the rank must not be judged by it: before
             its first batch is trained, or while a checkpoint is written.
         metrics: latest numbers of the rank's training, such as its loss.
