@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import os
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_omni.checks import check_kind, check_number, check_whole, keep_plain
 from lightning_omni.combinations import refuse_pairs
@@ -197,6 +198,16 @@ class Elastic:
         return given if isinstance(given, Elastic) else cls(join=given)
 
 
+_AT_SERVER: Mapping[str, Callable[[Any], str]] = {
+    "host": lambda host: f"--host {host}",
+    "save": lambda every: "" if every is None else f"--state DIR --save-every {every:g}",
+    "threads": lambda threads: f"--threads {threads}",
+    "timeout": lambda seconds: f"--progress-timeout {seconds or 0:g}",
+    "heartbeat": lambda seconds: f"--heartbeat-timeout {seconds:g}",
+}
+"""Settings of the embedded server that a running one has of its own, as options of its command line; "" for none."""
+
+
 def sharding_of(given: object) -> Sharding:
     if given == "fsdp":
         return FSDP()
@@ -339,6 +350,31 @@ class WorldOptions:
             "elastic=Elastic(join=)": repr(bool(self.elastic.join)),
             "model_parallel": repr(self.model_parallel),
         }
+
+    @property
+    def unread(self) -> str:
+        """Return a warning that names the settings that a running server has of its own; "" if none is given here.
+
+        Example:
+            >>> WorldOptions(server=Server("tcp://10.0.0.9:5555", threads=4)).unread  # doctest: +ELLIPSIS
+            'Server(threads=4): the server at tcp://10.0.0.9:5555 ... lightning-omni serve --threads 4'
+            >>> WorldOptions(server=Server(threads=4)).unread
+            ''
+        """
+        given = [
+            (f"{type(value).__name__}({each.name}={own!r})", written)
+            for value in (self.server, self.elastic)
+            for each in fields(value)
+            if each.name in _AT_SERVER and (own := getattr(value, each.name)) != each.default
+            if (written := _AT_SERVER[each.name](own))
+        ]
+        if self.server.address is None or not given:
+            return ""
+        names, remedies = zip(*given, strict=True)
+        return (
+            f"{', '.join(names)}: the server at {self.server.address} runs already, and does not read this; pass it"
+            f" where the server is started: lightning-omni serve {' '.join(remedies)}"
+        )
 
     @property
     def is_sharded(self) -> bool:

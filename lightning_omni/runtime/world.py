@@ -287,6 +287,8 @@ class World(ParallelState):
             )
         if self.is_recorder:
             warn_of_variables(self.options)
+            if unread := self.options.unread:
+                _log.warning("world.training(): %s", unread)
         self.ever_lost.clear()  # those that left an earlier loop, with an exception that was caught, are here again
         closed: GeneratorExit | None = None
         try:

@@ -201,6 +201,9 @@ class RequestedOptions:
         server: without an address, the environment names the server.
         elastic: ``join=None`` joins the run of a server that the environment names.
 
+    Attributes:
+        names_server: whether the user's arguments name a running server.
+
     Raises:
         ConfigurationError: LIGHTNING_OMNI_GROUPS is no number, a variable is misspelt, or an argument is wrong.
     """
@@ -221,7 +224,8 @@ class RequestedOptions:
         self.method = self._said(METHOD, "async_sgd") if method is None else method
         self.data = self._checked(self._said(DATA, "dynamic") if data is None else data)
         self.server, self.elastic = Server.of(server), Elastic.of(elastic)
-        if self.server.address is None and (address := self._said(SERVER, "")):
+        self.names_server = self.server.address is not None
+        if not self.names_server and (address := self._said(SERVER, "")):
             with self.naming_variables():
                 self.server = replace(self.server, address=address)
             if self.elastic.join is None:

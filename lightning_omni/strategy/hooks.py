@@ -151,6 +151,9 @@ class OmniStrategyHooks(_Base):
             )
             self._fit_options = FitOptions(merged, asked.data, rebalance, validation)
             self._fit_options.check(self.world_options, ddp)
+        # Where the environment names the server, the options are those of the script's runs without one.
+        if asked.names_server and (unread := self.world_options.unread):
+            self.namespace.warn(f"OmniStrategy: {unread}")
         super().__init__(**ddp)
         self.ddp_options = dict(vars(self).get("_ddp_kwargs", {}))
         self._last_report: RunReport | None = None
