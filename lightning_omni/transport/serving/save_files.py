@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,12 @@ def numbers_in(folder: Path, kind: str) -> list[int]:
 
 
 def write_save(folder: Path, number: int, packed: Packed, buffer: Tensor) -> OSError | None:
-    new, head = folder / f"{NEW}-{os.getpid()}", msgspec.msgpack.encode(packed)
+    new, head, data = folder / f"{NEW}-{os.getpid()}", msgspec.msgpack.encode(packed), buffer.numpy().data
+    numbers = (each.to_bytes(LENGTH, "little") for each in (zlib.crc32(data, zlib.crc32(head)), len(head)))
+    parts: tuple[bytes | memoryview, ...] = (_MARK, *numbers, head, data)
     try:
         with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", buffering=0) as file:
-            for part in (_MARK, len(head).to_bytes(LENGTH, "little"), head, buffer.numpy().data):
+            for part in parts:
                 _write_whole(file, part)
             os.fsync(file.fileno())
         new.rename(file_of(folder, SAVED, number))
@@ -64,14 +67,16 @@ def write_save(folder: Path, number: int, packed: Packed, buffer: Tensor) -> OSE
 def read(path: str | Path) -> dict[str, Any]:
     """Return the contents of a save, as in `lightning_omni.server.core.ServerCore.state`."""
     try:
-        data = Path(path).read_bytes()
-        head = len(_MARK) + LENGTH
+        data = memoryview(Path(path).read_bytes())
         if data[: len(_MARK)] != _MARK:
             raise MalformedMessage("it does not begin as one")
-        start = head + int.from_bytes(data[len(_MARK) : head], "little")
-        packed = msgspec.msgpack.decode(memoryview(data)[head:start], type=Packed)
+        head = len(_MARK) + 2 * LENGTH
+        checksum, length = (int.from_bytes(data[stop - LENGTH : stop], "little") for stop in (head - LENGTH, head))
+        if zlib.crc32(data[head:]) != checksum:
+            raise MalformedMessage("it is damaged or incomplete, as its checksum says")
+        packed = msgspec.msgpack.decode(data[head : head + length], type=Packed)
         # A copy, because the offset in the file is aligned for no dtype.
-        tree: dict[str, Any] = unpack(packed, as_tensor(bytes(memoryview(data)[start:])))
+        tree: dict[str, Any] = unpack(packed, as_tensor(bytes(data[head + length :])))
         return tree
     except (OSError, ValueError, MalformedMessage, msgspec.MsgspecError) as error:
         raise ConfigurationError(f"{path}: no saved state: {error}; remove it to begin without") from error

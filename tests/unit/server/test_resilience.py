@@ -35,7 +35,7 @@ from lightning_omni.methods.model.server_optimizer import hyperparameters_of
 from lightning_omni.server.core import ServerCore
 from lightning_omni.server.service import as_tensor
 from lightning_omni.transport.serving import state_directory
-from lightning_omni.transport.serving.save_files import saved_weights
+from lightning_omni.transport.serving.save_files import saved_weights, write_save
 from lightning_omni.transport.serving.state_directory import RECONNECT_TIMEOUT, StateDirectory
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, pack, unpack
@@ -556,6 +556,17 @@ def test_weights_of_what_is_no_state_are_refused_with_the_remedy(tmp_path: Path)
         saved_weights(tmp_path)
     (tmp_path / "state-00000001").write_bytes(b"something else")
     with pytest.raises(ConfigurationError, match="state-00000001: no saved state: it does not begin as one"):
+        saved_weights(tmp_path)
+
+
+@pytest.mark.parametrize("place", [30, -3])
+def test_a_save_in_which_a_bit_has_changed_is_refused(tmp_path: Path, place: int) -> None:
+    write_save(tmp_path, 1, *pack({"weights": torch.arange(64.0)}))
+    file = tmp_path / "state-00000001"
+    data = bytearray(file.read_bytes())
+    data[place] ^= 4
+    file.write_bytes(data)
+    with pytest.raises(ConfigurationError, match="state-00000001: no saved state: it is damaged or incomplete"):
         saved_weights(tmp_path)
 
 
