@@ -11,7 +11,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -182,6 +182,7 @@ class RunStates:
             "reloads": reload_epochs(trainer),
             "schedule": [list(bases.get(config.scheduler, ())) for config in trainer.lr_scheduler_configs],
             "schedulers": checkpoint.pop("lr_schedulers"),
+            "functions": [_sampled(config.scheduler) for config in trainer.lr_scheduler_configs],
             "hyperparameters": checkpoint.pop("optimizer_states"),
             "layouts": parts.world.parameter_groups.first_layouts,
             "held": [_names_in(optimizer, parts.pl_module) for optimizer in parts.strategy.optimizers],
@@ -270,6 +271,8 @@ class RunStates:
                 raise ConfigurationError(
                     f"{name}: {own}; the run that this group joins has: {theirs}; give all groups the same script"
                 )
+        for config, theirs in zip(trainer.lr_scheduler_configs, tree["functions"], strict=True):
+            _check_functions(config, theirs)
         if len(averaged_models(trainer)) != len(tree["averages"]):
             raise ConfigurationError(
                 "callbacks: WeightAveraging is either in the run or in the group that joins it, and not in both; give"
@@ -340,6 +343,40 @@ def _in_words(config: Any) -> str:
     within = f"({', '.join(one or 'of its own' for one, _ in inside)})" if inside else ""
     when = config.interval if config.frequency == 1 else f"{config.frequency} {config.interval}s"
     return f"{name or type(config.scheduler).__name__}{within} every {when}"
+
+
+def _sampled(scheduler: Any) -> list[list[tuple[int, float]]]:
+    """Return counts and values there of the functions of a LambdaLR, or of those in a scheduler.
+
+    A scheduler's state does not contain its functions.
+    """
+    count = max(0, int(getattr(scheduler, "last_epoch", 0)))
+    own = [_values(each, (0, 1, count, count + 1)) for each in getattr(scheduler, "lr_lambdas", ())]
+    return own + [found for each in getattr(scheduler, "_schedulers", ()) for found in _sampled(each)]
+
+
+def _values(function: Callable[[int], Any], counts: Iterable[int]) -> list[tuple[int, float]]:
+    found = []
+    for count in counts:
+        with contextlib.suppress(Exception):  # a table, for example, has an end
+            found.append((count, float(function(count))))
+    return found
+
+
+def _functions(scheduler: Any) -> list[Callable[[int], Any]]:
+    inside = getattr(scheduler, "_schedulers", ())
+    return [*getattr(scheduler, "lr_lambdas", ()), *(found for each in inside for found in _functions(each))]
+
+
+def _check_functions(config: Any, theirs: Sequence[Sequence[tuple[int, float]]]) -> None:
+    """Reject a scheduler whose functions give other values than the run's: groups would train at other rates."""
+    for function, values in zip(_functions(config.scheduler), theirs, strict=False):
+        for (count, own), (_, other) in zip(_values(function, (count for count, _ in values)), values, strict=False):
+            if not math.isclose(own, other, rel_tol=1e-6):  # other machines may round otherwise
+                raise ConfigurationError(
+                    f"schedulers: a function of {_in_words(config)} returns {own:.6g} for {count}; that of the run that"
+                    f" this group joins returns {other:.6g}; give all groups the same script"
+                )
 
 
 def _check_tensors(module: Module, tree: Mapping[str, Any]) -> None:

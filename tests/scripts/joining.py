@@ -84,7 +84,7 @@ class Member(Net):
         if "tuner" in OPTIONS:  # whose numbers are easier to tell from one another without a schedule
             return optimizer
         if OPTIONS.get("schedule") == "function":
-            decay = LambdaLR(optimizer, lambda step: 1 / (1 + step / 100))
+            decay = LambdaLR(optimizer, lambda step: 1 / (1 + step / OPTIONS.get("decay", 100)))
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": decay, "interval": "step"}}
         steps = int(self.trainer.estimated_stepping_batches)
         schedule = OneCycleLR(optimizer, 0.05, total_steps=steps, cycle_momentum=False)
