@@ -118,6 +118,7 @@ class LeaseClient:
 
     Attributes:
         trained: batches of this epoch that the group has begun to train since groups were formed.
+        stepped: those of them whose gradients are in a step; the others are lost if the group leaves or dies.
         handed: batches passed to the data loader.
         in_pairs: as in `positions`.
 
@@ -135,7 +136,7 @@ class LeaseClient:
     def __init__(self, member: int = 0, members: int = 1, generation: int = 0, shares: Sequence[int] = ()) -> None:
         self.epoch = -1
         self.in_pairs = False
-        self.trained = self.interval = self.handed = 0
+        self.trained = self.stepped = self.interval = self.handed = 0
         self._batches: list[Batch] = []
         self._shares = [(0, tuple(shares))]  # from a batch number on, ascending; never empty
         self.join(member, members, generation, shares)
@@ -150,7 +151,7 @@ class LeaseClient:
         """Begin an epoch, or continue it with the server's remaining batches; none of them is drawn here."""
         self.epoch = epoch
         self._batches = []
-        self.handed = self.trained = self.interval = 0
+        self.handed = self.trained = self.stepped = self.interval = 0
         self._shares = [(0, self.shares)]
 
     # --- Messages -----------------------------------------------------------------------------------------------------
@@ -178,7 +179,9 @@ class LeaseClient:
             self.interval = max(self.interval, coming.interval)
 
     def leave_epoch(self, stop: str) -> m.LeaveEpoch:
-        return m.LeaveEpoch(epoch=self.epoch, generation=self._formed, trained=self.trained, stop=stop)
+        """Return the message with which this group leaves; others train batches in no step, unless the epoch stops."""
+        trained = self.trained if stop else self.stepped
+        return m.LeaveEpoch(epoch=self.epoch, generation=self._formed, trained=trained, stop=stop)
 
     # --- Batches ------------------------------------------------------------------------------------------------------
 
@@ -193,6 +196,11 @@ class LeaseClient:
 
     def begin_batch(self) -> None:
         self.trained += 1
+
+    def end_batch(self, steps: bool) -> None:
+        """End a batch; ``steps`` is whether its gradient, and those accumulated before, are in a step."""
+        if steps:
+            self.stepped = self.trained
 
     @property
     def current(self) -> Batch | None:

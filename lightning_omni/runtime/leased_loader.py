@@ -162,10 +162,9 @@ class RankLeases(LeaseClient):
         if self._control is None:
             assert self._book is not None
             self.record_drawn(self._book.draw(0, number))
-        else:  # the current batch may not be finished
-            self.record_drawn(
-                self._control.request(self.draw(number, trained=max(0, self.trained - 1)), BatchesDrawn).batches
-            )
+        else:  # the current batch may not be finished, and accumulated gradients are in no step
+            trained = max(0, min(self.stepped, self.trained - 1))
+            self.record_drawn(self._control.request(self.draw(number, trained), BatchesDrawn).batches)
         return number < self.drawn
 
 

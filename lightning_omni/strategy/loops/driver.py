@@ -31,6 +31,7 @@ from lightning_omni.strategy.lightning_internals.loops import (
     step_schedules_by_epoch,
     validates_by_time,
     validates_this_epoch,
+    will_step,
 )
 from lightning_omni.strategy.lightning_internals.metrics import (
     cached_metrics,
@@ -280,8 +281,10 @@ class EpochDriver:
 
     def end_batch(self) -> None:
         """End a batch; decide with the other groups to continue, validate or stop."""
-        if self.run.by_hand is not None:
-            self.run.by_hand.end_batch()
+        if (by_hand := self.run.by_hand) is not None:
+            by_hand.end_batch()
+        if self.leases is not None:
+            self.leases.end_batch(will_step(self.trainer) if by_hand is None else by_hand.unstepped == 0)
         self.schedulers.keep_up()
         epoch = self._epoch
         epoch.is_counted = self.trainer.is_last_batch

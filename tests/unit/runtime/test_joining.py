@@ -706,6 +706,25 @@ def test_the_environment_names_a_run_to_join_and_an_argument_wins(monkeypatch: p
 
 
 @pytest.mark.parametrize(
+    ("server", "elastic", "says"),
+    [
+        (
+            {"save": 5.0, "threads": 2},
+            {},
+            r"save=5\.0\), Server\(threads=2\): .* --state DIR --save-every 5 --threads 2$",
+        ),
+        ({"host": "10.0.0.9"}, {"timeout": None}, "Elastic.timeout=None.: .* --host 10.0.0.9 --progress-timeout 0$"),
+        ({}, {"join": True, "heartbeat": 9.5}, r"Elastic\(heartbeat=9\.5\): .* serve --heartbeat-timeout 9\.5$"),
+    ],
+)
+def test_settings_that_a_running_server_has_of_its_own_are_warned_of_with_its_options(
+    server: dict[str, Any], elastic: dict[str, Any], says: str
+) -> None:
+    with pytest.warns(UserWarning, match=says):
+        OmniStrategy(server=Server(SERVER, **server), elastic=Elastic(**elastic))
+
+
+@pytest.mark.parametrize(
     ("given", "inside", "says"),
     [
         ("3 ranks, ab", "2 ranks, cd", "sharded (3 ranks, ab), not sharded (2 ranks, cd): all groups need the same"),
@@ -1392,6 +1411,47 @@ def test_a_group_that_was_told_otherwise_is_refused_and_the_run_goes_on(run: Run
         assert says in other.output
     run.go(1)
     assert first.end(PATIENCE) == 0, first.output
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_group_whose_schedule_has_another_function_is_refused_and_the_run_goes_on(run: Run) -> None:
+    first = run.start("a", {"epochs": 2, "schedule": "function", "hold": [1]})
+    run.wait_for("a0-in-1")
+    other = run.start("b", {"epochs": 2, "schedule": "function", "decay": 50}, seed=2)
+    assert other.end(PATIENCE) == 1, other.output
+    assert re.search(
+        r"schedulers: a function of LambdaLR every step returns 0\.\d+ for 1; .* joins returns 0\.\d+;", other.output
+    )
+    second = run.start("c", {"epochs": 2, "schedule": "function"}, seed=3)
+    run.wait_for("c0-in-1")
+    run.go(1)
+    assert first.end(PATIENCE) == 0, first.output
+    assert second.end(PATIENCE) == 0, second.output
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize(("number", "batch"), [(signal.SIGTERM, 6), (signal.SIGKILL, 7)])
+def test_batches_whose_accumulated_gradients_are_in_no_step_go_to_others(
+    run: Run, number: signal.Signals, batch: int
+) -> None:
+    options = {"epochs": 1, "samples": 512, "trainer": {"accumulate_grad_batches": 4}, "hold": [0]}
+    first = run.start("a", options)
+    run.wait_for("a0-in-0")
+    second = run.start("b", {**options, "batch": batch, "gate": "leave"}, seed=2)
+    run.wait_for("b0-in-0")
+    os.kill(second.pid, number)
+    second.expect("was told to end by SIGTERM", PATIENCE) if number == signal.SIGTERM else second.end(PATIENCE)
+    run.go(0, "leave")
+    assert second.end(PATIENCE) in (143, -signal.SIGKILL), second.output
+    run.go(0)
+    assert first.end(PATIENCE) == 0, first.output
+    theirs, lines = (
+        [sample for line in file.read_text().splitlines()[:most] for sample in json.loads(line)[1]]
+        for file, most in ((run.folder / f"seen-{first.pid}", None), (run.folder / f"seen-{second.pid}", 4))
+    )
+    assert Counter(theirs + lines) == Counter(range(512))
 
 
 # --- Hooks and callbacks that change what is trained ------------------------------------------------------------------
