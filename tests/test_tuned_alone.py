@@ -98,8 +98,8 @@ def test_a_dimension_of_the_users_own_is_applied_in_one_group_too() -> None:
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             trained.extend(batch[0][:, 0].tolist())
             if len(trained) == 64:
-                assert tuner._fit is not None
-                tuner._fit.applied.form(Setting(1, 0.9, 0.01, further=(("rounded", "bf16"),)))
+                fit: Any = tuner._fit
+                fit.applied.form(Setting(1, 0.9, 0.01, further=(("rounded", "bf16"),)))
 
         def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
             gradient = module.net.weight.grad

@@ -47,14 +47,15 @@ class ServerKeeper:
 
     def _keep(self) -> None:
         fallen = 0  # ends in a row, each soon after its start
-        while fallen < RESTARTS:
+        while True:
             began = time.monotonic()
             status = self._process.wait()
+            self._process.leave()
             fallen = fallen + 1 if time.monotonic() - began < SOON else 0
             with self._lock:
                 if self._stopping:
                     return
-                if status == GAVE_UP:
+                if status == GAVE_UP or fallen == RESTARTS:
                     _log.error("the parameter server has ended too often, and is not restarted any more")
                     return
                 _log.warning("the parameter server's process has ended with status %d; restarting it", status)
@@ -65,7 +66,6 @@ class ServerKeeper:
                 if not self._stopping:
                     _log.error("the parameter server could not be restarted: %s", error)
                 return
-        _log.error("the parameter server has ended %d times in a row; it is not restarted any more", fallen)
 
 
 class RunServer:

@@ -340,7 +340,7 @@ class Structures:
                 " the same order",
             )
         if len(self._all) >= MOST_STRUCTURES:
-            raise Refused("structure", f"parameter groups have changed {MOST_STRUCTURES} times; change them less often")
+            raise Refused("structure", f"parameter groups have been of {MOST_STRUCTURES} forms; change them less often")
         return None
 
     def state(self) -> dict[str, Any]:

@@ -28,8 +28,8 @@ What a setting costs is said by tasks that had no part in choosing it: of each t
 is best for all others. The momentum and step that are suggested are the best for all of them.
 
 ``--beside`` prints the rows that follow from the runs of a file beside those of the package's table. The file in the
-tree has a part of the table's 288 runs, the most important cells first, which were made once more: all take about 25
-minutes of a core that nothing else uses, and Fashion-MNIST. A file ``.xz`` is read, and not added to.
+tree has the most important cells, with all tasks to develop on and one order of the data; a run takes 2 to 3 s of a
+core that nothing else uses, and some need Fashion-MNIST. A file ``.xz`` is read, and not added to.
 
 ``--check`` trains all tasks to develop on with what the table suggests, to each task's own target, which is twice as
 far, and prints what that costs beside what the table says.
