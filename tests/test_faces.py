@@ -304,6 +304,8 @@ def changing_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, A
     loops |= {f"repeated, {each}": {"repeated": each} for each in ("async_sgd", "local_sgd:period=1")}
     loops |= {
         **MERGED,
+        **{f"unwrapped, {each}": {"unwrapped": each} for each in ("unlike", "alike")},
+        "inferred": {"inferred": "downpour:n_push=2,n_fetch=2"},
         "forked": {"forked": "of a fork"},
         **{f"before, {each}": {"before": each} for each in ("nodes", "an option", *WRONG_NODES, *UNLIKE_SETTINGS)},
         "misplaced": {"misplaced": MISPLACED},
@@ -597,6 +599,24 @@ def test_running_statistics_that_a_loop_does_not_merge_are_named(changing_loops:
     assert "call world.enter_world(net)" in one["said"][0]
 
 
+def test_ranks_with_other_buffers_in_a_module_that_is_not_wrapped_are_refused_by_name(
+    changing_loops: list[dict[str, Any]],
+) -> None:
+    """In groups of one rank nothing else would tell that each trains a model of its own."""
+    for each in changing_loops:
+        [error] = each["unwrapped, unlike"]
+        assert error.startswith("the features of the Featured that world.wrap() has not wrapped is of checksum ")
+        assert "call world.wrap(net)" in error
+    one, other = (each["unwrapped, alike"] for each in changing_loops)
+    assert ["statistics of its own after the loop (1.running_mean and 1 more)" in each for each in one] == [True]
+    assert other == []
+
+
+def test_groups_may_synchronize_in_inference_mode(changing_loops: list[dict[str, Any]]) -> None:
+    """What a rank keeps of the weights there, its next steps write."""
+    assert [each["inferred"] for each in changing_loops] == [9, 9]
+
+
 def test_a_fork_of_a_rank_ends_with_its_error_and_the_run_goes_on(changing_loops: list[dict[str, Any]]) -> None:
     """Its copy of a socket would never answer, and its goodbye would end the run of its parent."""
     for each in changing_loops:
@@ -705,11 +725,19 @@ def left_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]
         "alike after one that ended unlike": {"caught": []},
         "late": {"steps": {"0": 4, "1": 4, "2": 4}},
         "met": {"met": {"0": 3.0, "1": 2.0, "2": 1.0}},
+        "joined": {"joined": "join"},
         "nodes of two sizes": {"local": ["1", "2", "2"]},
         "hosts without torchrun": {"local": ["", "", ""]},
         "early": {"steps": {"0": 40, "1": 6, "2": 5}},
     }
     return run_loops(tmp_path_factory.mktemp("left"), loops, ranks=3)
+
+
+def test_joining_batches_of_different_number_is_refused_in_a_group_of_several(left_loops: list[dict[str, Any]]) -> None:
+    """A member without further batches would wait in a collective of DDP, and the others in their exchange."""
+    said = [each["joined"] for each in left_loops]
+    assert said[0] == said[1] != said[2] == "a group of one"
+    assert said[0].startswith("UnsupportedError: DistributedDataParallel.join() in a group of several: ")
 
 
 def test_nodes_may_have_different_numbers_of_ranks_and_all_ranks_count_alike(left_loops: list[dict[str, Any]]) -> None:

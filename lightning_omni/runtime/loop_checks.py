@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
@@ -19,8 +19,10 @@ from typing import Any
 from weakref import WeakSet, ref
 
 import torch
+from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data.distributed import DistributedSampler
@@ -353,6 +355,30 @@ class RawStepGuard:
         return [int(local_of(each).contiguous().view(-1).view(torch.uint8).sum()) for each in self._weights()]
 
 
+def unwrapped(trained: Iterable[Parameter], wrapped: Iterable[Module]) -> list[Module]:
+    """Return the modules, without their parts, that hold trained weights which no wrapped module holds."""
+    loose = set(trained) - {each for module in wrapped for each in module.parameters()}
+    if not loose:
+        return []
+    modules = [each for each in gc.get_objects() if issubclass(type(each), Module) and "_parameters" in vars(each)]
+    holders = [each for each in modules if not loose.isdisjoint(each.parameters())]
+    parts = {id(part) for each in holders for part in each.modules() if part is not each}
+    return [each for each in holders if id(each) not in parts]
+
+
+def untrained_of(modules: Iterable[Module], trained: Container[Tensor]) -> dict[str, str]:
+    """Describe the tensors of modules that no optimizer moves, by name: each by a checksum."""
+    found = {
+        id(tensor): (f"{name} of the {type(module).__name__} that world.wrap() has not wrapped", tensor)
+        for module in modules
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        if tensor not in trained and tensor.layout == torch.strided and not is_lazy(tensor)
+    }
+    marks = fingerprints((tensor for _, tensor in found.values()), _SAMPLED)
+    names = [name for name, _ in found.values()]
+    return dict(sorted((name, f"of checksum {mark:08x}") for name, mark in zip(names, marks, strict=True)))
+
+
 class OwnStatistics:
     """The running statistics of the wrapped ``modules`` that are this rank's own, not merged by `World.enter_world`."""
 
@@ -376,6 +402,8 @@ def _marked_statistics(modules: Iterable[Module]) -> list[tuple[BufferSync, int]
     return [*zip(found.values(), fingerprints(each.tensor for each in found.values()), strict=True)]
 
 
+_SAMPLED = 1 << 16
+"""Elements of a tensor by which ranks compare it."""
 _guards: WeakSet[RawStepGuard] = WeakSet()
 _outside: WeakSet[RawStepGuard] = WeakSet()
 """The guards that have not warned yet of steps outside of loops."""

@@ -31,6 +31,8 @@ from lightning_omni.runtime.loop_checks import (
     OwnStatistics,
     RawStepGuard,
     announced_wait,
+    untrained_of,
+    unwrapped,
     warn_of_variables,
 )
 from lightning_omni.runtime.membership import LEARN, Connection, GroupFormation, GroupJoin
@@ -42,6 +44,7 @@ from lightning_omni.runtime.model.sharded import (
     check_sharded,
     reshard,
 )
+from lightning_omni.runtime.model.tensor_sync import agree
 from lightning_omni.runtime.model.wrapping import ModelWrapper, ReductionCheck, take_from_rank_zero
 from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.runtime.parallel_state import ParallelState
@@ -265,7 +268,8 @@ class World(ParallelState):
             UnsupportedError: a wrapped optimizer steps by itself while groups exchange; DDP over ranks of several
                 groups is called; or ``elastic=True`` was passed, which works with Lightning only.
             ConfigurationError: the members of a group have not averaged their gradients; weights have moved without an
-                OmniOptimizer of this world; or this is inside another loop.
+                OmniOptimizer of this world; ranks have different buffers or frozen parameters in a module that `wrap`
+                has not wrapped; or this is inside another loop.
             RankLost: an earlier loop has lost ranks; this one cannot continue without those that it lost; or the
                 members of a group have made different numbers of steps.
         """
@@ -293,6 +297,7 @@ class World(ParallelState):
         closed: GeneratorExit | None = None
         try:
             self._share_weights()
+            self._check_wrapped()
             self.states.agree()
             self.begin()
             self.enter_compute()
@@ -395,6 +400,18 @@ class World(ParallelState):
         if not self.options.is_sharded:
             take_from_rank_zero(named for part in self.parts for named in part.replica.parameters.items())
 
+    def _check_wrapped(self) -> None:
+        """Raise `ConfigurationError` if ranks have other buffers or frozen weights in a module that is not wrapped."""
+        if not self.executor.exchanges or self.options.is_sharded:
+            return
+        trained = {each for part in self.parts for each in part.replica.ordered}
+        modules = unwrapped(trained, self._raw_steps.modules())
+        for module in modules:
+            self._raw_steps.wrapped(module)
+        remedy = "groups would train different models: call world.wrap(net), which gives all ranks those of rank 0"
+        found = untrained_of(modules, trained)
+        agree(found, self.rank, self.all_reduce_max, remedy)
+
     def check_step(self) -> None:
         """Count a step; raise `ConfigurationError` if a loop without Lightning makes it after `enter_world`."""
         if self._leaving is not None:
@@ -466,6 +483,7 @@ class World(ParallelState):
 
     # --- Phases ------------------------------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)  # an evaluation may be in it, and what is kept here is written outside of it
     def enter_compute(self) -> None:
         """Train each group separately from here, at the start of an epoch or after a validation inside it.
 
@@ -482,6 +500,7 @@ class World(ParallelState):
             self._wait_for_all("enter_compute()")
         self.executor.enter_compute()
 
+    @torch.inference_mode(False)
     def enter_world(self, module: Module | None = None) -> None:
         """Synchronize the groups: every rank gets the weights to evaluate. This waits for all ranks.
 

@@ -695,6 +695,55 @@ def normalize(merged: bool) -> dict[str, Any]:
     return {"said": said, "mean": net[1].running_mean.tolist()}
 
 
+class Featured(torch.nn.Sequential):
+    """Has random features that no optimizer moves."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+        self.register_buffer("features", torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)))
+
+
+def leave_unwrapped(unwrapped: str) -> list[Any]:
+    """Why no loop begins whose module is not wrapped, or what is said of one; the ranks' features may be equal."""
+    world, said = World(2), list[str]()
+    net = Featured(world.rank if unwrapped == "unlike" else 0)
+    optimizer = OmniOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), world)
+    try:
+        with heard(said), world.training():
+            net(world.rank + torch.randn(8, 4) @ net.features).square().mean().backward()
+            optimizer.step()
+    except ConfigurationError as error:
+        return [str(error)]
+    return said
+
+
+def evaluate(inferred: str) -> int:
+    """The steps of a loop that synchronizes its groups in torch's inference mode."""
+    world = World(2, options=WorldOptions(method=inferred))
+    net = torch.nn.Linear(4, 1)
+    model = world.wrap(net)
+    optimizer = OmniOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), world)
+    steps = 0
+    with world.training():
+        for _ in range(3):
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.randn(8, 4)).square().mean().backward()
+                optimizer.step()
+                steps += 1
+            with torch.inference_mode():
+                world.enter_world(net)
+                net(torch.randn(8, 4))
+                world.enter_compute()
+    return steps
+
+
+def join(joined: str) -> str:
+    """Why members of one of several groups cannot train different numbers of batches by DDP's own means."""
+    model: Any = World(2).wrap(torch.nn.Linear(4, 1))
+    return said_of(getattr(model, joined)) if hasattr(model, joined) else "a group of one"
+
+
 def fork(forked: str) -> dict[str, Any]:
     """The exit status of a fork of a rank that leaves the loop with an error, and whether the loop goes on."""
     world = World(2)
@@ -889,6 +938,9 @@ def main() -> None:
         "outside": lambda **options: step_outside(options["outside"]),
         "alone": synchronize,
         "merged": normalize,
+        "unwrapped": leave_unwrapped,
+        "inferred": evaluate,
+        "joined": join,
         "forked": fork,
         "inner": nest,
         "before": refuse,

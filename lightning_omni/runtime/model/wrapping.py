@@ -49,6 +49,8 @@ class ModelWrapper:
         with frozen(self._not_reduced()):
             options = parallel.reduction.ddp_options(module, ddp_options)
             wrapped = DistributedDataParallel(module, process_group=parallel.compute_group, init_sync=False, **options)
+        if len(parallel.topology.alive) > 1:
+            wrapped.join_hook = _refuse_join  # type: ignore[method-assign]
         parallel.reduction.install(wrapped, parallel.compute_group)
         return wrapped
 
@@ -247,4 +249,12 @@ def _refuse(others: Collection[int], module: Module, *_: Any) -> None:
         f"a {type(module).__name__} whose process group has ranks of other compute groups"
         f" ({', '.join(map(str, sorted(others)))}): groups train different numbers of batches, and would wait for each"
         " other in its collectives; use model = world.wrap(model) instead"
+    )
+
+
+def _refuse_join(**_: Any) -> Any:
+    raise UnsupportedError(
+        "DistributedDataParallel.join() in a group of several: members without further batches would take part in the"
+        " others' backward passes, but not in the exchanges of their steps, for which these would wait; give each"
+        " member of a group the same number of batches, or use groups=1"
     )
