@@ -484,3 +484,27 @@ def _tensor_of(data: bytes, like: Tensor) -> Tensor:
     if not data:
         return torch.empty(like.shape, dtype=like.dtype)
     return torch.frombuffer(bytearray(data), dtype=like.dtype).view(like.shape)
+
+
+def is_of_a_loss(error: BaseException) -> bool:
+    """Return whether a collective has failed because another rank, or its link, is gone."""
+    signs = ("connect", "network", "socket", "broken pipe", "timed out", "timeout")
+    return is_of_a_collective(error) and any(sign in str(_raised_first(error)).lower() for sign in signs)
+
+
+def is_of_a_collective(error: BaseException) -> bool:
+    """Return whether torch.distributed raised an error; gloo's errors have no class of their own."""
+    names, error = ("gloo", "nccl"), _raised_first(error)
+    return isinstance(error, dist.DistError) or (
+        type(error) is RuntimeError and any(name in str(error).lower() for name in names)
+    )
+
+
+def _raised_first(error: BaseException) -> BaseException:
+    """Return the error of a collective, also where torch's logging has replaced it.
+
+    While a group computes, the default process group numbers its ranks from 0, and torch's logging may not find this
+    rank.
+    """
+    is_of_logging = type(error) is ValueError and "is not part of group" in str(error)
+    return error.__context__ if is_of_logging and error.__context__ is not None else error

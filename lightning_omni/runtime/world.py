@@ -48,7 +48,7 @@ from lightning_omni.runtime.model.tensor_sync import agree
 from lightning_omni.runtime.model.wrapping import ModelWrapper, ReductionCheck, take_from_rank_zero
 from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.runtime.parallel_state import ParallelState
-from lightning_omni.runtime.process_groups import outlive
+from lightning_omni.runtime.process_groups import is_of_a_collective, is_of_a_loss, outlive
 from lightning_omni.runtime.server_exchange import ServerExchange, Traffic
 from lightning_omni.runtime.state.transfer import Residuals, StateTransfer
 from lightning_omni.runtime.state.validation import ValidationSnapshots
@@ -431,7 +431,7 @@ class World(ParallelState):
 
     def explain(self, error: BaseException) -> None:
         """Name another rank's failure in this error, if it is the cause. Call it before `fail`."""
-        if not _is_of_a_collective(error):
+        if not is_of_a_collective(error):
             return
         if self.control is None:
             time.sleep(LEARN)  # the rank that failed first must end first: launchers name it
@@ -445,7 +445,7 @@ class World(ParallelState):
         if os.getpid() != self._process:  # a fork of this rank: the run goes on, and a copied socket would never answer
             return
         self.is_begun = False
-        how = f"has lost its group: {error}" if _is_of_a_loss(error) else end_reason(error)
+        how = f"has lost its group: {error}" if is_of_a_loss(error) else end_reason(error)
         # A rank that has trained to the end has not failed, whatever happens afterwards.
         self.connection.leave("" if self.is_finished else f"rank {self.rank} {how}{where}")
         self._close_connections(has_failed=True)
@@ -630,27 +630,3 @@ class World(ParallelState):
     ) -> None:
         self._forming.form(groups, speeds, keeps_epoch)
         self.wrapper.average_over_replicas()
-
-
-def _is_of_a_loss(error: BaseException) -> bool:
-    """Return whether a collective has failed because another rank, or its link, is gone."""
-    signs = ("connect", "network", "socket", "broken pipe", "timed out", "timeout")
-    return _is_of_a_collective(error) and any(sign in str(_raised_first(error)).lower() for sign in signs)
-
-
-def _is_of_a_collective(error: BaseException) -> bool:
-    """Return whether torch.distributed raised an error; gloo's errors have no class of their own."""
-    names, error = ("gloo", "nccl"), _raised_first(error)
-    return isinstance(error, dist.DistError) or (
-        type(error) is RuntimeError and any(name in str(error).lower() for name in names)
-    )
-
-
-def _raised_first(error: BaseException) -> BaseException:
-    """Return the error of a collective, also where torch's logging has replaced it.
-
-    While a group computes, the default process group numbers its ranks from 0, and torch's logging may not find this
-    rank.
-    """
-    is_of_logging = type(error) is ValueError and "is not part of group" in str(error)
-    return error.__context__ if is_of_logging and error.__context__ is not None else error

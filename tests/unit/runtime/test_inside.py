@@ -22,7 +22,7 @@ from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.methods import AsyncSGD, LocalSGD
 from lightning_omni.runtime.model.meshes import sizes_in
 from lightning_omni.runtime.model.sharded import _blocks, average_over_replicas, reshard, state_rows
-from lightning_omni.runtime.world import _is_of_a_collective, _is_of_a_loss
+from lightning_omni.runtime.process_groups import is_of_a_collective, is_of_a_loss
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
 from lightning_omni.topology import Topology
 from lightning_omni.tuning.callback.pytorch_lightning import OmniTuner
@@ -154,11 +154,11 @@ def test_an_error_of_a_collective_is_recognized_where_torch_s_logging_replaces_i
             dist.all_gather_single(torch.zeros(3), torch.zeros(2), group=some)
     finally:
         dist.destroy_process_group()
-    assert _is_of_a_collective(caught.value)
-    assert not _is_of_a_loss(caught.value), "a wrong size is no loss of a rank"
+    assert is_of_a_collective(caught.value)
+    assert not is_of_a_loss(caught.value), "a wrong size is no loss of a rank"
     caught.value.__context__ = RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer")
-    assert _is_of_a_loss(caught.value)
-    assert not _is_of_a_collective(ValueError("something is wrong with this batch"))
+    assert is_of_a_loss(caught.value)
+    assert not is_of_a_collective(ValueError("something is wrong with this batch"))
 
 
 # --- Groups that hold the model several times ------------------------------------------------------------------------
