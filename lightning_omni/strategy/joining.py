@@ -203,7 +203,7 @@ class RunStates:
             "optimization": "automatic" if parts.pl_module.automatic_optimization else "manual",
             "optimizers": ", ".join(type(each).__name__ for each in parts.strategy.optimizers) or "none",
             "schedulers": ", ".join(schedulers) or "none",
-            "callbacks": ", ".join(deciding_callbacks(trainer)) or "none that saves, stops or tunes",
+            "callbacks": ", ".join(deciding_callbacks(trainer)) or "none that saves, stops, tunes, freezes or prunes",
         }
 
     def _sendable(self, what: str, entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -296,8 +296,9 @@ class RunStates:
     def _take_over_module(self, tree: Mapping[str, Any]) -> None:
         """Load buffers and untrained parameters; each member loads its own shards."""
         module = self._parts.pl_module
-        _check_tensors(module, tree)
-        more = {name: each for name, each in _not_persistent(module).items() if name in tree["module"]}
+        not_saved = _not_persistent(module)
+        _check_tensors(module, not_saved, tree)
+        more = {name: each for name, each in not_saved.items() if name in tree["module"]}
         for name, buffer in more.items():
             write(buffer, tree["module"][name], name)
         saved = {name: each for name, each in tree["module"].items() if name not in more}
@@ -346,13 +347,15 @@ def _in_words(config: Any) -> str:
 
 
 def _sampled(scheduler: Any) -> list[list[tuple[int, float]]]:
-    """Return counts and values there of the functions of a LambdaLR, or of those in a scheduler.
+    """Return counts and values there of the functions of a scheduler, whose state does not contain them."""
+    return [_values(function, (0, 1, count, count + 1)) for function, count in _functions(scheduler)]
 
-    A scheduler's state does not contain its functions.
-    """
+
+def _functions(scheduler: Any) -> list[tuple[Callable[[int], Any], int]]:
+    """Return the functions of a LambdaLR, or of those in a scheduler, and the count that each has come to."""
     count = max(0, int(getattr(scheduler, "last_epoch", 0)))
-    own = [_values(each, (0, 1, count, count + 1)) for each in getattr(scheduler, "lr_lambdas", ())]
-    return own + [found for each in getattr(scheduler, "_schedulers", ()) for found in _sampled(each)]
+    own = [(each, count) for each in getattr(scheduler, "lr_lambdas", ())]
+    return own + [found for each in getattr(scheduler, "_schedulers", ()) for found in _functions(each)]
 
 
 def _values(function: Callable[[int], Any], counts: Iterable[int]) -> list[tuple[int, float]]:
@@ -363,14 +366,9 @@ def _values(function: Callable[[int], Any], counts: Iterable[int]) -> list[tuple
     return found
 
 
-def _functions(scheduler: Any) -> list[Callable[[int], Any]]:
-    inside = getattr(scheduler, "_schedulers", ())
-    return [*getattr(scheduler, "lr_lambdas", ()), *(found for each in inside for found in _functions(each))]
-
-
 def _check_functions(config: Any, theirs: Sequence[Sequence[tuple[int, float]]]) -> None:
     """Reject a scheduler whose functions give other values than the run's: groups would train at other rates."""
-    for function, values in zip(_functions(config.scheduler), theirs, strict=False):
+    for (function, _), values in zip(_functions(config.scheduler), theirs, strict=False):
         for (count, own), (_, other) in zip(_values(function, (count for count, _ in values)), values, strict=False):
             if not math.isclose(own, other, rel_tol=1e-6):  # other machines may round otherwise
                 raise ConfigurationError(
@@ -379,10 +377,10 @@ def _check_functions(config: Any, theirs: Sequence[Sequence[tuple[int, float]]])
                 )
 
 
-def _check_tensors(module: Module, tree: Mapping[str, Any]) -> None:
+def _check_tensors(module: Module, not_saved: Mapping[str, Tensor], tree: Mapping[str, Any]) -> None:
     """Reject buffers and untrained parameters of another type or shape than the run's, because groups merge them."""
     saved = {name: each for name, each in tensors_of(module).items() if isinstance(each, Tensor)}
-    mine = {**saved, **_not_persistent(module)}
+    mine = {**saved, **not_saved}
     for name, theirs in tree["module"].items():
         own = mine.get(name, theirs)
         if not is_lazy(own) and (own.dtype, own.shape) != (theirs.dtype, theirs.shape):

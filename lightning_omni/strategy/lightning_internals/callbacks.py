@@ -42,8 +42,7 @@ def clear_current_hook(trainer: Trainer) -> None:
 def deciding_callbacks(trainer: Trainer) -> list[str]:
     """Return the state keys, which may include settings, of callbacks that save, stop, tune, freeze or prune."""
     names = {"ModelCheckpoint", "EarlyStopping", "OmniTuner", "BaseFinetuning", "ModelPruning"}
-    kinds = ((each, {kind.__name__ for kind in type(each).__mro__}) for each in callbacks_of(trainer))
-    return [each.state_key for each, its in kinds if names & its]
+    return [each.state_key for each, its in _classes_of_callbacks(trainer) if names & its]
 
 
 def limits_in_callbacks(trainer: Trainer) -> dict[str, str]:
@@ -54,15 +53,19 @@ def limits_in_callbacks(trainer: Trainer) -> dict[str, str]:
         >>> limits_in_callbacks(Trainer(max_time={"seconds": 9}, logger=False, enable_checkpointing=False))
         {'max_time': '9.0 s', 'GradientAccumulationScheduler': 'none'}
     """
-    kinds = ((each, {kind.__name__ for kind in type(each).__mro__}) for each in callbacks_of(trainer))
     found = list[str](), list[str]()
-    for each, its in kinds:
+    for each, its in _classes_of_callbacks(trainer):
         if "Timer" in its:
             found[0].append(f"{each._duration} s")  # type: ignore[attr-defined]
         if "GradientAccumulationScheduler" in its:
             found[1].append(str(each.scheduling))  # type: ignore[attr-defined]
     times, windows = (", ".join(each) or "none" for each in found)
     return {"max_time": times, "GradientAccumulationScheduler": windows}
+
+
+def _classes_of_callbacks(trainer: Trainer) -> Iterator[tuple[Callback, set[str]]]:
+    """Return each callback with the names of its classes, which are the same in both of Lightning's namespaces."""
+    return ((each, {kind.__name__ for kind in type(each).__mro__}) for each in callbacks_of(trainer))
 
 
 def without_rank_zero_only(function: Callable[[str], None]) -> Callable[[str], None]:
