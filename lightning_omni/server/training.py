@@ -176,7 +176,8 @@ class Training(Service):
         self._deliveries.count(group, message, applied=replies is not None)
         self._events.push(group, message, refused=replies is None, elsewhere=sender.elsewhere)
         if message.epoch >= 0:
-            self._epochs.train(group, message.epoch, message.trained)
+            is_declined = replies is None and not served.counts.refused_in_row[group]
+            self._epochs.train(group, message.epoch, message.trained, counts=not is_declined)
         if replies is None:
             if message.pull:
                 served.method_side.fetched(group)

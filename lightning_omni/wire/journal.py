@@ -26,9 +26,12 @@ class OpenedEntry(Entry, frozen=True):
 
 
 class TrainedEntry(Entry, frozen=True):
+    """Trained batches; unless the training ``counts``, it was declined, and other groups get the batches."""
+
     group: int
     epoch: int
     batches: int
+    counts: bool
 
 
 class DrawnEntry(Entry, frozen=True):

@@ -25,8 +25,8 @@ class Pulled(msgspec.Struct, frozen=True):
         tensors: one for each parameter, in the optimizer's order, valid until the group side's next request; empty if
             none were requested.
         clock: number of updates that the master weights contain.
-        refused: whether the push was refused (not finite, or see `Method.resyncs`), or its first answer was lost while
-            the optimizer steps at the worker; ``tensors`` are then the master weights.
+        refused: whether the push was refused (not finite, or declined by the method), or its first answer was lost
+            while the optimizer steps at the worker; ``tensors`` are then the master weights.
         fragment: fragment of ``tensors``, one for each of its pieces; None for all parameters.
     """
 

@@ -25,8 +25,8 @@ class DivergenceGuard:
         self._lost: Tensor | None = None
         self._refused = 0
 
-    def batch_done(self, loss: Tensor | None, is_guarded: bool, applied: bool | None) -> None:
-        """Record a batch, whose ``loss`` and push (``applied``) may be unknown.
+    def batch_done(self, loss: Tensor | None, is_guarded: bool, push_is_finite: bool | None) -> None:
+        """Record a batch; its ``loss`` and ``push_is_finite`` are None if unknown.
 
         ``is_guarded`` tells whether a server rejects non-finite pushes, so that a non-finite loss does no harm.
         """
@@ -37,8 +37,8 @@ class DivergenceGuard:
             if is_guarded and before is not None:
                 mean = torch.where(is_finite, torch.where(torch.isfinite(before), mean, loss), before)
             self._mean, self._lost = mean, torch.where(is_finite, 0.0, lost + 1)  # on the device: nothing waits for it
-        if applied is not None:
-            self._refused = 0 if applied else self._refused + 1
+        if push_is_finite is not None:
+            self._refused = 0 if push_is_finite else self._refused + 1
 
     @property
     def has_given_up(self) -> bool:
