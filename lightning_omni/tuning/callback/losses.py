@@ -45,7 +45,7 @@ class DivergenceGuard:
         return self._refused >= c.NON_FINITE_TOLERATED
 
     def mean(self, like: Tensor) -> Tensor:
-        """Return the running mean of the loss and 1, to be summed over ranks; NaN and 1 if nothing is learnt any more.
+        """Return the running mean of the loss and 1, to be summed over ranks; NaN and 1 once nothing is learnt.
 
         A rank that has trained nothing yet returns two zeros.
         """
