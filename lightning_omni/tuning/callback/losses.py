@@ -17,7 +17,7 @@ from lightning_omni.tuning.search import constants as c
 
 
 class DivergenceGuard:
-    """A running mean of one rank's training loss since the last search, which above ``threshold`` means divergence."""
+    """A running mean of a rank's loss since the last search; the mean over ranks above ``threshold`` is divergence."""
 
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold

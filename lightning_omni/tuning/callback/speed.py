@@ -219,7 +219,7 @@ class SpeedRecord:
         self._has_changed = self.speed is not None and not is_mixed and self._speeds.add(self.speed)
 
     def speed_so_far(self) -> Speed | None:
-        """Return the speed in the current epoch so far, at a synchronization point. All ranks call it."""
+        """Return the speed in the current epoch so far, with the present setting. All ranks call it."""
         return _speed(*self._sum_over_ranks(self.throughput.trained))
 
     def _sum_over_ranks(self, own: TimedBatches) -> list[float]:
