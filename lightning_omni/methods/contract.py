@@ -187,7 +187,7 @@ class ReadPeer(msgspec.Struct, frozen=True):
 class SendPeer(msgspec.Struct, frozen=True):
     """A request to put weights into the inbox of ``group``, without waiting for it. Answer: the weights as received.
 
-    A message to this group itself, or to one that reads too slowly, is not sent.
+    A message to this group itself, or to one that is gone or slow to read, is not sent.
     """
 
     group: int
@@ -294,7 +294,7 @@ class ServerSide(ABC):
         """Merge a push, and return replies to the groups that now get an answer."""
 
     def released(self) -> list[Reply]:
-        """Return replies to groups that need not wait any more, after another has left or become idle."""
+        """Return replies to groups that may continue, after another has left or become idle."""
         return []
 
     def expire(self) -> list[Reply]:
@@ -404,7 +404,7 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
     It travels to the server as its name and plain values.
 
     Attributes:
-        steps_at: where the user's optimizer runs: at the ``"server"``, once for all groups, or on every rank
+        steps_at: where the user's optimizer runs: at the ``"server"``, one for all groups, or on every rank
             (``"worker"``).
         evaluated: the weights that are validated, tested and saved: ``"server"``, the server's; ``"centre"``, the same
             where the groups' own circle around them; ``"mean"``, the mean of all groups' own.

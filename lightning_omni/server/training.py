@@ -48,8 +48,8 @@ class Training(Service):
     """The service that merges and answers pushes.
 
     Attributes:
-        handled: each group's pushes since groups were formed, including refused ones.
-        pushes: number of all pushes so far.
+        handled: number of each group's pushes since groups were formed, refused ones included.
+        pushes: number of all pushes to this process.
     """
 
     def __init__(self, run: RunContext, admission: Admission) -> None:

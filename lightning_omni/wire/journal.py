@@ -126,7 +126,7 @@ class SeededEntry(Entry, frozen=True):
 
 
 class RestartedEntry(Entry, frozen=True):
-    """A server's restart from the save; training since the save does not count any more."""
+    """A server's restart from the save; training since then no longer counts."""
 
 
 AnyEntry = (

@@ -255,7 +255,7 @@ class Replica:
     def change(
         self, since: Sequence[Tensor], factor: float = 1.0, fragment: int | None = None, of: int = 1
     ) -> list[Tensor | None]:
-        """Return ``factor * (weights - since)``; None for an unchanged weight that no optimizer moves any more.
+        """Return ``factor * (weights - since)``; None for an unchanged weight that the optimizer does not move.
 
         ``since`` is from `remember`, ``factor`` 1 or -1, and ``fragment`` one of ``of`` fragments, or None for all.
         """

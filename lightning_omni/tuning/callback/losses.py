@@ -17,7 +17,7 @@ from lightning_omni.tuning.search import constants as c
 
 
 class DivergenceGuard:
-    """A running mean of one rank's training loss since the last search, which above ``threshold`` means divergence."""
+    """A running mean of a rank's loss since the last search; the mean over ranks above ``threshold`` is divergence."""
 
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold
@@ -45,7 +45,7 @@ class DivergenceGuard:
         return self._refused >= c.NON_FINITE_TOLERATED
 
     def mean(self, like: Tensor) -> Tensor:
-        """Return the running mean of the loss and 1, to be summed over ranks; NaN and 1 if nothing is learnt any more.
+        """Return the running mean of the loss and 1, to be summed over ranks; NaN and 1 once nothing is learnt.
 
         A rank that has trained nothing yet returns two zeros.
         """

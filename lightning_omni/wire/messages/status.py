@@ -86,7 +86,7 @@ class AskServer(Message, frozen=True, kw_only=True):
 
 
 class ProcessInfo(msgspec.Struct, frozen=True):
-    """A server's process: versions of Python and of installed packages, and its clock in seconds since the epoch."""
+    """A server's process: versions of Python and of installed packages, and its clock in seconds since 1970."""
 
     versions: dict[str, str] = {}
     time: float = 0.0
