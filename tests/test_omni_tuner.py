@@ -25,7 +25,7 @@ GROUPS: dict[str, Any] = {
     "emulated": True,
     "tuner": {**TUNER, "space": SPACE},
     "seconds": {"0": 8e-3, "1": 8e-3},
-    "exponential": True,
+    "exponential": 1,
     "seed": 219,
     "data": {"samples": 512},
     "trainer": {"max_epochs": 2},

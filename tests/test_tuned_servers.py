@@ -35,7 +35,7 @@ def test_nodes_whose_links_hold_groups_up_train_in_groups_with_a_server_each() -
         "devices": 1,
         "tail": 2048,
         "seconds": {str(rank): 8e-3 for rank in range(4)},
-        "exponential": True,
+        "exponential": 1,
         "per_byte": 4e-7,
         "data": {"samples": 1024},
         "trainer": {"max_epochs": 2, "num_nodes": 4, "num_sanity_val_steps": 0},

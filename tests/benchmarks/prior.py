@@ -744,7 +744,14 @@ def main() -> None:
     parser.add_argument("--streaming", action="store_true", help="measure and write averages in fragments alone")
     parser.add_argument("--widths", action="store_true", help="print what PowerSGD costs in layers of other widths")
     parser.add_argument("--check", action="store_true", help="print what suggested settings cost on all tasks")
-    parser.add_argument("--tasks", nargs="+", choices=DEVELOPING, default=list(DEVELOPING))
+    parser.add_argument(
+        "--tasks",
+        nargs="+",
+        metavar="TASK",
+        choices=DEVELOPING,
+        default=list(DEVELOPING),
+        help="to measure or learn from",
+    )
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=0.0, help="no run is begun later")
     parser.add_argument("--table", action="store_true", help="print the table, and theory beside it")
@@ -783,6 +790,7 @@ def main() -> None:
             target = None if reference is None else reference.target
             runs.add(found := measure(cell, DEVELOPING[name], seed, target))
             print(f"{name} {seed} {cell}: {found.seconds:.1f} s", flush=True)
+    runs.known = {key: run for key, run in runs.known.items() if run.task in given.tasks}
     if given.table:
         show(runs)
     if given.beside:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import socket
@@ -142,8 +143,8 @@ class Classifier(pl.LightningModule):
             seconds *= self.options.get("slower_in_groups", 1)
             self.had_groups = True
         seconds *= self.options.get("slower_since_groups", 1) if self.had_groups else 1
-        if self.options.get("exponential"):
-            seconds *= self.rng.expovariate(1.0)
+        if (power := self.options.get("exponential")) is not None:
+            seconds *= self.rng.expovariate(1.0) ** power / math.factorial(power)
         if self.options.get("stalls") and self._has_searched() and self.rng.random() < 0.2:
             seconds *= 20
         if isinstance(time.perf_counter, EmulatedClock):
