@@ -60,7 +60,7 @@ class GroupRegistration:
         first: number of the group's first rank; the others' follow.
         announced: number of ranks in the group that has begun the run.
         begins: whether this group begins the run.
-        silence: seconds of silence after which the server may end a connection; 0 for never.
+        silence: seconds of a connection's silence after which the server evicts the group; 0 for never.
 
     Raises:
         OmniError: the server cannot be reached or refuses; or the run is over, or is not the one that evicted this

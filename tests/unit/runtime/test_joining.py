@@ -1179,6 +1179,45 @@ def test_a_group_that_was_frozen_joins_again_although_a_callback_cannot_save_wha
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere signs of life of connections are not heard")
+@pytest.mark.parametrize("run", [("--heartbeat-timeout", "3")], ids=[""], indirect=True)
+def test_a_group_that_freezes_while_it_sends_many_messages_is_missed_in_time(run: Run) -> None:
+    options = {"epochs": 1, "samples": 4096, "hold": [0]}
+    first = run.start("a", options)
+    run.wait_for("a0-in-0")
+    second = run.start("b", {**options, "hold": [], "step": 0.02}, seed=2)
+    run.wait_for("b0-in-0")
+    time.sleep(0.3)
+    os.killpg(second.pid, signal.SIGSTOP)
+    run.server.expect("rank 1 lost: rank 1 gave no sign of life for 3 s", PATIENCE)
+    run.go(0)
+    assert first.end(PATIENCE) == 0, first.output
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere signs of life of connections are not heard")
+@pytest.mark.parametrize("run", [("--heartbeat-timeout", "3")], ids=[""], indirect=True)
+def test_a_job_that_is_suspended_as_a_whole_goes_on(run: Run) -> None:
+    options = {"epochs": 2, "hold": [1]}
+    first = run.start("a", options)
+    run.wait_for("a0-in-1")
+    second = run.start("b", options, seed=2)
+    run.wait_for("b0-in-1")
+    job = (run.server, first, second)
+    for process in job:
+        os.killpg(process.pid, signal.SIGSTOP)
+    time.sleep(6.0)
+    for process in job:
+        os.killpg(process.pid, signal.SIGCONT)
+    run.go(1)
+    for process in (first, second, run.server):
+        assert process.end(PATIENCE) == 0, process.output
+    assert "ranks lost: 0" in run.server.output
+
+
+@pytest.mark.slow
+@pytest.mark.processes
 def test_a_group_that_holds_pythons_lock_for_long_is_not_taken_for_dead(joined: Run) -> None:
     """Its connection gives signs of life all the same, which that of a process that is stopped does not."""
     assert joined.result("a")["weights"] == joined.result("b")["weights"]
