@@ -406,7 +406,7 @@ class ServerCore:
     def run_events(self) -> Sequence[RunEvent]:
         return self._observation.run_events
 
-    def hear(self, peer: Peer, now: float) -> None:
+    def note_life(self, peer: Peer, now: float) -> None:
         if (member := self.roster.by_peer(peer)) is not None:
             member.last_seen = now
 

@@ -6,7 +6,7 @@ import math
 import sys
 
 PATIENCE = 30.0
-"""Seconds of silence granted to a rank that may hold Python's lock, where signs of its connection are not heard."""
+"""Seconds of silence granted to a rank that may hold Python's lock, where signs of its connection cannot be counted."""
 
 
 class TimeLimits:
@@ -19,7 +19,7 @@ class TimeLimits:
         joined_heartbeat: like ``heartbeat``, where groups join on their own; None for the same.
 
     Attributes:
-        hears_connections: whether connections send signs of life without the rank's Python, which the driver hears on
+        hears_connections: whether connections send signs of life without the rank's Python, which the driver counts on
             Linux; the driver sets it.
     """
 

@@ -425,13 +425,13 @@ class ZeroMQServer:
         return buffer
 
     def _probe_connections(self) -> None:
-        """Detect ended connections sooner than by missing heartbeats, and hear those whose Python is busy."""
+        """Detect ended connections sooner than by missing heartbeats, and note those that have sent something."""
         for peer in self.core.peers:
             if not self._reach([peer, PROBE]):
                 self._send(self.core.hang_up(peer))
             elif (known := self._received.get(peer)) and (received := received_by(known[0])) != known[1]:
                 self._received[peer] = known[0], received
-                self.core.hear(peer, self._clock())
+                self.core.note_life(peer, self._clock())
         self._received = {peer: self._received[peer] for peer in self.core.peers if peer in self._received}
 
     def _reach(self, frames: list[Any]) -> bool:

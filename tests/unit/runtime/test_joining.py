@@ -1179,7 +1179,7 @@ def test_a_group_that_was_frozen_joins_again_although_a_callback_cannot_save_wha
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere signs of life of connections are not heard")
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere signs of life of connections are not counted")
 @pytest.mark.parametrize("run", [("--heartbeat-timeout", "3")], ids=[""], indirect=True)
 def test_a_group_that_freezes_while_it_sends_many_messages_is_missed_in_time(run: Run) -> None:
     options = {"epochs": 1, "samples": 4096, "hold": [0]}
@@ -1196,7 +1196,7 @@ def test_a_group_that_freezes_while_it_sends_many_messages_is_missed_in_time(run
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere signs of life of connections are not heard")
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere signs of life of connections are not counted")
 @pytest.mark.parametrize("run", [("--heartbeat-timeout", "3")], ids=[""], indirect=True)
 def test_a_job_that_is_suspended_as_a_whole_goes_on(run: Run) -> None:
     options = {"epochs": 2, "hold": [1]}
