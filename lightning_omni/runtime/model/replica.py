@@ -297,7 +297,7 @@ class Part:
     """Memory for the tensors of an answer on the device of the weights, if that is not the CPU."""
     coded: Memory | None = None
     handed: Memory | None = None
-    """Memory for an encoded answer and its prefix, which a leader broadcasts to its group."""
+    """Memory for a part of an encoded answer, on the device of the weights."""
     spare: Tensor | None = None
     """A second ``into``; each exchange that overlaps computation swaps the two."""
     split: Partition | None = None
@@ -316,7 +316,6 @@ class Part:
     def __post_init__(self) -> None:
         self.arranged = self.arrangement
         self._outs: list[Memory] = []
-        self._backs: list[Memory] = []
 
     def memory(self, before: int, empty: Callable[[int], Tensor]) -> Tensor:
         nbytes = before + self.replica.layout.nbytes
@@ -333,24 +332,16 @@ class Part:
     def release(self) -> None:
         if self.flat is not None:
             self.flat = self.handed = None
-            self._backs.clear()
             self.replica.forget()
 
     def outs(self, servers: int, empty: Callable[[int], Tensor]) -> list[Memory]:
-        return _as_many(self._outs, servers, lambda: Memory(empty))
-
-    def backs(self, servers: int, device: torch.device) -> list[Memory]:
-        return _as_many(self._backs, servers, lambda: Memory(zeros_on(device)))
+        while len(self._outs) < servers:
+            self._outs.append(Memory(empty))
+        return self._outs[:servers]
 
     @property
     def arrangement(self) -> list[list[int]]:
         return [list(map(id, group["params"])) for group in self.optimizer.param_groups]
-
-
-def _as_many(memories: list[Memory], count: int, make: Callable[[], Memory]) -> list[Memory]:
-    while len(memories) < count:
-        memories.append(make())
-    return memories[:count]
 
 
 # --- Writes of other code ---------------------------------------------------------------------------------------------
