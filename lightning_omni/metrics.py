@@ -69,7 +69,7 @@ class RunReport:
         staleness_max: largest staleness.
         groups: compute groups now, or at the end of the run.
         group_size: ranks in the largest of them.
-        refused: pushes refused because they were not finite.
+        refused: pushes refused because they were not finite, or declined.
         ranks_lost: ranks that were lost during the run.
         bytes_per_step: bytes of tensors that this rank exchanged for its group with the server, in both directions, per
             batch; with gossip, those that it sent to other groups and read from them.

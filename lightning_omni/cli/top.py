@@ -380,7 +380,7 @@ class _Connected:
 
 
 def watch(console: Console, observer: Observer | None, reach: Callable[[], Observer], every: float) -> int:
-    """Show a run until a key ends it; ``reach`` reconnects, ``every`` is in seconds."""
+    """Show a run until the user quits; ``reach`` reconnects, updates are ``every`` seconds apart."""
     rates, view, connected = Rates(), View(), _Connected(observer)
     overview: Overview | None = None
     with keyboard() as wait, Live(console=console, screen=True, auto_refresh=False) as live:

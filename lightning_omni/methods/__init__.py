@@ -42,6 +42,7 @@ from lightning_omni.methods.gossip import Gossip
 from lightning_omni.methods.local_sgd import LocalSGD
 from lightning_omni.methods.model.replica import Hyperparameters, Pulled, Replica
 from lightning_omni.methods.model.server_optimizer import Master
+from lightning_omni.methods.ringmaster_asgd import RingmasterASGD
 from lightning_omni.methods.softsync import HardSync, SoftSync
 from lightning_omni.registry import Registry
 
@@ -57,6 +58,7 @@ METHODS: dict[str, type[Method]] = {
     "async_diloco": AsyncDiLoCo,
     "decoupled_diloco": DecoupledDiLoCo,
     "delay_compensated": DelayCompensated,
+    "ringmaster_asgd": RingmasterASGD,
 }
 """The methods by name."""
 REGISTRY = Registry(METHODS, Method, "method", "method", "lightning_omni.methods.Method", "--method")
@@ -164,6 +166,7 @@ __all__ = [
     "Receive",
     "Replica",
     "Reply",
+    "RingmasterASGD",
     "Send",
     "SendPeer",
     "ServerSide",

@@ -187,7 +187,7 @@ class ReadPeer(msgspec.Struct, frozen=True):
 class SendPeer(msgspec.Struct, frozen=True):
     """A request to put weights into the inbox of ``group``, without waiting for it. Answer: the weights as received.
 
-    A message to this group itself, or to one that reads too slowly, is not sent.
+    A message to this group itself, or to one that is gone or slow to read, is not sent.
     """
 
     group: int
@@ -281,12 +281,20 @@ class ServerSide(ABC):
         """Return the groups that are not idle."""
         return self.groups - self.idle_groups
 
+    def declines(self, staleness: int) -> bool:
+        """Return whether to decline a push: its group gets the master weights, and other groups get its samples.
+
+        ``staleness`` is negative if the server went back to earlier weights; the method may count the push as computed
+        from the present ones.
+        """
+        return False
+
     @abstractmethod
     def receive(self, push: Push) -> list[Reply]:
         """Merge a push, and return replies to the groups that now get an answer."""
 
     def released(self) -> list[Reply]:
-        """Return replies to groups that need not wait any more, after another has left or become idle."""
+        """Return replies to groups that may continue, after another has left or become idle."""
         return []
 
     def expire(self) -> list[Reply]:
@@ -396,7 +404,7 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
     It travels to the server as its name and plain values.
 
     Attributes:
-        steps_at: where the user's optimizer runs: at the ``"server"``, once for all groups, or on every rank
+        steps_at: where the user's optimizer runs: at the ``"server"``, one for all groups, or on every rank
             (``"worker"``).
         evaluated: the weights that are validated, tested and saved: ``"server"``, the server's; ``"centre"``, the same
             where the groups' own circle around them; ``"mean"``, the mean of all groups' own.
@@ -407,9 +415,6 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
             by parameter index, as in torch's optimizers; with several fragments, see
             `lightning_omni.methods.model.fragments.state_of`.
         talks_to_peers: whether group sides use `Publish`, `ReadPeer`, `SendPeer` or `ReadInbox`.
-        resyncs: whether the server, after it went back to an earlier state, refuses a push computed from newer weights
-            than its own, and the group restarts from the present ones; otherwise such a push counts as computed from
-            these.
         fragments: number of fragments that are exchanged one by one. With several, the server side must be
             element-wise.
     """
@@ -420,7 +425,6 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
     answers_changes: ClassVar[bool] = False
     elementwise: ClassVar[bool] = True
     talks_to_peers: ClassVar[bool] = False
-    resyncs: ClassVar[bool] = False
     fragments: ClassVar[int] = 1
     side: ClassVar[type[ServerSide] | None] = None
 

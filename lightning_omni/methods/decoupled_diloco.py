@@ -71,6 +71,9 @@ class _Syncer(ServerSide):
         quorum = self.method.quorum
         return len(self.groups) // 2 + 1 if quorum is None else quorum
 
+    def declines(self, staleness: int) -> bool:
+        return staleness < 0  # the change is from weights that this server, which went back, does not have
+
     def receive(self, push: Push) -> list[Reply]:
         weight = push.note or 1.0
         if not 1 <= weight <= _MOST:
@@ -210,7 +213,6 @@ class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco")
     """
 
     steps_at = "worker"
-    resyncs = True
     side = _Syncer
     period: int = 48
     fragments: int = 4  # type: ignore[misc]

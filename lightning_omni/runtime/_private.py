@@ -140,7 +140,7 @@ def put_in_order(module: Module, names: Sequence[str]) -> None:
 
 @cache
 def wait_for_gloo_at_exit() -> None:
-    """Delay the interpreter's exit until gloo's threads have released the tensors of the last collectives.
+    """Delay the interpreter's exit, within a limit, until gloo's threads have released the last collectives' tensors.
 
     A thread of gloo may free a collective's tensors after it has reported it as done, under the interpreter's lock.
     Before Python 3.14, a thread that requests the lock too late ends the process with "terminate called without an

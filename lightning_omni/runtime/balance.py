@@ -149,9 +149,8 @@ class Balance:
                 self._own.work()
 
     def backward_done(self) -> None:
-        """Exclude the wait for the group at the end of a backward pass. A second call changes nothing."""
-        if self._world is not None:
-            self._own.pause_since_gradient()
+        """Exclude the wait for the group after a backward pass; measure its gradient. A second call changes nothing."""
+        if self._world is not None and self._own.pause_since_gradient():
             self._own.work()
             exchanged = self._world.exchange.traffic.seconds - self._exchanged
             self._elsewhere = exchanged + self._until_gradient - self._reduced
@@ -305,10 +304,12 @@ class OwnTime:
     def gradient(self) -> None:
         self._gradient = self._clock.mark(instead_of=self._gradient)
 
-    def pause_since_gradient(self) -> None:
-        if self._gradient is not None:
-            self._pause_from(self._gradient)
-            self._was_backward = True
+    def pause_since_gradient(self) -> bool:
+        if self._gradient is None:
+            return False
+        self._pause_from(self._gradient)
+        self._was_backward = True
+        return True
 
     def _pause_from(self, moment: Any) -> None:
         if self._since is not None:

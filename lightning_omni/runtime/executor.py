@@ -81,7 +81,7 @@ class Executor:
     def step(
         self, index: int, optimizer: Optimizer, closure: Callable[[], Any] | None, arguments: Mapping[str, Any]
     ) -> Any:
-        """Make one step of optimizer number ``index``, on every rank of the group. Return the closure's result.
+        """Make one step of optimizer ``index``; all ranks of the group call it. Return the closure's result.
 
         ``closure`` computes loss and gradients; ``arguments`` are further keyword arguments of the optimizer's
         ``step``.

@@ -413,7 +413,7 @@ class ParallelState:
         return groups.largest(numbers, groups.live if self.control is not None else groups.original)
 
     def broadcast_text(self, text: str) -> str:
-        """Return rank 0's text on every live rank. All of them call it, while no group trains."""
+        """Return rank 0's text on every live rank. All call it; several groups, while none trains."""
         if self.is_synchronous:
             return self.process_groups.broadcast_text(text, self.compute_group)
         if self.control is None:

@@ -328,7 +328,7 @@ class Coordinator(_PartitionedReplication):
         return []
 
     def ended(self, number: int, how: str) -> None:
-        """Record how a server's process has ended; if it has not joined, it is not awaited any more."""
+        """Record how a server's process has ended; if it has not joined, it is no longer awaited."""
         self._ended[number] = how
 
     def _description_of(self, number: int) -> str:

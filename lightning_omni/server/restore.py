@@ -100,7 +100,7 @@ class Restore:
             case OpenedEntry():
                 epochs.open(entry.plan)
             case TrainedEntry():
-                epochs.train(entry.group, entry.epoch, entry.batches)
+                epochs.train(entry.group, entry.epoch, entry.batches, entry.counts)
             case DrawnEntry() if epochs.book is not None:
                 epochs.book.draw(entry.group, entry.number)
             case AskedEntry():

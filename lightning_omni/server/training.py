@@ -48,8 +48,8 @@ class Training(Service):
     """The service that merges and answers pushes.
 
     Attributes:
-        handled: each group's pushes since groups were formed, including refused ones.
-        pushes: number of all pushes so far.
+        handled: number of each group's pushes since groups were formed, refused ones included.
+        pushes: number of all pushes to this process.
     """
 
     def __init__(self, run: RunContext, admission: Admission) -> None:
@@ -176,7 +176,8 @@ class Training(Service):
         self._deliveries.count(group, message, applied=replies is not None)
         self._events.push(group, message, refused=replies is None, elsewhere=sender.elsewhere)
         if message.epoch >= 0:
-            self._epochs.train(group, message.epoch, message.trained)
+            is_declined = replies is None and not served.counts.refused_in_row[group]
+            self._epochs.train(group, message.epoch, message.trained, counts=not is_declined)
         if replies is None:
             if message.pull:
                 served.method_side.fetched(group)

@@ -212,7 +212,7 @@ class SimulatedGroup:
 
     @property
     def _finished(self) -> int:
-        """Return the number of the epoch's trained batches, without those of a push in flight."""
+        """Return the number of the epoch's batches that were trained before those of a push in flight, if any."""
         if self._under_way is None:
             return self._data.trained
         epoch, trained = self._before

@@ -45,7 +45,7 @@ class Replayed:
     Attributes:
         weights: the master weights by name.
         clock: updates that they contain.
-        groups: each living group's own weights, by the group's number.
+        groups: own weights of each group that was not evicted, by its number.
     """
 
     weights: dict[str, Tensor]

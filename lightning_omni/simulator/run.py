@@ -464,7 +464,7 @@ def check_restarts(
     """Raise `ConfigurationError` if the server restarts, but the run cannot continue from a save."""
     if not cluster.restarts or topology.is_synchronous:
         return
-    if method.talks_to_peers or method.resyncs:
+    if method.talks_to_peers:
         raise ConfigurationError(
             f"events: a ServerRestart with method={method!r}, for which it is not simulated: take another method, or"
             " leave the event out"

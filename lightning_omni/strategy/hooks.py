@@ -200,7 +200,7 @@ class OmniStrategyHooks(_Base):
         self._last_report = report
 
     def report(self) -> RunReport:
-        """Return a report of the current or last run."""
+        """Return a report of the current or last run; raise `ConfigurationError` before the first."""
         if self.parts.current_world is None and self._last_report is not None:
             return self._last_report
         return self.parts.reporting.report(self.world, self.parts.step_times.bytes_per_step)

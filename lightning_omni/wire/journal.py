@@ -26,9 +26,12 @@ class OpenedEntry(Entry, frozen=True):
 
 
 class TrainedEntry(Entry, frozen=True):
+    """Trained batches; unless the training ``counts``, it was declined, and other groups get the batches."""
+
     group: int
     epoch: int
     batches: int
+    counts: bool
 
 
 class DrawnEntry(Entry, frozen=True):
@@ -123,7 +126,7 @@ class SeededEntry(Entry, frozen=True):
 
 
 class RestartedEntry(Entry, frozen=True):
-    """A server's restart from the save; training since the save does not count any more."""
+    """A server's restart from the save; training since then no longer counts."""
 
 
 AnyEntry = (

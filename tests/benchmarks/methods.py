@@ -32,6 +32,7 @@ POINTS: dict[str, dict[str, float]] = {
     # With outer momentum 0.9, as in lock-step, asynchronous arrivals of four groups end at 81 to 84 %.
     "async_diloco:period=20,outer_momentum=0.5": {"momentum": 0.9},
     "delay_compensated": {"momentum": 0.2},
+    "ringmaster_asgd:max_staleness=4": {"momentum": 0.2},
 }
 
 

@@ -824,6 +824,15 @@ def cluster_of(name: str, task: Task) -> Cluster:
 # --- What users would have set ---------------------------------------------------------------------------------------
 
 
+def loss_after(
+    task: Task, updates: int, momentum: float | None = None, lr: float | None = None, seed: int = 0
+) -> float:
+    """The smoothed held-out loss of a synchronous run after so many updates."""
+    most = updates + EVERY * SMOOTHED // 2
+    run = task.train(PRIOR_CLUSTERS["nearly equal"], momentum=momentum, lr=lr, seed=seed, most=most, until=-math.inf)
+    return float(run.trace.evaluated["smooth_loss"][-1])
+
+
 class Grid:
     """Held-out losses of synchronous runs of a task, each measured once.
 
@@ -841,16 +850,10 @@ class Grid:
         rate = self.task.lr * 3 ** (step / 2) * (1.0 if self.task.is_adaptive else (1 - momentum) / 0.1)
         setting = momentum, float(f"{rate:.3g}")
         if setting not in self.losses:
-            found = sum(self._held_out(*setting, seed) for seed in range(self.seeds)) / self.seeds
+            losses = (loss_after(self.task, self.task.updates, *setting, seed=seed) for seed in range(self.seeds))
+            found = sum(losses) / self.seeds
             self.losses[setting] = found if math.isfinite(found) else math.inf
         return self.losses[setting]
-
-    def _held_out(self, momentum: float, lr: float, seed: int) -> float:
-        most = self.task.updates + EVERY * SMOOTHED // 2
-        run = self.task.train(
-            PRIOR_CLUSTERS["nearly equal"], momentum=momentum, lr=lr, seed=seed, most=most, until=-math.inf
-        )
-        return float(run.trace.evaluated["smooth_loss"][-1])
 
     def search(self) -> tuple[float, float]:
         """The best rate for a momentum of 0.9, then the best momentum with steps of that size."""

@@ -3,6 +3,7 @@
     python tests/benchmarks/tuned_hosts.py                            # all scenes, about an hour
     python tests/benchmarks/tuned_hosts.py --scenes random --seeds 3  # one of them, three times
     python tests/benchmarks/tuned_hosts.py --task clicks --step 0.1   # another model, one of tasks.py
+    python tests/benchmarks/tuned_hosts.py --task residual --step 0.1 --updates 130 --scenes random slow  # a short run
     python tests/benchmarks/tuned_hosts.py --scenes link --ways torchft --options '{"sync_every": 8}'
 
 Linux only. Four hosts are network namespaces, whose links tc limits; their devices are emulated, too: a step of 64
@@ -11,7 +12,8 @@ the batch. A LeNet of 431,080 weights learns Fashion-MNIST from batches of 256, 
 0.9: with `DDPStrategy`, alone or with torch's PowerSGD or its post-local SGD (see --rank and --period), with a
 parameter server over torch's RPC, torchft or hivemind (`peers.py`; see --options), and with `OmniStrategy` and an
 `OmniTuner` that is told nothing. With --task, one of `tests/benchmarks/tasks.py` is trained instead, with its user's
-own optimizer, to its held-out loss; links are slower or faster with its number of weights.
+own optimizer, to its held-out loss, or to that of so many updates (--updates); links are slower or faster with its
+number of weights.
 Every other step rank 0 copies the weights that Lightning would validate and save: its own with one group, and else what
 the method evaluates (`validated.py`). The server's cross no link, for it is on this host (but with --per-node), and the
 mean of all groups' is taken in memory that hosts share. While an exchange is under way, whose answer the server's would
@@ -55,7 +57,7 @@ from rich.table import Table
 from slow_network import START, host_environment, save_images
 from slow_network_worker import BATCH, COPY_EVERY, evaluate, lenet
 from step_times import PATTERNS, Rank
-from tasks import EVERY, SMOOTHED, TASKS, Task, at_evaluation, crossing
+from tasks import EVERY, SMOOTHED, TASKS, Task, at_evaluation, crossing, loss_after
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.functional import cross_entropy
@@ -118,7 +120,7 @@ def train(told: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     pl.seed_everything(told["seed"], verbose=False)
-    problem = JudgedTask(TASKS[told["task"]]) if told["task"] else Images(told)
+    problem = JudgedTask(TASKS[told["task"]], told["target"]) if told["task"] else Images(told)
     device = Device(told, rank, problem)
     if told["way"] in PEERS:
         trained: dict[str, Any] = train_peer(told, problem, device, RANKS)
@@ -286,12 +288,13 @@ class JudgedTask:
 
     Args:
         task: what is trained; the simulator's ranks are more, with smaller batches.
+        target: the held-out loss to be reached.
     """
 
     epochs = 1000
 
-    def __init__(self, task: Task) -> None:
-        self._task, self.batch = task, task.batch // RANKS
+    def __init__(self, task: Task, target: float) -> None:
+        self._task, self._target, self.batch = task, target, task.batch // RANKS
         self.net, self.data, self.loss = task.subject.model, task.subject.data, task.subject.loss
         self._copy = copy.deepcopy(self.net).eval()
         self._losses: list[float] = []
@@ -334,7 +337,7 @@ class JudgedTask:
         smoothed = SMOOTHED * EVERY // COPY_EVERY
         windows = (self._losses[last - smoothed : last] for last in range(smoothed, len(self._losses) + 1))
         means = [math.inf] * (smoothed - 1) + [statistics.fmean(window) for window in windows]
-        self._crossing = crossing(means, self._task.target, smoothed)
+        self._crossing = crossing(means, self._target, smoothed)
 
 
 # --- All of them -----------------------------------------------------------------------------------------------------
@@ -476,6 +479,7 @@ def main() -> None:
     parser.add_argument("--scenes", nargs="+", choices=SCENES, default=list(SCENES))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["ddp", "tuned"])
     parser.add_argument("--task", choices=TASKS, help="of tasks.py; LeNet and Fashion-MNIST if none is named")
+    parser.add_argument("--updates", type=int, help="of DDP, whose held-out loss a task's is to reach")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--step", type=float, default=0.2, help="seconds of a device's step; links are slower with it")
@@ -493,6 +497,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.task and not PEERS.keys().isdisjoint(arguments.ways):
         parser.error(f"{', '.join(PEERS)} train LeNet alone: leave --task out")
+    if arguments.task:
+        task = TASKS[arguments.task]
+        arguments.target = loss_after(task, arguments.updates) if arguments.updates else task.target
     table = Table("hosts", "way", "seconds", "steps", "DDP's over these", "tuning", "chosen", "", title="to the target")
     with explained(), tempfile.TemporaryDirectory() as folder:
         with_own_network()

@@ -43,7 +43,7 @@ def cut(sizes: Sequence[tuple[int, int]], of: int, first: int = 0, servers: int 
     Args:
         sizes: elements of each tensor, and bytes of one element.
         of: number of fragments.
-        first: number of tensors before any were added; 0 for all.
+        first: number of tensors to cut, 0 for all; those added later stay whole.
         servers: number of servers, which `divide` the tensors. With several, no tensors are added mid-run.
 
     Example:

@@ -28,7 +28,7 @@ class HeadBackwardPass:
 
     Attributes:
         inputs: None for inputs that are neither floating-point nor complex, or took no part.
-        parameters: None for a parameter that took no part.
+        parameters: None for one that is frozen or took no part.
     """
 
     inputs: list[Tensor | None]

@@ -25,8 +25,8 @@ class Pulled(msgspec.Struct, frozen=True):
         tensors: one for each parameter, in the optimizer's order, valid until the group side's next request; empty if
             none were requested.
         clock: number of updates that the master weights contain.
-        refused: whether the push was refused (not finite, or see `Method.resyncs`), or its first answer was lost while
-            the optimizer steps at the worker; ``tensors`` are then the master weights.
+        refused: whether the push was refused (not finite, or declined by the method), or its first answer was lost
+            while the optimizer steps at the worker; ``tensors`` are then the master weights.
         fragment: fragment of ``tensors``, one for each of its pieces; None for all parameters.
     """
 
@@ -255,7 +255,7 @@ class Replica:
     def change(
         self, since: Sequence[Tensor], factor: float = 1.0, fragment: int | None = None, of: int = 1
     ) -> list[Tensor | None]:
-        """Return ``factor * (weights - since)``; None for an unchanged weight that no optimizer moves any more.
+        """Return ``factor * (weights - since)``; None for an unchanged weight that the optimizer does not move.
 
         ``since`` is from `remember`, ``factor`` 1 or -1, and ``fragment`` one of ``of`` fragments, or None for all.
         """

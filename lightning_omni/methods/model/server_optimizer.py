@@ -243,7 +243,7 @@ def check_state(optimizer: Optimizer, weights: Mapping[int, Tensor], state: Mapp
 
 
 def detach_state(optimizer: Optimizer, detached: dict[Tensor, Any]) -> None:
-    """Stash the state of parameters that no group holds any more, and restore that of those that returned.
+    """Stash the state of parameters that no group holds, and restore that of those that returned.
 
     ``state_dict()`` fails on the state of a parameter that no group holds.
     """

@@ -191,7 +191,7 @@ run."""
 
 
 def share_initial(module: Module, holders: Topology, rank: int) -> None:
-    """Copy the parameters of the recorder's replica to all others, share by share, and the buffers of rank 0.
+    """Copy the parameters of rank 0's replica to all others, share by share, and its buffers.
 
     All ranks call it, while their process group is the default.
     """

@@ -104,7 +104,7 @@ class ModelWrapper:
         gradient.div_(self._parallel.replicas)
 
     def share_initial(self) -> None:
-        """Copy the initial weights of the recorder's replica to all others. All ranks call it, before training."""
+        """Copy the initial weights of rank 0's replica to all others. All ranks call it, before training."""
         parallel = self._parallel
         # Other launchers' groups are not in this torch.distributed world: they read the server's weights.
         is_alone = len(parallel.holders.alive) == 1 and parallel.registration is None

@@ -235,10 +235,11 @@ class Epochs:
         if self.book is not None and self.book.plan.epoch == epoch:
             self.book.check_trained(group, batches)
 
-    def train(self, group: int, epoch: int, batches: int) -> None:
+    def train(self, group: int, epoch: int, batches: int, counts: bool = True) -> None:
         if self.book is not None and self.book.plan.epoch == epoch:
-            self.samples[group] += self.book.train(group, batches)
-            self._journal.note(TrainedEntry(group, epoch, batches))
+            self.samples[group] += self.book.train(group, batches, counts)
+            self._dirty = self._dirty or not counts  # other groups may train these batches now
+            self._journal.note(TrainedEntry(group, epoch, batches, counts))
 
     def draw(self, group: int, number: int, trained: int) -> list[Batch]:
         assert self.book is not None

@@ -128,10 +128,15 @@ class LeaseBook(msgspec.Struct):
                 self._repeats.add((group, number))
         return drawn[number:]
 
-    def train(self, group: int, batches: int) -> int:
-        """Record a group's first ``batches`` batches as trained; return how many positions were not trained before."""
+    def train(self, group: int, batches: int, counts: bool = True) -> int:
+        """Record a group's first ``batches`` batches as trained; return how many positions were not trained before.
+
+        Unless it ``counts``, the training was declined, and the batches return to the pool.
+        """
         self.check_trained(group, batches)
-        drawn = self._drawn[group][self._trained[group] : batches]
+        if not counts:
+            self._free = _merge([*self._spans_back(group, batches), *self._free])
+        drawn = self._drawn[group][self._trained[group] : batches] if counts else ()
         new = sum([_insert(self._done, batch.start, batch.stop) for batch in drawn])
         self.trained += new
         self._trained[group] = max(batches, self._trained[group])
@@ -147,11 +152,15 @@ class LeaseBook(msgspec.Struct):
 
     def release(self, group: int) -> None:
         drawn, first = self._known(group), self._trained[group]
-        numbers = [number for number in range(first, len(drawn)) if (group, number) not in self._repeats]
-        back = [(drawn[number].start, drawn[number].stop) for number in numbers]
+        self._free = _merge([*self._spans_back(group, len(drawn)), *self._free])
         self._repeats -= {(group, number) for number in range(first, len(drawn))}
         del drawn[first:]
-        self._free = _merge([*back, *self._free])
+
+    def _spans_back(self, group: int, batches: int) -> list[tuple[int, int]]:
+        """Return the positions of a group's untrained batches up to a number, without those that repeat another's."""
+        numbers = [number for number in range(self._trained[group], batches) if (group, number) not in self._repeats]
+        drawn = self._drawn[group]
+        return [(drawn[number].start, drawn[number].stop) for number in numbers]
 
     def evict(self, group: int) -> None:
         self.release(group)

@@ -8,13 +8,13 @@ from typing import Any
 
 
 class PushCounts:
-    """The counts of merged pushes, and of pushes refused because they are not finite.
+    """The counts of merged pushes, and of refused ones: not finite, or declined by the method.
 
     Attributes:
         staleness: number of pushes with each staleness.
         by_group: for each group, the same since groups were formed.
         refused: refused pushes and weights so far.
-        refused_in_row: each group's refused pushes since its last finite one.
+        refused_in_row: each group's pushes that were not finite since its last finite or declined one.
     """
 
     def __init__(self) -> None:
@@ -33,6 +33,10 @@ class PushCounts:
     def refuse(self, group: int) -> None:
         self.refused += 1
         self.refused_in_row[group] += 1
+
+    def decline(self, group: int) -> None:
+        self.refused += 1
+        self.refused_in_row[group] = 0
 
     def merge(self, group: int, staleness: int) -> None:
         self.staleness[staleness] += 1

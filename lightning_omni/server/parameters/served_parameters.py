@@ -288,8 +288,7 @@ class ServedParameters:
         ``finite`` tells whether all parts of the push are; None if it is whole and not checked.
 
         Returns:
-            The method's replies, or None if the push was refused: it is not finite, or was computed from newer weights
-            than these and the method resyncs.
+            The method's replies, or None if the push was refused: it is not finite, or the method declines it.
 
         Raises:
             ProtocolError: the push was computed from future weights, or has other parameter groups.
@@ -309,10 +308,10 @@ class ServedParameters:
         finite: bool | None = None,
     ) -> list[Reply] | None:
         known = self.structures.of(group)
-        if message.read_at > self.master.clock:
-            if self.method_side.method.resyncs:
-                return None
-            message = self._in_its_time(message)
+        if self.method_side.declines(self.master.clock - message.read_at):
+            self.counts.decline(group)
+            return None
+        message = self._in_its_time(message)
         self._check(message, known)
         if not (all_finite(tensors) if finite is None else finite):
             self.counts.refuse(group)

@@ -135,7 +135,7 @@ class EpochDriver:
         self._pace()
 
     def enter(self, entered: EntryPoint, schedule: Schedule) -> None:
-        """Join a run under way, before this group's loops begin."""
+        """Record the entry into a running run, before this group's loops begin."""
         self._entered, self.schedulers.bases, self.run.past = entered, schedule, entered.progress
 
     def finish(self) -> None:

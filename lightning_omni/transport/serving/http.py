@@ -266,7 +266,9 @@ def _of_run(overview: m.Overview, taken: float) -> Iterator[Metric]:
     yield _counter("ranks_lost", "Ranks lost.", len(status.lost))
     yield _gauge("groups", "Compute groups that take part.", len(overview.groups))
     yield _counter("updates", "Updates of the master weights.", status.clock)
-    yield _counter("pushes_refused", "Pushes refused because their gradients were not finite.", status.refused)
+    yield _counter(
+        "pushes_refused", "Pushes refused because they were not finite, or declined by the method.", status.refused
+    )
 
 
 def _of_epoch(plan: EpochPlan, trained: int) -> Iterator[Metric]:

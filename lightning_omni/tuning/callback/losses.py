@@ -17,7 +17,7 @@ from lightning_omni.tuning.search import constants as c
 
 
 class DivergenceGuard:
-    """A running mean of one rank's training loss since the last search, which above ``threshold`` means divergence."""
+    """A running mean of a rank's loss since the last search; the mean over ranks above ``threshold`` is divergence."""
 
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold
@@ -25,8 +25,8 @@ class DivergenceGuard:
         self._lost: Tensor | None = None
         self._refused = 0
 
-    def batch_done(self, loss: Tensor | None, is_guarded: bool, applied: bool | None) -> None:
-        """Record a batch, whose ``loss`` and push (``applied``) may be unknown.
+    def batch_done(self, loss: Tensor | None, is_guarded: bool, push_is_finite: bool | None) -> None:
+        """Record a batch; its ``loss`` and ``push_is_finite`` are None if unknown.
 
         ``is_guarded`` tells whether a server rejects non-finite pushes, so that a non-finite loss does no harm.
         """
@@ -37,15 +37,15 @@ class DivergenceGuard:
             if is_guarded and before is not None:
                 mean = torch.where(is_finite, torch.where(torch.isfinite(before), mean, loss), before)
             self._mean, self._lost = mean, torch.where(is_finite, 0.0, lost + 1)  # on the device: nothing waits for it
-        if applied is not None:
-            self._refused = 0 if applied else self._refused + 1
+        if push_is_finite is not None:
+            self._refused = 0 if push_is_finite else self._refused + 1
 
     @property
     def has_given_up(self) -> bool:
         return self._refused >= c.NON_FINITE_TOLERATED
 
     def mean(self, like: Tensor) -> Tensor:
-        """Return the running mean of the loss and 1, to be summed over ranks; NaN and 1 if nothing is learnt any more.
+        """Return the running mean of the loss and 1, to be summed over ranks; NaN and 1 once nothing is learnt.
 
         A rank that has trained nothing yet returns two zeros.
         """

@@ -327,8 +327,8 @@ class AppliedSetting:
             return
         world = self._run.world
         before, self._exchanged = self._exchanged, world.exchange.traffic.seconds
-        applied = world.core.last_answer.applied if world.exchange.traffic.seconds != before else None
-        self._guard.batch_done(loss, world.executor.exchanges, applied)
+        is_finite = not world.core.last_answer.refused_in_row if world.exchange.traffic.seconds != before else None
+        self._guard.batch_done(loss, world.executor.exchanges, is_finite)
 
     @property
     def has_diverged(self) -> bool:

@@ -206,7 +206,7 @@ class SpeedRecord:
         self._speeds = speeds
 
     def epoch_done(self) -> None:
-        """Record the speed of an epoch, or of its trained part. All ranks call it."""
+        """Record the ended epoch's speed with the present setting. All ranks call it."""
         run = self._run
         timed, rate, variance = self._sum_over_ranks(self.throughput.take())
         if run.rounds and run.state.setting is not None and rate > 0:
@@ -219,7 +219,7 @@ class SpeedRecord:
         self._has_changed = self.speed is not None and not is_mixed and self._speeds.add(self.speed)
 
     def speed_so_far(self) -> Speed | None:
-        """Return the speed in the current epoch so far, at a synchronization point. All ranks call it."""
+        """Return the speed in the current epoch so far, with the present setting. All ranks call it."""
         return _speed(*self._sum_over_ranks(self.throughput.trained))
 
     def _sum_over_ranks(self, own: TimedBatches) -> list[float]:
@@ -297,12 +297,12 @@ class ForecastCheck:
         return f"it trains {speed.rate:.3g} samples per second, and {predicted:.3g} were predicted"
 
     def epoch_done(self) -> str:
-        """Return why one group is to be timed again, by the speed at an epoch's end, or "". All ranks call it."""
+        """Check the ended epoch's speed; return why one group is to be timed again, or "". All ranks call it."""
         speed = self._speed_record.speed
         return self._check(speed) if self._is_due and speed is not None else ""
 
     def validated(self) -> str:
-        """Return why one group is to be timed again, by a certain enough speed, or "". All ranks call it."""
+        """Check the speed so far, once it is certain enough, as `epoch_done` does. All ranks call it."""
         speed = self._speed_record.speed_so_far() if self._is_due else None
         is_known = speed is not None and speed.log_most() - math.log(speed.rate) <= math.log(c.GAIN)
         return self._check(speed) if speed is not None and is_known else ""

@@ -145,7 +145,7 @@ class DeviceTunerHooks(_CallbackBase):
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Save tensors in the plain layout, which a fused optimizer expects in a load."""
+        """Save tensors in contiguous format, which a fused optimizer expects in a load."""
         if self._setting is not None and self._setting.channels_last:
             for name in ("state_dict", "optimizer_states"):
                 if name in checkpoint:

@@ -302,7 +302,7 @@ def _fit_rank(drawn: Sequence[Resampled], rank: int) -> tuple[Array, Array, Arra
 
 
 def _costs_of_steps(samples: Array, own: Array) -> tuple[Array, Array]:
-    """Fit overhead and seconds per sample, both of shape (draws, 1), to samples of shape (1, steps)."""
+    """Fit overhead and seconds per sample, shape (draws, 1), to samples (1, steps) and seconds (draws, steps)."""
     if not np.ptp(samples):
         return np.zeros((len(own), 1)), own.sum(axis=1, keepdims=True) / samples.sum()
     # The rows are divided by the samples, because longer steps scatter more.

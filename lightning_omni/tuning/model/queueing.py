@@ -47,7 +47,7 @@ def slowest(values: Array, counts: Array) -> tuple[Array, Array]:
 
 
 def quantiles_of_slowest(values: Array, counts: Array) -> Array:
-    """Compute equally likely times of the largest of several, ascending, shape (draws, quantiles); see `slowest`.
+    """Compute ascending, equally likely values of the largest of several times (draws, quantiles); see `slowest`.
 
     Example:
         >>> quantiles_of_slowest(np.array([[[1.0, 2.0], [0.0, 3.0]]]), np.array([1, 1])).tolist()

@@ -37,6 +37,7 @@ STREAMING = "streaming"
 RELATIVES = {
     STREAMING: ("local_sgd",),
     "softsync": ("async_sgd",),
+    "ringmaster_asgd": ("async_sgd",),
     "delay_compensated": ("async_sgd",),
     "downpour": ("async_sgd",),
     "gossip": ("elastic_averaging", "local_sgd"),

@@ -51,8 +51,7 @@ class Welcome(Message, frozen=True, kw_only=True):
         data_port: port of the data socket on the same host; 0 for a file beside the control socket's.
         heartbeat_timeout: seconds of silence after which the server counts as dead; for ranks, see `ServerDescription`.
         reconnect_timeout: seconds for which a rank must look for a lost server; 0 if no other will continue.
-        started_at_ms: start of the server in milliseconds, which tells successive servers at one address apart; 0 if
-            none continues.
+        started_at_ms: start of the server in milliseconds, which tells successive servers at one address apart.
     """
 
     mac: bytes

@@ -58,7 +58,7 @@ class Status(Message, frozen=True, kw_only=True):
 
     Attributes:
         sent: value from the heartbeat; 0 answers `AskStatus`, a negative number no request.
-        refused: pushes refused because they were not finite.
+        refused: pushes refused because they were not finite, or declined.
         strangers: messages refused because they were malformed or their sender had not been admitted.
         staleness: count of updates by staleness 0, 1, 2, ...
         head_time: recent mean seconds of exclusive access to the merged head; 0 without one.
@@ -86,7 +86,7 @@ class AskServer(Message, frozen=True, kw_only=True):
 
 
 class ProcessInfo(msgspec.Struct, frozen=True):
-    """A server's process: versions of Python and of installed packages, and its clock in seconds since the epoch."""
+    """A server's process: versions of Python and of installed packages, and its clock in seconds since 1970."""
 
     versions: dict[str, str] = {}
     time: float = 0.0

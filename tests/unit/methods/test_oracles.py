@@ -1610,6 +1610,7 @@ TABLE = {
     "softsync": ("server", "server"),
     "downpour": ("server", "server"),
     "delay_compensated": ("server", "server"),
+    "ringmaster_asgd": ("server", "server"),
     "staleness_aware": ("server", "server"),
     "stale_synchronous": ("server", "server"),
     "gpu_asgd": ("server", "worker"),

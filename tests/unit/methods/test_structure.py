@@ -33,6 +33,7 @@ from lightning_omni.methods import (
     ReadInbox,
     ReadPeer,
     Reply,
+    RingmasterASGD,
     SendPeer,
 )
 from lightning_omni.methods.contract import Total
@@ -243,6 +244,7 @@ EVERY = {name: kind() for name, kind in METHODS.items()} | {
     "local_sgd": LocalSGD(period=3),
     "diloco": DiLoCo(period=2),
     "decoupled_diloco": DecoupledDiLoCo(period=2, fragments=1, delay=0),
+    "ringmaster_asgd": RingmasterASGD(max_staleness=100),
 }
 every = pytest.mark.parametrize("method", EVERY.values(), ids=EVERY.keys())
 makes = pytest.mark.parametrize("make", [sgd, adamw], ids=["sgd", "adamw"])

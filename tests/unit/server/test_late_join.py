@@ -177,7 +177,7 @@ def test_who_may_not_come_late_is_told_why() -> None:
 def test_every_method_of_the_package_takes_a_group_more() -> None:
     """No group is held up by what was before it came, nor waits for it once it is gone; nothing pushed is lost."""
     own = [name for name, kind in METHODS.items() if kind.__module__.startswith("lightning_omni.")]
-    assert len(own) == 11
+    assert len(own) == 12
     for name in [*own, "async_sgd:bound=1"]:
         made = method_named(name)
         if made.talks_to_peers:

@@ -211,7 +211,13 @@ def finish(groups: Sequence[Worker]) -> None:
     assert set(open_to.values()) == {"over"}
 
 
-IMMEDIATE = ["async_sgd", "async_sgd:staleness_aware=True", "elastic_averaging:period=1", "async_diloco:period=2"]
+IMMEDIATE = [
+    "async_sgd",
+    "async_sgd:staleness_aware=True",
+    "ringmaster_asgd:max_staleness=0",
+    "elastic_averaging:period=1",
+    "async_diloco:period=2",
+]
 
 
 @settings(max_examples=15, deadline=None)

@@ -64,8 +64,8 @@ OPTIMIZERS: dict[str, Make] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
 }
 METHODS = (
-    "async_sgd", "hardsync", "softsync", "downpour:n_push=2,n_fetch=2", "delay_compensated",
-    "elastic_averaging:period=2", "local_sgd:period=2", "diloco:period=2", "async_diloco:period=2",
+    "async_sgd", "ringmaster_asgd:max_staleness=0", "hardsync", "softsync", "downpour:n_push=2,n_fetch=2",
+    "delay_compensated", "elastic_averaging:period=2", "local_sgd:period=2", "diloco:period=2", "async_diloco:period=2",
     "async_diloco:period=4,fragments=2,dynamic_steps=false",
     "local_sgd:period=4,fragments=2", "diloco:period=4,fragments=2",
     "decoupled_diloco:period=2,fragments=1,delay=0,grace=0",

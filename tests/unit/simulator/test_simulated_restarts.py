@@ -105,6 +105,8 @@ TWO_DEATHS = ServerRestart(0.09, 0.1), ServerRestart(0.41, 0.43)
         ("elastic_averaging:period=2", False),
         ("diloco:period=3", False),
         ("async_diloco:period=3", False),
+        ("ringmaster_asgd:max_staleness=1", False),
+        ("decoupled_diloco:period=4,fragments=2,delay=1", False),
     ],
 )
 def test_every_sample_of_every_epoch_is_trained_though_the_server_dies_in_each(
@@ -244,7 +246,6 @@ def test_one_group_has_no_server_that_could_die() -> None:
     ("options", "says"),
     [
         ({"method": "pull_gossip"}, r"ServerRestart with method=Gossip"),
-        ({"method": "decoupled_diloco"}, r"ServerRestart with method=DecoupledDiLoCo"),
         ({"merged": "counts"}, r"merged='counts' with a ServerRestart"),
         ({"record": print}, r"record=.*with a ServerRestart"),
         ({"servers": 2}, r"ServerRestart with servers=2"),

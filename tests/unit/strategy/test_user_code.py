@@ -30,6 +30,7 @@ from lightning_omni.methods import LocalSGD
 from lightning_omni.methods.model.replica import Replica
 from lightning_omni.methods.model.server_optimizer import Master, check_servable, describe, hyperparameters_of, rebuild
 from lightning_omni.runtime import OmniOptimizer, World, WorldOptions, names_of
+from lightning_omni.runtime.balance import Balance
 from lightning_omni.runtime.executor import Exchanging, Executor, evaluating
 from lightning_omni.runtime.model.buffer_sync import buffers_of, merge
 from lightning_omni.runtime.model.external_writes import ExternalWrites
@@ -981,6 +982,18 @@ def test_a_collective_that_is_not_offered_among_all_groups_says_which_are() -> N
         scatter(one.clone(), one, group=group)
     with pytest.raises(UnsupportedError, match=r"^torch\.distributed\.recv is not.*use all_reduce"):
         dist.recv(one, group=group)
+
+
+@pytest.mark.usefixtures("alone")
+def test_gradients_are_measured_before_on_after_backward_changes_them() -> None:
+    module, balance = nn.Linear(2, 1, bias=False), Balance("auto", print, only_measures=True)
+    balance.begin(World(), module, lambda: None, samples=1)
+    balance.begin_batch()
+    module(torch.tensor([[3.0, 4.0]])).sum().backward()
+    balance.backward_done()  # the strategy's listener
+    torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+    balance.backward_done()  # the strategy's backward()
+    assert balance.squares.tolist() == [25.0, 25.0]
 
 
 @pytest.mark.usefixtures("alone")
