@@ -39,12 +39,14 @@ class Cost(NamedTuple):
 
 
 LEADER, MEMBER = Cost(1.01, 2, 1.01, 2, 4), Cost(0.0005, 1, 0.0, 0, 1)
+ALONE = LEADER._replace(ups=1, downs=0, waits=2)
+"""A leader without other members, with which to agree on signals before a batch."""
 COSTS: dict[tuple[str, int], Cost] = {
-    ("groups of one", 0): LEADER,
-    ("groups of one, int8", 0): LEADER._replace(up=INT8 + 0.01),
-    ("groups of one, int8 and bf16", 0): LEADER._replace(up=INT8 + 0.01, down=BF16 + 0.01),
-    ("groups of one, overlapped", 0): LEADER,
-    ("groups of one, rates on the device", 0): LEADER._replace(ups=LEADER.ups + 1, waits=LEADER.waits + 1),
+    ("groups of one", 0): ALONE,
+    ("groups of one, int8", 0): ALONE._replace(up=INT8 + 0.01),
+    ("groups of one, int8 and bf16", 0): ALONE._replace(up=INT8 + 0.01, down=BF16 + 0.01),
+    ("groups of one, overlapped", 0): ALONE,
+    ("groups of one, rates on the device", 0): ALONE._replace(ups=ALONE.ups + 1, waits=ALONE.waits + 1),
     ("gossip", 0): LEADER,
     ("groups of two", 0): LEADER,
     ("groups of two", 1): MEMBER,
