@@ -50,7 +50,7 @@ class Served(Protocol):
         """Notify the other ranks that the rank that owns this server has ended, unless the run has."""
 
     def close(self) -> None:
-        """Stop listening once the last messages are sent."""
+        """Stop listening; queued messages have a short time to be sent."""
 
 
 def allowed(core: ServerCore, channel: m.Channel, peer: Peer, data: bytes | memoryview, nbytes: int) -> m.Message:
