@@ -35,7 +35,7 @@ _LETTER = 1024
 
 
 class GroupBroadcast:
-    """Broadcasts among the members of this rank's group, which all make the same calls."""
+    """Broadcasts in this rank's group, and one to all live ranks; the receivers make the same calls."""
 
     def __init__(self, parallel: ParallelState) -> None:
         self._parallel = parallel
@@ -43,7 +43,7 @@ class GroupBroadcast:
     def letter(self, part: Part) -> Tensor:
         """Return memory for an optimizer's weights and a prefix, on the device of the weights.
 
-        On the CPU it is the memory in which the leader receives them.
+        On the CPU it is the memory in which a rank that exchanges receives them.
         """
         parallel = self._parallel
         if parallel.device.type == "cpu":
@@ -125,7 +125,7 @@ def _broadcast_bytes(note: bytes | None, broadcast: Callable[[Tensor], None]) ->
 
 @dataclass(frozen=True)
 class CompressedBroadcast:
-    """An answer that a leader broadcasts to its group as received, in few bytes.
+    """The layout of an answer that stays encoded on its way to the leader's device and group.
 
     Attributes:
         answers: wire format of the answer.
@@ -185,7 +185,7 @@ class PeerExchange:
         return self._peers.moved if self._peers is not None else 0
 
     def connect(self) -> None:
-        """Connect newly formed groups, if the method has them exchange; their leaders announce addresses."""
+        """Connect the leaders of newly formed groups, if the method has these exchange. All live ranks call it."""
         self.close()
         if not self._parallel.method.talks_to_peers or self._parallel.is_synchronous:
             return
@@ -209,7 +209,7 @@ class PeerExchange:
         )
 
     def grow(self, index: int, layout: Layout) -> None:
-        """Change the layout of an optimizer's weights; drop tensors that peers have sent in the old one."""
+        """Change the layout of an optimizer's weights; drop those published or received in the old one."""
         if self._peers is not None:
             self._peers.grow(index, layout)
 
