@@ -56,7 +56,7 @@ def check_number(
 ) -> None:
     """Raise `ConfigurationError` unless a value is a number in a range; text, booleans and NaN are not.
 
-    ``name`` is the argument's, or ``Value(name`` for an argument of a value; ``what`` are the valid values, in words.
+    ``name`` is the argument's, or ``Class(name`` for an argument of a class; ``what`` are the valid values, in words.
     ``low`` and ``high`` are inclusive bounds, ``above`` and ``below`` exclusive ones.
 
     Example:

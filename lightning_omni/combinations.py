@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.methods import AsyncSGD, LocalSGD, Method
+from lightning_omni.methods import AsyncSGD, DiLoCo, LocalSGD, Method
 
 FEATURES = {
     "sharded": "`model_parallel=`",
@@ -54,7 +54,9 @@ TRAITS = {
     "mean": Trait("methods that evaluate a mean", lambda method: method.evaluated == "mean"),
     "weights": Trait("methods that push weights", lambda method: method.pushes_weights),
     "fragments": Trait("`fragments=` above 1", lambda method: method.fragments > 1, "fragments"),
-    "unfragmented": Trait("`fragments=1`", lambda method: method.fragments == 1, "fragments"),
+    "unfragmented": Trait(
+        "`diloco` with `fragments=1`", lambda method: isinstance(method, DiLoCo) and method.fragments == 1, "fragments"
+    ),
     "average": Trait("`local_sgd`", lambda method: isinstance(method, LocalSGD)),
     "delay": Trait("`delay=`", lambda method: bool(getattr(method, "delay", 0)), "delay"),
 }

@@ -53,7 +53,7 @@ METHODS: Mapping[str, str] = {
 }
 """Colours by method name."""
 _OTHERS = ("#117733", "#ddaa33", "#88ccee", "#661100", "#aaaa00")
-"""Colours of custom methods, in order of appearance."""
+"""Colours of other methods, in order of appearance."""
 
 _DASHES: Sequence[Any] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
 _MARKERS = "os^Dv*Pp"

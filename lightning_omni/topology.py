@@ -21,7 +21,7 @@ RECORDER = 0
 class GroupId:
     """A group's name and incarnation, which together are unique in a run.
 
-    Group numbers are array indices and are reused.
+    Group numbers are array indices, and are reused when groups are formed again.
 
     Attributes:
         name: by default the group's number; living groups have different names.
@@ -94,7 +94,7 @@ class Topology:
 
     @classmethod
     def by_speed(cls, speeds: Mapping[int, float] | Sequence[float], groups: int, together: int = 1) -> Topology:
-        """Form groups of similar speed, the fastest first, so that no slow rank delays a fast one.
+        """Form groups of similar speed, the fastest first, so that slow ranks delay few fast ones.
 
         Sizes differ by at most ``together``. Equal speeds give :meth:`even`. Neighbours that stay together have the
         speed of the slowest.
@@ -154,7 +154,7 @@ class Topology:
 
     @cached_property
     def is_synchronous(self) -> bool:
-        """Return whether only one group is alive, so that no gradient can be stale."""
+        """Return whether only one group of this topology is alive."""
         return len(self.alive) == 1
 
     def group_of(self, rank: int) -> int:
@@ -172,7 +172,7 @@ class Topology:
         return self.groups[group]
 
     def leader(self, group: int) -> int:
-        """Return the leader of a group."""
+        """Return the leader of a group; raise `IndexError` if it was evicted."""
         return self.groups[group][0]
 
     def without(self, group: int) -> Topology:

@@ -103,6 +103,11 @@ def test_a_cell_has_every_feature() -> None:
     assert ARGUMENTS.keys() == FEATURES.keys()
 
 
+def test_a_whole_model_may_be_under_way_with_decoupled_diloco_alone() -> None:
+    assert not refused("decoupled_diloco:period=4,fragments=1,delay=2", [])
+    assert [pair.second for pair in refused("diloco:period=4,fragments=1,delay=2", [])] == ["unfragmented"]
+
+
 def test_every_pair_trains_or_is_refused_by_name(is_all: bool) -> None:
     """Of pairs that train, `make test` trains some with each method and each feature; `make test-all` trains all."""
     met, trained = set(), set[Any]()

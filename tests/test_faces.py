@@ -309,6 +309,7 @@ def changing_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, A
         "forked": {"forked": "of a fork"},
         **{f"before, {each}": {"before": each} for each in ("nodes", "an option", *WRONG_NODES, *UNLIKE_SETTINGS)},
         "misplaced": {"misplaced": MISPLACED},
+        "spelled otherwise": {"misplaced": {"LIGHTNING_OMNI_METHOD": "async_sgd:bound=null"}},
         **{f"sampled {each}": {"sampled": each} for each in ("inside", "before")},
         **{f"inner, {groups}": {"inner": groups} for groups in (1, 2)},
     }
@@ -659,6 +660,7 @@ def test_a_sampler_with_which_each_group_trains_all_samples_is_named(changing_lo
 def test_an_environment_variable_that_only_the_strategy_reads_is_named(changing_loops: list[dict[str, Any]]) -> None:
     one, other = (each["misplaced"] for each in changing_loops)
     assert other == []
+    assert [each["spelled otherwise"] for each in changing_loops] == [[], []]
     assert one[0].startswith("LIGHTNING_OMNI_METHOD in the environment is read by OmniStrategy alone")
 
 
@@ -727,7 +729,8 @@ def left_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]
         "met": {"met": {"0": 3.0, "1": 2.0, "2": 1.0}},
         "joined": {"joined": "join"},
         "nodes of two sizes": {"local": ["1", "2", "2"]},
-        "hosts without torchrun": {"local": ["", "", ""]},
+        "hosts without torchrun": {"local": ["one", "two", "two"]},
+        "hosts in turn": {"local": ["one", "two", "one"]},
         "early": {"steps": {"0": 40, "1": 6, "2": 5}},
     }
     return run_loops(tmp_path_factory.mktemp("left"), loops, ranks=3)
@@ -742,8 +745,8 @@ def test_joining_batches_of_different_number_is_refused_in_a_group_of_several(le
 
 def test_nodes_may_have_different_numbers_of_ranks_and_all_ranks_count_alike(left_loops: list[dict[str, Any]]) -> None:
     for each in left_loops:
-        assert each["nodes of two sizes"] == [1, 2]
-        assert "as in ranks_per_node=[1, 1, 1]" in each["hosts without torchrun"]
+        assert each["nodes of two sizes"] == each["hosts without torchrun"] == [1, 2]
+        assert "the 3 ranks are not in the order of their hosts" in each["hosts in turn"]
 
 
 def test_a_loop_that_is_interrupted_in_one_member_of_a_group_and_catches_it_keeps_no_rank_waiting(

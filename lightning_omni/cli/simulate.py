@@ -74,7 +74,7 @@ def best_rate(own: float, attempt: Try, target: tuple[str, float] | None) -> tup
 
 
 def _equally_good(merits: dict[float, tuple[float, float]]) -> list[float]:
-    """Return the best rates, of which the smallest is to be taken: nearly too large ones suffer in longer runs."""
+    """Return the best factors, of which the smallest is to be taken: nearly too large ones suffer in longer runs."""
     seconds, loss = min(merits.values())
     if math.isfinite(seconds):
         return [factor for factor, each in merits.items() if each[0] <= (1 + _EQUAL) * seconds]

@@ -129,11 +129,11 @@ class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
         period: H, local steps of the fastest group between two exchanges of the same weight.
         outer_lr: :math:`\epsilon`, above 0. One arrival moves the weights by 1/N of it.
         outer_momentum: :math:`\beta`, from 0 to less than 1.
-        buffer: N, arrivals in one block, in pushes; None takes the number of groups.
+        buffer: N, pushes in one block; None takes the number of groups when they are formed.
         activation: c, 0 to 1/N: the part of the momentum that is applied with every arrival.
         dynamic_steps: whether slow groups make fewer steps.
         min_steps: the fewest local steps of any group, which makes at least P in any case.
-        fragments: P, fragments of equal bytes, exchanged one after the other; P divides H.
+        fragments: P, fragments of equal bytes at the start, exchanged one after the other; P divides H.
 
     Raises:
         ConfigurationError: an argument is out of range.

@@ -112,7 +112,7 @@ class Gradient(msgspec.Struct, frozen=True):
 
     Attributes:
         hyperparameters: the worker's, at this step.
-        samples: samples in the group's batch; 0 if unknown, as for data that are not leased.
+        samples: samples in the group's last batch, without those accumulated before; 0 for data that are not leased.
     """
 
     tensors: Tensors
@@ -121,7 +121,7 @@ class Gradient(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """A request for one step of the worker's own optimizer along ``gradient``, on every rank. Answer: None."""
+    """A request for a step of the worker's own optimizer along ``gradient``, on every rank of a group. Answer: None."""
 
     gradient: Gradient
 
@@ -132,7 +132,7 @@ class Exchange(msgspec.Struct, frozen=True):
     Attributes:
         tensors: a gradient, weights or a difference of weights, by the method.
         read_at: clock of the weights that ``tensors`` were computed from.
-        hyperparameters: the values for this step of the server's optimizer; empty if it has none.
+        hyperparameters: the values for this step of the server's optimizer; empty if the optimizer steps on the ranks.
         note: one number for the server side.
         pull: whether the answer contains tensors.
         fragment: number of the exchanged fragment (`lightning_omni.methods.model.fragments`): push and answer hold one
@@ -284,8 +284,8 @@ class ServerSide(ABC):
     def declines(self, staleness: int) -> bool:
         """Return whether to decline a push: its group gets the master weights, and other groups get its samples.
 
-        ``staleness`` is negative if the server went back to earlier weights; the method may count the push as computed
-        from the present ones.
+        ``staleness`` is negative if the server restarted from earlier weights; unless declined, the push then counts as
+        computed from the present ones.
         """
         return False
 
@@ -302,7 +302,7 @@ class ServerSide(ABC):
         return []
 
     def idle(self, group: int) -> list[Reply]:
-        """Mark a group as idle."""
+        """Mark a group as idle; return replies as `released` does."""
         self.idle_groups.add(group)
         return self.released()
 
@@ -311,7 +311,7 @@ class ServerSide(ABC):
         self.idle_groups.discard(group)
 
     def evict(self, group: int) -> list[Reply]:
-        """Remove a group for good."""
+        """Remove a group for good; return replies likewise."""
         self.groups.discard(group)
         self.idle_groups.discard(group)
         return self.released()
@@ -354,7 +354,7 @@ class Barrier(ServerSide):
 
     @abstractmethod
     def merge(self, total: Total, last: Push) -> None:
-        """Update the master, or ``last.fragment`` of it, once from the pushes of all groups; ``last`` arrived last."""
+        """Update the master, or ``last.fragment`` of it, once by all pushes; ``last`` is the last, without tensors."""
 
     def receive(self, push: Push) -> list[Reply]:
         self._totals[push.fragment or 0].add(push.tensors)
@@ -386,7 +386,7 @@ class Barrier(ServerSide):
         return state_of([self.state_of_fragment(number) for number in range(self.method.fragments)])
 
     def state_of_fragment(self, number: int) -> dict[str, Any]:
-        """Return the state of a fragment, 0 without fragments."""
+        """Return the state of a fragment; its number is 0 without fragments."""
         return {"total": self._totals[number].state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -465,7 +465,7 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
             replica.load((yield Exchange(gradient.tensors, replica.clock, gradient.hyperparameters)))
 
     def updates_per_batch(self, groups: int) -> int:
-        """Return the steps that weights make one after the other while all ranks train one batch in ``groups`` groups.
+        """Return the successive updates of the weights while every rank trains one batch, in ``groups`` groups.
 
         By default: one for each group if the optimizer steps at the server, else 1.
         """

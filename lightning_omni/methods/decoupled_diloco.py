@@ -41,7 +41,7 @@ class _Round:
         came: groups whose parts are in the total.
         in_time: the groups among them that had read the last merge.
         merged_at: clock of the last merge.
-        closes: end of the grace period; infinite before the quorum is reached.
+        closes: end of the grace period; infinite while there is none.
     """
 
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ class _Syncer(ServerSide):
 
 
 class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco"):
-    r"""Decoupled DiLoCo: no group waits for one that is slow or dead.
+    r"""Decoupled DiLoCo: a merge waits for a quorum of the groups, not for all.
 
     The parameters are split into P fragments. Each group makes steps of the user's optimizer at its own speed; every
     H/P of them it sends the change of the next fragment, and continues computing. The server merges fragment p when K
@@ -190,7 +190,7 @@ class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco")
 
     Args:
         period: H, inner steps between two exchanges of the same fragment.
-        fragments: P, of equal bytes; divides ``period``.
+        fragments: P, of equal bytes at the start; divides ``period``.
         quorum: K, groups that a merge needs; None for more than half of the live groups.
         grace: how long a merge with a quorum waits for more groups, as a fraction (from 0 to less than 1) of the time
             until the first waiting group needs its answer.
@@ -283,7 +283,7 @@ class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco")
                 yield from self._begin_again(replica)
 
     def apply_answer(self, replica: Replica, pulled: Pulled) -> None:
-        """Load the merged fragment, and add the group's changes since it was sent."""
+        """Load the merged fragment, and add the group's changes since it was sent; if it was refused, restart later."""
         memory, pieces = replica.memory, replica.pieces(pulled.fragment, self.fragments)
         sent, _ = memory.pop("sent"), memory.pop("under_way")
         if pulled.refused:  # the answer holds one fragment, and the others may not be finite either
@@ -294,7 +294,7 @@ class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco")
         memory["read_at"][pulled.fragment or 0] = replica.clock = pulled.clock
 
     def _begin_again(self, replica: Replica) -> GroupSide:
-        """Restart from the master weights after divergence, or with newer state than that of a restarted server."""
+        """Restart from the master weights after a refused push."""
         replica.restart((yield Fetch()))
         replica.memory.clear()
 
@@ -308,7 +308,7 @@ class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco")
         return int(memory["step"])
 
     def _exchange(self, replica: Replica, fragment: int) -> Exchange:
-        """Return the exchange of a fragment: its change since it was loaded, and the change's weight."""
+        """Prepare the exchange of a fragment: its change since it was loaded, and the change's weight."""
         memory, number = replica.memory, None if self.fragments == 1 else fragment
         change = replica.change(memory["outer"], -1.0, number, self.fragments)
         memory["sent"] = copies(read(replica.weights(), replica.pieces(number, self.fragments)))

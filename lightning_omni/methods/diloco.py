@@ -66,11 +66,11 @@ class DiLoCo(Streaming, frozen=True, kw_only=True, tag="diloco"):
         period: H, inner steps between two outer ones of the same weight.
         outer_lr: :math:`\eta_o`, above 0.
         outer_momentum: :math:`\beta`, from 0 to less than 1.
-        fragments: P, of equal bytes; divides ``period``.
+        fragments: P, of equal bytes at the start; divides ``period``.
         delay: :math:`\tau`, steps that a group makes while a fragment is in flight, fewer than H/P; 0 waits. Runs
             refuse others with P = 1.
         alpha: :math:`\alpha`, the weight that a group gives to its own parameters, from 0 to less than 1. With 0 a
-            group loses its last :math:`\tau` steps.
+            group loses its last :math:`\tau` steps, unless ``keep_steps``.
         keep_steps: whether the group adds the change of these steps to :math:`\theta_p`.
         dynamic_steps: whether slow groups make fewer steps, in proportion to their speed.
 

@@ -62,7 +62,7 @@ class ElasticAveraging(Method, frozen=True, kw_only=True, tag="elastic_averaging
 
     Args:
         period: local steps between two exchanges.
-        moving_rate: :math:`\alpha`, 0 to 1; None takes 0.9 divided by the number of groups.
+        moving_rate: :math:`\alpha`, 0 to 1; None takes 0.9 over the number of groups, lowered as more join.
 
     Raises:
         ConfigurationError: an argument is out of range.

@@ -198,7 +198,7 @@ class Streaming(Method, frozen=True, kw_only=True):
                 self.apply_answer(replica, (yield exchange))
 
     def apply_answer(self, replica: Replica, pulled: Pulled) -> None:
-        """Mix a fragment in. After a push that was not finite, the group restarts with its next gradient."""
+        """Mix a fragment in. After a refused push, the group restarts with its next gradient."""
         replica.memory.pop("due", None)
         sent = replica.memory.pop("sent", None)
         if pulled.refused:

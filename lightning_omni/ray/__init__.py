@@ -112,7 +112,7 @@ class RayOmniStrategy(OmniStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        """Refuse reports to Ray by workers that are replaced one by one."""
+        """Set up, and refuse reports to Ray by workers that are replaced one by one."""
         from ray.train.lightning import RayTrainReportCallback
 
         if self.world_options.elastic.join and any(

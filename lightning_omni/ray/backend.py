@@ -40,7 +40,7 @@ class ElasticBackend(TorchConfig().backend_cls):  # type: ignore[misc]
         self._server: Any = None
 
     def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
-        """Make a process group and set the server's address in each worker, or in a new one."""
+        """Start the server once; make a process group and set the server's address in each worker, or in a new one."""
         if self._server is None:
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
             self._server = ray.remote(num_cpus=0)(ServerActor).options(scheduling_strategy=here).remote()

@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from itertools import count
@@ -28,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_omni.errors import ConfigurationError, RankLost, UnsupportedError
+from lightning_omni.methods import method_named
 from lightning_omni.methods.model.server_optimizer import held_by
 from lightning_omni.runtime._private import collectives_of, store_of
 from lightning_omni.runtime.executor import Executor
@@ -446,7 +447,11 @@ def warn_of_variables(options: WorldOptions) -> None:
     """Warn if OmniStrategy's variables of groups, method or server differ from a loop's settings: loops ignore them."""
     own = {"GROUPS": options.groups, "METHOD": options.method, "SERVER": options.server.address}
     given = {f"LIGHTNING_OMNI_{name}": str(value) for name, value in own.items()}
-    if unread := [name for name, value in given.items() if os.environ.get(name, "").strip() not in ("", value)]:
+    texts = {name: os.environ.get(name, "").strip() for name in given}
+    with suppress(ConfigurationError):  # the loop's own method may be spelled with other settings
+        if method_named(texts["LIGHTNING_OMNI_METHOD"]) == options.resolved_method():
+            del given["LIGHTNING_OMNI_METHOD"]
+    if unread := [name for name, value in given.items() if texts[name] not in ("", value)]:
         _log.warning(
             "%s in the environment is read by OmniStrategy alone, and this World has another setting: pass groups=, or"
             " options=WorldOptions(method=..., server=...)",

@@ -7,6 +7,7 @@ import socket
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import msgspec
@@ -154,14 +155,15 @@ class ParallelState:
         before, after = [0] * 2 * self.rank, [0] * 2 * (self.size - self.rank - 1)
         of_ranks = self._largest([*before, local, host, *after])
         sizes, hosts, found = of_ranks[::2], of_ranks[1::2], list[int]()
-        if not all(sizes):
-            if len(set(hosts)) > 1:
+        if not all(sizes):  # srun and mpirun set no LOCAL_WORLD_SIZE
+            found = [len([*of_host]) for _, of_host in groupby(hosts)]
+            if len(found) > len(set(hosts)):
                 raise ConfigurationError(
-                    f"ranks_per_node=None: the {self.size} ranks are on several hosts, and LOCAL_WORLD_SIZE, which"
-                    " torchrun sets, is missing; pass the number of ranks on each, in the order of ranks, as in"
-                    f" ranks_per_node={[hosts.count(each) for each in dict.fromkeys(hosts)]}"
+                    f"ranks_per_node=None: the {self.size} ranks are not in the order of their hosts, and"
+                    " LOCAL_WORLD_SIZE, which torchrun sets, is missing; give the ranks of each host successive numbers"
+                    " (srun --distribution=block, mpirun --map-by slot)"
                 )
-            return [self.size]
+            return found
         while (first := sum(found)) < self.size:
             found.append(min(sizes[first], self.size - first))
         return found

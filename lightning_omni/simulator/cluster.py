@@ -364,7 +364,7 @@ class Cluster:
         jitter: Jitter | None = None,
         **network: Any,
     ) -> Cluster:
-        """Make a cluster of equal devices except for the last, whose times are ``factor`` times longer."""
+        """Make a cluster of equal devices except for the last, whose times are multiplied by ``factor``."""
         check_number("factor", factor, "a number above 0; 4 takes four times as long", above=0, below=math.inf)
         return cls.of_speeds([1.0] * (size - 1) + [1 / factor], seconds_per_sample, overhead, jitter, **network)
 
@@ -394,7 +394,7 @@ class Cluster:
         plain = {**asdict(replace(self, devices=self.devices[:1], nodes=None, events=())), "nodes": self.nodes}
         plain["events"] = [{"kind": type(event).__name__, **_given(asdict(event))} for event in self.events]
         plain["devices"] = [{"count": count, **asdict(device)} for device, count in Counter(self.devices).items()]
-        if self.server_count == 1:  # the form from before there could be several servers
+        if self.server_count == 1:  # both are for several servers
             del plain["servers"], plain["nodes"]
         if not self.restarts:
             del plain["save_every"]

@@ -135,7 +135,7 @@ class SimulatedHead:
 
     Attributes:
         parameters: the head's own, by name, in the optimizer's order.
-        anchor: a number of every backward pass that goes through the head.
+        anchor: as in `pass_through`, for `Workbench.anchors`.
     """
 
     def __init__(self, name: str, model: nn.Module, optimizer: Optimizer) -> None:

@@ -1,7 +1,7 @@
 """One simulated compute group: a process that drives its state machine through virtual time.
 
 Rule: its leader broadcasts the messages that it receives to the other members, and the group continues when all have
-them. Where broadcasts take no time, or with one member, each time is bitwise the same as if all members received them.
+them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from lightning_omni.wire.formats.base import RAW
 from lightning_omni.wire.messages import Batch, EpochPlan
 
 MOST_REFUSED = 10
-"""Number of refused pushes in a row, of one group, at which the run counts as diverged."""
+"""Number of non-finite pushes in a row, of one group, at which the run counts as diverged."""
 
 
 @dataclass
@@ -349,7 +349,7 @@ class SimulatedGroup:
         server, network, monitor, need = self._context.server, self._context.network, self._context.monitor, ask.need
         assert isinstance(need, Exchange)
         nbytes, outgoing = server.prepare(self.core, ask)
-        # A separate process, because a push in flight is served even if this group dies.
+        # A separate process, because a push in flight occupies links and server even if this group dies.
         yield self._context.engine.start(network.costs.push(self.number, nbytes))
         served = server.served
         clock, refused = served.master.clock, served.counts.refused

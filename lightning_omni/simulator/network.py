@@ -1,7 +1,6 @@
 """Durations of a group's exchanges with the parameter servers: links, the servers' network cards, and their queues.
 
-:doc:`/contribute/simulator` describes the model. With one server, each time is bitwise the same as without support for
-several.
+:doc:`/contribute/simulator` describes the model.
 """
 
 from __future__ import annotations

@@ -73,8 +73,8 @@ def replay(
         optimizer: makes the torch optimizer from parameters.
 
     Raises:
-        ConfigurationError: the run has several optimizers, was not recorded from its beginning, or formed new groups
-            whose initial state is not on record.
+        ConfigurationError: the run has several optimizers or gossips, was not recorded from its beginning, or formed
+            new groups whose initial state is not on record.
         ProtocolError: the record contradicts the method.
 
     Example:
@@ -100,7 +100,7 @@ def replay(
 
 
 def trace_of(events: Iterable[Event], optimizer: int | None = None) -> Trace:
-    """Return the trace of a recorded run. A record contains no losses: they are NaN.
+    """Return the trace of a recorded run. A record has no losses (they are NaN), weights or evaluations.
 
     Args:
         events: from `lightning_omni.server.event_log.read_record`.
@@ -361,7 +361,7 @@ class _Replay:
         self._bench = self._new_bench()
 
     def _arrange(self, group: _Group) -> None:
-        """Set the recorded parameter groups of the group's own optimizer; existing groups keep their settings."""
+        """Set the recorded parameter groups of the group's own optimizer; existing ones keep their settings."""
         own, groups = group.replica.ordered, group.replica.optimizer.param_groups
         held = [each for each in groups if holds(each, set(own))]
         for number, described in enumerate(self._param_groups):

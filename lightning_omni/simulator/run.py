@@ -381,9 +381,8 @@ def simulate(
         batch_size: samples in one device's batch; a group of k devices trains on k times as many.
         seed: seed of data order, jitter and random operations of the model; the same seed gives bitwise the same trace.
         evaluation: the times of evaluations before the run's end, and a target.
-        merged: name of a submodule that stays at the server, as with ``OmniStrategy(merged=...)``. A group's batch
-            is sent there after a third of the group's time; the access lasts for the time of the head and for the
-            travel of its outputs and their gradients.
+        merged: name of a submodule that stays at the server, as with ``OmniStrategy(merged=...)``. A batch is sent
+            there after a third of the group's time; the access includes the travel of outputs and their gradients.
         compression: the formats in which tensors are sent, as with ``OmniStrategy(compression=...)``.
         overlap: as with ``OmniStrategy(overlap=True)``.
         computation: how devices compute gradients; None for the defaults.
@@ -397,6 +396,7 @@ def simulate(
 
     Raises:
         ConfigurationError: an argument is wrong.
+        OmniError: all groups wait for each other.
 
     Example:
         >>> import torch

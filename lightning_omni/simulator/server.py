@@ -89,7 +89,7 @@ class SavedState:
 
     Args:
         every: seconds between two saves, above 0.
-        on_save: called after each save, except that of a server that has just started.
+        on_save: called after each save, except that of a restarted server.
     """
 
     def __init__(self, every: float, on_save: Callable[[], None]) -> None:

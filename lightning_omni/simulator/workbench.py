@@ -183,10 +183,10 @@ class _Computation(msgspec.Struct):
 
 
 class Workbench:
-    """The computations in flight, which it makes late and, where that is faster, together.
+    """The gradient computations in flight, made late and, where that is faster, together.
 
-    A computation is made when its result is fetched. All groups share the model's buffers (BatchNorm's running
-    statistics), which every forward pass changes, in the order of the fetches.
+    A computation is made when its result, or that of one made with it, is fetched. All groups share the model's buffers
+    (BatchNorm's running statistics), which every forward pass changes, in the order of the fetches.
 
     Args:
         model: the model, whose weights are replaced.

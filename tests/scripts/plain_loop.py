@@ -880,15 +880,15 @@ def sample(sampled: str) -> dict[str, Any]:
 
 
 def count(local: list[str]) -> list[int] | str:
-    """How many ranks each node has, for what torchrun has told each rank: nothing, or the ranks of its own node.
+    """How many ranks each node has, for what torchrun has told each rank: the ranks of its own node, or nothing.
 
-    Ranks that are told nothing have a host of their own.
+    A rank that is told nothing has the name of its host instead.
     """
     before, rank, host = os.environ.pop("LOCAL_WORLD_SIZE"), dist.get_rank(), socket.gethostname
-    if local[rank]:
+    if local[rank].isdigit():
         os.environ["LOCAL_WORLD_SIZE"] = local[rank]
     else:
-        socket.gethostname = lambda: f"host-{rank}"
+        socket.gethostname = lambda: local[rank]
     try:
         return [len(members) for members in World().topology.groups]
     except ConfigurationError as error:

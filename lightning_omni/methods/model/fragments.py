@@ -32,7 +32,7 @@ Pieces = Sequence[Piece]
 """A fragment or a share: its pieces, in the order of the tensors, or share after share in that order."""
 
 UNIT = 64
-"""The consecutive elements of a tensor that stay together when tensors are divided over several servers."""
+"""Number of elements at whose multiples tensors are divided over several servers."""
 FRAGMENTS = "fragments"
 """The key of the list of states per fragment in the state of a method's server side, if it has several."""
 
@@ -83,7 +83,7 @@ def _cut(sizes: Sequence[tuple[int, int]], of: int, first: int, servers: int) ->
 
 
 def divide(sizes: Sequence[tuple[int, int]], servers: int) -> list[list[Piece]]:
-    """Divide tensors of ``sizes``, as in `cut`, into shares of equal bytes, cut at multiples of `UNIT` elements.
+    """Divide tensors of ``sizes``, as in `cut`, into shares of about equal bytes, cut at multiples of `UNIT` elements.
 
     An empty tensor joins the share of the tensor before it.
 
@@ -147,7 +147,7 @@ def read(tensors: Sequence[Tensor], pieces: Pieces) -> list[Tensor]:
 
 
 def write(tensors: Sequence[Tensor], pieces: Pieces, values: Sequence[Tensor]) -> None:
-    """Overwrite a fragment of tensors with one value for each piece."""
+    """Overwrite a fragment of tensors with one tensor for each piece; copies between devices may be asynchronous."""
     for (place, where), value in zip(pieces, values, strict=True):
         whole = tensors[place]
         if where is None or whole.is_contiguous():

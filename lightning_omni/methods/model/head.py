@@ -1,7 +1,7 @@
 """A merged head: the tail of a network at its one owner, where a group's whole batch passes through it at once.
 
 Hadjis et al. 2016 (Omnivore), "merged fully connected" servers: forward, backward and update of one group's batch
-happen under a lock, so that the head's weights are never stale and never travel.
+happen under a lock, so that the head's weights are never stale and, in training, never travel.
 """
 
 from __future__ import annotations
@@ -166,8 +166,8 @@ class HeadConnection(Protocol):
 def pass_through(passage: HeadConnection, tree: Any, anchor: Tensor | None = None) -> tuple[Tensor, ...]:
     """Return the tensors of a merged head's output for ``tree`` (arguments, keyword arguments), with autograd.
 
-    The ``anchor``, a number that requires a gradient, is for `torch.autograd.grad`, which then also goes through a head
-    in front of all weights of its inputs.
+    With `torch.autograd.grad`, an ``anchor`` (a number that requires a gradient) among its inputs lets it reach a head
+    whose arguments depend on no weight.
     """
     # An anchor makes autograd call `_Pass.backward` even if no input requires a gradient.
     anchor = torch.zeros((), requires_grad=True) if anchor is None else anchor

@@ -61,7 +61,7 @@ def admitting(
 def import_class(path: str) -> type:
     """Return the class at ``module:Class``, or ``module:Outer.Inner``.
 
-    Every step must be a class, so that a path cannot lead to a module's own imports.
+    Every step must be a class, so that a path cannot lead into modules that ``module`` imports.
     """
     module, _, name = path.partition(":")
     found: Any = importlib.import_module(module)
@@ -253,7 +253,7 @@ def _decode(value: Any) -> Any:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """Return the tensors of a tree of tuples, lists and dicts."""
+    """Return the tensors of a tree of tuples, lists and dicts; reject other containers."""
     found: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:

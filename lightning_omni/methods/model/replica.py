@@ -122,7 +122,7 @@ class Replica:
         self.drift.read()
 
     def restart(self, pulled: Pulled) -> None:
-        """Restart from the master weights, without optimizer state, after own weights or state have diverged."""
+        """Restart from the master weights, without optimizer state, after a refused push."""
         self.load(pulled)
         self.optimizer.state.clear()
 
@@ -269,7 +269,7 @@ class Replica:
         ]
 
     def base(self) -> list[Tensor]:
-        r"""Return the weights without Nesterov's look-ahead, as momentum methods send them to each other.
+        r"""Return copies of the weights without Nesterov's look-ahead, for methods that exchange weights.
 
         ``torch.optim.SGD(nesterov=True)`` keeps the point :math:`\tilde x = x + \delta v` at which the next gradient is
         taken; with :math:`v = -\eta b` for its buffer b, this returns :math:`x = \tilde x + \eta\delta b`. For
@@ -330,7 +330,7 @@ def all_finite(tensors: Sequence[Tensor] | None) -> bool:
     """Return whether tensors are present and all finite: a peer that diverged must not spoil the others."""
     if not tensors:
         return tensors is not None
-    # The sum is fast, but in float16 it may overflow although all elements are finite. One number is read of a device.
+    # The sum is fast, but in float16 it may overflow although all elements are finite. A device returns one number.
     are_finite = torch.stack([torch.isfinite(tensor.sum()) for tensor in tensors]).all()
     return bool(are_finite) or all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
 

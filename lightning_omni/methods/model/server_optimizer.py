@@ -243,9 +243,9 @@ def check_state(optimizer: Optimizer, weights: Mapping[int, Tensor], state: Mapp
 
 
 def detach_state(optimizer: Optimizer, detached: dict[Tensor, Any]) -> None:
-    """Stash the state of parameters that no group holds, and restore that of those that returned.
+    """Stash the state of parameters that no parameter group holds, and restore that of those that returned.
 
-    ``state_dict()`` fails on the state of a parameter that no group holds.
+    ``state_dict()`` would fail on the stashed state.
     """
     held = set(held_by(optimizer))
     for parameter in [each for each in optimizer.state if isinstance(each, Tensor) and each not in held]:
@@ -370,7 +370,7 @@ def held_by(optimizer: Optimizer) -> list[Parameter]:
 
 
 def rate_of(optimizer: Optimizer, group: Mapping[str, Any]) -> float:
-    """Return a group's learning rate; raise `UnsupportedError` if the optimizer has none or sets its own."""
+    """Return a parameter group's learning rate; raise `UnsupportedError` if the optimizer has none or sets its own."""
     rate = group.get("lr")
     if not isinstance(rate, (Real, Tensor)):
         raise UnsupportedError(

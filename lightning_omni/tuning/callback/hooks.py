@@ -81,7 +81,8 @@ class OmniTunerHooks(_CallbackBase):
 
     Attributes:
         choice: on rank 0, the latest `lightning_omni.tuning.search.Choice`.
-        searches: the run's searches, including those from before it was resumed; only rank 0's list is complete.
+        searches: the run's searches, including those from before it was resumed with as many ranks; only rank 0's list
+            is complete.
         problem: why nothing was searched; empty if there was no problem.
         folder: on rank 0, the folder of the report; None if there is none.
 
@@ -157,7 +158,7 @@ class OmniTunerHooks(_CallbackBase):
 
     @property
     def searches(self) -> list[Search]:
-        """Return the run's searches so far."""
+        """Return the run's searches."""
         return self._remote.searches if self._fit is None else self._fit.run.searches
 
     @property

@@ -17,7 +17,7 @@ from lightning_omni.tuning.search import constants as c
 
 
 class DivergenceGuard:
-    """A running mean of a rank's loss since the last search; the mean over ranks above ``threshold`` is divergence."""
+    """A running mean of a rank's loss with one setting; a mean over ranks above ``threshold`` is divergence."""
 
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold
@@ -45,7 +45,7 @@ class DivergenceGuard:
         return self._refused >= c.NON_FINITE_TOLERATED
 
     def mean(self, like: Tensor) -> Tensor:
-        """Return the running mean of the loss and 1, to be summed over ranks; NaN and 1 once nothing is learnt.
+        """Return the running mean of the loss and 1, to be summed over ranks; NaN and 1 if too many were not finite.
 
         A rank that has trained nothing yet returns two zeros.
         """
@@ -68,7 +68,7 @@ class TrainingLosses(Serializable):
         first: loss at the start of the run.
         windows: mean loss of each window: an epoch, or a part of one.
         setting: the setting of these windows.
-        is_stale: whether its gradients are stale, because each group's make a step.
+        is_stale: whether its gradients are stale, because each group's gradient makes a step of its own.
         next_trial: number of windows after which another trial may begin.
 
     Example:

@@ -24,16 +24,14 @@ from lightning_omni.tuning.search import constants as c
 from lightning_omni.wire.compression import all_reduce_of
 
 MESSAGE_BYTES = 1 << 16, 1 << 18, 1 << 20
-"""Sizes of messages that take longer because of their content. On fast links, the last one takes much longer than an
-empty one and is a small part of a large gradient; on slow links, smaller ones do."""
+"""Sizes of timed messages, in bytes. The first that takes much longer than an empty message is the last."""
 
 
 def seconds_per_byte(timed: Callable[[int], float], nbytes: int) -> float:
     """Return the seconds that each byte adds to a message, by two messages that differ in their bytes alone.
 
-    Neither is empty, because many links send the first bytes of a message at once, unless ``nbytes``, those of a
-    gradient, are less than all `MESSAGE_BYTES`. ``timed`` returns the seconds of a message with a number of four-byte
-    values.
+    Neither is nearly empty, because many links send first bytes at once, unless ``nbytes``, those of a gradient, are
+    less than all `MESSAGE_BYTES`. ``timed`` returns the seconds of a message with a number of four-byte values.
     """
     short = seconds = timed(1)
     count, per_byte = 1, 0.0
@@ -145,7 +143,7 @@ class Microbenchmarks:
 
     @cached_property
     def push(self) -> float:
-        """Return the seconds that a push will take a server, which runs where rank 0 does."""
+        """Return the seconds that a push will take a server, if that is as fast as rank 0's machine."""
         timed = self._strategy.parts.grouping.real_optimizers if self._world.rank == self._world.members[0] else []
         return gather(self._world, [float(sum(map(seconds_of_push, timed)))])[0][0]
 

@@ -211,7 +211,7 @@ class _Decision:
 
     Attributes:
         found: the future of rank 0's search, on rank 0.
-        batches: batches trained since.
+        batches: optimizer steps since.
     """
 
     observation: Observation | None
@@ -219,7 +219,7 @@ class _Decision:
     batches: int = 0
 
     def trained(self) -> bool:
-        """Count a batch, and return whether to poll rank 0: after 1, 2, 4, 8 batches, and so on.
+        """Count a step, and return whether to poll rank 0: after 1, 2, 4, 8 steps, and so on.
 
         A poll takes as long as a short batch.
         """
@@ -449,8 +449,8 @@ class OnlineTuner:
 Found = TypeVar("Found")
 
 SWITCH_INTERVAL = 1e-4
-"""Seconds after which a thread that only computes lets training continue. Every operation on tensors releases Python's
-lock and waits this long for it: with Python's default of 5 ms, a batch would take as long as the computation."""
+"""Seconds after which a thread that only computes lets training continue, which waits for Python's lock after every
+operation on tensors. With Python's default of 5 ms, a batch would last as long as the computation."""
 
 
 def run_in_background(find: Callable[[], Found]) -> Future[Found]:

@@ -58,7 +58,7 @@ class FitSpace:
     def join_server(self) -> bool:
         """Join the parameter server; return whether that worked.
 
-        All ranks call it, while they are one group. A fit tries it once.
+        All ranks call it, while they are one group. After a failure, a fit does not try again.
         """
         run = self._run
         if not self._has_no_server and (problem := run.world.connection.try_to_join()):
@@ -105,7 +105,7 @@ class FitSpace:
     def specification(self, hyperparameters: Hyperparameters, switch: float) -> SearchSpec:
         """Return the specification of a search that starts from the present setting.
 
-        ``switch`` are the seconds to form groups, if known.
+        ``switch`` are the measured or assumed seconds to form groups.
         """
         run = self._run
         start, batch = self._start(hyperparameters), run.batch(len(run.world.live_ranks))
@@ -301,7 +301,8 @@ class AppliedSetting:
     def watch(self, threshold: float, keeps: bool = False) -> None:
         """Treat the run as diverged from now on if its loss exceeds a threshold; NaN for none.
 
-        ``keeps`` tells whether a larger threshold from before stays.
+        ``keeps`` tells whether a larger threshold from before stays. Without a rollback point, or with the user's own
+        setting, nothing is watched.
         """
         state = self._run.state
         known = [each for each in (threshold, state.divergence_threshold if keeps else math.nan) if math.isfinite(each)]
@@ -332,14 +333,14 @@ class AppliedSetting:
 
     @property
     def has_diverged(self) -> bool:
-        """Return whether the run has diverged since the last search. All ranks call it."""
+        """Return whether the run has diverged with the present setting. All ranks call it."""
         if self._guard is None:
             return False
         mean = self._guard.mean(torch.zeros((), device=self._run.strategy.root_device))
         return self._guard.is_worse(*self._run.strategy.reduce(mean, reduce_op="sum").tolist())
 
     def capture_weights(self) -> None:
-        """Store the present weights in the rollback point, where the run has not diverged. All ranks call it."""
+        """Store the present weights in the rollback point, unless a rank's are no longer finite. All ranks call it."""
         if self._guard is None or self.rollback_point is None:
             return
         # If one rank refuses, all do: a rollback would otherwise leave them with different weights.

@@ -223,7 +223,7 @@ class SpeedRecord:
         return _speed(*self._sum_over_ranks(self.throughput.trained))
 
     def _sum_over_ranks(self, own: TimedBatches) -> list[float]:
-        """Return the timed samples of all ranks, and the samples per second with their variance."""
+        """Return the timed samples of all ranks, and the samples per second with their variance. All ranks call it."""
         world, strategy = self._run.world, self._run.strategy
         counts = torch.tensor([own.timed, own.rate, own.variance], device=strategy.root_device)
         *sums, variance = strategy.reduce(counts, reduce_op="sum").tolist()
@@ -234,7 +234,7 @@ class SpeedRecord:
     # --- Decision -----------------------------------------------------------------------------------------------------
 
     def reason(self) -> str:
-        """Return why another search may be worth its time, or ""; the same on all ranks."""
+        """Return why another search may be worth its time, or "". All ranks call it."""
         # The forecast ignores how the run went with its choice, and would choose the same again.
         has_changed = self._run.broadcast(int(self._has_changed and not self._run.state.is_final))
         return "the ranks train at another speed than before" if has_changed else ""
@@ -297,7 +297,10 @@ class ForecastCheck:
         return f"it trains {speed.rate:.3g} samples per second, and {predicted:.3g} were predicted"
 
     def epoch_done(self) -> str:
-        """Check the ended epoch's speed; return why one group is to be timed again, or "". All ranks call it."""
+        """Check the ended epoch's speed; return why one group is to be timed again, or "". All ranks call it.
+
+        Groups that prove too slow a second time are given up.
+        """
         speed = self._speed_record.speed
         return self._check(speed) if self._is_due and speed is not None else ""
 

@@ -392,7 +392,7 @@ _CHOSEN = ("momentum", "lr", "rebalance")
 
 
 def follow_groups(own: Setting, groups: int, method: Method, scaling: Scaling, space: Space) -> Setting:
-    """Return the momentum and learning rate with which groups train like one.
+    """Return the setting whose momentum and learning rate let groups train like one.
 
     With g groups whose pushes are applied one after the other, the explicit momentum is lowered for the implicit one of
     1 - 1 / g (`explicit_for`). The learning rate moves the weights as far in the time of a batch, which has g updates

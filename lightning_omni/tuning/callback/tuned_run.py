@@ -122,7 +122,8 @@ class TunedRun:
     """One fit.
 
     Attributes:
-        rounds: all searches so far, complete on rank 0; ``choice`` and ``folder`` (of the report) are on rank 0 only.
+        rounds: all searches with the present number of ranks, complete on rank 0; ``choice`` and ``folder`` (of the
+            report) are on rank 0 only.
         has_ended_epoch: whether an epoch has just ended, which the Trainer does not count yet.
     """
 
@@ -192,7 +193,7 @@ class TunedRun:
         return epoch + (not self.may_change_inside) < self.epochs
 
     def conclude(self, search: Search) -> Command:
-        """Record a search; return the command for its choice, in groups of similar speed where these are faster."""
+        """Record rank 0's search; return the command for its choice, in groups of similar speed if that is faster."""
         self.rounds.append(Round(search, self.trainer.current_epoch, self.seconds))
         self.choice, self.state.segments = search.choice(), search.segments
         setting = replace(self.choice.setting, groups=min(self.choice.setting.groups, len(self.world.live_ranks)))

@@ -105,7 +105,7 @@ class DeviceTunerHooks(_CallbackBase):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure and apply a setting; everything is loaded by now, but no weights are sent."""
+        """Measure and apply a setting, after all loading and before weights are sent to a server."""
         self._forget_other_model(_description(pl_module))
         if self._setting is None:
             self._measure(trainer, pl_module)

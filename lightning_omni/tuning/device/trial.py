@@ -99,7 +99,7 @@ class Trial:
             return [float(self._step(number).detach()) for number in range(steps)]
 
     def reset(self) -> None:
-        """Restore the setup's weights, as trained ones might have another speed."""
+        """Restore the setup's weights, and empty the optimizer's state if it was: trained ones may change the speed."""
         with torch.no_grad():
             for own, lent in zip(*map(_tensors, (self.model, self.setup.model)), strict=True):
                 own.copy_(lent)
@@ -262,7 +262,7 @@ class Comparison:
 def compare(
     before: TimedTraining, after: TimedTraining, deadline: float, clock: Callable[[], float], enough: float = math.inf
 ) -> Comparison:
-    """Time two ways alternately, each first in half of the pairs, until the difference is clear.
+    """Time two ways alternately, each first in half of the pairs, until the difference is clear, or `REPEATS` times.
 
     No pair begins after ``deadline`` on ``clock``; after ``enough``, the smallest number of pairs suffices.
     """

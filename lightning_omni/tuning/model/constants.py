@@ -25,7 +25,7 @@ QUEUE_TOLERANCE = 1e-6
 QUEUE_STATES = 96
 """Largest number of population vectors at shared links for which queues are computed exactly."""
 QUEUE_SCATTER = 0.2
-"""Weight of small scatter near saturation."""
+"""Scatter, in service times, that halves the queue of random arrivals at saturation."""
 FORECAST_ERROR = 0.3
 """Standard deviation of the log error of an exchange's cost that is forecast from the all-reduce."""
 BARRIER_CYCLES, BARRIER_CHAINS, BARRIER_SAMPLES = 16, 4, 512

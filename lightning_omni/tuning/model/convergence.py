@@ -18,7 +18,7 @@ from lightning_omni.checks import check_number
 from lightning_omni.tuning.model import constants as c
 
 _NEVER = -math.log(sys.float_info.epsilon)
-"""Logarithm of the samples that a number can hardly count, which losses that do not fall lead to."""
+"""Logarithm of the largest estimate of samples, 2**52; losses that hardly fall lead to more."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def samples_to(target: float, samples: Sequence[float], losses: Sequence[float])
 
     .. math::
 
-        \log L(n) = a + b\,n^{2/3}
+        \log L(n) = a + b\,n^{0.67}
 
     is fitted to the last half of the batches by least squares. The interval has a probability of about 0.8.
 

@@ -1,7 +1,6 @@
 """The fitted or known costs from which `Profile` predicts, with resampled draws for the intervals.
 
-They depend on the placement of ranks, since messages within a node or site cross no slow link, and on the pattern of
-exchanges.
+They depend on the placement of ranks and on the pattern of exchanges.
 """
 
 from __future__ import annotations

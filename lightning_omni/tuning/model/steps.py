@@ -138,7 +138,7 @@ class BatchSplit:
 
 
 class Balancer:
-    """A policy that decides when to change the split of one group's batch. Equal inputs give equal decisions.
+    """A policy that decides when to change the split of one group's batch. Equal histories give equal decisions.
 
     Example:
         >>> Balancer().decide(shares=(8, 8), speeds=(10.0, 30.0))

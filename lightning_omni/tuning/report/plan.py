@@ -173,7 +173,7 @@ class Plan:
         return math.exp(row.log_seconds - self.best.log_seconds)
 
     def seconds(self, row: PlanRow, samples: float) -> float:
-        """Return the time of a training that takes one group ``samples`` samples."""
+        """Return the seconds of a training that takes one group ``samples`` samples."""
         return samples * math.exp(row.log_seconds - self.rows[0].efficiency[0])
 
     def deviation(self, row: PlanRow) -> float:

@@ -165,7 +165,7 @@ class ReportOrigin(Serializable):
 
     @classmethod
     def now(cls, hosts: tuple[str, ...] = ()) -> ReportOrigin:
-        """Return the present, on these hosts; by default on this one."""
+        """Return the origin of a report written now, on these hosts; by default this one."""
         from lightning_omni import __version__
 
         date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
@@ -221,7 +221,7 @@ class SearchSummary:
     """The derived numbers of one search.
 
     Args:
-        target: loss at which the run is over, if any.
+        target: loss to be reached, if any.
         measured_after: samples per second measured after the search, by groups.
     """
 

@@ -233,7 +233,7 @@ class TuningReport(Serializable):
 
     Args:
         rounds: the first search and the retunings, in order.
-        target: value of ``monitor`` at which the run is over, if any.
+        target: value of ``monitor`` to be reached, if any.
         monitor: name of a metric. Seconds to the target are predicted for losses only.
         times: the time spent so far, if the run has trained.
         validated: seconds of training, and value of ``monitor``, at the end of each validation.

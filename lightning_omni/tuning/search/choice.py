@@ -167,8 +167,8 @@ def verdict(evidence: Evidence, is_early: bool = False, may_stay: bool = True, c
         evidence: the evidence so far.
         is_early: whether only proportional batches may be decided on, which leave the updates unchanged.
         may_stay: whether "nothing" may be returned.
-        can_wait: whether measuring more costs little. Then step times that scatter too much decide nothing: a gain
-            becomes certain before the setting with the largest gain does.
+        can_wait: whether measuring more costs little. Then step times that scatter much decide nothing: a gain is
+            certain before it is certain which setting gains most.
     """
     start = evidence.start
     if is_early and start == evidence.spec.start:

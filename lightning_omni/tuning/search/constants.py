@@ -8,9 +8,9 @@ CLEARLY = 4.0
 """Ranks differ in speed if their mean squared deviation is more than this multiple of that under noise alone."""
 LOST, CLEAR_CHANGE = 0.5, 0.2
 """A run has diverged if its loss exceeds the level of the first batches by the largest of three amounts: the first part
-of the loss reduction in them, the second part of the level, and the standard deviation of single batches' losses. A
-training loss that falls by the second part of itself is not flat, and a speed that changes by it causes a new search;
-the steps between two comparisons of a run with its forecast grow by the same part."""
+of the loss reduction in them, the second part of the level, and the standard deviation of single batches' losses. The
+second part is also the relative fall of a loss that is not flat, the change of speed that causes a new search, and the
+growth of the steps between two comparisons with the forecast."""
 GAIN = 1.1
 """A run under way changes its groups only for an expected speed-up of at least this factor."""
 CAUTION = 0.25
@@ -48,9 +48,7 @@ BEYOND, FARTHEST = 0.1, 2.0
 """Added to the prior's standard deviation for each interval between a setting and the end of the table; and intervals
 over which costs are extrapolated linearly, after which they stay constant."""
 LARGEST_STEP = 1.3
-"""Largest step that the prior may suggest, relative to the user's own. The prior was measured on a grid of factors of
-√3, which cannot distinguish steps closer than half of one factor. A step that is too large may never learn anything,
-even if it is faster on most tasks."""
+"""Largest step that the prior may suggest, relative to the user's own."""
 LONGER, FLAT = 1.6, 0.05
 """A training loss is flat if, while the number of windows grew by the first factor, it fell by less than the second
 part of the reduction since the start, and by less than `CLEAR_CHANGE` of itself."""

@@ -53,7 +53,7 @@ class Dimension(ABC):
 
     @abstractmethod
     def axis(self, known: Any) -> Axis:
-        """Return the values to choose from, given the `Evidence` for the choice."""
+        """Return the values to choose from, given the `Evidence`; rank 0 calls it, often in a second thread."""
 
     @abstractmethod
     def current(self, world: Any) -> Any:
@@ -162,7 +162,7 @@ class Space:
         return cls(tuple(sorted({1, *(g for g in groups if g == 1 or allowed(g))})), further=further, **options)
 
     def ways(self, start: Setting, suggested: Callable[[Setting], Setting]) -> list[Setting]:
-        """Return ``start``, of one group, and every number of groups with every exchange, in every all-reduce format.
+        """Return ``start``, of one group, and all numbers of groups with all possible exchanges and all-reduce formats.
 
         ``suggested`` returns a setting with the momentum and learning rate that suit it.
         """
@@ -276,7 +276,7 @@ def is_plain(value: Any) -> bool:
 
 
 def apply_further(dimensions: Sequence[Dimension], world: Any, setting: Setting) -> bool:
-    """Apply the user-defined dimensions of a setting to a run; return whether groups have to be formed again."""
+    """Apply a setting's user-defined dimensions to a run, on every rank; return whether groups must be formed again."""
     wanted = dict(setting.further)
     changed = [each for each in dimensions if each.name in wanted and each.current(world) != wanted[each.name]]
     for dimension in changed:
