@@ -274,7 +274,9 @@ class Exchanging(Executor):
             are_needed = not self._parallel.steps_at_worker
             hyperparameters = hyperparameters_of(optimizer, part.replica.ever_held, are_needed)
             with evaluating(part.replica, closure, loss, arguments), self._stepping():
-                self._advance(index, Gradient(part.replica.gradients(), hyperparameters))
+                gradients = part.replica.gradients()
+                self._advance(index, Gradient(gradients, hyperparameters))
+                gradients.clear()  # the method may still refer to them, and the next ones need this memory
         return loss
 
     @contextmanager

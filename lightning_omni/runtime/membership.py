@@ -171,7 +171,12 @@ class Connection:
         parallel = self._parallel
 
         def end() -> None:
-            if not self._closed.wait(GRACE):
+            if self._closed.wait(GRACE / 5):
+                return
+            if not set(parallel.lost).isdisjoint(parallel.members):
+                # In a thread, because it may wait for the device, too.
+                threading.Thread(target=parallel.process_groups.abort, name="omni-abort", daemon=True).start()
+            if not self._closed.wait(GRACE - GRACE / 5):
                 _log.critical("rank %d stops: %s", parallel.rank, error)
                 parallel.server.transport.clear(parallel.server_address)
                 self.on_stuck(error)

@@ -216,6 +216,15 @@ class ProcessGroups:
         self.use(self.original)
         self._cache.destroy(topology.groups)
 
+    def abort(self) -> None:
+        """Abort this rank's NCCL communicators, whose kernels wait for dead ranks without end; gloo raises an error.
+
+        torch's watchdog then ends the process, unless TORCH_NCCL_ASYNC_ERROR_HANDLING is 0 when a group is created.
+        """
+        for group in (*(made.group() for made in self._cache.compute.values()), self.original):
+            if group is not None and "nccl" in str(dist.get_backend_config(group)):
+                group.abort()
+
     def leave(self) -> None:
         self._found = self._beside = None
         self._stay.clear()

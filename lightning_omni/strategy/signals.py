@@ -142,10 +142,12 @@ class Signals:
         if self._trainer is None:
             return
         self.progress()
-        wanted = torch.tensor(self._wanted(), device=self._trainer.strategy.root_device)
-        with self._waiting():
-            dist.all_reduce(wanted, op=dist.ReduceOp.MAX)
-            code = int(wanted)  # reading a GPU tensor waits for all pending work of the GPU
+        code = self._wanted()
+        if dist.get_world_size() > 1:
+            wanted = torch.tensor(code, device=self._trainer.strategy.root_device)
+            with self._waiting():
+                dist.all_reduce(wanted, op=dist.ReduceOp.MAX)
+                code = int(wanted)  # reading a GPU tensor waits for all pending work of the GPU
         if code == _REQUEUE:
             self._requeue()
         elif code == _TERMINATE:

@@ -24,7 +24,7 @@ from lightning_omni.methods.model.replica import Drift, copies
 from lightning_omni.methods.model.server_optimizer import describe, detach_state
 from lightning_omni.runtime.model.sharded import complete, gradient_of, here, like, load_state, parts_of, rows
 from lightning_omni.wire.formats.base import Memory, zeros_on
-from lightning_omni.wire.layout import Layout
+from lightning_omni.wire.layout import DTYPES, Layout
 from lightning_omni.wire.partition import Partition, over_parameters
 
 _LARGE = 1 << 16
@@ -216,8 +216,15 @@ class ModelReplica(Replica):
         """Return the gradients, in order; None where a parameter took no part in the loss.
 
         Raises:
-            UnsupportedError: a gradient is sparse.
+            UnsupportedError: a gradient is sparse, or a parameter has another dtype or shape than before.
         """
+        for spec, each in zip(() if self._is_shared else self.layout.specs, self.ordered, strict=False):
+            if spec.shape != each.shape or DTYPES[spec.dtype] is not each.dtype:
+                raise UnsupportedError(
+                    f"the parameter {spec.name} has {each.dtype} and shape {tuple(each.shape)}, and the groups exchange"
+                    f" it with {DTYPES[spec.dtype]} and shape {spec.shape}: change it before training begins, or use"
+                    " groups=1"
+                )
         gradients = [gradient_of(each) if each not in self._released else None for each in self.ordered]
         for name, gradient in zip(self.parameters, gradients, strict=True):
             if gradient is not None and gradient.layout != torch.strided:
@@ -297,7 +304,7 @@ class Part:
     """Memory for the tensors of an answer on the device of the weights, if that is not the CPU."""
     coded: Memory | None = None
     handed: Memory | None = None
-    """Memory for an encoded answer and its prefix, which a leader broadcasts to its group."""
+    """Memory for a part of an encoded answer, on the device of the weights."""
     spare: Tensor | None = None
     """A second ``into``; each exchange that overlaps computation swaps the two."""
     split: Partition | None = None
@@ -316,7 +323,6 @@ class Part:
     def __post_init__(self) -> None:
         self.arranged = self.arrangement
         self._outs: list[Memory] = []
-        self._backs: list[Memory] = []
 
     def memory(self, before: int, empty: Callable[[int], Tensor]) -> Tensor:
         nbytes = before + self.replica.layout.nbytes
@@ -333,24 +339,16 @@ class Part:
     def release(self) -> None:
         if self.flat is not None:
             self.flat = self.handed = None
-            self._backs.clear()
             self.replica.forget()
 
     def outs(self, servers: int, empty: Callable[[int], Tensor]) -> list[Memory]:
-        return _as_many(self._outs, servers, lambda: Memory(empty))
-
-    def backs(self, servers: int, device: torch.device) -> list[Memory]:
-        return _as_many(self._backs, servers, lambda: Memory(zeros_on(device)))
+        while len(self._outs) < servers:
+            self._outs.append(Memory(empty))
+        return self._outs[:servers]
 
     @property
     def arrangement(self) -> list[list[int]]:
         return [list(map(id, group["params"])) for group in self.optimizer.param_groups]
-
-
-def _as_many(memories: list[Memory], count: int, make: Callable[[], Memory]) -> list[Memory]:
-    while len(memories) < count:
-        memories.append(make())
-    return memories[:count]
 
 
 # --- Writes of other code ---------------------------------------------------------------------------------------------
@@ -475,6 +473,8 @@ def fingerprints(tensors: Iterable[Tensor], most: int | None = None) -> list[int
 def _are_equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
     pairs = list(pairs)
     devices = {tensor.device for pair in pairs for tensor in pair}
+    if any(mine.shape != known.shape or mine.dtype != known.dtype for mine, known in pairs):
+        return False
     if len(devices) != 1 or torch.device("cpu") in devices:
         return all(torch.equal(mine.to(known.device), known) for mine, known in pairs)
     parts = [each for pair in pairs for each in zip(*(tensor.split(_AT_ONCE) for tensor in pair), strict=True)]
@@ -483,4 +483,6 @@ def _are_equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
 
 def _is_same(weight: Tensor, known: Tensor) -> bool:
     here = weight.to(known.device)
+    if (here.shape, here.dtype) != (known.shape, known.dtype):
+        return False
     return torch.equal(here, known) or torch.allclose(here, known, rtol=0.0, atol=0.0, equal_nan=True)
