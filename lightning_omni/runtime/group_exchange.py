@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -19,7 +18,7 @@ from lightning_omni.runtime.model.replica import Part
 from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.transport.connections import Address, Control, Peers
 from lightning_omni.wire.codec import Packed, pack, unpack
-from lightning_omni.wire.formats.base import WireFormat, decode
+from lightning_omni.wire.formats.base import CHUNK, Memory, WireFormat
 from lightning_omni.wire.layout import Layout
 from lightning_omni.wire.partition import Partition
 
@@ -35,7 +34,7 @@ _LETTER = 1024
 
 
 class GroupBroadcast:
-    """Broadcasts among the members of this rank's group, which all make the same calls."""
+    """Broadcasts in this rank's group, and one to all live ranks; the receivers make the same calls."""
 
     def __init__(self, parallel: ParallelState) -> None:
         self._parallel = parallel
@@ -43,7 +42,7 @@ class GroupBroadcast:
     def letter(self, part: Part) -> Tensor:
         """Return memory for an optimizer's weights and a prefix, on the device of the weights.
 
-        On the CPU it is the memory in which the leader receives them.
+        On the CPU it is the memory in which a rank that exchanges receives them.
         """
         parallel = self._parallel
         if parallel.device.type == "cpu":
@@ -124,8 +123,8 @@ def _broadcast_bytes(note: bytes | None, broadcast: Callable[[Tensor], None]) ->
 
 
 @dataclass(frozen=True)
-class CompressedBroadcast:
-    """An answer that a leader broadcasts to its group as received, in few bytes.
+class EncodedAnswer:
+    """An encoded answer of servers, which is decoded a part at a time on a device, and at once on the CPU.
 
     Attributes:
         answers: wire format of the answer.
@@ -135,33 +134,51 @@ class CompressedBroadcast:
     answers: WireFormat
     split: Partition
 
-    @cached_property
-    def _bounds(self) -> list[tuple[int, int]]:
-        return [self.answers.sizes(share) for share in self.split.shares]
-
     @property
-    def are_sizes_known(self) -> bool:
-        return all(smallest == largest for smallest, largest in self._bounds)
+    def is_small(self) -> bool:
+        """Return whether it has fewer bytes than its tensors, and all ranks know how many."""
+        bounds = [self.answers.sizes(share) for share in self.split.shares]
+        is_known = all(smallest == largest for smallest, largest in bounds)
+        return is_known and sum(largest for _, largest in bounds) < self.split.layout.nbytes
 
-    @cached_property
-    def nbytes(self) -> int:
-        return sum(_aligned(largest) for _, largest in self._bounds)
+    def decode(
+        self,
+        payloads: Sequence[Tensor] | None,
+        into: Tensor,
+        memory: Memory,
+        broadcast: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        """Decode it into flat memory of the weights; members of a group to which it is ``broadcast`` have no payloads.
 
-    def parts(self, coded: Tensor) -> list[Tensor]:
-        places = accumulate((_aligned(largest) for _, largest in self._bounds), initial=0)
-        return [coded[place : place + largest] for place, (_, largest) in zip(places, self._bounds, strict=False)]
+        ``memory`` is for the bytes of a part, on the device of the weights.
+        """
+        most = sys.maxsize if into.is_cpu else CHUNK
+        tensors = self.split.parts(self.split.layout.views(into))
+        for server, (share, views) in enumerate(zip(self.split.shares, tensors, strict=True)):
+            steps = self.answers.decoding(share, [view for view in views if view is not None], most)
+            places = next(steps, None)
+            while places is not None:
+                payload = payloads[server] if payloads is not None else None
+                part = self._part(payload, places, share, memory, into.is_cpu and broadcast is None)
+                if broadcast is not None:
+                    broadcast(part)
+                try:
+                    places = steps.send(part)
+                except StopIteration:
+                    places = None
 
-    def decode(self, coded: Tensor, into: Tensor, part: Part) -> None:
-        self.split.write(into, decoded(self.answers, self.parts(coded), self.split, part))
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // 8) * 8  # numbers of any kind may follow
-
-
-def decoded(answers: WireFormat, payloads: Sequence[Tensor], split: Partition, part: Part) -> list[Tensor]:
-    shares = zip(payloads, split.shares, part.backs(len(payloads), payloads[0].device), strict=True)
-    return [decode(answers, payload, share, memory) for payload, share, memory in shares]
+    def _part(
+        self, payload: Tensor | None, places: Sequence[slice], share: Layout, memory: Memory, is_here: bool
+    ) -> Tensor:
+        if payload is not None and is_here and len(places) == 1:
+            return payload[places[0]]
+        nbytes = self.answers.sizes(share)[1] if payload is None else payload.numel()
+        lengths = [len(range(nbytes)[place]) for place in places]
+        part = memory.room(sum(lengths))
+        if payload is not None:
+            for into, place in zip(part.split(lengths), places, strict=True):
+                into.copy_(payload[place])
+        return part
 
 
 # --- With other groups ------------------------------------------------------------------------------------------------
@@ -185,7 +202,7 @@ class PeerExchange:
         return self._peers.moved if self._peers is not None else 0
 
     def connect(self) -> None:
-        """Connect newly formed groups, if the method has them exchange; their leaders announce addresses."""
+        """Connect the leaders of newly formed groups, if the method has these exchange. All live ranks call it."""
         self.close()
         if not self._parallel.method.talks_to_peers or self._parallel.is_synchronous:
             return
@@ -209,7 +226,7 @@ class PeerExchange:
         )
 
     def grow(self, index: int, layout: Layout) -> None:
-        """Change the layout of an optimizer's weights; drop tensors that peers have sent in the old one."""
+        """Change the layout of an optimizer's weights; drop those published or received in the old one."""
         if self._peers is not None:
             self._peers.grow(index, layout)
 

@@ -126,7 +126,7 @@ class ProcessGroups:
 
     @property
     def original(self) -> Any:
-        """Return the default process group as it was found: of all ranks, including those lost since."""
+        """Return the default process group as it was found: of all launched ranks, including those lost since."""
         if self._found is None:
             self._found = dist.group.WORLD
         return self._found
@@ -148,7 +148,7 @@ class ProcessGroups:
         return live
 
     def make(self, topology: Topology, gather: Gather | None = None, stays: bool = False) -> None:
-        """Create the process groups of a topology, unless all ranks have them. All live ranks call it.
+        """Create this rank's process group of a topology, unless all ranks have theirs. All live ranks call it.
 
         ``gather`` exchanges numbers, by default over the original process group. With ``stays`` the groups are kept to
         the end of the run.
@@ -215,6 +215,15 @@ class ProcessGroups:
         """
         self.use(self.original)
         self._cache.destroy(topology.groups)
+
+    def abort(self) -> None:
+        """Abort this rank's NCCL communicators, whose kernels wait for dead ranks without end; gloo raises an error.
+
+        torch's watchdog then ends the process, unless TORCH_NCCL_ASYNC_ERROR_HANDLING is 0 when a group is created.
+        """
+        for group in (*(made.group() for made in self._cache.compute.values()), self.original):
+            if group is not None and "nccl" in str(dist.get_backend_config(group)):
+                group.abort()
 
     def leave(self) -> None:
         self._found = self._beside = None
@@ -487,7 +496,7 @@ def _tensor_of(data: bytes, like: Tensor) -> Tensor:
 
 
 def is_of_a_loss(error: BaseException) -> bool:
-    """Return whether a collective has failed because another rank, or its link, is gone."""
+    """Return whether an error of a collective, by its words, is due to a rank or link that is gone."""
     signs = ("connect", "network", "socket", "broken pipe", "timed out", "timeout")
     return is_of_a_collective(error) and any(sign in str(_raised_first(error)).lower() for sign in signs)
 

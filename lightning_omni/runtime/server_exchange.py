@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_omni.errors import ProtocolError, Refused
 from lightning_omni.group.core import Action, LastAnswer, Outgoing, ServerRequest
 from lightning_omni.methods import Exchange, Publish, Pulled, ReadInbox, ReadPeer, Receive, SendPeer
-from lightning_omni.runtime.group_exchange import PREFIX, CompressedBroadcast, GroupBroadcast, PeerExchange, decoded
+from lightning_omni.runtime.group_exchange import PREFIX, EncodedAnswer, GroupBroadcast, PeerExchange
 from lightning_omni.runtime.model.replica import Part
 from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.runtime.timing import Clock, clock_of
@@ -23,7 +23,7 @@ from lightning_omni.transport.connections import Control
 from lightning_omni.transport.requests import Requests, check_alike
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, pack, unpack
-from lightning_omni.wire.formats.base import RAW, Memory, WireFormat, check_size, zeros_on
+from lightning_omni.wire.formats.base import RAW, Memory, check_size, zeros_on
 from lightning_omni.wire.layout import Layout
 from lightning_omni.wire.messages import SnapshotId
 from lightning_omni.wire.messages.collectives import UPLOADED_ELSEWHERE
@@ -38,7 +38,7 @@ class ServerSnapshot(NamedTuple):
 
     Attributes:
         parts: for each optimizer ``{"weights": {name: tensor}, "state": {...}, "clock": 0, "method": {...}}``.
-        groups: for each group, the state that was gathered from it.
+        groups: for each group, the state gathered from it since the last snapshot.
     """
 
     cut: SnapshotId
@@ -155,22 +155,23 @@ class Route(NamedTuple):
     """The way of one kind of request to the servers and back.
 
     Attributes:
-        of: the layout of all parameters and the number of the forming of groups for which it was found.
+        of: the layout of all parameters and the `ParallelState.generation` for which it was found.
         split: division of all parameters over the servers.
         part: division of the requested fragment.
-        coded: the encoded answer, if it is broadcast to the group as received; None if its tensors are.
+        coded: the encoded answer; None if the tensors are received as they are.
+        is_passed_on: whether it is broadcast to the group as received, and not its tensors.
     """
 
     of: tuple[Layout, int]
     split: Partition
     part: Partition
     pulls: bool
-    answers: WireFormat
-    coded: CompressedBroadcast | None
+    coded: EncodedAnswer | None
+    is_passed_on: bool
 
 
 class Traffic:
-    """The time and the bytes of all exchanges of a run so far; ``clock`` is that of the device of the weights.
+    """The time and bytes of this rank's exchanges in a run; ``clock`` is that of the device of the weights.
 
     Attributes:
         moved: bytes of tensors to and from the server or other groups; only ranks that exchange move any.
@@ -184,7 +185,7 @@ class Traffic:
 
     @property
     def seconds(self) -> float:
-        """Return the time spent in exchanges, once the device has ended the last one."""
+        """Return the time spent in exchanges, after waiting for the device to end the last one."""
         while self._spans:
             self._seconds += self._clock.wait(*self._spans.pop())
         return self._seconds
@@ -223,7 +224,7 @@ class ServerExchange:
         """Perform an action of the group's core for one optimizer, and return the answer.
 
         Raises:
-            NonFiniteGradients: the server refused too many pushes in a row.
+            NonFiniteGradients: the server refused too many of the group's pushes in a row.
         """
         match action:
             case ServerRequest(waits=False):
@@ -270,22 +271,13 @@ class ServerExchange:
             split = parallel.split_of(parallel.parts[ask.optimizer], parallel.servers)
             part = split.fragment(ask.fragment, parallel.method.fragments)
             answers = parallel.core.wire_format.answers if isinstance(ask.need, Exchange) and ask.pulls else RAW
-            coded = self._coded(answers, part)
-            route = self._routes[key] = Route((of, parallel.generation), split, part, ask.pulls, answers, coded)
+            coded = None if answers == RAW else EncodedAnswer(answers, part)
+            is_passed_on = coded is not None and len(parallel.members) > 1 and coded.is_small
+            route = self._routes[key] = Route((of, parallel.generation), split, part, ask.pulls, coded, is_passed_on)
         return route
 
-    def _coded(self, answers: WireFormat, part: Partition) -> CompressedBroadcast | None:
-        """Return the encoded answer to broadcast, if it has fewer bytes than its tensors; otherwise None."""
-        parallel = self._parallel
-        is_link_slow = parallel.device.type != "cpu"  # the link to the device, which every answer crosses
-        is_broadcast = len(parallel.members) > 1 and parallel.share is None
-        if answers == RAW or not (is_link_slow or is_broadcast):
-            return None
-        coded = CompressedBroadcast(answers, part)
-        return coded if coded.are_sizes_known and coded.nbytes < part.layout.nbytes else None
-
     def _part_of_member(self, ask: ServerRequest) -> ServerRequest:
-        """Return this member's request, with the note measured by the leader; leased data only on the leader."""
+        """Return this member's request, with the leader's note; only the leader reports on leases."""
         need = ask.need
         if isinstance(need, Exchange) and need.note:
             note = msgspec.msgpack.decode(self.members.broadcast_bytes(msgspec.msgpack.encode(need.note)), type=float)
@@ -299,11 +291,11 @@ class ServerExchange:
         """Return memory for all servers' answers, encoded or not; None if it is allocated when they arrive."""
         if not route.pulls:
             return None
-        if route.answers != RAW:
+        if route.coded is not None:
             if len(route.part.shares) > 1:
                 return None
             part.coded = part.coded or Memory(self._parallel.empty)
-            return [part.coded.room(route.answers.sizes(route.part.layout)[1])]
+            return [part.coded.room(route.coded.answers.sizes(route.part.layout)[1])]
         if not ask.waits and self._parallel.device.type == "cpu":
             # Meanwhile the group trains, and its weights are compared with the last answer's.
             part.into, part.spare = part.spare, part.into
@@ -380,39 +372,40 @@ class ServerExchange:
         """Return the server's answer on all members of the group, with tensors on the device of the weights."""
         parallel, part, answer = self._parallel, self._parallel.parts[ask.optimizer], None
         layout, coded, by_member = route.part.layout, route.coded, parallel.share is not None
-        memory = letter = self.members.letter(part)[: PREFIX + (layout.nbytes if route.pulls else 0)]
-        if coded is not None:
-            part.handed = part.handed or Memory(zeros_on(parallel.device))
-            letter = part.handed.room(PREFIX + coded.nbytes)
+        letter = self.members.letter(part)[: PREFIX + (layout.nbytes if route.pulls else 0)]
+        prefix, weights, payloads = letter[:PREFIX], letter[PREFIX:], None
         with self.timed():
             if parallel.exchanges:
-                parts = None if coded is None else coded.parts(letter[PREFIX:])
-                answer = self._receive(ask, route, memory[PREFIX:], parts)
+                answer, payloads = self._receive(ask, route, weights)
                 if parallel.is_leader and len(parallel.members) > 1:
-                    letter[:PREFIX].copy_(_prefix_of(answer))
-            self.members.broadcast(letter[:PREFIX] if by_member else letter)
-            if by_member and route.pulls:
-                self.members.broadcast_to_replicas(letter[PREFIX:])
-            if coded is not None:
-                coded.decode(letter[PREFIX:], memory[PREFIX:], part)
+                    prefix.copy_(_prefix_of(answer))
+            part.handed = part.handed or Memory(zeros_on(parallel.device))
+            if coded is not None and payloads is not None and not route.is_passed_on:
+                coded.decode(payloads, weights, part.handed)
+            self.members.broadcast(prefix if by_member or route.is_passed_on else letter)
+            over = self.members.broadcast_to_replicas if by_member else self.members.broadcast
+            if coded is not None and route.is_passed_on:
+                coded.decode(payloads, weights, part.handed, over)
+            elif by_member and route.pulls:
+                over(weights)
         if answer is not None and parallel.is_leader:
             clock, received, note = answer.clock, LastAnswer.of(answer), answer.note
         else:
-            clock, received, note = _read(letter[:PREFIX].cpu())
+            clock, received, note = _read(prefix.cpu())
         if by_member and answer is not None and answer.clock != clock:
             raise ProtocolError(f"servers have applied {answer.clock} and {clock} updates to the shares of a group")
         if received.staleness >= 0:
             part.staleness[received.staleness] += 1
-        tensors = layout.views(memory[PREFIX:]) if route.pulls else ()
+        tensors = layout.views(weights) if route.pulls else ()
         pulled = parallel.core.receive(received, tensors, clock, note, ask.fragment)
         self.warn_of_refusal(received.applied, received.refused_in_row)
         return pulled
 
-    def _receive(self, ask: ServerRequest, route: Route, into: Tensor, coded: Sequence[Tensor] | None) -> m.Weights:
-        """Receive the servers' answer into ``into``, or encoded into ``coded``, both on the device of the weights."""
-        part, split, is_encoded = self._parallel.parts[ask.optimizer], route.part, route.answers != RAW
+    def _receive(self, ask: ServerRequest, route: Route, into: Tensor) -> tuple[m.Weights, Sequence[Tensor] | None]:
+        """Receive the servers' answer, and its payloads if it is encoded; other tensors into ``into``."""
+        part, split, coded = self._parallel.parts[ask.optimizer], route.part, route.coded
         flat = None
-        if route.pulls and not is_encoded:
+        if route.pulls and coded is None:
             flat = part.memory(PREFIX, self._parallel.empty)[PREFIX:]
         if ask.optimizer in self._arrived:
             received = self._arrived.pop(ask.optimizer)
@@ -421,19 +414,15 @@ class ServerExchange:
             received = self._servers().receive(m.Weights, None if flat is None else split.memories(flat))
         check_alike(received)
         payloads = [payload for _, payload in received]
-        if is_encoded:
-            for payload, share in zip(payloads, split.shares, strict=True):
-                check_size(route.answers, payload.numel(), share)
         if coded is not None:
-            for memory, payload in zip(coded, payloads, strict=True):
-                memory.copy_(payload)
-        elif is_encoded:
-            split.write(into, decoded(route.answers, [each.to(into.device) for each in payloads], split, part))
-        elif flat is not None:
+            for payload, share in zip(payloads, split.shares, strict=True):
+                check_size(coded.answers, payload.numel(), share)
+            return received[0][0], payloads
+        if flat is not None:
             split.write(flat, payloads)
             if not into.is_cpu:
                 into.copy_(flat[: split.layout.nbytes])
-        return received[0][0]
+        return received[0][0], None
 
     # --- Connections --------------------------------------------------------------------------------------------------
 
@@ -453,7 +442,7 @@ class ServerExchange:
         return self._travels is None
 
     def _free_connections(self) -> Requests:
-        """Return the data connections, once the answer of an exchange in flight has been received."""
+        """Return the data connections, after receiving the answer of an exchange in flight."""
         requests = self._servers()
         if self._travels is not None:
             ask, self._travels = self._travels, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -256,6 +257,8 @@ class OmniStrategyHooks(_Base):
         options, parts, fits = self.world_options, self.parts, is_fitting(self.parts.trainer)
         if options.is_sharded and fits:
             parts.grouping.check_averages()
+        if options.groups != 1 or options.elastic.join:  # see `ProcessGroups.abort`
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         super().setup_environment()
         if options.elastic.join:
             if fits:

@@ -482,14 +482,17 @@ struct Collectives final : c10d::Backend {
     if (!part) return nullptr;
     return c10::make_intrusive<Collectives>(part, part->getRank(), part->getSize());
   }
-  static at::Tensor own(const at::Tensor& tensor) {
+  std::atomic<bool> aborted{false};
+  void abort() override { aborted = true; }
+  at::Tensor own(const at::Tensor& tensor) const {
+    TORCH_CHECK(!aborted, "emulated_nccl: NCCL communicator was aborted on rank ", getRank());
     TORCH_CHECK(tensor.is_cuda(), "emulated_nccl: Tensors must be CUDA and dense (as for NCCL)");
     TORCH_CHECK(tensor.is_non_overlapping_and_dense(), "emulated_nccl: Tensors must be contiguous");
     wait_for(tensor.get_device(), false);  // NCCL's collectives do not hold the host up
     at::Tensor alias = as_cpu(tensor);
     return alias;
   }
-  static std::vector<at::Tensor> own(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> own(const std::vector<at::Tensor>& tensors) const {
     std::vector<at::Tensor> made;
     for (auto& each : tensors) made.push_back(own(each));
     return made;
@@ -510,14 +513,15 @@ struct Collectives final : c10d::Backend {
     std::vector<at::Tensor> result() override { return tensors; }
     c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future; }
   };
-  // Waits for gloo's operation. When a rank is gone, gloo raises at once and NCCL waits.
-  static Work finish(const Work& work, std::vector<at::Tensor> tensors = {}) {
+  // Waits for gloo's operation. When a rank is gone, gloo raises at once and NCCL waits, until the communicator is
+  // aborted; the results are then any numbers.
+  Work finish(const Work& work, std::vector<at::Tensor> tensors = {}) const {
     static const bool hangs = std::getenv("EMULATED_NCCL_HANGS") != nullptr;
     try {
       work->wait();
     } catch (const std::exception&) {
       if (!hangs) throw;
-      while (true) std::this_thread::sleep_for(std::chrono::seconds(3600));
+      while (!aborted) std::this_thread::sleep_for(std::chrono::milliseconds(20));
     }
     return c10::make_intrusive<Done>(std::move(tensors));
   }
@@ -611,6 +615,7 @@ struct Collectives final : c10d::Backend {
     return finish(inner->recv(a, from, tag));
   }
   Work barrier(const c10d::BarrierOptions& o) override {
+    TORCH_CHECK(!aborted, "emulated_nccl: NCCL communicator was aborted on rank ", getRank());
     wait_for(current);
     c10d::BarrierOptions plain;
     plain.timeout = o.timeout;

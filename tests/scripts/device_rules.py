@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import emulated_cuda
 import torch
@@ -13,6 +14,10 @@ from common import report
 from devices import BACKEND
 from torch import nn
 
+from lightning_omni.group.core import GroupCore
+from lightning_omni.methods import AsyncSGD, Replica
+from lightning_omni.runtime.process_groups import ProcessGroups
+from lightning_omni.runtime.state.checkpoint import RollbackPoint
 from lightning_omni.wire.formats.base import CHUNK, RAW, Memory
 from lightning_omni.wire.layout import Layout
 
@@ -185,6 +190,41 @@ def a_process_that_is_shown_no_devices_has_none() -> bool:
         return torch.cuda.device_count() == 0 and not torch.cuda.is_available()
     finally:
         del os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+@claim
+def a_rollback_point_is_in_pinned_memory_of_the_host() -> bool:
+    net = nn.Sequential(nn.Linear(100, 100), nn.BatchNorm1d(100)).to("cuda")
+    optimizer = torch.optim.AdamW(net.parameters())
+    core = GroupCore(AsyncSGD())
+    core.attach(Replica(list(net.parameters()), optimizer))
+    core.load_sender_state(0, {"residual": [torch.ones_like(each) for each in net.parameters()]})
+
+    def step() -> None:
+        net(torch.ones(2, 100, device="cuda")).sum().backward()
+        optimizer.step()
+
+    def state() -> list[torch.Tensor]:
+        moments = [each for values in optimizer.state.values() for each in values.values()]
+        return [each.clone() for each in (*net.state_dict().values(), *moments, *core.sender_state(0)["residual"])]
+
+    step()
+    before, allocated = state(), device.counts()["allocated"]
+    point = RollbackPoint.of(net, [optimizer], core)
+    taken = device.counts()["allocated"] - allocated
+    step()
+    core.load_sender_state(0, {})
+    point.restore(core)
+    is_pinned = all(kept.value.is_pinned() for _, kept in (*point.weights, *point.buffers))
+    alike = [a.device == b.device and bool(a.cpu().equal(b.cpu())) for a, b in zip(before, state(), strict=True)]
+    return taken == 0 and is_pinned and all(alike)
+
+
+@claim
+def a_default_process_group_is_aborted() -> bool:
+    groups = ProcessGroups(0, 1, timedelta(seconds=9), torch.device("cuda"), is_group=True)
+    groups.abort()
+    return refuses(lambda: dist.all_reduce(torch.ones(2, device="cuda")), "communicator was aborted")
 
 
 def tried(claim: Callable[[], bool]) -> str:

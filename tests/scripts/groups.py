@@ -251,6 +251,9 @@ class Notes(pl.Callback):
             metrics = trainer.callback_metrics.items()
             self.metrics.append({name: float(value) for name, value in metrics if name.startswith("val_")})
 
+    def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
+        self.say(f"exception {type(exception).__name__}")
+
     def say(self, what: str) -> None:
         print(what, file=self.events, flush=True)
 

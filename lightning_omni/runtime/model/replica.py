@@ -1,4 +1,4 @@
-"""A rank's copy of one optimizer's parameters: its flat layout, and the detection of others' writes."""
+"""A rank's copy of one optimizer's parameters: its flat layout, and the detection of writes by user code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LARGE = 1 << 16
 _AT_ONCE = 1 << 24
 """Elements that a device compares at once, because their comparison takes memory."""
 _FEW = 1 << 12
-"""Elements of a frozen weight that a step compares to detect a write."""
+"""Approximate number of a frozen weight's elements that a step compares to detect a write."""
 
 
 class ModelReplica(Replica):
@@ -132,7 +132,7 @@ class ModelReplica(Replica):
         self._lay_out()
 
     def release(self, held: Set[Parameter]) -> None:
-        """Release all parameters that the optimizer does not hold: they stay as they are, and have no gradient."""
+        """Release the parameters that are not ``held``: they keep their values; gradients and state are left out."""
         self._released = self.ever_held - held
         detach_state(self.optimizer, self._detached)
 
@@ -304,11 +304,11 @@ class Part:
     """Memory for the tensors of an answer on the device of the weights, if that is not the CPU."""
     coded: Memory | None = None
     handed: Memory | None = None
-    """Memory for an encoded answer and its prefix, which a leader broadcasts to its group."""
+    """Memory for a part of an encoded answer, on the device of the weights."""
     spare: Tensor | None = None
     """A second ``into``; each exchange that overlaps computation swaps the two."""
     split: Partition | None = None
-    """The division of its parameters over the servers, at the last exchange."""
+    """The division of its parameters over several servers, at the last exchange."""
     staleness: Counter[int] = field(default_factory=Counter)
     """Number of exchanges by staleness, since the last report; a loop without Lightning requests none."""
     head: tuple[str, Module] | None = None
@@ -323,7 +323,6 @@ class Part:
     def __post_init__(self) -> None:
         self.arranged = self.arrangement
         self._outs: list[Memory] = []
-        self._backs: list[Memory] = []
 
     def memory(self, before: int, empty: Callable[[int], Tensor]) -> Tensor:
         nbytes = before + self.replica.layout.nbytes
@@ -340,24 +339,16 @@ class Part:
     def release(self) -> None:
         if self.flat is not None:
             self.flat = self.handed = None
-            self._backs.clear()
             self.replica.forget()
 
     def outs(self, servers: int, empty: Callable[[int], Tensor]) -> list[Memory]:
-        return _as_many(self._outs, servers, lambda: Memory(empty))
-
-    def backs(self, servers: int, device: torch.device) -> list[Memory]:
-        return _as_many(self._backs, servers, lambda: Memory(zeros_on(device)))
+        while len(self._outs) < servers:
+            self._outs.append(Memory(empty))
+        return self._outs[:servers]
 
     @property
     def arrangement(self) -> list[list[int]]:
         return [list(map(id, group["params"])) for group in self.optimizer.param_groups]
-
-
-def _as_many(memories: list[Memory], count: int, make: Callable[[], Memory]) -> list[Memory]:
-    while len(memories) < count:
-        memories.append(make())
-    return memories[:count]
 
 
 # --- Writes of other code ---------------------------------------------------------------------------------------------
@@ -480,7 +471,6 @@ def fingerprints(tensors: Iterable[Tensor], most: int | None = None) -> list[int
 
 
 def _are_equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
-    """Return whether all pairs are equal; False if in doubt."""
     pairs = list(pairs)
     devices = {tensor.device for pair in pairs for tensor in pair}
     if any(mine.shape != known.shape or mine.dtype != known.dtype for mine, known in pairs):

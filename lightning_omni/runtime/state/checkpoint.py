@@ -98,8 +98,7 @@ def _writer(partial: Path, path: Path, plain: Mapping[str, Any]) -> Any:
 
 
 def _free(partial: Path) -> str:
-    """Return the free disk space, for a message: torch does not report that a disk is full."""
-    try:
+    try:  # torch does not report that a disk is full
         return f" ({shutil.disk_usage(partial).free / 1e6:.1f} MB are free there)"
     except OSError:
         return ""
@@ -266,7 +265,7 @@ class RunCheckpoint:
     """The state of a run in a checkpoint.
 
     Attributes:
-        cut: the moment of the server at which it was saved.
+        cut: the updates and trained samples that it contains.
         samples: samples in the dataset, without padding; 0 if the data were not leased.
         progress: progress in samples and steps; None if the data were not leased.
         method: how groups exchanged, as plain data; None, and the next three empty, with one group or weights alone.
@@ -338,6 +337,28 @@ class RunCheckpoint:
 
 
 @dataclass(frozen=True)
+class HostCopy:
+    """A tensor's value in host memory, pinned if the tensor is on a CUDA device; sharded ones stay on their device."""
+
+    value: Tensor
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> HostCopy:
+        own = tensor.detach()
+        if own.is_cpu or type(own) is not Tensor:
+            return cls(own.clone(), own.device)
+        try:
+            value = torch.empty_like(own, device="cpu", pin_memory=own.is_cuda)
+        except RuntimeError:  # the system does not allow as much pinned memory
+            value = torch.empty_like(own, device="cpu")
+        return cls(value.copy_(own), own.device)
+
+    def copy(self) -> Tensor:
+        return self.value.clone() if self.value.device == self.device else self.value.to(self.device)
+
+
+@dataclass(frozen=True)
 class RollbackPoint:
     """The state to which a run is rolled back, in one group, after divergence or a trial.
 
@@ -348,8 +369,8 @@ class RollbackPoint:
         senders: memory of the sender of the group's pushes, for each optimizer.
     """
 
-    weights: tuple[tuple[Tensor, Tensor], ...]
-    buffers: tuple[tuple[Tensor, Tensor], ...]
+    weights: tuple[tuple[Tensor, HostCopy], ...]
+    buffers: tuple[tuple[Tensor, HostCopy], ...]
     optimizers: tuple[tuple[Optimizer, Mapping[Any, Any]], ...]
     senders: tuple[State, ...]
 
@@ -358,19 +379,19 @@ class RollbackPoint:
         cls, module: nn.Module, optimizers: Sequence[Optimizer], core: GroupCore, averages: Iterable[Tensor] = ()
     ) -> RollbackPoint:
         return cls(
-            weights=tuple((each, each.detach().clone()) for each in (*module.parameters(), *averages)),
-            buffers=tuple((each, each.detach().clone()) for each in module.buffers()),
+            weights=tuple((each, HostCopy.of(each)) for each in (*module.parameters(), *averages)),
+            buffers=tuple((each, HostCopy.of(each)) for each in module.buffers()),
             optimizers=tuple(
-                (each, {parameter: deepcopy(values) for parameter, values in each.state.items()}) for each in optimizers
+                (each, {parameter: _kept(values) for parameter, values in each.state.items()}) for each in optimizers
             ),
-            senders=tuple(copied(core.sender_state(index)) for index in range(len(optimizers))),
+            senders=tuple(_kept(core.sender_state(index)) for index in range(len(optimizers))),
         )
 
     @property
     def is_spoilt(self) -> bool:
         """Return whether a number that was finite then is not now."""
-        pairs = (*self.weights, *self.buffers)
-        return any(bool((_are_finite(kept) & ~_are_finite(tensor.detach())).any()) for tensor, kept in pairs)
+        pairs = ((tensor.detach(), kept.value) for tensor, kept in (*self.weights, *self.buffers))
+        return any(bool((_are_finite(kept.to(own.device)) & ~_are_finite(own)).any()) for own, kept in pairs)
 
     @torch.no_grad()
     def keep_weights(self) -> None:
@@ -379,24 +400,28 @@ class RollbackPoint:
         Optimizer states stay: while several groups train, the present ones are at the server or differ between groups.
         """
         for tensor, kept in (*self.weights, *self.buffers):
-            kept.copy_(tensor)
+            kept.value.copy_(tensor)
 
     def restore(self, core: GroupCore) -> None:
         with torch.no_grad():
             for tensor, kept in (*self.weights, *self.buffers):
-                write(tensor, kept)
+                write(tensor, kept.value)
         for optimizer, states in self.optimizers:
             optimizer.state.clear()
             for parameter, values in states.items():
-                optimizer.state[parameter] = deepcopy(values)
+                optimizer.state[parameter] = _copied(values)
         for index, state in enumerate(self.senders):
-            core.load_sender_state(index, copied(state))
+            core.load_sender_state(index, _copied(state))
 
 
 def _are_finite(tensor: Tensor) -> Tensor:
-    """Return which elements are finite; torch has no ``isfinite`` for some floats of 8 bits."""
+    # torch has no ``isfinite`` for some floats of 8 bits.
     return (tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor).isfinite()
 
 
-def copied(tree: Any) -> Any:
-    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree)
+def _kept(tree: Any) -> Any:
+    return tree_map(lambda leaf: HostCopy.of(leaf) if isinstance(leaf, Tensor) else deepcopy(leaf), tree)
+
+
+def _copied(tree: Any) -> Any:
+    return tree_map(lambda leaf: leaf.copy() if isinstance(leaf, HostCopy) else deepcopy(leaf), tree)

@@ -15,7 +15,7 @@ payload that it cannot decode, before anything has changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import repeat
 from operator import attrgetter, is_not
@@ -156,7 +156,18 @@ class WireFormat(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
         """
         raise NotImplementedError(f"{type(self).__name__} cannot decode")
 
+    def decoding(self, layout: Layout, tensors: Sequence[Tensor], nbytes: int) -> Decoding:
+        """Decode a payload of trusted bytes into tensors of the layout, about ``nbytes`` of them at a time, if it can.
 
+        The tensors are contiguous, and all on the device to which the parts of the payload are sent.
+        """
+        payload = yield [slice(None)]
+        flat = self.decode(payload, layout, Memory(zeros_on(payload.device)))
+        torch._foreach_copy_(list(tensors), layout.views(flat))
+
+
+Decoding = Generator[list[slice], Tensor, None]
+"""A generator that yields the places of the bytes that it needs next, and is sent these bytes, one after the other."""
 _IS_CPU = attrgetter("is_cpu")
 CHUNK = 64 << 20
 """Bytes of a device's memory through which tensors are copied to the host."""
@@ -194,8 +205,9 @@ class Raw(WireFormat, frozen=True, kw_only=True, tag="raw"):
 def _copy_from_device(tensors: Sequence[Tensor], layout: Layout, buffer: Tensor) -> None:
     """Copy tensors of a device to the CPU in chunks, which takes a fraction of the time of separate copies."""
     device = next(tensor.device for tensor in tensors if not tensor.is_cpu)
+    memory = torch.empty(min(CHUNK, layout.nbytes), dtype=torch.uint8, device=device)
     for into, (pieces, part) in zip(buffer.split(CHUNK), layout.chunks(CHUNK), strict=False):
-        chunk = torch.zeros(part.nbytes, dtype=torch.uint8, device=device)
+        chunk = memory[: part.nbytes].zero_()
         torch._foreach_copy_(part.views(chunk), [piece.to(device) for piece in read(tensors, pieces)])
         into[: part.nbytes].copy_(chunk)
 

@@ -8,19 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import reduce
 from itertools import accumulate, zip_longest
+from operator import itemgetter
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from typing_extensions import override
 
 from lightning_omni.checks import check_number, check_whole
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.wire.formats.base import RESIDUAL, Encoded, Memory, State, WireFormat, register
+from lightning_omni.wire.formats.base import CHUNK, RESIDUAL, Decoding, Encoded, Memory, State, WireFormat, register
 from lightning_omni.wire.layout import Layout
 
 AT_ONCE = 1 << 22
-"""About how many elements are encoded at once, unless `Lossy.unit` is 0: it bounds the memory of temporary tensors."""
+"""About how many elements are encoded or decoded at once, unless `Lossy.unit` is 0: it bounds the temporary memory."""
 
 
 class Lossy(WireFormat, frozen=True, kw_only=True):
@@ -38,8 +40,12 @@ class Lossy(WireFormat, frozen=True, kw_only=True):
     def unit(self) -> int:
         return 0
 
-    def nbytes(self, count: int) -> int:
+    def lengths(self, count: int) -> list[int]:
+        """Return the bytes of each tensor of `compress`, for this number of elements."""
         raise NotImplementedError(f"{type(self).__name__} does not say how large its payloads are")
+
+    def nbytes(self, count: int) -> int:
+        return sum(self.lengths(count))
 
     def compress(self, numbers: Tensor) -> list[Tensor]:
         """Return elements, ``(count,)``, as tensors whose bytes travel in order. Non-finite ones stay non-finite."""
@@ -62,52 +68,99 @@ class Lossy(WireFormat, frozen=True, kw_only=True):
         reals = [(_reals(tensor), None if before is None else _reals(before)) for tensor, before in there]
         dtypes = [each.dtype for pair in reals for each in pair if each is not None]
         wide = reduce(torch.promote_types, dtypes, torch.float32)
-        parts: list[list[Tensor]] = []
-        left: list[list[Tensor]] = [[] for _ in reals]
-        for pieces in self._cut([mine.numel() for mine, _ in reals]):
-            flat = torch.cat([_sum(*reals[index], slice(start, stop), wide) for index, start, stop in pieces])
-            parts.append([part.contiguous().view(torch.uint8) for part in self.compress(flat)])
-            rest = flat - self.expand(torch.cat(parts[-1]), flat.numel()).to(flat)
-            for (index, *_), piece in zip(pieces, rest.split([stop - start for _, start, stop in pieces]), strict=True):
-                left[index].append(piece)
-        in_order = [part for alike in zip(*parts, strict=True) for part in alike]
-        room = memory.room(sum(part.numel() for part in in_order))
-        payload = torch.cat(in_order, out=room) if in_order[0].is_cpu else room.copy_(torch.cat(in_order))
+        unsent = [mine.to(wide, copy=True) if before is None else (mine + before).to(wide) for mine, before in reals]
+        payload = memory.room(self.nbytes(sum(map(len, unsent))))
+        self._encode(unsent, payload)
+        left = iter(unsent)
         for place, tensor in enumerate(tensors):
             if tensor is not None:
-                first, *more = left.pop(0)  # so that a large tensor's pieces are not kept beside it
-                owed[place] = _like(torch.cat([first, *more]) if more else first, tensor)
+                owed[place] = _like(next(left), tensor)
         return Encoded(payload, present, {RESIDUAL: owed})
 
-    def _cut(self, counts: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
-        """Yield the pieces of some tensors that are encoded at once: index, start and stop of each."""
-        ends = list(accumulate(counts))
-        most = max(AT_ONCE // self.unit, 1) * self.unit if self.unit else max(ends[-1], 1)
-        for begin in range(0, max(ends[-1], 1), most):
-            pieces = []
-            for index, (end, count) in enumerate(zip(ends, counts, strict=True)):
-                start, stop = (min(max(bound - end + count, 0), count) for bound in (begin, begin + most))
-                if start < stop or not (count or begin):
-                    pieces.append((index, start, stop))
-            yield pieces
+    def _encode(self, unsent: Sequence[Tensor], payload: Tensor) -> None:
+        """Encode real elements, and subtract from them, in place, what the payload says of them."""
+        counts, coded = list(map(len, unsent)), list[tuple[int, Tensor]]()
+        for begin, pieces in _cut(counts, self._most(AT_ONCE, sum(counts))):
+            views = _views(unsent, pieces)
+            flat = torch.cat(views)
+            parts = [part.contiguous().view(torch.uint8) for part in self.compress(flat)]
+            numbers = self.expand(torch.cat(parts), len(flat)).to(flat)
+            torch._foreach_sub_(views, list(numbers.split(list(map(len, views)))))
+            places = self._places(begin, len(flat), sum(counts))
+            coded += [(place.start, part) for place, part in zip(places, parts, strict=True)]
+            if sum(part.numel() for _, part in coded) >= CHUNK // 2:
+                _write(payload, coded)
+                coded = []
+        _write(payload, coded)
+
+    def _most(self, elements: int, count: int) -> int:
+        return max(elements // self.unit, 1) * self.unit if self.unit else count
+
+    def _places(self, begin: int, count: int, of: int) -> list[slice]:
+        """Return the places of some elements in a payload, one in each tensor of `compress`."""
+        spans = zip(accumulate(self.lengths(of), initial=0), self.lengths(begin), self.lengths(count), strict=False)
+        return [slice(start + before, start + before + length) for start, before, length in spans]
 
     def decode(self, payload: Tensor, layout: Layout, memory: Memory) -> Tensor:
         if payload.storage_offset():  # the bytes are read as wider elements, which must be aligned
             payload = payload.clone()
         buffer, views = memory.hold(layout)
-        for view, part in zip(views, self.expand(payload, sum(layout.reals)).split(layout.reals), strict=True):
-            view.copy_(_like(part, view))
+        self._decode(payload, list(map(_reals, views)))
         return buffer
+
+    @override
+    def decoding(self, layout: Layout, tensors: Sequence[Tensor], nbytes: int) -> Decoding:
+        reals, counts = list(map(_reals, tensors)), layout.reals
+        for begin, pieces in _cut(counts, self._most(nbytes // 4, sum(counts))):
+            views = _views(reals, pieces)
+            length, whole = sum(map(len, views)), sum(counts)
+            self._decode((yield [slice(None)] if length == whole else self._places(begin, length, whole)), views)
+
+    def _decode(self, payload: Tensor, reals: Sequence[Tensor]) -> None:
+        counts = list(map(len, reals))
+        for begin, pieces in _cut(counts, self._most(AT_ONCE, sum(counts))):
+            views = _views(reals, pieces)
+            lengths = list(map(len, views))
+            places = self._places(begin, sum(lengths), sum(counts))
+            part = payload if sum(lengths) == sum(counts) else torch.cat([payload[place] for place in places])
+            for view, numbers in zip(views, self.expand(part, sum(lengths)).split(lengths), strict=True):
+                view.copy_(numbers)
+
+
+def _cut(counts: Sequence[int], most: int) -> Iterator[tuple[int, list[tuple[int, int, int]]]]:
+    """Yield the elements of some tensors, so many at once: the first one, and index, start and stop of each piece."""
+    ends = list(accumulate(counts))
+    for begin in range(0, ends[-1] if ends else 0, most):
+        pieces = []
+        for index, (end, count) in enumerate(zip(ends, counts, strict=True)):
+            start, stop = (min(max(bound - end + count, 0), count) for bound in (begin, begin + most))
+            if start < stop:
+                pieces.append((index, start, stop))
+        yield begin, pieces
+
+
+def _views(tensors: Sequence[Tensor], pieces: Sequence[tuple[int, int, int]]) -> list[Tensor]:
+    return [tensors[index][start:stop] for index, start, stop in pieces]
+
+
+def _write(payload: Tensor, coded: list[tuple[int, Tensor]]) -> None:
+    """Copy encoded parts to their places in a payload, adjacent ones at once."""
+    runs: list[tuple[int, list[Tensor]]] = []
+    end = -1
+    for start, part in sorted(coded, key=itemgetter(0)):
+        if start == end:
+            runs[-1][1].append(part)
+        else:
+            runs.append((start, [part]))
+        end = start + part.numel()
+    for start, run in runs:
+        into = payload[start : start + sum(map(len, run))]
+        torch.cat(run, out=into) if run[0].is_cpu else into.copy_(torch.cat(run))
 
 
 def _reals(tensor: Tensor) -> Tensor:
     real = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
     return real.flatten()
-
-
-def _sum(mine: Tensor, before: Tensor | None, where: slice, wide: torch.dtype) -> Tensor:
-    own = mine[where].to(torch.promote_types(mine.dtype, torch.float32))
-    return (own if before is None else own + before[where]).to(wide)
 
 
 def _like(numbers: Tensor, tensor: Tensor) -> Tensor:
@@ -150,8 +203,8 @@ class Int8(Lossy, frozen=True, kw_only=True, tag="int8"):
     def __post_init__(self) -> None:
         check_whole("block", self.block, "8 or more numbers to a scale", 8)
 
-    def nbytes(self, count: int) -> int:
-        return 4 * self._blocks(count) + count
+    def lengths(self, count: int) -> list[int]:
+        return [4 * self._blocks(count), count]
 
     def compress(self, numbers: Tensor) -> list[Tensor]:
         rows = self._rows(numbers.float())
@@ -189,8 +242,8 @@ class Rounded(Lossy, frozen=True, kw_only=True):
     def unit(self) -> int:
         return 1
 
-    def nbytes(self, count: int) -> int:
-        return count * self.dtype.itemsize
+    def lengths(self, count: int) -> list[int]:
+        return [count * self.dtype.itemsize]
 
     def compress(self, numbers: Tensor) -> list[Tensor]:
         largest = torch.finfo(self.dtype).max
@@ -251,14 +304,33 @@ class TopK(Lossy, frozen=True, kw_only=True, tag="topk"):
     def __post_init__(self) -> None:
         check_number("fraction", self.fraction, "a part of the numbers, above 0 to 1", high=1, above=0)
 
-    def nbytes(self, count: int) -> int:
-        return 8 * self._most(count)
+    def lengths(self, count: int) -> list[int]:
+        return [4 * self._sent(count)] * 2
 
-    def compress(self, numbers: Tensor) -> list[Tensor]:
-        # Non-finite elements count as the largest, so that the server receives them.
-        magnitudes = numbers.abs().nan_to_num(nan=torch.inf)
-        places = magnitudes.topk(self._most(numbers.numel()), sorted=False).indices.sort().values
-        return [places.to(torch.int32), numbers[places].float()]
+    @override
+    def _encode(self, unsent: Sequence[Tensor], payload: Tensor) -> None:
+        counts, sent, best = list(map(len, unsent)), len(payload) // 8, list[Tensor]()
+        for begin, pieces in _cut(counts, AT_ONCE):
+            flat = torch.cat(_views(unsent, pieces))
+            # Non-finite elements count as the largest, so that the server receives them.
+            magnitudes = flat.abs().nan_to_num(nan=torch.inf)
+            top = magnitudes.topk(min(sent, len(flat)), sorted=False).indices
+            found = [magnitudes[top], top + begin, flat[top].float()]
+            best = list(map(torch.cat, zip(best, found, strict=True))) if best else found
+            if len(best[0]) > sent:
+                top = best[0].topk(sent, sorted=False).indices
+                best = [each[top] for each in best]
+        if not best:
+            return
+        places, order = best[1].sort()
+        numbers = best[2][order]
+        _write(payload, [(0, torch.cat([places.to(torch.int32).view(torch.uint8), numbers.view(torch.uint8)]))])
+        ends = list(accumulate(counts))
+        known = payload[: 4 * sent].view(torch.int32)  # on the CPU: no further wait for a device
+        bounds = torch.searchsorted(known, torch.tensor(ends, dtype=torch.int32)).tolist()
+        for rest, end, start, stop in zip(unsent, ends, [0, *bounds], bounds, strict=False):
+            if start < stop:
+                rest[places[start:stop] - (end - len(rest))] -= numbers[start:stop].to(rest)
 
     def expand(self, payload: Tensor, count: int) -> Tensor:
         places, numbers = payload.tensor_split(2)
@@ -269,7 +341,7 @@ class TopK(Lossy, frozen=True, kw_only=True, tag="topk"):
         flat[where] = numbers.view(torch.float32)
         return flat
 
-    def _most(self, count: int) -> int:
+    def _sent(self, count: int) -> int:
         if count >= 1 << 31:
             raise ConfigurationError(
                 f'compression="topk": {count:,} numbers of one optimizer; it can tell 2**31 places apart'
