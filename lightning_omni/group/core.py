@@ -7,14 +7,14 @@ It drives the group sides of the method, one for each optimizer. A driver perfor
         action = core.answer(optimizer, do(action))
 
 Rule 1: each optimizer has one action at a time. The action's tensors are live, and stay unchanged until it is answered.
-Rule 2: every rank of a group drives its own core with the same events. Only ranks that exchange (the leader, or
-those with a share) communicate with servers and other groups; they pass the results on, so all members arrive at the
-same actions.
+Rule 2: every rank of a group drives its own core with the same events. Only ranks that exchange (the leader; if the
+model is sharded, one for each shard) communicate with servers and other groups; they pass the results on, so all
+members arrive at the same actions.
 Rule 3: a push keeps its number until it is answered. After a lost answer, `GroupCore.send` returns the same messages
-for the same `ServerRequest`. The server applies each number once.
+for the same `ServerRequest`. The server counts each number once.
 Rule 4: needs of the method that the group can meet by itself, such as a step of its own optimizer, are met here.
 Rule 5: an exchange may overlap the computation of gradients. The driver passes its answer to `GroupCore.apply_answer`
-before the group waits for others, before its parameters change, and before other groups are formed.
+before the group waits for others, before parameters are added, and before other groups are formed.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ from lightning_omni.wire.partition import Partition
 
 @dataclass(frozen=True)
 class Average:
-    """A request for the mean of all groups' own weights: methods without master weights are evaluated by it.
+    """A request for the mean of all groups' own weights, for methods that are evaluated by it.
 
     Attributes:
         tensors: this group's weights; None for frozen ones that equal the server's.
@@ -82,7 +82,7 @@ class ServerRequest(NamedTuple):
 
     Attributes:
         epoch: epoch of leased data; -1 if none is leased.
-        trained: number of its batches that this group has trained so far.
+        trained: number of its batches that this group has begun to train; see `LeaseClient`.
         waits: whether the driver waits for the answer. Otherwise it sends the request and answers None; a later
             `Receive` requests the answer.
     """
@@ -107,7 +107,7 @@ class ServerRequest(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """A message to the server, and its payload, if any: a push's tensors are in the run's wire format."""
+    """A message to one server, and its payload, if any: uint8; a push is in the run's wire format."""
 
     message: m.PushMessage | m.FetchMessage | m.AverageMessage | m.UploadWeights | m.TakeSnapshot
     payload: Tensor | None = None
@@ -122,7 +122,7 @@ class LastAnswer:
     """The state of the run in the server's last answer, as in `lightning_omni.wire.messages.Weights`.
 
     Attributes:
-        refused_in_row: consecutive pushes of this group that were not finite, up to this one.
+        refused_in_row: consecutive pushes to this optimizer that were not finite, up to this one.
         repeated: whether the answered push was counted when it arrived first, and its answer was lost.
     """
 
@@ -172,11 +172,12 @@ class _MethodState:
 
 
 class GroupCore:
-    """A compute group, without the computation of its gradients.
+    """One rank's state machine of its compute group.
 
     Args:
         wire_format: encoding of its pushes.
-        max_nonfinite_pushes: consecutive pushes with NaN or infinite elements that end the run; None for no limit.
+        max_nonfinite_pushes: consecutive pushes with NaN or infinite elements after which the group fails; None for no
+            limit.
         overlap: whether exchanges of `AsyncSGD` overlap computation; see `lightning_omni.methods.overlap`.
 
     Attributes:
@@ -227,7 +228,7 @@ class GroupCore:
     def form(self, identity: GroupId | None = None) -> None:
         """Restart the method for other groups; the memory of its replicas and the senders' states stay.
 
-        With a new ``identity``, the group's pushes are counted from the first.
+        With an ``identity``, the group's pushes are counted from the first.
         """
         for own in self._method_states:
             own.side = own.under_way = own.outgoing = None
@@ -275,7 +276,7 @@ class GroupCore:
     def receive(
         self, answer: LastAnswer, tensors: Sequence[Tensor], clock: int, note: float = 0.0, fragment: int | None = None
     ) -> Pulled:
-        """Return the server's answer in the form that the method expects.
+        """Store the server's answer as the last one, and return it in the form that the method expects.
 
         Raises:
             NonFiniteGradients: the server refused too many consecutive pushes.
@@ -320,7 +321,7 @@ class GroupCore:
     def synchronize(self, optimizer: int) -> ServerRequest:
         """Return a request for the weights to evaluate at a synchronization point; pass the answer to `receive`.
 
-        If groups have no master weights in common, it is for the mean of all groups' own weights.
+        Where the method is evaluated by the mean of all groups' own weights, it is for that.
         """
         own = self._method_states[optimizer]
         if self.method.evaluated == "mean":
@@ -334,8 +335,8 @@ class GroupCore:
     def send(self, ask: ServerRequest, split: Partition, memories: Sequence[Memory]) -> list[Outgoing]:
         """Return each server's message for a request; only ranks that exchange call it, again if an answer was lost.
 
-        The first server of ``split`` coordinates. No other payload may use ``memories``, one for each server, before
-        the answer.
+        Only the first message reports trained batches. No other payload may use ``memories``, one for each server,
+        before the answer.
         """
         own = self._method_states[ask.optimizer]
         if ask is own.under_way and own.outgoing is not None:
@@ -363,7 +364,7 @@ class GroupCore:
         return Outgoing(message, encoded.payload)
 
     def encode(self, optimizer: int, need: Exchange, split: Partition, memories: Sequence[Memory]) -> list[Encoded]:
-        """Encode each server's part of a push in the run's wire format, as in `send`."""
+        """Encode each server's part of a push; keep the sender's next state until the answer."""
         own, pushes, whole = self._method_states[optimizer], self.wire_format.pushes, split.layout
         split = split.fragment(need.fragment, self.method.fragments)
         states = split.sender_parts(self._sender_state(own, need, whole))

@@ -14,12 +14,12 @@ from lightning_omni.wire.messages.data import Batch
 def apportion(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
     """Split samples into whole numbers for the members of a group, so that the slowest ends as early as possible.
 
-    The parts are proportional to the speeds, up to rounding. Each is at least ``min(2, total // members)``: BatchNorm
+    The parts are about proportional to the speeds. Each is at least ``min(2, total // members)``: BatchNorm
     fails with a single sample, which has no variance.
 
     Args:
         total: samples to split.
-        speeds: speed of each member, in any unit. Earlier results above 0 are valid, too: the proportions stay.
+        speeds: speed of each member, in any unit, or an earlier result without zeros.
 
     Raises:
         ValueError: the group has no member, a speed is not a positive number, or ``total`` is negative.
@@ -54,8 +54,8 @@ def positions(batch: Batch, member: int, members: int, shares: Sequence[int] = (
         members: size of the group.
         shares: each member's samples of a whole batch, if they differ: each then gets a contiguous range, of a shorter
             batch a proportional one.
-        in_pairs: whether members get two positions of a batch with fewer than two for each, some of them twice, for
-            BatchNorm.
+        in_pairs: whether each member gets two positions of a batch with 2 or more, but fewer than ``2 * members``, for
+            BatchNorm; some are used twice.
 
     Example:
         >>> list(positions(Batch(10, 16, 0), member=1, members=2))
@@ -105,20 +105,20 @@ def _is_short(size: int, members: int) -> bool:
 
 # --- Leases -----------------------------------------------------------------------------------------------------------
 
-# It is the counterpart of `lightning_omni.server.epochs.lease_book`. Members of a group draw by batch number and get
-# the same batches, so they agree without communication.
+# A `LeaseClient` is the counterpart of `lightning_omni.server.epochs.lease_book`. Members of a group draw by batch
+# number and get the same batches, so they agree without communication.
 
 
 class LeaseClient:
     """One member's view of an epoch's batches: those of its group, and its own part of each.
 
     Args:
-        generation: the server's count of formings of groups.
+        generation: the recorder's count of formings of groups.
         shares: each member's samples of a whole batch, if they differ; see `set_batch_shares`.
 
     Attributes:
         trained: batches of this epoch that the group has begun to train since groups were formed.
-        stepped: those of them whose gradients are in a step; the others are lost if the group leaves or dies.
+        stepped: those of them whose gradients are in a step; if the group is gone, others train the rest.
         handed: batches passed to the data loader.
         in_pairs: as in `positions`.
 
@@ -142,7 +142,7 @@ class LeaseClient:
         self.join(member, members, generation, shares)
 
     def join(self, member: int, members: int, generation: int, shares: Sequence[int] = ()) -> None:
-        """Set another index or another group; drawn and untrained batches are dropped."""
+        """Set another index or another group; all drawn batches are forgotten."""
         self._member, self._members, self._formed = member, members, generation
         self._shares = [(0, tuple(shares))]
         self.restart(self.epoch)
@@ -208,7 +208,7 @@ class LeaseClient:
 
     @property
     def position(self) -> int:
-        """Return the end of the last trained batch in the epoch's permutation: about the progress of all groups.
+        """Return where the current batch ends in the epoch's permutation, 0 without one: about all groups' progress.
 
         It is the same for all members of a group, without a request to the server.
         """

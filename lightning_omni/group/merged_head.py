@@ -27,7 +27,7 @@ class HeadMessage(NamedTuple):
 
 
 class MergedHeadClient:
-    """The messages of one group for a merged head, in the order in which they may be sent.
+    """A rank's access to a merged head, and the messages for it.
 
     Args:
         name: name of the submodule, for errors.

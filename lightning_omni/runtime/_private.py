@@ -36,7 +36,7 @@ QUIET_POLLS = 3
 
 
 def new_named_group(name: str, ranks: Sequence[int], timeout: timedelta) -> Any:
-    """Create a process group as ``torch.distributed.new_group`` does, by its members alone and under a given name.
+    """Create a process group as ``torch.distributed.new_group`` does, under a given name. Its members alone call it.
 
     torch's own name contains the rank's number of groups, by which ranks with different histories would not find each
     other. The communicator is not split off that of the default group; see `unbound`.

@@ -30,7 +30,7 @@ from lightning_omni.tuning.model.steps import Balancer, Throughput
 FIRST = 1 + c.SPLIT_WARM_UP + c.SPLIT_FEWEST
 """Batches before the members of a group exchange speeds for the first time (an epoch's first batch is not measured)."""
 EVERY = 5
-"""Batches between two exchanges of speeds."""
+"""Batches between later exchanges, once all members' speeds are known."""
 
 
 class Balance:
@@ -41,8 +41,8 @@ class Balance:
     Attributes:
         measured: samples and compute seconds of each measured batch so far, if it ``only_measures``.
         loading: seconds of waiting for the data loader so far, a part of the compute time.
-        squares: squared lengths of this rank's gradient and of its group's mean in this batch, if it ``only_measures``,
-            times the square of the loss scale.
+        squares: squared norms of this rank's gradient and of the group's mean, if it ``only_measures``: of one batch
+            without accumulation, times the square of the loss scale.
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class Balance:
     # --- The run -----------------------------------------------------------------------------------------------------
 
     def begin(self, world: World, module: Module, leases: Callable[[], RankLeases | None], samples: int = 0) -> None:
-        """Start measuring, when training begins.
+        """Start measuring, when training begins, with ``rebalance="auto"``.
 
-        ``leases`` returns this rank's leases, or None. Batches of other data have ``samples`` each; 0 measures nothing.
+        ``leases`` returns this rank's leases, or None. Batches of other data have ``samples`` each; 0 measures none.
         """
         self._samples = samples
         if not self.is_on:
@@ -134,7 +134,7 @@ class Balance:
 
     def begin_forward(self) -> None:
         """Pause between the calls of DDP and of the module in it: the group may broadcast buffers."""
-        if self._world is not None and len(self._world.members) > 1:  # alone, the module is not wrapped
+        if self._world is not None and len(self._world.members) > 1:  # alone, there is no broadcast
             self._own.pause()
 
     @contextmanager
@@ -206,7 +206,7 @@ class Balance:
             self._until_gradient = self._world.reduction.seconds
 
     def _agree(self, world: World, leases: RankLeases) -> bool:
-        """Agree on the split of batches that no loader has taken; return whether all members are measured."""
+        """Agree in the group on the split of batches that no loader has taken; return whether all are measured."""
         gathered = gather(world, (self.speed, self._throughput.variance, leases.handed))
         speeds, variances, handed = zip(*gathered, strict=True)
         if (split := self._balancer.decide(leases.split, speeds, variances)) is not None:
@@ -218,7 +218,7 @@ class Balance:
         return all(speeds)
 
     def speeds_of_all(self, world: World) -> dict[int, float]:
-        """Return the samples per second of every live rank. All ranks call it.
+        """Return the samples per second of every live rank. All of them call it.
 
         Raises:
             ConfigurationError: speeds are not measured, or not for long enough.
@@ -260,7 +260,7 @@ def _gathered(world: World, mine: Tensor) -> list[Tensor]:
 
 
 def gather_values(world: World, value: Any, kind: Any) -> list[Any]:
-    """Return every member's value, encoded by msgspec, in rank order. All members call it."""
+    """Return every member's value, of type ``kind``, in rank order. All members call it."""
     mine = msgspec.msgpack.encode(value)
     lengths = [int(length) for [length] in gather(world, [len(mine)])]
     rows = _gathered(world, torch.frombuffer(bytearray(mine.ljust(max(lengths), b"\0")), dtype=torch.uint8))
@@ -319,8 +319,8 @@ class OwnTime:
     def finish(self, samples: int, elsewhere: float = 0.0) -> list[tuple[int, float]]:
         """Finish a batch; return samples and seconds of each batch whose time is known now.
 
-        Time after the last pause does not count, nor does a batch without gradients. The timer ran for ``elsewhere``
-        seconds of waiting.
+        Time after the last pause does not count, nor does a batch without gradients or after `skip`. ``elsewhere`` are
+        seconds of waiting to subtract.
         """
         if self._is_whole and self._was_backward:
             self._unread.append((samples, elsewhere, self._intervals))

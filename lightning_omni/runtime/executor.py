@@ -38,8 +38,8 @@ class Executor:
     With one group, merged heads are ordinary modules, and the last two attributes False.
 
     Attributes:
-        exchanges: whether several groups train and exchange.
-        is_stepping: whether an optimizer or its replacement steps; not while its closure is called before.
+        exchanges: whether groups exchange: several, or those that join on their own.
+        is_stepping: whether `step` makes the step or the exchange in its place, after the closure.
         is_called: whether `step` was called and has not returned: it calls hooks and closures, too.
     """
 
@@ -69,12 +69,12 @@ class Executor:
         return []
 
     def enter_compute(self) -> None:
-        """Begin or continue the training epoch."""
+        """Begin or continue the training epoch. All synchronized ranks call it."""
 
     def enter_world(self, module: Module | None, wants_stop: bool, what: str) -> bool:
-        """Synchronize the groups, see `World.enter_world`. Return whether a rank wants to stop; False with one group.
+        """Synchronize the groups: see `World.enter_world`. Return whether a rank wants to stop.
 
-        ``what`` names the call, the same on all ranks.
+        ``what`` names the call, the same on all ranks. With one group, or synchronized ones, return False.
         """
         return False
 

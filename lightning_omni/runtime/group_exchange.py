@@ -34,7 +34,7 @@ _LETTER = 1024
 
 
 class GroupBroadcast:
-    """Broadcasts among the members of this rank's group, which all make the same calls."""
+    """Broadcasts in this rank's group, and one to all live ranks; the receivers make the same calls."""
 
     def __init__(self, parallel: ParallelState) -> None:
         self._parallel = parallel
@@ -42,7 +42,7 @@ class GroupBroadcast:
     def letter(self, part: Part) -> Tensor:
         """Return memory for an optimizer's weights and a prefix, on the device of the weights.
 
-        On the CPU it is the memory in which the leader receives them.
+        On the CPU it is the memory in which a rank that exchanges receives them.
         """
         parallel = self._parallel
         if parallel.device.type == "cpu":
@@ -202,7 +202,7 @@ class PeerExchange:
         return self._peers.moved if self._peers is not None else 0
 
     def connect(self) -> None:
-        """Connect newly formed groups, if the method has them exchange; their leaders announce addresses."""
+        """Connect the leaders of newly formed groups, if the method has these exchange. All live ranks call it."""
         self.close()
         if not self._parallel.method.talks_to_peers or self._parallel.is_synchronous:
             return
@@ -226,7 +226,7 @@ class PeerExchange:
         )
 
     def grow(self, index: int, layout: Layout) -> None:
-        """Change the layout of an optimizer's weights; drop tensors that peers have sent in the old one."""
+        """Change the layout of an optimizer's weights; drop those published or received in the old one."""
         if self._peers is not None:
             self._peers.grow(index, layout)
 

@@ -1,7 +1,7 @@
 """A rank's view of leased data: the samples of its next batch, and the DataLoader that loads them.
 
-With one group the leases are drawn from a local book, and the batches of a whole epoch are those of DistributedSampler.
-With several they are drawn from the server's book.
+With one group or several loaders the leases are drawn from a local book, and the batches of a whole epoch are those of
+DistributedSampler. Otherwise they are drawn from the server's book.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RankLeases(LeaseClient):
 
     Attributes:
         generation: number of calls of `assign`; batches that were drawn before the last one are void.
-        is_as_ddp: whether batches are those of DistributedSampler: one group has the whole epoch.
+        is_as_ddp: whether batches are those of DistributedSampler, as for one group with a whole epoch.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class RankLeases(LeaseClient):
         self.in_pairs = not is_as_ddp and self.batch_size > 1
 
     def begin_local(self, plan: EpochPlan, resumed: bool = False) -> None:
-        """Begin an epoch of one group; if ``resumed``, continue one with the untrained positions of ``plan``."""
+        """Begin an epoch of a local book; if ``resumed``, continue one with the untrained positions of ``plan``."""
         self._book = LeaseBook.open(plan, {0: self._members * plan.ranks_per_batch})
         self._is_resumed = resumed
         self._deal(is_as_ddp=not resumed)
@@ -133,7 +133,7 @@ class RankLeases(LeaseClient):
         return self._have(self.handed)
 
     def ask(self) -> str:
-        """Wait for the decision after this validation interval: see `lightning_omni.wire.messages.Next`."""
+        """Return the decision after this validation interval: see `lightning_omni.wire.messages.Next`."""
         if self._control is None:
             coming = self.peek()
             if coming is None:
@@ -256,7 +256,7 @@ def lease(
     own_batches: Callable[[int], int] = lambda batches: batches,
     **options: Any,
 ) -> DataLoader[Any]:
-    """Return the same DataLoader, with leased batches.
+    """Return a copy of a DataLoader, with leased batches.
 
     Its sampler must be Lightning's DistributedSampler. ``is_for_user`` returns, when an iteration begins, whether user
     code iterates: then the loader yields the samples of DistributedSampler, and nothing is drawn. ``own_batches`` is as

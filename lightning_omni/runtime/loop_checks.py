@@ -120,11 +120,11 @@ class ExitCheck:
             self._collectives = self._count()
 
     def check(self) -> None:
-        """Wait until this group's members leave the loop, too. Ranks call it before they synchronize.
+        """Wait until this group's members leave the loop, too, up to the run's timeout, before ranks synchronize.
 
         Raises:
             RankLost: another member waits for this one in a further step, has left after another number of steps, or
-                has not left although this one was interrupted.
+                has not left `WITHIN` seconds after this one was interrupted.
         """
         if not self._is_needed:
             return
@@ -216,14 +216,14 @@ def _are_there(store: Any, keys: list[str]) -> bool:
 
 
 def forget(group: Any, rank: int) -> None:
-    """Delete this rank's report of an earlier run in this process."""
+    """Delete this rank's report of a failure in an earlier run of this process."""
     store_of(group).delete_key(_key(rank))
 
 
 def failed_at_one_place(group: Any, rank: int, ranks: Sequence[int], where: str, within: float) -> bool:
-    """Return whether all of these ranks report a failure at the same line of the program.
+    """Return whether all of these ranks, which call it, report the same place of failure.
 
-    ``where`` describes this rank's failure (`place_of`). The others' reports are awaited for ``within`` seconds.
+    ``where`` is that of this rank (see `place_of`). The others' reports are awaited for ``within`` seconds.
     """
     store, keys = store_of(group), [_key(each) for each in ranks]
     try:
@@ -275,7 +275,7 @@ class RawStepGuard:
         return self._executor().is_called and any(part.optimizer is optimizer for part in self._parallel.parts)
 
     def warn_outside(self, optimizer: Optimizer) -> None:
-        """Warn once of a step outside of a loop."""
+        """Warn once, on rank 0, of a step outside of a loop that moves wrapped weights."""
         if self._parallel.control is not None or set(held_by(optimizer)).isdisjoint(self._weights()):
             return
         _outside.discard(self)
@@ -299,7 +299,8 @@ class RawStepGuard:
         """Watch all optimizers' steps in this context; ``steps`` returns the number of the world's own.
 
         Raises:
-            ConfigurationError: the loop ends, and weights have moved in it by other means alone.
+            ConfigurationError: another optimizer steps wrapped weights; or only others step, or the weights move alone.
+            UnsupportedError: a wrapped optimizer steps by itself.
         """
         self._stranger = ""
         before = self._sums() if self._executor().exchanges and not self._parallel.parts else []
@@ -357,7 +358,7 @@ class RawStepGuard:
 
 
 def unwrapped(trained: Iterable[Parameter], wrapped: Iterable[Module]) -> list[Module]:
-    """Return the modules, without their parts, that hold trained weights which no wrapped module holds."""
+    """Return the outermost modules in memory that hold trained weights which no wrapped module holds."""
     loose = set(trained) - {each for module in wrapped for each in module.parameters()}
     if not loose:
         return []
@@ -368,7 +369,7 @@ def unwrapped(trained: Iterable[Parameter], wrapped: Iterable[Module]) -> list[M
 
 
 def untrained_of(modules: Iterable[Module], trained: Container[Tensor]) -> dict[str, str]:
-    """Describe the tensors of modules that no optimizer moves, by name: each by a checksum."""
+    """Describe the tensors of modules that no optimizer moves, by name: each by a checksum of a sample."""
     found = {
         id(tensor): (f"{name} of the {type(module).__name__} that world.wrap() has not wrapped", tensor)
         for module in modules
@@ -404,7 +405,7 @@ def _marked_statistics(modules: Iterable[Module]) -> list[tuple[BufferSync, int]
 
 
 _SAMPLED = 1 << 16
-"""Elements of a tensor by which ranks compare it."""
+"""Approximate number of a tensor's elements by which ranks compare it."""
 _guards: WeakSet[RawStepGuard] = WeakSet()
 _outside: WeakSet[RawStepGuard] = WeakSet()
 """The guards that have not warned yet of steps outside of loops."""
@@ -443,7 +444,7 @@ def announced_wait() -> Iterator[None]:
 
 
 def warn_of_variables(options: WorldOptions) -> None:
-    """Warn of environment variables of OmniStrategy that differ from a loop's settings, for loops read none of them."""
+    """Warn if OmniStrategy's variables of groups, method or server differ from a loop's settings: loops ignore them."""
     own = {"GROUPS": options.groups, "METHOD": options.method, "SERVER": options.server.address}
     given = {f"LIGHTNING_OMNI_{name}": str(value) for name, value in own.items()}
     texts = {name: os.environ.get(name, "").strip() for name in given}

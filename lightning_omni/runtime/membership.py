@@ -55,13 +55,13 @@ class Connection:
     # --- To join -----------------------------------------------------------------------------------------------------
 
     def join(self) -> None:
-        """Join the server. All ranks call it, even while there is one group."""
+        """Join the server, unless joined. All launched ranks call it, even if they are one group."""
         if self._parallel.control is None:
             self._join()
             self._parallel.process_groups.join(self._exchange.synchronize, self._parallel.rank)
 
     def try_to_join(self) -> str:
-        """Join the server if all ranks can, or else none. All ranks call it, while they are one group.
+        """Join the server if all ranks can; otherwise stop it. All ranks call it, while they are one group.
 
         Return why a rank could not, the same on all ranks; "" on success.
         """
@@ -128,7 +128,7 @@ class Connection:
 
     @property
     def _division(self) -> str:
-        """Return how a group's members divide the parameters, in words; "" if each exchanges all of them."""
+        """Return how a group's members divide the parameters, in words; "" unless they are sharded."""
         parallel = self._parallel
         if not parallel.is_sharded:
             return ""
@@ -146,7 +146,8 @@ class Connection:
     def leave(self, reason: str = "", has_finished: bool = False) -> None:
         """Leave the server, if this rank has joined it.
 
-        ``reason`` is how this rank has failed, with which its group is evicted; "" if it has not.
+        ``reason`` is how this rank has failed, with which its group is evicted; "" if it has not. ``has_finished`` is
+        whether the run is at its end.
         """
         self._closed.set()
         if self._parallel.control is not None:
@@ -163,7 +164,7 @@ class Connection:
         parallel.control = None
 
     def _on_end(self, error: OmniError) -> None:
-        """End this process after a grace period. The connection's thread calls it.
+        """End this process after `GRACE` unless this rank leaves. The connection's thread calls it.
 
         A trainer that is stuck in a collective with dead ranks would not notice that it must stop.
         """
@@ -200,7 +201,7 @@ class GroupJoin:
 
         Raises:
             ConfigurationError: the run exchanges with other settings than this group.
-            RankLost: the run is over.
+            OmniError: the run is over, or the server is gone or refuses.
         """
         parallel = self._parallel
         self._connection.join()
@@ -243,10 +244,7 @@ class GroupJoin:
             part.replica.load(self._exchange.fetch(index))
 
     def read_again(self) -> None:
-        """Load the server's weights again, if hooks have written this group's weights since it joined.
-
-        All ranks of the group call it.
-        """
+        """Load the server's weights again, if necessary: see `World.read_again`."""
         parallel = self._parallel
         written = torch.tensor(any(part.replica.written() for part in parallel.parts), device=parallel.device)
         if len(parallel.members) > 1:

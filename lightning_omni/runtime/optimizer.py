@@ -176,7 +176,7 @@ class OmniOptimizer(Optimizer):
         return self.optimizer.register_state_dict_pre_hook(hook, prepend)
 
     def register_state_dict_post_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
-        """Register ``hook(self, state_dict)``, to be called with the complete state, even while the server holds it."""
+        """Register ``hook(self, state_dict)``, to be called with the result of `state_dict`, which it may replace."""
         handle = RemovableHandle(self._state_dict_hooks)
         self._state_dict_hooks[handle.id] = hook
         if prepend:

@@ -37,11 +37,11 @@ class Server:
         encryption: ``"curve"``, or ``"off"`` on a network whose every user you trust. A running server must use the
             same.
         save: seconds between two saves of the embedded server's state, from the last of which rank 0 restarts a server
-            that died, unless there are several: see :doc:`/explanation/resilience`. None saves nothing, and the run
-            ends if the server dies.
+            that died: see :doc:`/explanation/resilience`. With None, several servers, a record or a merged head,
+            nothing is saved, and the run ends if a server dies.
         record: file in which the embedded server records all that changes the weights, for
             `lightning_omni.simulator.replay`.
-        max_nonfinite_pushes: pushes in a row with NaN or infinite gradients that a group may make before the run ends.
+        max_nonfinite_pushes: pushes in a row of one group with NaN or infinite elements that end the run.
         threads: threads for the embedded server's arithmetic.
         transport: the connection between ranks and server; None is ZeroMQ.
 

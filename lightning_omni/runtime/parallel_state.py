@@ -61,20 +61,20 @@ class ParallelState:
         is_synchronous: whether ``topology`` has one group; no server is then in the path, unless it joins on its own.
         group: number of this rank's group; -1 if it was lost.
         members: ranks of this rank's group; the first one leads.
-        exchanges: whether this rank exchanges with the server, as ranks of the group's first replica do.
+        exchanges: whether this rank exchanges for its group: the leader does, or the first replica of a sharded model.
         generation: number of times that groups were formed.
         control: the connection by which ranks synchronize; None unless the server was joined.
         parts: the exchanged part of each optimizer.
         names: names of parameters in modules that a loop without Lightning has wrapped.
-        steps: optimizer steps of the run in one group, which no server's clock counts.
+        steps: optimizer steps that Lightning has made in one group, which no server's clock counts.
         shards: number of ranks that hold one replica of the model together.
         holders: ranks, as torch numbers them, by the replica of the model that they hold together.
         tensor_parallel: number of neighbours that compute on the same samples together.
-        is_computing: whether several groups train, and the default process group is that of this rank's.
+        is_computing: whether groups that exchange train; the default process group is then this rank's group.
         is_entering: whether the group has joined groups that train, and is about to train.
         joined_since_sync: whether the group has joined since the last synchronization.
-        ever_lost: ranks that were lost in this loop or an earlier one.
-        failures: reasons of ranks that have failed by themselves.
+        ever_lost: ranks that were lost in loops or fits that have ended.
+        failures: reasons of ranks that have failed by themselves in these.
         where: returns this rank's position in its loop, in words.
         registration: the reservation of a group that joins on its own, whose ranks are the only ones in
             torch.distributed; None where all ranks were started together.
@@ -246,7 +246,7 @@ class ParallelState:
 
     @property
     def share(self) -> tuple[int, int] | None:
-        """Return index and number of this rank's share of a sharded model; None without one, or without exchanges."""
+        """Return this rank's share of a sharded model: index and count; None without one, or in one group by itself."""
         if not self.is_sharded or (self.is_synchronous and self.registration is None and self.control is None):
             return None
         return self.members.index(self.rank) % self.shards, self.shards
@@ -314,25 +314,25 @@ class ParallelState:
 
     @property
     def groups_inside(self) -> list[Any]:
-        """Return this rank's process groups inside its compute group."""
+        """Return the process group of this rank's compute group, and its process groups inside."""
         if not self.is_sharded:
             return [self.compute_group]
         topologies = [self._compute_groups, *self._parted, *([self._alike] if self.has_replicas else [])]
         return list({id(group): group for group in map(self.process_groups.compute, topologies)}.values())
 
     def abandon_groups(self) -> None:
-        """Destroy this failed rank's process groups inside its compute group."""
+        """Destroy this failed rank's `groups_inside`."""
         for topology in (self._compute_groups, self._alike, *self._parted):
             self.process_groups.abandon(topology)
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """Return the lost ranks."""
+        """Return the ranks that the server has reported as lost."""
         return self.control.lost if self.control else ()
 
     @property
     def joins_running_run(self) -> bool:
-        """Return whether this rank's group is to join a running run; see `GroupJoin`."""
+        """Return whether this rank's group joins, or has joined, a running run; see `GroupJoin`."""
         return self.registration is not None and not self.registration.begins
 
     @property
@@ -410,12 +410,15 @@ class ParallelState:
     # --- Among all ranks ---------------------------------------------------------------------------------------------
 
     def all_reduce_max(self, numbers: Sequence[int]) -> list[int]:
-        """Return the largest of each number over all live ranks."""
+        """Return the largest of each number over all live ranks, which call it."""
         groups = self.process_groups
         return groups.largest(numbers, groups.live if self.control is not None else groups.original)
 
     def broadcast_text(self, text: str) -> str:
-        """Return rank 0's text on every live rank. All call it; several groups, while none trains."""
+        """Return rank 0's text on every live rank; in a group that has joined on its own, that of its first rank.
+
+        All call it; several groups while they are synchronized.
+        """
         if self.is_synchronous:
             return self.process_groups.broadcast_text(text, self.compute_group)
         if self.control is None:
@@ -430,7 +433,7 @@ class ParallelState:
     def broadcast_from_recorder(self, tree: Any) -> Any:
         """Return the recorder's tree of plain values and tensors on all live ranks; each its own if that one has died.
 
-        Each byte is sent as a number: the tree should be small.
+        All call it. Each byte is sent as a number: the tree should be small.
         """
         packed, buffer = pack(tree)
         mine = msgspec.msgpack.encode((packed, bytes(buffer.numpy()))) if self.is_recorder else b""

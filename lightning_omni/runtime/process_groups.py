@@ -126,7 +126,7 @@ class ProcessGroups:
 
     @property
     def original(self) -> Any:
-        """Return the default process group as it was found: of all ranks, including those lost since."""
+        """Return the default process group as it was found: of all launched ranks, including those lost since."""
         if self._found is None:
             self._found = dist.group.WORLD
         return self._found
@@ -148,7 +148,7 @@ class ProcessGroups:
         return live
 
     def make(self, topology: Topology, gather: Gather | None = None, stays: bool = False) -> None:
-        """Create the process groups of a topology, unless all ranks have them. All live ranks call it.
+        """Create this rank's process group of a topology, unless all ranks have theirs. All live ranks call it.
 
         ``gather`` exchanges numbers, by default over the original process group. With ``stays`` the groups are kept to
         the end of the run.
@@ -496,7 +496,7 @@ def _tensor_of(data: bytes, like: Tensor) -> Tensor:
 
 
 def is_of_a_loss(error: BaseException) -> bool:
-    """Return whether a collective has failed because another rank, or its link, is gone."""
+    """Return whether an error of a collective, by its words, is due to a rank or link that is gone."""
     signs = ("connect", "network", "socket", "broken pipe", "timed out", "timeout")
     return is_of_a_collective(error) and any(sign in str(_raised_first(error)).lower() for sign in signs)
 

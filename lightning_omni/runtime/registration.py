@@ -32,7 +32,7 @@ _UNSAVED = "unsaved"
 
 
 def comes_back_to() -> tuple[str, int]:
-    """Return the run that evicted this group, and how often in a row it has rejoined; or "" and 0."""
+    """Return the run that evicted this group, and how often in a row it rejoins, with this time; or "" and 0."""
     name, count, *_ = [*os.environ.get(COMES_BACK, "").split(" "), ""]
     return name, int(count or 0)
 
@@ -164,7 +164,6 @@ def ask_for_all(broadcast_text: Callable[[str], str], asks: bool, ask: Callable[
 
 
 def _check_same(run: str, options: WorldOptions) -> None:
-    """Raise `Refused` if a group would rejoin another run than the one that evicted it."""
     from lightning_omni.server.membership.roster import origin
 
     name, _ = comes_back_to()

@@ -38,7 +38,7 @@ class ServerSnapshot(NamedTuple):
 
     Attributes:
         parts: for each optimizer ``{"weights": {name: tensor}, "state": {...}, "clock": 0, "method": {...}}``.
-        groups: for each group, the state that was gathered from it.
+        groups: for each group, the state gathered from it since the last snapshot.
     """
 
     cut: SnapshotId
@@ -155,7 +155,7 @@ class Route(NamedTuple):
     """The way of one kind of request to the servers and back.
 
     Attributes:
-        of: the layout of all parameters and the number of the forming of groups for which it was found.
+        of: the layout of all parameters and the `ParallelState.generation` for which it was found.
         split: division of all parameters over the servers.
         part: division of the requested fragment.
         coded: the encoded answer; None if the tensors are received as they are.
@@ -171,7 +171,7 @@ class Route(NamedTuple):
 
 
 class Traffic:
-    """The time and the bytes of all exchanges of a run so far; ``clock`` is that of the device of the weights.
+    """The time and bytes of this rank's exchanges in a run; ``clock`` is that of the device of the weights.
 
     Attributes:
         moved: bytes of tensors to and from the server or other groups; only ranks that exchange move any.
@@ -185,7 +185,7 @@ class Traffic:
 
     @property
     def seconds(self) -> float:
-        """Return the time spent in exchanges, once the device has ended the last one."""
+        """Return the time spent in exchanges, after waiting for the device to end the last one."""
         while self._spans:
             self._seconds += self._clock.wait(*self._spans.pop())
         return self._seconds
@@ -224,7 +224,7 @@ class ServerExchange:
         """Perform an action of the group's core for one optimizer, and return the answer.
 
         Raises:
-            NonFiniteGradients: the server refused too many pushes in a row.
+            NonFiniteGradients: the server refused too many of the group's pushes in a row.
         """
         match action:
             case ServerRequest(waits=False):
@@ -277,7 +277,7 @@ class ServerExchange:
         return route
 
     def _part_of_member(self, ask: ServerRequest) -> ServerRequest:
-        """Return this member's request, with the note measured by the leader; leased data only on the leader."""
+        """Return this member's request, with the leader's note; only the leader reports on leases."""
         need = ask.need
         if isinstance(need, Exchange) and need.note:
             note = msgspec.msgpack.decode(self.members.broadcast_bytes(msgspec.msgpack.encode(need.note)), type=float)
@@ -442,7 +442,7 @@ class ServerExchange:
         return self._travels is None
 
     def _free_connections(self) -> Requests:
-        """Return the data connections, once the answer of an exchange in flight has been received."""
+        """Return the data connections, after receiving the answer of an exchange in flight."""
         requests = self._servers()
         if self._travels is not None:
             ask, self._travels = self._travels, None

@@ -218,7 +218,7 @@ class RunServer:
         self._shares, self._dismissed, self._failure = {}, [], None
 
     def find(self, broadcast_text: Callable[[str], str]) -> tuple[str, bytes, str]:
-        """Return address, key and a name for the run, which rank 0 sends to all, except a key that they have.
+        """Return address, key and a name for the run on all ranks, which call it; a key that they have is not sent.
 
         Raises:
             ConfigurationError: there is no server, and none could be started.

@@ -1,4 +1,4 @@
-"""Clocks for devices that the host runs ahead of: it returns from an operation that the device has yet to begin."""
+"""Clocks of the host, and of devices that it runs ahead of: operations return before the device begins."""
 
 from __future__ import annotations
 
@@ -48,6 +48,5 @@ def clock_of(device: torch.device) -> Clock:
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until a CUDA device has completed the current stream."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

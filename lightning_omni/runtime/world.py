@@ -63,7 +63,7 @@ _END = "the end of training"
 
 
 class World(ParallelState):
-    """The compute groups of a run, as seen from this rank. Create it after ``torch.distributed.init_process_group``.
+    """The compute groups of a run, as seen from this rank. All ranks create one after ``init_process_group``.
 
     With Lightning, use `OmniStrategy`. A loop needs `wrap`, `training`, `enter_world`, `enter_compute` and perhaps
     `regroup` or `attach_head`; the other methods are for `OmniStrategy`.
@@ -83,6 +83,7 @@ class World(ParallelState):
 
     Raises:
         ConfigurationError: an argument is wrong, or not the same on all ranks.
+        RankLost: an earlier loop has lost ranks.
 
     Example:
         A loop run by ``torchrun --nproc-per-node 4 train.py``; :doc:`/how-to/loops` has one with epochs and
@@ -159,13 +160,13 @@ class World(ParallelState):
         names: Callable[[], Mapping[Parameter, str]] = dict,
         outside: Collection[Parameter] = (),
     ) -> int:
-        """Attach an optimizer, before training begins, and return its number.
+        """Attach an optimizer, before groups are formed, and return its number.
 
         ``parameters`` are its exchanged parameters by name, ``outside`` its others; ``names`` returns the present names
         of all the model's parameters.
 
         Raises:
-            UnsupportedError: a parameter is in another optimizer already.
+            UnsupportedError: groups cannot train a parameter, or another optimizer has it.
         """
         if self.options.is_sharded:
             exchanged = {
@@ -180,10 +181,10 @@ class World(ParallelState):
     def attach_head(self, name: str, model: Module, optimizers: Sequence[Optimizer]) -> RemoteHead:
         """Attach the submodule ``name`` of the whole ``model`` as a merged head, before training begins.
 
-        One of the optimizers holds all its parameters; `attach` attaches that optimizer, too.
+        One of the optimizers holds all its parameters; `attach` takes that optimizer's others.
 
         Raises:
-            ConfigurationError: the submodule cannot be merged.
+            OmniError: the submodule cannot be merged.
         """
         refuse_pairs(self.method, {**self.options.features, "merged": f"merged={name!r}"})
         module = check_mergeable(name, model)
@@ -211,7 +212,7 @@ class World(ParallelState):
         self.core.detach_all()
 
     def begin(self) -> None:
-        """Begin training, on every rank; with several groups, join the server and send it the recorder's weights."""
+        """Begin training, on every rank; several groups join the server, which gets the recorder's weights."""
         self.connection.open()
         self.is_finished, self.is_begun = False, True
         self.steps, self.core.last_answer, self.exchange.traffic = 0, LastAnswer(), Traffic(clock_of(self.device))
@@ -239,7 +240,7 @@ class World(ParallelState):
         return self.late_group.take_part()
 
     def agree_on_recorder(self) -> None:
-        """Agree on the recorder, which may change while groups compute. All members of the group call it."""
+        """Agree in a sharded group whether it has the recorder, which may change meanwhile. All members call it."""
         if self.registration is not None and self.share is not None and self.is_computing:
             self._is_with_recorder = self.exchange.members.broadcast_bytes(str(self.is_recorder).encode()) == b"True"
 
@@ -258,11 +259,12 @@ class World(ParallelState):
 
     @contextmanager
     def training(self) -> Iterator[World]:
-        """Provide the context for a training loop without Lightning. At its end every rank has the weights to evaluate.
+        """Provide the context for a training loop without Lightning. All ranks enter it.
 
-        It starts the server. Buffers (BatchNorm's statistics) stay each rank's own; `enter_world` with the model merges
-        them. Inside, `torch.distributed` and any DistributedSampler created there see the ranks of this compute group:
-        to divide samples among all ranks, create the sampler before.
+        Several groups start or join the server. At the end every rank has the weights to evaluate, and one state of
+        each optimizer. Buffers (BatchNorm's statistics) stay each rank's own; `enter_world` with the model merges them.
+        Inside, `torch.distributed` and any DistributedSampler created there see the ranks of this compute group: to
+        divide samples among all ranks, create the sampler before.
 
         Raises:
             UnsupportedError: a wrapped optimizer steps by itself while groups exchange; DDP over ranks of several
@@ -389,7 +391,7 @@ class World(ParallelState):
             self._leaving.check()
 
     def _share_weights(self) -> None:
-        """Copy rank 0's weights to all ranks: the module may be unwrapped.
+        """Copy rank 0's trained, unsharded weights to all ranks of several groups: the module may not be wrapped.
 
         Raises:
             ConfigurationError: the optimizers of another rank hold other parameters.
@@ -401,7 +403,6 @@ class World(ParallelState):
             take_from_rank_zero(named for part in self.parts for named in part.replica.parameters.items())
 
     def _check_wrapped(self) -> None:
-        """Raise `ConfigurationError` if ranks have other buffers or frozen weights in a module that is not wrapped."""
         if not self.executor.exchanges or self.options.is_sharded:
             return
         trained = {each for part in self.parts for each in part.replica.ordered}
@@ -430,7 +431,7 @@ class World(ParallelState):
             self._leaving.step_done()
 
     def explain(self, error: BaseException) -> None:
-        """Name another rank's failure in this error, if it is the cause. Call it before `fail`."""
+        """Name in an error of a collective the failure behind it, if reported within `LEARN`. Call it before `fail`."""
         if not is_of_a_collective(error):
             return
         if self.control is None:
@@ -452,7 +453,10 @@ class World(ParallelState):
         self.abandon_groups()
 
     def close(self) -> None:
-        """Leave the run in good order, stop the embedded server, and restore the default process group."""
+        """Leave the run in good order, and stop the embedded server. All live ranks call it.
+
+        The default process group is then the original one, or the survivors'.
+        """
         self.residuals.warn_of_remainder()
         groups, after = self.process_groups, self.process_groups.original
         try:
@@ -485,7 +489,7 @@ class World(ParallelState):
 
     @torch.inference_mode(False)  # an evaluation may be in it, and what is kept here is written outside of it
     def enter_compute(self) -> None:
-        """Train each group separately from here, at the start of an epoch or after a validation inside it.
+        """Train each group separately from here, at an epoch's start or after a validation. All ranks call it.
 
         Raises:
             ConfigurationError: this is outside ``with world.training():``.
@@ -502,12 +506,12 @@ class World(ParallelState):
 
     @torch.inference_mode(False)
     def enter_world(self, module: Module | None = None) -> None:
-        """Synchronize the groups: every rank gets the weights to evaluate. This waits for all ranks.
+        """Synchronize the groups: every rank gets the weights to evaluate. All ranks call it; it waits for them.
 
         Tensors that no optimizer moves become the same on all ranks: running statistics and the parameters of a
-        `torch.optim.swa_utils.AveragedModel` are averaged over the groups; other buffers, and other parameters that
-        were written, become rank 0's. Groups with weights of their own get these back in `enter_compute`. If any rank
-        of several groups ``wants_stop``, ``on_stop`` is called on all.
+        `torch.optim.swa_utils.AveragedModel` are averaged over the groups, counts of batches become the largest, and
+        other buffers, and other parameters that were written, rank 0's. Groups with weights of their own get these back
+        in `enter_compute`. If any rank of several groups ``wants_stop``, ``on_stop`` is called on all.
 
         Args:
             module: the model, with all that belongs to it (its average, for example); with None each group keeps its
@@ -527,10 +531,9 @@ class World(ParallelState):
             self.on_stop()
 
     def wrap(self, module: Module, **ddp_options: Any) -> Module:
-        """Wrap a module in DistributedDataParallel over the compute group, with rank 0's initial weights.
+        """Wrap a module in DistributedDataParallel over the compute group, with rank 0's weights. All ranks call it.
 
-        In a group of one rank, and where members hold the model together, the module itself is returned, in the latter
-        case sharded.
+        In a group of one rank, and where members hold the model together (sharded), the module itself is returned.
 
         Args:
             module: the model.
@@ -549,7 +552,7 @@ class World(ParallelState):
         return module if self.options.is_sharded else self.wrapper.wrap(module, ddp_options)
 
     def broadcast_initial(self, module: Module) -> None:
-        """Copy the parameters and buffers of rank 0 to all ranks: see `ModelWrapper.broadcast_initial`."""
+        """Broadcast parameters and buffers: see `ModelWrapper.broadcast_initial`."""
         self.wrapper.broadcast_initial(module)
 
     # --- Regrouping --------------------------------------------------------------------------------------------------
@@ -589,10 +592,11 @@ class World(ParallelState):
                 None forms groups in the order of ranks.
 
         Returns:
-            The trained ranges of the epoch, if there is one group from here on.
+            The trained ranges of the epoch's positions, if several groups become one.
 
         Raises:
             ConfigurationError: ``groups`` is out of range, or this is outside `training`.
+            UnsupportedError: the groups have joined on their own.
         """
         self.check_regroup(groups)
         groups = plain(groups)

@@ -22,7 +22,7 @@ class Admission:
     """The service that admits ranks and their data connections.
 
     ``data_port`` returns the port of the data socket; ``standing`` for how many seconds ranks look for a server that is
-    gone, the updates so far, and the start time in ms.
+    gone, the updates in its weights, and the start time in ms.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Admission:
 
     @property
     def attached(self) -> set[Peer]:
-        out = self._roster.gone, self._roster.lost  # a server with a partition receives the dead in the latter only
+        out = self._roster.gone, self._roster.lost  # on servers other than 0, dead ranks are in the latter only
         return {peer for peer, rank in self._attached.items() if not any(rank in ranks for ranks in out)}
 
     def find(self, channel: m.Channel, peer: Peer) -> Member | None:

@@ -1,7 +1,7 @@
 """Collectives of all live ranks: each contributes bytes and receives those of all.
 
 Rule 1: a collective is complete when every *live* rank has contributed; it does not wait for dead ranks.
-Rule 2: all ranks must call the same collective; two different ones at the same point end the run with a clear message.
+Rule 2: all ranks must call the same collective; two different ones at the same point end the run.
 Rule 3: a rank may have a few open at a time.
 """
 
@@ -109,10 +109,7 @@ Forward = Callable[[Sender, bytes, Payload], list[Out]]
 
 
 class CollectiveService(Service):
-    """The service that gathers contributions of all live ranks.
-
-    ``forward`` handles control messages that arrived on the data channel.
-    """
+    """The service that gathers contributions of all live ranks."""
 
     def __init__(self, run: RunContext, training: Training, forward: Forward) -> None:
         self._roster, self._journal, self._epochs = run.roster, run.journal, run.epochs

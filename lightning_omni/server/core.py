@@ -62,9 +62,9 @@ class ServerCore:
         journal: takes the decisions since the state was saved.
         reconnect_timeout: seconds for which ranks look for this server when it is gone; 0 if no other continues.
         resumed: whether it has continued the run of an earlier server.
-        on_save: called with the number of the save, on a server that holds a partition, when all must save.
+        on_save: called with the number of the save, on servers other than 0, when all must save.
         on_run_over: called on such a server at the end of the run, before it forgets the run.
-        data_port: port reported to every admitted rank; the driver sets it.
+        data_port: port of the data socket, reported to every admitted rank; the driver sets it.
         about: returns a description of the server's process for observers; the driver sets it.
         started_at_ms: see `lightning_omni.wire.messages.Welcome`; the driver sets it.
         strangers: refused messages that were malformed or whose sender had not been admitted, and connections that the
@@ -181,7 +181,8 @@ class ServerCore:
         """Return the size of a data message's payload, before memory is allocated for it.
 
         Raises:
-            ProtocolError: this peer may not send the message, or not this many bytes.
+            ProtocolError: this peer may not send the message, or not this many bytes. With several servers, all refuse
+                their parts.
         """
         try:
             return self._router.check_payload(peer, message)
@@ -257,7 +258,7 @@ class ServerCore:
         return []
 
     def _sent(self, out: list[Out]) -> list[Out]:
-        """Return the messages to send; a server that holds a partition has no control connections to ranks."""
+        """Return the messages to send; only server 0 has control connections to ranks."""
         out = [each for each in out if each.peer]  # ranks that have not reconnected have no peer
         if self.replication.number:
             out = [each for each in out if each.channel == m.DATA]
@@ -360,10 +361,7 @@ class ServerCore:
 
     @property
     def peers(self) -> list[Peer]:
-        """Return the control connections of ranks that have not left, of other servers, and of observers.
-
-        Groups that have requested rank numbers stay included: the end of their connections must be noticed.
-        """
+        """Return the control connections of ranks that have not left, other servers, observers, joining groups."""
         if self.replication.number:
             return []
         watching = self._observers.peers + self.roster.numbers.peers

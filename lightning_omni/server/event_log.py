@@ -34,11 +34,11 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         kind: ``"seed"``: the server received weights, for existing groups; ``"form"``: other groups were formed on the
             same weights; ``"restructure"``: a group's optimizer changed to other parameter groups, or more parameters;
             ``"push"``; ``"expire"``: the method continued at a time that it had requested; ``"train"``: a group has
-            begun to train batches that no push has reported; ``"fetch"``: a group read the master weights outside an
+            trained batches that no push has reported; ``"fetch"``: a group read the master weights outside an
             exchange; ``"rest"`` (idle), ``"resume"``, ``"retire"`` (evicted): see `lightning_omni.methods.ServerSide`;
             ``"leave"``: a rank left in order, and its group with it; ``"join"``: a group joined.
         read_at: for a push, the clock of the weights that it was computed from.
-        clock: updates in the master weights after the event.
+        clock: updates in the optimizer's master weights after the event.
         refused: whether the push was refused.
         epoch: for a push, training or fetch, the epoch; -1 if its data is not leased.
         spans: for the same, the positions trained since the last such event, one range per batch; at a merged head,
@@ -197,7 +197,7 @@ class EventRecorder:
     def push(
         self, group: int, message: m.PushMessage, refused: bool, elsewhere: tuple[tuple[bool, ...], ...] = ()
     ) -> None:
-        """Record a push before the epoch counts its batches as trained; ``elsewhere`` is as in `Sender`."""
+        """Record a push, which the epoch must not have counted yet; ``elsewhere`` is as in `Sender`."""
         if self.record is None:
             return
         self.note(

@@ -1,15 +1,15 @@
 """Several servers that hold a partition of the parameters each and act as one; or one server, on its own.
 
 Every server runs the whole state machine of training on its partition. Server 0 coordinates: ranks join it, and it
-sends the others each event and the next request, which all handle in the same order. So clocks, staleness and the
-decisions of a method are the same at all servers, and every moment between two requests is a consistent cut.
+sends the others commands, which all execute in the same order. So clocks, staleness and the decisions of a method are
+the same at all servers, and every moment between two requests is a consistent cut.
 
 Rule 1: a request of a rank has one part for each server. Either all servers handle it, once all parts have arrived, or
 none does: a push that is not finite in one part, that a server refuses, or whose leader dies before all parts arrive.
 Rule 2: the coordinator alone decides this. A leader may die at any moment, and no server waits for it.
 Rule 3: if other ranks may act at the other servers upon an answer of the coordinator, it is sent once these servers
 have executed the commands.
-Rule 4: where each member of a group has its own partition, the parts arrive from different ranks, and count as those of
+Rule 4: where the members of a group hold a shard each, the parts arrive from different ranks, and count as those of
 their leader.
 Rule 5: the loss of a server is the loss of its partition, and ends the run. If all servers save their states, new
 servers continue from the last save, which is of one moment.
@@ -31,7 +31,7 @@ from lightning_omni.wire.handshake import Challenges, server_mac
 from lightning_omni.wire.messages import servers as sm
 
 COORDINATOR: Peer = b"\0coordinator"
-"""The connection of a server to the coordinating server, for the former's driver."""
+"""The coordinating server, as the peer of another one's messages."""
 MOST_HELD = 16
 """The most requests of one rank that may wait for further parts."""
 
@@ -60,7 +60,7 @@ class Replication(Service):
     number: int = 0
 
     def begin(self, end: Callable[[str], list[Out]], live: Callable[[], Container[int]]) -> None:
-        """Prepare for a run: ``end`` ends it for a reason, ``live`` returns its participating ranks."""
+        """Prepare for a run, and end the last one at other servers; ``end`` ends a run, ``live`` returns its ranks."""
 
     def send_to_all(self, message: sm.ServerCommand) -> None:
         """Send a command to the other servers, which execute it after all earlier ones."""
@@ -408,7 +408,7 @@ class Coordinator(_PartitionedReplication):
 
 
 class Follower(_PartitionedReplication):
-    """A server that holds a partition and executes the coordinator's commands."""
+    """A server other than 0, which executes the coordinator's commands."""
 
     IN_PARTS: ClassVar[tuple[type[m.Message], ...]] = (
         m.Attach,

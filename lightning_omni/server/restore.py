@@ -65,7 +65,7 @@ class Restore:
         self._collective_service, self._validation_service = synchronization, evaluations
 
     def state(self) -> dict[str, Any]:
-        """Return the state as plain values and live tensors; call this between two messages only."""
+        """Return the state; see `ServerCore.state`."""
         services = {type(each).__name__: each.state() for each in self._services}
         return {
             "name": STATE,

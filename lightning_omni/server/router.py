@@ -51,7 +51,7 @@ class Role(Enum):
     RECORDER = auto()
     """The recorder: rank 0, or the lowest live rank where groups join on their own."""
     FOLLOWER = auto()
-    """A server that holds a partition of the parameters, and is no rank."""
+    """A server other than the coordinating one."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def types_on(channel: m.Channel, rows: Iterable[Row] = TABLE) -> tuple[type[m.Me
 
 
 class Router:
-    """The router of messages to services, one of each type in the table.
+    """The router of messages to ``services``, one of each type that the rows name.
 
     Raises:
         ValueError: a message has two rows, or a row has no service.

@@ -62,7 +62,7 @@ class Service:
         """Add a group; the others are unchanged."""
 
     def evict(self, group: int, lost: bool) -> list[Out]:
-        """Remove a group, and return the answers that waited for it. Unless ``lost``, a rank of it leaves in order."""
+        """Remove a group, which is ``lost`` or left by one of its ranks; return the answers that waited for it."""
         return []
 
     def resolve_pending(self) -> list[Out]:

@@ -37,7 +37,7 @@ class StatusService(Service):
         handled: returns the number of handled pushes, including those of earlier groups.
 
     Attributes:
-        total_serve_time: duration of all pushes in seconds.
+        total_serve_time: seconds spent on all ``pushes`` of the run by this process.
     """
 
     def __init__(
@@ -180,10 +180,7 @@ class Observers:
         return peer in self._admitted
 
     def admit(self, peer: Peer, proof: m.ObserverProof) -> bytes:
-        """Admit an observer that holds the key, and return the server's proof.
-
-        Beyond `MOST_OBSERVERS`, the one admitted first loses its admission.
-        """
+        """Admit an observer that holds the key, and return the server's proof."""
         hello, challenge = self.challenges.proved(peer, proof.mac, lambda _: self._key)
         self._admitted[peer] = None
         while len(self._admitted) > MOST_OBSERVERS:

@@ -1,7 +1,4 @@
-"""Training: the merging of pushes and the answers to them. No group waits for an idle one.
-
-Rule: the outgoing weights are the live ones: the server's driver sends (or copies) them before the next message.
-"""
+"""Training: the merging of pushes and the answers to them. No group waits for an idle one."""
 
 from __future__ import annotations
 
@@ -48,8 +45,8 @@ class Training(Service):
     """The service that merges and answers pushes.
 
     Attributes:
-        handled: number of each group's pushes since groups were formed, refused ones included.
-        pushes: number of all pushes to this process.
+        handled: number of each group's pushes since groups were formed, those not applied included.
+        pushes: number of all pushes of this run to this process.
     """
 
     def __init__(self, run: RunContext, admission: Admission) -> None:
@@ -284,7 +281,7 @@ class Training(Service):
     # --- Idle groups -------------------------------------------------------------------------------------------------
 
     def idle(self, rank: int) -> list[Out]:
-        """Mark a leader's group as waiting for others, so that no rank waits for its pushes; ignore other ranks."""
+        """Mark a leader's group as idle, and return the answers that waited for its pushes; ignore other ranks."""
         if not self._roster.formed.is_leader(rank):
             return []
         self._replication.send_to_all(sm.IdleLeader(rank=rank))

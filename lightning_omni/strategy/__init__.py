@@ -9,7 +9,7 @@ namespace gives it an accelerator, the object switches to a class with the other
 Classes of callbacks get the base classes of both namespaces.
 
 This package registers the name "omni" when both it and a namespace are imported, in any order. It never imports
-Lightning before an object is made: the import takes seconds, and the parameter server's process does not need it.
+Lightning before an object is made: the import takes seconds, and the server's process does not need it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _rooms: list[str] = []
 
 
 def follow(room: str) -> None:
-    """Import a subpackage's module, such as ``"strategy"``, for each namespace that is imported, now or later."""
+    """Import a subpackage's module for each namespace that is imported, now or later, such as ``"strategy"``'s."""
     if room not in _rooms:
         _rooms.append(room)
     if not any(isinstance(finder, _FollowImports) for finder in sys.meta_path):

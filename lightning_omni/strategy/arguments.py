@@ -41,7 +41,7 @@ GROUPS, METHOD, DATA = "LIGHTNING_OMNI_GROUPS", "LIGHTNING_OMNI_METHOD", "LIGHTN
 SERVER = "LIGHTNING_OMNI_SERVER"
 _PREFIX = "LIGHTNING_OMNI_"
 _SPELLING = 0.75
-"""How alike a misspelt variable is to one that is read. Kubernetes' LIGHTNING_OMNI_SERVER_PORT of a Service is not."""
+"""Least ratio of difflib for a misspelt variable; that of Kubernetes' LIGHTNING_OMNI_SERVER_PORT is lower."""
 
 _DATA: tuple[Literal["dynamic"], Literal["static"]] = ("dynamic", "static")
 _NAMES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -93,13 +93,13 @@ class Checkpoints:
         is_folder: bool = False,
         is_alone: bool = False,
     ) -> dict[str, Any]:
-        """Return the module's state with the evaluated weights; of a mean see `CheckpointHooks.module_state`.
+        """Return the module's state with the evaluated weights; for means see `CheckpointHooks.module_state`.
 
         At a synchronization point all ranks call it, and the states that only groups hold are collected. At other
         times, or if this rank has failed (``is_alone``), the recorder saves its own state and the server's.
 
         ``read`` returns the module's state, while it holds these weights; ``version`` is the validation whose weights
-        are saved, None for the present ones; with ``is_folder`` each member of the recorder's group saves its own
+        are saved, None for the present ones; with ``is_folder`` each rank of the recorder's replica saves its own
         shards.
         """
         # The others compute already when a group enters the run.
@@ -160,7 +160,7 @@ class Checkpoints:
         epochs: EpochDriver,
         tensors: dict[str, Any] | None = None,
     ) -> None:
-        """Add the state of server and groups to a checkpoint, in place; to ``tensors`` where members save shards."""
+        """Add the state of server and groups to a checkpoint, in place; to ``tensors`` where ranks save shards."""
         snapshot, self._snapshot = self._snapshot, None
         groups, more = len(world.topology.alive), dict[str, Any]()
         samples = 0 if epochs.leases is None else epochs.leases.dataset_size
@@ -199,7 +199,7 @@ class Checkpoints:
         path: Path,
         epochs: EpochDriver,
     ) -> None:
-        """Save a checkpoint, changed in place, of which each member of the recorder's group writes its shards."""
+        """Save a checkpoint, changed in place, of which each rank of the recorder's replica writes its shards."""
         tensors: dict[str, Any] = {}
         self.complete(world, checkpoint, epochs, tensors)
         names = names_of(module)

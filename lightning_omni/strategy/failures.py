@@ -23,7 +23,7 @@ class Failures:
         self.at: str | None = None
 
     def note(self, exception: BaseException) -> None:
-        """Note the error with which the fit ends, before callbacks receive it and perhaps save.
+        """Note an error that ends the fit, before callbacks receive it and perhaps save; prepare to rejoin if evicted.
 
         If a callback raises another one, Lightning does not call ``on_exception``.
         """
@@ -38,7 +38,7 @@ class Failures:
             end_in_one_line(exception)
 
     def report(self, exception: BaseException) -> None:
-        """Report this rank's error to the others, after callbacks have received it."""
+        """End this rank's run, and report its error to the others, after callbacks have received it."""
         parts = self._parts
         if self._ends_with_all(exception):
             parts.reporting.ask(self._parts.world)

@@ -51,7 +51,7 @@ class Grouping:
     """The compute groups of a fit.
 
     Attributes:
-        has_had_groups: whether this process has trained in one of several groups, in any fit.
+        has_had_groups: whether this rank has trained in one of several groups, in any fit.
     """
 
     def __init__(self, parts: SharedParts, ddp_options: dict[str, Any], wrap: Callable[[], None]) -> None:
@@ -314,7 +314,7 @@ class OneGroup:
         """Reject features of this fit that do not work with this grouping."""
 
     def stepped(self, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer that the precision plugin steps instead of the user's."""
+        """Count a step, and return the optimizer that the precision plugin makes it with."""
         self._parts.world.steps += 1
         return optimizer
 

@@ -347,7 +347,7 @@ def _in_words(config: Any) -> str:
 
 
 def _sampled(scheduler: Any) -> list[list[tuple[int, float]]]:
-    """Return counts and values there of the functions of a scheduler, whose state does not contain them."""
+    """Return, for each function of a scheduler, which its state lacks, some counts and the values there."""
     return [_values(function, (0, 1, count, count + 1)) for function, count in _functions(scheduler)]
 
 
@@ -449,7 +449,7 @@ def _as_here(own: Any, value: Any) -> Any:
 
 
 def _like(own: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a scheduler's state as before it was sent: a Counter is sent as a dict."""
+    # A Counter is sent as a dict.
     return {name: Counter(value) if isinstance(own.get(name), Counter) else value for name, value in state.items()}
 
 
@@ -522,7 +522,7 @@ class Rejoining:
         return self.is_armed
 
     def start_again(self) -> None:
-        """Restart this process's command after a wait, unless Ctrl-C ends the wait."""
+        """Kill all child processes, wait, and restart this process's command, unless Ctrl-C ends the wait."""
         wait = min(LONGEST_WAIT, 2.0**self._count)
         _log.warning(
             "%s. The group joins again in %.0f s, as a new one (number %d in a row): this process starts `%s` again",

@@ -164,7 +164,7 @@ class Signals:
     def _requeue(self) -> None:
         """Save from the recorder's group and have the recorder requeue the job, as Lightning does.
 
-        A group that has joined saves nothing: the run's state is at the server.
+        A group that has joined saves nothing, as the run's state is at the server, and requeues its own job.
         """
         self._requeued = True
         assert self._world is not None
@@ -205,7 +205,7 @@ class Signals:
         self._progress = math.inf
 
     def _watch(self) -> None:
-        """Send this rank's signals, warn about long waits in user collectives, and exit if blocked after SIGTERM."""
+        """Pass on signals, warn about long waits in user collectives, and exit if blocked after SIGTERM."""
         trainer, world, since, has_said = self._trainer, self._world, math.inf, False
         while self._watcher is threading.current_thread() and world is not None and trainer is not None:
             time.sleep(_POLL_SECONDS)

@@ -50,7 +50,7 @@ class Served(Protocol):
         """Notify the other ranks that the rank that owns this server has ended, unless the run has."""
 
     def close(self) -> None:
-        """Stop listening once the last messages are sent."""
+        """Stop listening; queued messages have a short time to be sent."""
 
 
 def allowed(core: ServerCore, channel: m.Channel, peer: Peer, data: bytes | memoryview, nbytes: int) -> m.Message:
@@ -138,8 +138,8 @@ class Transport(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
             world_size: number of ranks; 0 if this one was not announced and joins a running run, under its own number.
             layout: the parameters of all optimizers; every rank must have the same.
             on_end: called, perhaps from another thread, when this rank must stop.
-            silence: seconds without a sign of life after which the server may end the connection, if the transport can
-                send such signs without Python; 0 for never.
+            silence: seconds without a sign of life after which the server evicts the rank, if the transport can send
+                such signs without Python; 0 for never.
 
         Raises:
             ConnectionLost: the server cannot be reached.

@@ -88,7 +88,7 @@ class AllReduce(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
         return self.nbytes(shapes) / (4 * sum(map(math.prod, shapes)))
 
     def average(self, gradients: Sequence[Tensor], keys: Sequence[Hashable], memory: Memory) -> Steps:
-        """Average a member's gradients, of one device and dtype, with those of the others, in place.
+        """Return the steps that average a member's gradients, of one device and dtype, in place.
 
         ``keys`` are those of the parameters in ``memory``.
         """
@@ -285,7 +285,7 @@ class Compression:
     `lightning_omni.wire.formats.Int8`. With one group, ``push`` and ``pull`` have no effect.
 
     Args:
-        push: format of pushes. The residual of a lossy format is added to the group's next push.
+        push: format of pushes, whose residual is added to the group's next push; and of weights sent to other groups.
         pull: format of the server's answers.
         all_reduce: format in which the members of a group average their gradients: ``"fp32"``, as
             DistributedDataParallel does; ``"bf16"`` or ``"fp16"``; ``"powersgd:4"``, each matrix of gradients as the

@@ -157,7 +157,8 @@ class Journal:
 
     Attributes:
         write: function that takes each entry; None while nothing is saved.
-        is_due: whether to save the state soon, because of a change that the journal does not contain.
+        is_due: whether to save the state soon.
+        saves: number of saves that this server has completed.
     """
 
     def __init__(self) -> None:

@@ -102,7 +102,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     Attributes:
         version: number of times that entries were added.
         first: entries in the first version, which fragments divide; 0 if this is the first.
-        division: how a group's members share these tensors, as text; empty if each member exchanges all.
+        division: how a group's members share these tensors, as text; empty if each member holds all.
         servers: number of servers; each holds a share of these tensors, and fragments divide the shares.
 
     Example:
@@ -281,6 +281,7 @@ class Structure(msgspec.Struct, frozen=True):
     """The structure of one optimizer at one time.
 
     Attributes:
+        size: number of parameters.
         groups: each parameter group's indices of parameters, below ``size``; empty if the optimizer steps at the
             workers.
 

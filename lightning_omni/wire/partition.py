@@ -1,8 +1,8 @@
 """Division of one optimizer's parameters, and of their states, over several servers.
 
 Rule 1: both sides derive the same division from layout, number of servers, method and optimizer; it is never sent.
-Rule 2: if method and optimizer treat each element independently, servers hold ranges of equal bytes, and a tensor may
-be cut. Otherwise, or if this is not known, they hold whole parameters.
+Rule 2: if method and optimizer treat each element independently, servers hold ranges of about equal bytes, and a tensor
+may be cut. Otherwise, or if this is not known, they hold whole parameters.
 Rule 3: a cut is at a multiple of 64 elements of its tensor, so that vectors of the processor are not cut, and stepping
 a share is bitwise equal to stepping the whole.
 Rule 4: each server cuts its own share into fragments.

@@ -2,7 +2,7 @@
 
 Inside an epoch they are each group's own. Running statistics of normalization layers, and averages of weights, become
 the mean over the groups, without a group in which they are not finite; counts of batches become the largest.
-All others become those of the recorder's group, as under DDP those of rank 0: a mean of two queues, two codebooks or
+All others become those of the recorder, as under DDP those of rank 0: a mean of two queues, two codebooks or
 two vectors of unit length has no meaning.
 """
 
@@ -86,7 +86,7 @@ def merge(parallel: ParallelState, untrained: Iterable[BufferSync]) -> None:
     """Merge the groups' own tensors, in one order on all ranks, which call it as one process group.
 
     Raises:
-        UnsupportedError: one is sparse, or has another shape on another rank.
+        UnsupportedError: one is sparse, or has another shape or dtype on another rank.
     """
     everything = list(untrained)
     check_dense((each.name, each.tensor) for each in everything)
@@ -159,7 +159,6 @@ def _take_largest(untrained: Sequence[BufferSync]) -> None:
 
 
 def _take_first(parallel: ParallelState, untrained: Sequence[BufferSync]) -> None:
-    """Copy the recorder's tensors to all ranks where they differ."""
     are_one = _are_one(parallel, fingerprints(each.tensor for each in untrained))
     differ = [each for each, is_one in zip(untrained, are_one, strict=True) if not is_one]
     if differ:

@@ -1,8 +1,8 @@
 """Writes of user code during training: to weights, buffers, optimizers and their state.
 
 Rule 1: at a synchronization point, the recorder's written values are copied to all ranks and to the server.
-Rule 2: while several groups train, a write to weights or states is refused in that very step, unless the method steps
-at the workers: then the weights are the group's own, and are exchanged as such.
+Rule 2: while several groups train, a write to trained weights or states is refused in the next step (through ``.data``,
+within eight), unless the method steps at the workers: then the weights are the group's own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lightning_omni.runtime.state.served_state import ServedState
 from lightning_omni.runtime.state.transfer import StateTransfer
 
 _SAMPLED = 1 << 16
-"""Elements of a tensor that a synchronization point compares to detect a write."""
+"""Approximate number of a tensor's elements that a synchronization point compares to detect a write."""
 
 
 class ExternalWrites:
@@ -83,7 +83,7 @@ class ExternalWrites:
         self._buffers_seen, self._others_seen = _marks(self.buffers()), _marks(self.others())
 
     def follow(self) -> None:
-        """Distribute all writes since the last synchronization, before the groups separate. All ranks call it."""
+        """Distribute the recorder's writes since the last synchronization. All ranks call it before groups separate."""
         is_state_written = any(map(self._is_state_written, self._parallel.parts))
         is_other = is_state_written or any(map(self._changed_attribute, self._parallel.parts))
         written = [*self._written(), int(self.switched()), int(is_other)]
@@ -98,7 +98,7 @@ class ExternalWrites:
         self._know_states()
 
     def finish(self) -> None:
-        """Copy the recorder's writes since the last synchronization to all ranks, after training."""
+        """Copy the recorder's writes since the last synchronization to all ranks, which call it after training."""
         weights, loose = self._all_reduce_max(self._written())
         if weights and self._parallel.share is not None:
             self._hand_over(keep_states=True)
@@ -164,8 +164,7 @@ class ExternalWrites:
         self._attributes_seen = {part.optimizer: plain_attributes_of(part.optimizer) for part in served}
 
     def _is_state_written(self, part: Part) -> bool:
-        """Return whether user code wrote the state of an optimizer that steps at the server, and so has none here."""
-        if self._parallel.steps_at_worker:
+        if self._parallel.steps_at_worker:  # otherwise it has none here
             return False
         state: Any = part.optimizer.state
         if isinstance(state, ServedState):

@@ -115,7 +115,7 @@ class RemoteHead:
                 )
 
     def bring(self, tree: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Send the group's batch to the head, and return this rank's rows of each output tensor.
+        """Send the group's batch to the head; return this rank's rows of each output tensor. All members call it.
 
         ``tensors`` replace those of the ``tree`` of arguments and keyword arguments.
         """

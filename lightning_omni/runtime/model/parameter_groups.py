@@ -30,7 +30,7 @@ from lightning_omni.wire.codec import pack
 from lightning_omni.wire.layout import Layout
 
 AGREEMENT_TIMEOUT = timedelta(minutes=5)
-"""The longest wait of a member of a group for the others to change their parameter groups, too."""
+"""The longest wait of a member of a group for another one to change its parameter groups, too."""
 _UNLIKE = (
     "the ranks of one group have changed their optimizers' parameter groups differently, and they train as one: freeze,"
     " unfreeze and add_param_group on all ranks at the same batch"
@@ -173,7 +173,7 @@ class ParameterGroups:
             )
 
     def read_beyond(self) -> None:
-        """Load weights that only other groups train so far, by their names in the model, to evaluate them."""
+        """Load weights that only other groups train, by their names in the model. All ranks call it."""
         sizes = [len(part.replica.ordered) for part in self._parallel.parts]
         if self._parallel.all_reduce_max(sizes) == sizes:
             return
@@ -253,7 +253,6 @@ class ParameterGroups:
     # --- To the server ---------------------------------------------------------------------------------------------
 
     def _check_same_in_group(self, text: str) -> None:
-        """Raise `UnsupportedError` unless all members of the group make this change."""
         parallel = self._parallel
         if len(parallel.members) == 1:
             return

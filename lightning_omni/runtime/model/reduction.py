@@ -64,7 +64,7 @@ class Reduction:
     def install(self, module: Any, group: Any) -> None:
         """Install the hook by which DDP averages a wrapped module's gradients in the present format.
 
-        The exact format needs none, nor does a group of one.
+        The exact format needs none, nor does a group of one; the memory is then cleared.
         """
         if not isinstance(module, DistributedDataParallel):
             self._wrapped = []
@@ -83,8 +83,8 @@ class Reduction:
     def check_reduced(self, parameters: Collection[Parameter]) -> None:
         """Raise torch's error if a backward pass has left gradients unaveraged, for which other members wait.
 
-        torch would find it in the next forward pass, after the exchange. Modules without these ``parameters`` are left
-        out: their backward pass may still follow.
+        torch would find it in the next forward pass, after the exchange. Of several modules, those without these
+        ``parameters`` are left out: their backward pass may still follow. All members call it.
         """
         wrapped = [module for each in self._wrapped if (module := each()) is not None]
         for module in wrapped:
@@ -141,7 +141,7 @@ def timed_part(items: Iterable[T], nbytes: Callable[[T], int]) -> list[T]:
 def seconds_of_arithmetic(format_: AllReduce, shapes: Iterable[Sequence[int]], device: torch.device) -> float:
     """Return the seconds that a rank computes to average its gradients once, without communication.
 
-    The largest ``shapes`` that fit into `TIMED_BYTES` are timed, and the others extrapolated.
+    The largest ``shapes`` that fit into `TIMED_BYTES` are timed, and the others extrapolated; 0 if none fits.
     """
     shapes = list(shapes)
     timed = [torch.ones(tuple(shape), device=device) for shape in timed_part(shapes, lambda each: 4 * math.prod(each))]
@@ -195,7 +195,7 @@ def seconds_of_push(optimizer: Optimizer) -> float:
 
     On the CPU, in one thread, it copies the gradients, steps a copy of the optimizer, and copies the weights. The
     largest parameters that fit into `TIMED_BYTES` are timed, and the others extrapolated. The result is 0 if no server
-    can run the optimizer, or not without its state, or no parameter is trained.
+    can run the optimizer, or not without its state, or no trained parameter fits.
     """
     every: list[Tensor] = [each for each in held_by(optimizer) if each.requires_grad]
     timed = timed_part(every, lambda each: each.nbytes)

@@ -1,4 +1,4 @@
-"""A rank's copy of one optimizer's parameters: its flat layout, and the detection of others' writes."""
+"""A rank's copy of one optimizer's parameters: its flat layout, and the detection of writes by user code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LARGE = 1 << 16
 _AT_ONCE = 1 << 24
 """Elements that a device compares at once, because their comparison takes memory."""
 _FEW = 1 << 12
-"""Elements of a frozen weight that a step compares to detect a write."""
+"""Approximate number of a frozen weight's elements that a step compares to detect a write."""
 
 
 class ModelReplica(Replica):
@@ -132,7 +132,7 @@ class ModelReplica(Replica):
         self._lay_out()
 
     def release(self, held: Set[Parameter]) -> None:
-        """Release all parameters that the optimizer does not hold: they stay as they are, and have no gradient."""
+        """Release the parameters that are not ``held``: they keep their values; gradients and state are left out."""
         self._released = self.ever_held - held
         detach_state(self.optimizer, self._detached)
 
@@ -308,7 +308,7 @@ class Part:
     spare: Tensor | None = None
     """A second ``into``; each exchange that overlaps computation swaps the two."""
     split: Partition | None = None
-    """The division of its parameters over the servers, at the last exchange."""
+    """The division of its parameters over several servers, at the last exchange."""
     staleness: Counter[int] = field(default_factory=Counter)
     """Number of exchanges by staleness, since the last report; a loop without Lightning requests none."""
     head: tuple[str, Module] | None = None
@@ -471,7 +471,6 @@ def fingerprints(tensors: Iterable[Tensor], most: int | None = None) -> list[int
 
 
 def _are_equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
-    """Return whether all pairs are equal; False if in doubt."""
     pairs = list(pairs)
     devices = {tensor.device for pair in pairs for tensor in pair}
     if any(mine.shape != known.shape or mine.dtype != known.dtype for mine, known in pairs):

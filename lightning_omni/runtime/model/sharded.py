@@ -3,7 +3,7 @@
 Rule 1: a rank exchanges its own part of a parameter, flat (`here`), and holds more of it only while a block computes.
 Rule 2: parameters that all ranks of a tensor-parallel row have alike (those of a norm, for example) are divided for the
 exchange: each rank exchanges a part, and passes the answer on to the others (`complete`), so that they stay alike.
-Rule 3: a checkpoint in one file has whole tensors, which are merged one by one on the CPU of one rank.
+Rule 3: a checkpoint in one file has whole tensors, which are gathered one by one and kept on the CPU of one rank.
 """
 
 from __future__ import annotations

@@ -55,10 +55,10 @@ class ModelWrapper:
         return wrapped
 
     def broadcast_initial(self, module: Module) -> None:
-        """Copy the parameters and buffers of rank 0 to all ranks, before training begins. All ranks call it.
+        """Copy parameters and buffers from rank 0 of the default process group to its others. All call it.
 
         Raises:
-            UnsupportedError: one is sparse, or is excluded from DDP although there are several groups.
+            UnsupportedError: one is sparse, or a trained one is excluded from DDP although there are several groups.
             ConfigurationError: another rank has other parameters or buffers.
         """
         ignored = ignored_by_ddp(module)
@@ -163,7 +163,7 @@ class ReductionCheck:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Refuse calls in this context to modules that DDP has wrapped over ranks of other groups."""
+        """Refuse calls in this context to modules that DDP has already wrapped over ranks of other groups."""
         try:
             self._find_wrapped()
             yield

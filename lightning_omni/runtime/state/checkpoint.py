@@ -98,8 +98,7 @@ def _writer(partial: Path, path: Path, plain: Mapping[str, Any]) -> Any:
 
 
 def _free(partial: Path) -> str:
-    """Return the free disk space, for a message: torch does not report that a disk is full."""
-    try:
+    try:  # torch does not report that a disk is full
         return f" ({shutil.disk_usage(partial).free / 1e6:.1f} MB are free there)"
     except OSError:
         return ""
@@ -266,7 +265,7 @@ class RunCheckpoint:
     """The state of a run in a checkpoint.
 
     Attributes:
-        cut: the moment of the server at which it was saved.
+        cut: the updates and trained samples that it contains.
         samples: samples in the dataset, without padding; 0 if the data were not leased.
         progress: progress in samples and steps; None if the data were not leased.
         method: how groups exchanged, as plain data; None, and the next three empty, with one group or weights alone.
@@ -416,7 +415,7 @@ class RollbackPoint:
 
 
 def _are_finite(tensor: Tensor) -> Tensor:
-    """Return which elements are finite; torch has no ``isfinite`` for some floats of 8 bits."""
+    # torch has no ``isfinite`` for some floats of 8 bits.
     return (tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor).isfinite()
 
 

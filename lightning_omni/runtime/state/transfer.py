@@ -36,7 +36,7 @@ from lightning_omni.wire.formats.base import RESIDUAL, to_wire
 _log = logging.getLogger(__name__)
 
 _SAMPLED = 1 << 16
-"""Number of a tensor's elements by which ranks compare it."""
+"""Approximate number of a tensor's elements by which ranks compare it."""
 
 
 class StateTransfer:
@@ -123,7 +123,7 @@ class StateTransfer:
     def agree(self) -> None:
         """Load the optimizer state of a group's first replica into members with another one, as a loop begins.
 
-        All ranks call it.
+        All ranks call it; it does nothing before several groups have trained.
         """
         if not self._parallel.process_groups.had_several:
             return
@@ -188,8 +188,8 @@ class StateTransfer:
     def bring_to_all(self) -> None:
         """Load one state and the same hyperparameters of each optimizer on all live ranks, where several groups end.
 
-        They are the server's or, where optimizers step on the ranks, rank 0's; groups that have joined on their own
-        keep theirs. All ranks call it, at a synchronization point.
+        States are the server's or, where optimizers step on the ranks, rank 0's, as hyperparameters are; groups that
+        have joined on their own keep what is not the server's. All ranks call it, at a synchronization point.
         """
         parallel = self._parallel
         if parallel.registration is None:
@@ -201,7 +201,7 @@ class StateTransfer:
             self.take_back_in_groups()
 
     def _take_from_recorder(self, optimizer: Optimizer) -> None:
-        """Load the recorder's state of an optimizer that steps on the ranks, share by share."""
+        """Load the recorder's state of an optimizer that steps on the ranks, share by share. All ranks call it."""
         parallel = self._parallel
         first = parallel.holders.members(parallel.holders.group_of(RECORDER))
         mine = parallel.holders.members(parallel.holders.group_of(parallel.rank)).index(parallel.rank)
@@ -230,7 +230,7 @@ class StateTransfer:
         load_state(optimizer, state)
 
     def share_hyperparameters(self) -> None:
-        """Set the recorder's learning rates and other hyperparameters on all ranks; warn if they differ."""
+        """Set the recorder's learning rates and other hyperparameters on all ranks, which call it; warn of others."""
         parallel = self._parallel
         optimizers = list(dict.fromkeys(part.optimizer for part in parallel.parts))
         mine = [hyperparameters_of(optimizer, are_needed=False) for optimizer in optimizers]
@@ -309,7 +309,7 @@ class StateTransfer:
         return ServerSnapshot(snapshot.cut, whole(in_order(parts), keeps), whole(groups, keeps))
 
     def sharded(self, snapshot: ServerSnapshot) -> ServerSnapshot:
-        """Return a snapshot of this rank of the recorder's replica, its tensors sharded as their parameters."""
+        """Return a snapshot of this rank of the recorder's replica, weights and state sharded as their parameters."""
         parts = []
         for part, theirs in zip(self._parallel.parts, snapshot.parts, strict=True):
             weights = part.replica.sharded(list(theirs["weights"].values()))

@@ -20,7 +20,7 @@ from lightning_omni.wire.formats.base import RAW, Memory, zeros_on
 from lightning_omni.wire.messages import SnapshotId
 
 _SAMPLED = 1 << 12
-"""Number of a parameter's elements by which it is recognized."""
+"""Approximate number of a parameter's elements by which it is recognized."""
 _Answer = TypeVar("_Answer", bound=m.Message)
 
 

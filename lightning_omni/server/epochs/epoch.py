@@ -49,7 +49,7 @@ class ValidationBook(msgspec.Struct):
 
     Attributes:
         complete: every validation up to this number has a result, or is void.
-        is_missed: whether a point of this epoch was passed without a validation.
+        is_missed: whether a point of this epoch was passed without a validation, or with one that is void.
         saved: every validation up to this number is saved completely.
         last: number of the last validation.
 
@@ -172,7 +172,7 @@ class Epochs:
 
     @property
     def called(self) -> tuple[int, int]:
-        """Return the current or last epoch, or -1, and the number of its validations so far."""
+        """Return the current or last epoch, or -1, and how often all groups validated in it since they were formed."""
         return (self.book.plan.epoch if self.book else -1), self._validations
 
     @property

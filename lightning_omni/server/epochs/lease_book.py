@@ -2,8 +2,8 @@
 
 Rule 1: an epoch is one permutation of positions ``0 .. total-1``; a group batch is one range of them.
 Rule 2: batches that a group has drawn and did not train return to the pool when the group is evicted or regrouped,
-so every position of the budget is trained at least once.
-Rule 3: the answer to (group, batch number) never changes, so the members of a group agree without communication.
+so every position of the budget is trained at least once, unless the epoch is stopped.
+Rule 3: the batch of (group, batch number) never changes, so the members of a group agree without communication.
 """
 
 from __future__ import annotations

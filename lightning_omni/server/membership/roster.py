@@ -39,7 +39,7 @@ class FormedGroups:
     Attributes:
         topology: ranks of each group; None before groups are formed, and when none is left.
         incarnation: the last incarnation used.
-        by_member: whether each member exchanges its own share.
+        by_member: as in `FormGroups`.
     """
 
     def __init__(self) -> None:
@@ -135,11 +135,11 @@ class FormedGroups:
 
 
 JOINS = "joins-"
-"""Prefix of the names of runs that groups join on their own. A restarted server recognizes such a run by it."""
+"""Prefix of the names of runs that groups join on their own. The server recognizes such a run by it."""
 AGAIN = "+"
 """Separator in the name of a run that begins again because its server ended before the first save."""
 MOST_RANKS = 1 << 16
-"""The most ranks of a run."""
+"""The most rank numbers of a run."""
 
 
 def origin(run: str) -> str:
@@ -333,7 +333,7 @@ class Roster:
         return number
 
     def leave(self, rank: int) -> None:
-        """Record a rank's departure; a group whose ranks have all left is removed, but not the last announced one."""
+        """Record a rank's departure; remove a group whose ranks have all left, unless the run ends with it."""
         self.gone.add(rank)
         group = self.formed.group_of(rank)
         if group < 0 or not self.gone.issuperset(self.formed.members(group)):

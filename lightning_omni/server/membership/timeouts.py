@@ -15,7 +15,8 @@ class TimeLimits:
     Args:
         heartbeat: seconds of silence after which a rank counts as dead.
         join: seconds within which all ranks must join after the first one.
-        progress: seconds without progress after which a group that has trained and is alive counts as dead.
+        progress: seconds without progress after which a group that has trained and is alive counts as dead, unless the
+            run would end with it.
         joined_heartbeat: like ``heartbeat``, where groups join on their own; None for the same.
 
     Attributes:
@@ -35,7 +36,7 @@ class TimeLimits:
         self.hears_connections = False
 
     def heartbeat_of(self, joining: bool) -> float:
-        """Return the seconds of silence after which a rank counts as dead, as reported to observers."""
+        """Return the heartbeat timeout in seconds, as reported to observers."""
         return self._joined_heartbeat if joining else self.heartbeat
 
     def silence_of(self, joining: bool) -> float:

@@ -1,7 +1,7 @@
 """The checks of a push: it counts once and in order, it is finite, and its settings fit the optimizer.
 
 Rule 1: pushes of an earlier incarnation of a group are refused: ``late``. So is a push that arrives after a later one.
-Rule 2: the last push may arrive again, because its answer was lost. It is answered again and changes nothing.
+Rule 2: the last push may arrive again, because its answer was lost. It is answered again and changes no weights.
 Rule 3: a push whose predecessor is missing is refused: ``gap``. A server that continues from a save lacks the pushes
 after it, so it accepts the first push of each group as the next one.
 Rule 4: a push that contains a NaN or an infinity is refused and counted, never applied.
@@ -43,7 +43,7 @@ class Deliveries:
     """The last pushes of all groups to all optimizers.
 
     Attributes:
-        missing: number of pushes that an earlier server has answered after its last save.
+        missing: number of pushes after an earlier server's last save, of groups that have pushed again since.
     """
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ class PushCounts:
     Attributes:
         staleness: number of pushes with each staleness.
         by_group: for each group, the same since groups were formed.
-        refused: refused pushes and weights so far.
+        refused: refused pushes, and own weights left out of a mean, since the weights were uploaded.
         refused_in_row: each group's pushes that were not finite since its last finite or declined one.
     """
 

@@ -348,7 +348,7 @@ class ServedParameters:
         return [None if tensor is None else view for tensor, view in zip(tensors, views, strict=True)]
 
     def payload_of(self, reply: Reply, fragment: int | None = None) -> Tensor:
-        """Return the tensors that answer a push of a fragment, or of everything, valid until the next call."""
+        """Return the answer to a push of a fragment, or of everything, as flat memory: valid until the next update."""
         if reply.tensors is None and fragment is None:
             return self.buffer
         if self._answer is None:

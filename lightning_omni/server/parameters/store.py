@@ -48,6 +48,7 @@ class HeadStep:
     """The result of a step with a group's gradients.
 
     Attributes:
+        inputs: gradients of the inputs.
         read_at: updates in the head's weights when they were read.
         applied: whether the weights' gradients were finite.
     """

@@ -64,7 +64,7 @@ def limits_in_callbacks(trainer: Trainer) -> dict[str, str]:
 
 
 def _classes_of_callbacks(trainer: Trainer) -> Iterator[tuple[Callback, set[str]]]:
-    """Return each callback with the names of its classes, which are the same in both of Lightning's namespaces."""
+    # Names are the same in both of Lightning's namespaces.
     return ((each, {kind.__name__ for kind in type(each).__mro__}) for each in callbacks_of(trainer))
 
 

@@ -55,14 +55,13 @@ def with_schedulers(trainer: Trainer, configs: list[Any]) -> Iterator[None]:
 
 
 def step_plateaus(trainer: Trainer, configs: list[Any]) -> None:
-    """Step due schedulers that monitor a metric, whatever this rank's batch number."""
+    """Step schedulers that monitor a metric, whatever this rank's batch number."""
     with with_schedulers(trainer, [replace(config, frequency=1) for config in configs]):
         trainer.fit_loop.epoch_loop._update_learning_rates("step", update_plateau_schedulers=True)
 
 
 def ignore_missing_step(optimizer: Any) -> None:
-    """Suppress the warning that an optimizer was never stepped."""
-    optimizer._opt_called = True
+    optimizer._opt_called = True  # else schedulers warn
 
 
 def replaces_scheduler(trainer: Trainer) -> bool:

@@ -213,7 +213,7 @@ _STARTS = ("on_validation_start", "on_validation_epoch_start")
 
 
 def validation_loaders(trainer: Trainer) -> list[Any]:
-    """Return the loaders of a fit's validation, made first if necessary. All ranks call it."""
+    """Return the loaders of a fit's validation. If they are still to be made, all ranks call it."""
     loop: Any = trainer.fit_loop.epoch_loop.val_loop
     loop.setup_data()
     return [] if loop._combined_loader is None else list(loop._combined_loader.flattened)

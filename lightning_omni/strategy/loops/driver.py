@@ -159,7 +159,6 @@ class EpochDriver:
 
     @property
     def _is_for_user(self) -> bool:
-        """Return whether user code, and not the loops, iterates a training loader."""
         trainer = self._trainer
         return trainer is None or (is_inside_hook(trainer) and not loops_iterate(trainer))
 
@@ -180,7 +179,7 @@ class EpochDriver:
     # --- An epoch ----------------------------------------------------------------------------------------------------
 
     def begin(self, epoch: int) -> None:
-        """Begin an epoch: the groups start to compute, and the server opens its samples. Further calls do nothing."""
+        """Begin an epoch: the groups start to compute, and the server opens its samples. A second call does nothing."""
         if epoch == self._begun or not self._started:
             return
         self._begun = epoch
@@ -264,7 +263,7 @@ class EpochDriver:
         return self.data.kind == "dynamic" and not self.data.is_dynamic and self.run.is_resumed_inside
 
     def go_on(self) -> None:
-        """Begin a resumed epoch, without Lightning's first hook, after its loader has begun to iterate."""
+        """Begin an epoch of several groups that one group resumes, once its loader iterates: it has no first hook."""
         if self._is_resumed_by_one_group:
             self.data.assign()  # drops the batches that the loader has taken
             self.begin(self.trainer.current_epoch)
@@ -509,7 +508,6 @@ class EpochDriver:
     # --- Validation and steps ----------------------------------------------------------------------------------------
 
     def validates(self, is_due: Callable[[], bool]) -> bool:
-        """Return whether to validate after this batch; ``is_due`` returns the loop's own decision."""
         trainer, epoch = self.trainer, self._epoch
         epoch.is_due = False
         if epoch.is_check:

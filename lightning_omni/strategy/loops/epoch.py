@@ -31,10 +31,7 @@ if TYPE_CHECKING:
 class LeasedData:
     """The training loaders of a fit, converted to leased ones, and their leases.
 
-    Args:
-        before_epoch: called with an epoch's number before samples are drawn from the server.
-        is_for_user: returns whether user code iterates a training loader.
-        own_batches: returns how many batches this rank trains, given the number under DDP.
+    ``before_epoch`` is as in `RankLeases`, ``is_for_user`` and ``own_batches`` as in `lease`.
 
     Attributes:
         split: mark of the training data: see `split_of`.
@@ -206,7 +203,6 @@ def has_lightning_sampler(loader: object) -> bool:
 
 
 def draws_batches(training_step: Callable[..., Any]) -> bool:
-    """Return whether a training step draws its batches itself."""
     return "dataloader_iter" in inspect.signature(training_step).parameters
 
 
@@ -254,7 +250,7 @@ class EntryPoint(NamedTuple):
     """The position in a run at which a group joins it.
 
     Attributes:
-        samples: samples of this epoch trained when the groups last began to compute.
+        samples: trained samples of this epoch when the groups last began to compute.
         progress: progress of the run then; earlier epochs may have had other lengths.
         split: see `split_of`.
         sizes: samples in the run's datasets.

@@ -260,7 +260,7 @@ def count_of(scheduler: Any) -> int:
 
 
 def _counts_all_steps(scheduler: Any) -> bool:
-    """Return whether a scheduler's count includes all steps; a ``step`` of its own may omit some."""
+    # A ``step`` of its own may omit some.
     return bool(type(scheduler).step.__module__ == LRScheduler.__module__)
 
 
@@ -339,7 +339,7 @@ def advanced(
 
 
 def _bare(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return groups without parameters. A tensor rate is copied: schedulers change it in place."""
+    # A tensor rate is copied: schedulers change it in place.
     return [{name: _own(value) for name, value in group.items() if name != "params"} for group in groups]
 
 

@@ -167,7 +167,7 @@ class RunProgress:
 
     @property
     def seen(self) -> int:
-        """Return this epoch's trained positions as known to this rank, and so to its group."""
+        """Return the number of this epoch's trained positions as known to this rank, and so to its group."""
         assert self._world is not None
         assert self._data.leases is not None
         if not self._data.is_dynamic:
@@ -296,7 +296,7 @@ class RunProgress:
             self.step_limit = own + left
 
     def count_together(self) -> None:
-        """Let the samples end the run, since several groups were formed inside an epoch."""
+        """Let the samples end the run, since groups were formed inside an epoch."""
         self.is_counted_together = True
         if self.max_steps != -1 and not self.is_limit_reached:
             self.step_limit = sys.maxsize

@@ -35,8 +35,8 @@ class RunSchedulers:
     """The schedulers of one fit after another.
 
     Attributes:
-        bases: counts from which paced schedulers continue.
-        synchronized: the schedulers' states when all groups had last exchanged everything.
+        bases: counts from which schedulers keep pace.
+        synchronized: paced schedulers' states when all groups had last exchanged everything.
     """
 
     def __init__(self, run: RunProgress, steps: Callable[[], int]) -> None:

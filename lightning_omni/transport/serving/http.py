@@ -52,7 +52,7 @@ class TimedOverview:
     """A snapshot of a run: ``at`` on the monotonic clock, ``taken`` in seconds since 1970.
 
     Attributes:
-        missing: number of servers of partitions that have not joined yet.
+        missing: number of servers that have not joined the coordinating one.
         is_of_run: False if only the coordinating server has the run's status.
     """
 

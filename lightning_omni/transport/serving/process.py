@@ -55,7 +55,7 @@ class ServerSettings(msgspec.Struct, frozen=True):
             TCP for the address from which it is reached.
         coordinator: address of server 0, for the others.
         state: directory for the server's state, or its share of it; empty to save none.
-        restore: number of the save from which a server with a partition continues; 0 for none.
+        restore: number of the save from which a server with a ``coordinator`` continues; 0 for none.
         save_every: seconds between two saves.
         progress_timeout: as in `ServerCore`; None for infinite.
         again: address of an earlier server whose run this one continues.

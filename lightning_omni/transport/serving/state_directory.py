@@ -77,7 +77,7 @@ _LOST = (
 _NAME = re.compile(r"[\w+-]{1,200}", re.ASCII)
 """Names of runs that are valid as file names."""
 _MILLISECOND = 1_000_000
-"""Nanoseconds."""
+"""Nanoseconds in a millisecond."""
 
 
 class StateDirectory:

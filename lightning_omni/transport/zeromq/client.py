@@ -468,7 +468,7 @@ class DataConnection(Data):
         return bool(self._dialed.monitor.poll(0))
 
     def _raise_why_it_broke(self) -> NoReturn:
-        """Raise the error of the control connection, on which an ending server soon sends its reason."""
+        """Raise the error that an ending server soon sends on the control connection; `ConnectionLost` without one."""
         clock = SuspendAwareClock()
         deadline = clock() + min(GRACE, TOLD_WHY)
         while clock() < deadline:

@@ -40,7 +40,7 @@ For each of its listening sockets, strangers can make a process hold at most
     MOST_STRANGERS x (largest frame + CONNECTION_MEMORY),
 
 which is 256 x (64 kB + 64 kB) = 32 MB for the control socket, and 64 x (516 kB + 64 kB) = 37 MB for the data socket and
-for a leader's own: 70 MB in all for a server, whatever strangers send, for however long and however often.
+for a leader's own: 70 MB in all for a server, whatever strangers send.
 """
 CONNECTION_MEMORY = 64 << 10
 """Bytes that ZeroMQ itself needs for one connection: its buffers, pipes and state."""

@@ -1,4 +1,4 @@
-"""Wire formats: the encoding of a push's tensors as bytes. The formats here are `Raw` and `PerDirection`.
+"""Wire formats: the encoding of a push's tensors as bytes.
 
 A wire format is a frozen value, sent by name and settings when groups are formed. Answers are sent raw, directly from
 the server's flat memory, unless the format has another encoding for them (`WireFormat.answers`). Weights that a

@@ -234,7 +234,7 @@ class Int8(Lossy, frozen=True, kw_only=True, tag="int8"):
 
 
 class Rounded(Lossy, frozen=True, kw_only=True):
-    """A format that rounds to another dtype. A number beyond its range travels as the largest, with a residual."""
+    """A format that rounds to another dtype. A number beyond its range travels as its bound, with a residual."""
 
     dtype: ClassVar[torch.dtype]
 

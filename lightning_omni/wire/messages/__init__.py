@@ -1,7 +1,4 @@
-"""All messages between ranks, observers and the server, and their encoding; those between servers are in `servers`.
-
-Every public name of a topic's module is a name of this one.
-"""
+"""All messages between ranks, observers and the server, and their encoding; those between servers are in `servers`."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class DrawBatches(Message, frozen=True, kw_only=True):
 
 
 class BatchesDrawn(Message, frozen=True, kw_only=True):
-    """The batches from ``number`` on; none if the pool is empty now."""
+    """The batches from ``number`` on; none if none is free for the group now."""
 
     number: int
     batches: tuple[Batch, ...]
@@ -210,7 +210,7 @@ class ReadEvaluation(Message, frozen=True, kw_only=True):
 
 
 class EvaluationResult(Message, frozen=True, kw_only=True):
-    """The result of a validation, as in `PublishEvaluation`; void if its group is gone."""
+    """The result of a validation, as in `PublishEvaluation`; void if its group or its weights are gone."""
 
     packed: Packed
     nbytes: int

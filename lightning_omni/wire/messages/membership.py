@@ -122,6 +122,7 @@ class FormGroups(Message, frozen=True, kw_only=True):
     """The recorder's request to form the compute groups; training begins, or continues in other groups.
 
     Attributes:
+        keep_epoch: whether the groups continue the epoch.
         names: names of the groups; empty for their numbers.
         overlap: whether exchanges overlap computation; the server only records it.
         by_member: whether a group's first members exchange a share each with the server of the same number, instead of
@@ -237,7 +238,7 @@ class RankEnded(Message, frozen=True, kw_only=True):
 
 
 class Notice(Message, frozen=True, kw_only=True):
-    """A report of all ranks lost so far.
+    """A report of all ranks lost so far; ``over`` if the run has ended.
 
     ``barred`` if the group must not rejoin by itself: a person evicted it, or a rank failed by itself.
     """

@@ -15,9 +15,9 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 
     Attributes:
         sent: the rank's own clock in seconds, which the answer returns.
-        compute_time: mean computation in a step.
+        compute_time: mean from a step's start to the end of its forward pass, without waits.
         step_time: mean of a whole step, waiting included.
-        exchange_time: the part of it in the exchange with the server.
+        exchange_time: the part of it in exchanges with the server or other groups.
         signal: the response to a signal that the rank has received, 0 for none; the larger, the more urgent.
         progress: count of batches and awaited answers of the server; 0 while the rank must not be judged by it: before
             its first batch is trained, or while a checkpoint is written.
@@ -58,12 +58,12 @@ class Status(Message, frozen=True, kw_only=True):
 
     Attributes:
         sent: value from the heartbeat; 0 answers `AskStatus`, a negative number no request.
-        refused: pushes refused because they were not finite, or declined.
+        refused: pushes, and own weights for a mean, that were not finite, or declined.
         strangers: messages refused because they were malformed or their sender had not been admitted.
-        staleness: count of updates by staleness 0, 1, 2, ...
-        head_time: recent mean seconds of exclusive access to the merged head; 0 without one.
+        staleness: count of merged pushes by staleness 0, 1, 2, ...
+        head_time: recent mean seconds of exclusive access, summed over merged heads.
         serve_time: recent mean seconds for one push, from the arrival of the whole message until its answers are passed
-            to the socket; 0 before the first, and in virtual time.
+            to the socket; 0 before the second since groups were formed, and in virtual time.
         signal: largest signal in the ranks' last heartbeats.
     """
 

@@ -214,7 +214,7 @@ class HeadBackward(Message, frozen=True, kw_only=True):
 class HeadGradients(Message, frozen=True, kw_only=True):
     """The gradients of a head's inputs, one or None for each tensor.
 
-    ``applied`` is False if they were not finite, and the head was not stepped.
+    ``applied`` is False if those of its weights were not finite, and the head was not stepped.
     """
 
     packed: Packed
@@ -285,7 +285,8 @@ class TakeSnapshot(Message, frozen=True, kw_only=True):
     """A request for a consistent snapshot of weights, optimizer states and clocks.
 
     Attributes:
-        version: number of a validation, for the state at the first request with this number; 0 for the current state.
+        version: number of a validation, for the state at the first request with this number; 0 or that of a saved one
+            for the current state.
     """
 
     with_state: bool = True
