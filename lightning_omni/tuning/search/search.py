@@ -67,8 +67,9 @@ class Optimization:
         self._evidence = evidence
         self._start = evidence.start
         promising = promising_settings(evidence, evidence.forecast())
+        worth = [each for each in promising if is_worth_switching(evidence, each)]  # no other proposal would be taken
         self._trained = [evidence.with_rebalance(each.setting) for each in evidence.segments]
-        self._ways = list(dict.fromkeys([self._start, *promising, *self._trained]))
+        self._ways = list(dict.fromkeys([self._start, *worth, *self._trained]))
         self._axes = _Axes(evidence, self._ways)
 
     def considered(self, listed: Setting) -> list[ConsideredSetting]:
@@ -136,7 +137,7 @@ class _Axes:
         self._evidence, self._ways = evidence, ways
         space = evidence.spec.space
         self.further = space.further
-        several, widest = max(space.groups) > 1, math.log(c.RATE_FACTOR)
+        several, widest = any(each.groups > 1 for each in ways), math.log(c.RATE_FACTOR)
         further = [checked_axis(each, evidence) for each in self.further]
         of_groups: list[Axis] = [space.momentum, (-widest, widest)] if several else [[0.0], [0.0]]
         self._axes: list[Axis] = [list(range(len(ways))), *of_groups, *further]
