@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from lightning_omni.errors import ConnectionLost, OmniError, RankLost, Refused
+from lightning_omni.errors import ConnectionLost, Evicted, OmniError, RankLost, Refused
 from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.transport.zeromq import ZeroMQ
 from lightning_omni.transport.zeromq.keys import load_key
@@ -60,7 +60,7 @@ class GroupRegistration:
         first: number of the group's first rank; the others' follow.
         announced: number of ranks in the group that has begun the run.
         begins: whether this group begins the run.
-        silence: seconds of silence after which the server may end a connection; 0 for never.
+        silence: seconds of a connection's silence after which the server evicts the group; 0 for never.
 
     Raises:
         OmniError: the server cannot be reached or refuses; or the run is over, or is not the one that evicted this
@@ -143,9 +143,10 @@ class GroupRegistration:
 
 
 def ask_for_all(broadcast_text: Callable[[str], str], asks: bool, ask: Callable[[], Any]) -> Any:
-    """Return the answer to rank 0's request on all ranks of a group; raise its error, elsewhere a ConnectionLost.
+    """Return the answer to rank 0's request on all ranks of a group; raise its error there.
 
-    ``asks`` is true on rank 0, whose ``ask`` returns plain values.
+    Others raise a ConnectionLost if the group may try again, or a RankLost. ``asks`` is true on rank 0, whose ``ask``
+    returns plain values.
     """
     failure: OmniError | None = None
     result: dict[str, Any] = {}
@@ -153,10 +154,12 @@ def ask_for_all(broadcast_text: Callable[[str], str], asks: bool, ask: Callable[
         try:
             result = {"answer": ask()}
         except OmniError as error:
-            failure, result = error, {"error": str(error)}
+            failure, may_retry = error, isinstance(error, (ConnectionLost, Evicted))
+            result = {"error": str(error), "may_retry": may_retry}
     result = json.loads(broadcast_text(json.dumps(result)))
     if "error" in result:
-        raise failure or ConnectionLost(f"rank 0 of this group could not join: {result['error']}")
+        kind = ConnectionLost if result["may_retry"] else RankLost
+        raise failure or kind(f"rank 0 of this group could not join: {result['error']}")
     return result["answer"]
 
 

@@ -406,6 +406,10 @@ class ServerCore:
     def run_events(self) -> Sequence[RunEvent]:
         return self._observation.run_events
 
+    def note_life(self, peer: Peer, now: float) -> None:
+        if (member := self.roster.by_peer(peer)) is not None:
+            member.last_seen = now
+
     def set_host(self, peer: Peer, host: str) -> None:
         if (member := self.roster.by_peer(peer)) is not None:
             member.host = host

@@ -503,12 +503,12 @@ def _is_by_place(tree: Any) -> bool:
 
 
 def _is_for_each(tree: Any, specs: Sequence[TensorSpec]) -> bool:
-    """Return whether a list has one entry for each parameter: its tensor, None, or a number."""
+    """Return whether a list has one entry for each parameter: its tensor, None, or a count; betas are floats."""
     return (
         isinstance(tree, list)
         and len(tree) == len(specs)
         and all(
-            value is None or isinstance(value, (int, float)) or _is_like(value, spec)
+            value is None or isinstance(value, int) or _is_like(value, spec)
             for value, spec in zip(tree, specs, strict=True)
         )
     )

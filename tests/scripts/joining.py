@@ -54,6 +54,7 @@ class Member(Net):
             # What holds Python's lock: a large pickle, say. No thread of this process runs meanwhile.
             ctypes.PyDLL(None).usleep(int(1e6 * OPTIONS.get("locked", 0.0)))
         time.sleep(OPTIONS.get("step", 0.0))
+        self.log("size", float(len(batch[0])), on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
         return super().training_step(batch, batch_idx)
 
     @property
@@ -209,7 +210,7 @@ def main() -> None:
         plugins=half,
         **{"num_sanity_val_steps": 1, **OPTIONS.get("trainer", {})},
     )
-    train, held_out = loaders(OPTIONS.get("samples", 128))
+    train, held_out = loaders(OPTIONS.get("samples", 128), shuffle="sorted" not in OPTIONS)
     if "held_out" in OPTIONS:
         held_out = DataLoader(dataset(OPTIONS["held_out"]), batch_size=8)
     if "split" in OPTIONS:
@@ -227,6 +228,7 @@ def main() -> None:
         "epochs": record.epochs,
         "finite": all(bool(each.isfinite().all()) for each in whole.values()),
         "val": float(fit.callback_metrics["val_loss"]),
+        "size": float(fit.callback_metrics["size"]),
         "best": saves.best_model_path,
         "scale": fit.precision_plugin.state_dict().get("scale"),
         "largest": strategy.report().group_size,

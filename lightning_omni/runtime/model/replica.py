@@ -24,7 +24,7 @@ from lightning_omni.methods.model.replica import Drift, copies
 from lightning_omni.methods.model.server_optimizer import describe, detach_state
 from lightning_omni.runtime.model.sharded import complete, gradient_of, here, like, load_state, parts_of, rows
 from lightning_omni.wire.formats.base import Memory, zeros_on
-from lightning_omni.wire.layout import Layout
+from lightning_omni.wire.layout import DTYPES, Layout
 from lightning_omni.wire.partition import Partition, over_parameters
 
 _LARGE = 1 << 16
@@ -216,8 +216,15 @@ class ModelReplica(Replica):
         """Return the gradients, in order; None where a parameter took no part in the loss.
 
         Raises:
-            UnsupportedError: a gradient is sparse.
+            UnsupportedError: a gradient is sparse, or a parameter has another dtype or shape than before.
         """
+        for spec, each in zip(() if self._is_shared else self.layout.specs, self.ordered, strict=False):
+            if spec.shape != each.shape or DTYPES[spec.dtype] is not each.dtype:
+                raise UnsupportedError(
+                    f"the parameter {spec.name} has {each.dtype} and shape {tuple(each.shape)}, and the groups exchange"
+                    f" it with {DTYPES[spec.dtype]} and shape {spec.shape}: change it before training begins, or use"
+                    " groups=1"
+                )
         gradients = [gradient_of(each) if each not in self._released else None for each in self.ordered]
         for name, gradient in zip(self.parameters, gradients, strict=True):
             if gradient is not None and gradient.layout != torch.strided:
@@ -476,6 +483,8 @@ def _are_equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
     """Return whether all pairs are equal; False if in doubt."""
     pairs = list(pairs)
     devices = {tensor.device for pair in pairs for tensor in pair}
+    if any(mine.shape != known.shape or mine.dtype != known.dtype for mine, known in pairs):
+        return False
     if len(devices) != 1 or torch.device("cpu") in devices:
         return all(torch.equal(mine.to(known.device), known) for mine, known in pairs)
     parts = [each for pair in pairs for each in zip(*(tensor.split(_AT_ONCE) for tensor in pair), strict=True)]
@@ -484,4 +493,6 @@ def _are_equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
 
 def _is_same(weight: Tensor, known: Tensor) -> bool:
     here = weight.to(known.device)
+    if (here.shape, here.dtype) != (known.shape, known.dtype):
+        return False
     return torch.equal(here, known) or torch.allclose(here, known, rtol=0.0, atol=0.0, equal_nan=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 
 PATIENCE = 30.0
-"""Seconds of silence granted to a rank whose connection is alive, because it may hold Python's lock for long."""
+"""Seconds of silence granted to a rank that may hold Python's lock, where signs of its connection cannot be counted."""
 
 
 class TimeLimits:
@@ -15,13 +16,11 @@ class TimeLimits:
         heartbeat: seconds of silence after which a rank counts as dead.
         join: seconds within which all ranks must join after the first one.
         progress: seconds without progress after which a group that has trained and is alive counts as dead.
-        joined_heartbeat: like ``heartbeat``, where groups join on their own; None for the same. If
-            ``hears_connections``, it limits the silence of connections, and ranks may be silent for at least
-            `PATIENCE`.
+        joined_heartbeat: like ``heartbeat``, where groups join on their own; None for the same.
 
     Attributes:
-        hears_connections: whether connections send signs of life without the rank's Python, and end without them; the
-            driver sets it.
+        hears_connections: whether connections send signs of life without the rank's Python, which the driver counts on
+            Linux; the driver sets it.
     """
 
     def __init__(
@@ -42,7 +41,8 @@ class TimeLimits:
     def silence_of(self, joining: bool) -> float:
         """Return the seconds of silence after which the server considers a rank dead."""
         limit = self.heartbeat_of(joining)
-        return max(limit, PATIENCE) if joining and self.hears_connections else limit
+        is_deaf = self.hears_connections and sys.platform != "linux"
+        return max(limit, PATIENCE) if joining and is_deaf else limit
 
     @property
     def silence_of_connections(self) -> float:

@@ -130,6 +130,13 @@ _METADATA = (
 """The metadata of a result that ranks exchange."""
 
 
+def forget_old_results(trainer: Trainer) -> None:
+    """Remove results of earlier epochs: a group that has joined has none, and all reduce theirs in one order."""
+    results: Any = trainer._results
+    for key in [key for key, result in results.items() if result.has_reset]:
+        del results[key]
+
+
 def collective_metrics(trainer: Trainer, group: Any) -> list[Any]:
     """Return the metrics of the last epoch that ranks reduce by collectives, as keys and plain values.
 

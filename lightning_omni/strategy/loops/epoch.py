@@ -56,18 +56,19 @@ class LeasedData:
         self._new: list[RankLeases | None] = []  # one per new loader; None if its samples cannot be leased
         self._may_be_made_again = self._has_said_why = False
         self._sampler: DistributedSampler[Any] | None = None
-        self._order: int | None = None
+        self._order: tuple[int, bool] | None = None
 
     @property
-    def order(self) -> int | None:
-        """Return the seed of the epochs' order: Lightning's, or that of the joined run."""
-        return self._order if self._order is not None or self._sampler is None else self._sampler.seed
+    def order(self) -> tuple[int, bool] | None:
+        """Return the seed of the epochs' order, and whether it is random: Lightning's, or the joined run's."""
+        sampler = self._sampler
+        return self._order if self._order is not None or sampler is None else (sampler.seed, sampler.shuffle)
 
     @order.setter
-    def order(self, seed: int) -> None:
-        self._order = seed
+    def order(self, order: tuple[int, bool]) -> None:
+        self._order = order
         if self._sampler is not None:
-            self._sampler.seed = seed
+            self._sampler.seed, self._sampler.shuffle = order
 
     def connect(self, world: World) -> None:
         self._world = world

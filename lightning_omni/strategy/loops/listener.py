@@ -26,6 +26,7 @@ from lightning_omni.strategy.lightning_internals.loops import control_loops, rel
 from lightning_omni.strategy.lightning_internals.metrics import (
     align_collective_metrics,
     collective_metrics,
+    forget_old_results,
     logs_now,
     loss_in,
     patch_list_gather,
@@ -201,6 +202,7 @@ class Listener:
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
+            forget_old_results(trainer)
             self._parts.epochs.before_validation(pl_module)
             self._grouping.follow_recorder()
 
@@ -227,6 +229,7 @@ class Listener:
 
     def _log_together(self) -> None:
         world = self._parts.world
+        forget_old_results(self._trainer)
         mine = collective_metrics(self._trainer, world.compute_group)
         # `enc_hook` converts NumPy's booleans.
         of_all = world.process_groups.live.contribute(

@@ -58,7 +58,7 @@ Answer = TypeVar("Answer", bound=m.Message)
 _SLICE = 100
 """Milliseconds between two checks whether waiting is still of use."""
 SIGN = 100
-"""Milliseconds between two ZeroMQ heartbeats, which carry the time that the server is to wait for the next one."""
+"""Milliseconds between two ZeroMQ heartbeats, which tell the server that the process runs."""
 ANSWERED = 60_000
 """Milliseconds within which a server must answer a heartbeat: it may be busy, and ranks have other ways to check it."""
 _CONNECT_TIME = 1000
@@ -76,8 +76,8 @@ class Dialed:
 
     Args:
         decode: decodes an answer from bytes; by default as a message to a rank.
-        silence: seconds without a sign of life after which the server ends the connection; 0 for never. ZeroMQ's own
-            thread sends the signs, so they continue while Python holds its lock, and cease when the process is stopped.
+        silence: seconds without a sign of life after which the server evicts the rank; 0 for no signs. ZeroMQ's own
+            thread sends them, so they continue while Python holds its lock, and cease when the process is stopped.
     """
 
     def __init__(
@@ -101,7 +101,6 @@ class Dialed:
         self.wire.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIME)
         if silence:
             self.wire.setsockopt(zmq.HEARTBEAT_IVL, SIGN)
-            self.wire.setsockopt(zmq.HEARTBEAT_TTL, int(1000 * silence))
             self.wire.setsockopt(zmq.HEARTBEAT_TIMEOUT, ANSWERED)
         try:
             self.monitor = self.wire.get_monitor_socket(zmq.EVENT_DISCONNECTED)

@@ -328,6 +328,18 @@ def _abort(wire: socket.socket) -> None:
     wire.shutdown(socket.SHUT_RDWR)
 
 
+def received_by(descriptor: int) -> int:
+    """Return the bytes that a connection has received, by its descriptor; 0 if that is not known."""
+    try:
+        wire = socket.socket(fileno=descriptor)
+    except OSError:  # it has ended
+        return 0
+    try:
+        return _traffic(wire)[1]
+    finally:
+        wire.detach()
+
+
 def _traffic(wire: socket.socket) -> tuple[int, int]:
     """Return the bytes that the other side has acknowledged, and those received; zeros except on Linux."""
     if sys.platform != "linux":

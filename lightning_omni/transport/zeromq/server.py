@@ -48,7 +48,7 @@ from lightning_omni.transport.zeromq.frames import (
     Untaken,
     message_frames,
 )
-from lightning_omni.transport.zeromq.guard import ConnectionGuard, RefusalLog
+from lightning_omni.transport.zeromq.guard import ConnectionGuard, RefusalLog, received_by
 from lightning_omni.transport.zeromq.keys import RunKeys
 from lightning_omni.transport.zeromq.shared_memory import (
     NO_RANGES,
@@ -257,6 +257,7 @@ class ZeroMQServer:
         self._paced = PacedAnswers(self._clock)
         self._buffers: dict[bytes, dict[int, Tensor]] = {}
         self._refusals: dict[bytes, int] = {}
+        self._received: dict[bytes, tuple[int, int]] = {}  # descriptor and received bytes of each rank's connection
         self._turned_away = 0
         self._guard.start()
 
@@ -356,6 +357,7 @@ class ZeroMQServer:
             if not was_admitted and self.core.is_admitted(channel, peer):
                 self._guard.let_in(frame.get(zmq.SRCFD))
                 if isinstance(message, m.Proof):
+                    self._received[peer] = frame.get(zmq.SRCFD), 0
                     host = "localhost" if self._directory is not None else str(frame.get("Peer-Address"))
                     self.core.set_host(peer, host)
         return out
@@ -423,10 +425,14 @@ class ZeroMQServer:
         return buffer
 
     def _probe_connections(self) -> None:
-        """Detect ended connections sooner than by missing heartbeats."""
+        """Detect ended connections sooner than by missing heartbeats, and note those that have sent something."""
         for peer in self.core.peers:
             if not self._reach([peer, PROBE]):
                 self._send(self.core.hang_up(peer))
+            elif (known := self._received.get(peer)) and (received := received_by(known[0])) != known[1]:
+                self._received[peer] = known[0], received
+                self.core.note_life(peer, self._clock())
+        self._received = {peer: self._received[peer] for peer in self.core.peers if peer in self._received}
 
     def _reach(self, frames: list[Any]) -> bool:
         try:

@@ -189,7 +189,7 @@ class GroupRegistered(Message, frozen=True, kw_only=True):
             repeat the request.
         announced: ranks of the group that has begun the run, whose batch is the reference batch; 0 before:
             the group whose ``first`` is 0 must begin it.
-        silence: seconds without a sign of life after which the server may end the group's connections; 0 for never.
+        silence: seconds without a sign of life after which the server evicts the group; 0 for never.
     """
 
     run: str = ""

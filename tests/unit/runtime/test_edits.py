@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods import Pulled
 from lightning_omni.runtime.model.replica import ModelReplica
 from lightning_omni.runtime.state.served_state import ServedState
@@ -46,6 +47,17 @@ def test_a_weight_whose_data_is_written_is_noticed_at_once_and_a_number_in_eight
     assert replica.written() == ["weight1"]
     replica.ordered[0].data[3] = 0.0
     assert "weight0" in replica.written(in_passing=True)
+
+
+@pytest.mark.parametrize("value", [torch.full((10,), 2.0, dtype=torch.float64), torch.full((1,), 2.0)])
+def test_a_weight_of_another_dtype_or_shape_is_noticed_and_its_gradient_refused_by_name(value: torch.Tensor) -> None:
+    """Groups would exchange it with the dtype that it had."""
+    replica = _replica(10, 10)
+    assert {spec.dtype for spec in replica.layout.specs} == {"float32"}
+    replica.ordered[1].data = value
+    assert replica.written(in_passing=True) == ["weight1"]
+    with pytest.raises(UnsupportedError, match=r"weight1 has .*, and the groups exchange it with torch.float32"):
+        replica.gradients()
 
 
 def test_a_step_between_two_fetches_is_no_write_and_takes_no_memory() -> None:

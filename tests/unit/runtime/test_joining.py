@@ -650,7 +650,17 @@ def test_no_group_comes_back_to_a_run_that_was_not_saved_and_whose_server_has_en
     assert type(caught.value) is kind
 
 
-def test_what_rank_0_of_a_group_is_refused_is_refused_to_all_of_its_ranks() -> None:
+@pytest.mark.parametrize(
+    ("error", "elsewhere"),
+    [
+        (Refused("over", "it has been trained to its end"), RankLost),
+        (RankLost("the run is over: it has been trained to its end"), RankLost),
+        (Evicted("rank 3 gave no sign of life"), ConnectionLost),
+        (ConnectionLost("no parameter server answers"), ConnectionLost),
+    ],
+)
+def test_what_rank_0_of_a_group_is_refused_is_refused_to_all_of_its_ranks(error: OmniError, elsewhere: type) -> None:
+    """And only where rank 0 may try again, the others may."""
     said = list[str]()
 
     def tell(text: str) -> str:
@@ -658,12 +668,13 @@ def test_what_rank_0_of_a_group_is_refused_is_refused_to_all_of_its_ranks() -> N
         return said[0]
 
     def ask() -> str:
-        raise Refused("over", "it has been trained to its end")
+        raise error
 
-    with pytest.raises(Refused, match=r"^it has been trained to its end$"):
+    with pytest.raises(type(error), match=f"^{error}$"):
         ask_for_all(tell, True, ask)
-    with pytest.raises(ConnectionLost, match="rank 0 of this group could not join: it has been trained to its end"):
+    with pytest.raises(OmniError, match=f"rank 0 of this group could not join: {error}") as caught:
         ask_for_all(tell, False, ask)
+    assert type(caught.value) is elsewhere
     assert len(said) == 2
 
 
@@ -1168,6 +1179,45 @@ def test_a_group_that_was_frozen_joins_again_although_a_callback_cannot_save_wha
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere signs of life of connections are not counted")
+@pytest.mark.parametrize("run", [("--heartbeat-timeout", "3")], ids=[""], indirect=True)
+def test_a_group_that_freezes_while_it_sends_many_messages_is_missed_in_time(run: Run) -> None:
+    options = {"epochs": 1, "samples": 4096, "hold": [0]}
+    first = run.start("a", options)
+    run.wait_for("a0-in-0")
+    second = run.start("b", {**options, "hold": [], "step": 0.02}, seed=2)
+    run.wait_for("b0-in-0")
+    time.sleep(0.3)
+    os.killpg(second.pid, signal.SIGSTOP)
+    run.server.expect("rank 1 lost: rank 1 gave no sign of life for 3 s", PATIENCE)
+    run.go(0)
+    assert first.end(PATIENCE) == 0, first.output
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere signs of life of connections are not counted")
+@pytest.mark.parametrize("run", [("--heartbeat-timeout", "3")], ids=[""], indirect=True)
+def test_a_job_that_is_suspended_as_a_whole_goes_on(run: Run) -> None:
+    options = {"epochs": 2, "hold": [1]}
+    first = run.start("a", options)
+    run.wait_for("a0-in-1")
+    second = run.start("b", options, seed=2)
+    run.wait_for("b0-in-1")
+    job = (run.server, first, second)
+    for process in job:
+        os.killpg(process.pid, signal.SIGSTOP)
+    time.sleep(6.0)
+    for process in job:
+        os.killpg(process.pid, signal.SIGCONT)
+    run.go(1)
+    for process in (first, second, run.server):
+        assert process.end(PATIENCE) == 0, process.output
+    assert "ranks lost: 0" in run.server.output
+
+
+@pytest.mark.slow
+@pytest.mark.processes
 def test_a_group_that_holds_pythons_lock_for_long_is_not_taken_for_dead(joined: Run) -> None:
     """Its connection gives signs of life all the same, which that of a process that is stopped does not."""
     assert joined.result("a")["weights"] == joined.result("b")["weights"]
@@ -1315,6 +1365,19 @@ def test_a_group_joins_whatever_the_method(run: Run, method: str) -> None:
 @pytest.mark.processes
 def test_a_group_that_joins_scales_its_losses_as_the_run_does(joined: Run) -> None:
     assert joined.result("a")["scale"] == joined.result("b")["scale"] == 1024.0
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_group_that_joins_trains_in_the_order_of_the_run_whether_it_shuffles_or_not(run: Run) -> None:
+    run.train_together({"epochs": 2, "hold": [1]}, {"sorted": True})
+    assert run.trained == dict.fromkeys(((epoch, sample) for epoch in range(2) for sample in range(128)), 1)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_mean_over_the_epoch_in_which_a_group_joins_is_of_one_metric(joined: Run) -> None:
+    assert joined.result("a")["size"] == joined.result("b")["size"] == 8.0
 
 
 @pytest.mark.slow

@@ -275,6 +275,15 @@ def test_groups_that_are_remembered_are_not_taken_for_numbers_of_as_many_paramet
         assert part["came"] == {0: True, 1: True}
 
 
+def test_betas_that_are_remembered_are_not_taken_for_numbers_of_two_parameters() -> None:
+    weights = {"w": torch.ones(64), "b": torch.ones(64)}
+    split = Partition.of(Layout.of(weights), 2, elementwise=True)
+    side = method_named("softsync").server_side(Master({n: Parameter(w) for n, w in weights.items()}, None), range(2))
+    side.receive(Push(0, 0, list(weights.values()), ({"lr": 0.1, "betas": [0.9, 0.99]},)))  # a list, from the wire
+    for part in split.tree_parts(side.state()):
+        assert [list(group["betas"]) for group in part["hyperparameters"]] == [[0.9, 0.99]]
+
+
 # --- They act as one -------------------------------------------------------------------------------------------------
 
 
