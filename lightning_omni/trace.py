@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import textwrap
+import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -214,19 +215,19 @@ class Trace:
         """Read a trace that `save` wrote.
 
         Raises:
-            ConfigurationError: the file is no trace.
+            ConfigurationError: the file is missing, damaged or no trace.
         """
         parts: dict[str, Any] = {"rows": {}, "evaluated": {}, "weights": {}, "work": {}, "steps": {}}
         try:
-            with np.load(path, allow_pickle=False) as arrays:
+            with Path(path).open("rb") as file, np.load(file, allow_pickle=False) as arrays:
                 rest = json.loads(str(arrays["rest"]))
                 for name in arrays.files:
                     if name != "rest":
                         part, _, column = name.partition("/")
                         parts[part][column] = arrays[name]
-        except (OSError, ValueError, KeyError) as error:
+            return cls(**parts, **rest)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile) as error:
             raise ConfigurationError(f"{path}: not a trace ({error}); pass a file that Trace.save wrote") from error
-        return cls(**parts, **rest)
 
     # --- A picture ---------------------------------------------------------------------------------------------------
 

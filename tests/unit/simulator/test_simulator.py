@@ -972,7 +972,10 @@ def test_a_trace_is_drawn(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("hello")
-    for path in ("other", "missing"):
+    run().save(tmp_path / "damaged")
+    (tmp_path / "damaged").write_bytes((tmp_path / "damaged").read_bytes()[:1000])
+    np.save(tmp_path / "array.npy", np.zeros(3))
+    for path in ("other", "missing", "damaged", "array.npy"):
         with pytest.raises(ConfigurationError, match="not a trace"):
             Trace.load(tmp_path / path)
     with pytest.raises(ConfigurationError, match="metric='recall'"):
