@@ -50,9 +50,10 @@ METHODS: Mapping[str, str] = {
     "diloco": "#6f4fa0",
     "async_diloco": "#b07aa1",
     "decoupled_diloco": "#cc6677",
+    "ringmaster_asgd": "#117733",
 }
 """Colours by method name."""
-_OTHERS = ("#117733", "#ddaa33", "#88ccee", "#661100", "#aaaa00")
+_OTHERS = ("#ddaa33", "#88ccee", "#661100", "#aaaa00")
 """Colours of other methods, in order of appearance."""
 
 _DASHES: Sequence[Any] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))

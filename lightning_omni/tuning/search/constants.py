@@ -36,9 +36,9 @@ ways, and between settings with different values in a user-defined dimension."""
 FIRST_DECISION, DECISIONS = 3, 5
 """Optimizer steps of a run before the first decision, which may only enable proportional batches; and the number of
 decisions, each after twice as many steps as the one before. From the second one on, every setting is considered."""
-WAITING_SHARE = 0.01
+WAITING_SHARE, FEW_RANKS = 0.01, 4
 """Part of a run's steps. Before it, a decision on more than proportional batches needs step times that scatter little,
-unless it is the last decision."""
+unless it is the last decision, or the run has no more than so many ranks."""
 LARGEST_PERIOD = 32
 """Most local steps between two exchanges that a search considers by default, in powers of two."""
 RELATED = 0.3

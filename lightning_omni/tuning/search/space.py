@@ -361,5 +361,5 @@ class SearchSpec:
         return replace(self.start, groups=max(1, round(self.batch / belongs_to)))
 
     def can_wait(self, steps: int) -> bool:
-        """Return whether the steps are so small a part of the run that measuring more costs little."""
-        return steps < c.WAITING_SHARE * self.horizon / self.batch
+        """Return whether measuring more pays: the run has many ranks, and the steps are a small part of it."""
+        return max(self.space.groups) > c.FEW_RANKS and steps < c.WAITING_SHARE * self.horizon / self.batch
