@@ -25,6 +25,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "async_diloco": [{"period": 4}, {"period": 4, "fragments": 2}],
     "decoupled_diloco": [{"period": 4, "fragments": 2}],
     "delay_compensated": [{"strength": 2.0, "adaptive": True}],
+    "ringmaster_asgd": [{"max_staleness": 2}],
 }
 POINTS = [{"name": name, **settings} for name, each in SETTINGS.items() for settings in each]
 NAMES = ["-".join(map(str, point.values())) for point in POINTS]

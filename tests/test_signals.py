@@ -22,7 +22,7 @@ from core import Signals, end_in_one_line, training_position
 from patience import SLOWER
 from processes import interpret
 from runs import Run, Running, free_port, search_path
-from torch._C._distributed_c10d import HashStore
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_omni.errors import Evicted
@@ -88,14 +88,14 @@ class Looks(TorchDispatchMode):
 
 @pytest.fixture
 def signals() -> Iterator[Signals]:
-    """Those of the only rank in its process group, one of two in the run."""
+    """Those of a rank in a process group of two, which is all of the run."""
     trainer: Any = SimpleNamespace(
         strategy=SimpleNamespace(root_device=torch.device("cpu"), launcher=None),
         fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace()),
     )
-    world: Any = SimpleNamespace(size=2, rank=0, members=[0], registration=None, control=None)
+    world: Any = SimpleNamespace(size=2, rank=0, members=[0, 1], registration=None, control=None)
     signals = Signals(SystemExit)
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         signals.install(trainer, world, lambda: None, nullcontext)
         yield signals
