@@ -131,10 +131,10 @@ PAIRS = (
     ),
     Pair("sharded", "all_reduce", "FSDP2 averages what it shards", "leave all_reduce= or model_parallel= out"),
     Pair(
-        "mesh",
+        "sharded",
         "rebalance",
-        "ranks that compute one batch together cannot get different parts of it",
-        'pass rebalance="off", or model_parallel="fsdp"',
+        "speeds are measured by hooks of gradients, which FSDP2 does not call",
+        'pass rebalance="off", or leave model_parallel= out',
     ),
     Pair(
         "joining",

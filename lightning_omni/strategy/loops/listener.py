@@ -13,7 +13,6 @@ import torch
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.metrics import Staleness
 from lightning_omni.runtime.balance import Balance
-from lightning_omni.runtime.model.meshes import ModelParallel
 from lightning_omni.strategy.grouping import Grouping
 from lightning_omni.strategy.joining import RunStates
 from lightning_omni.strategy.lightning_internals.callbacks import (
@@ -222,8 +221,8 @@ class Listener:
                 if name in ("mean", "max"):
                     pl_module.log(f"omni/staleness_{name}", value.float(), sync_dist=True, batch_size=1)
             self._staleness.to("cpu")
-        is_parallel = isinstance(self._parts.world.options.model_parallel, ModelParallel)  # its ranks share each batch
-        can_rebalance = self._parts.epochs.leases is not None and not (self._parts.balance.is_on or is_parallel)
+        cannot_rebalance = self._parts.balance.is_on or self._parts.world.is_sharded
+        can_rebalance = self._parts.epochs.leases is not None and not cannot_rebalance
         if control.status is not None and (sentence := straggler_sentence(control.status, can_rebalance)):
             self._parts.namespace.info(f"OmniStrategy: {sentence}")
 

@@ -94,7 +94,7 @@ class Lossy(WireFormat, frozen=True, kw_only=True):
         _write(payload, coded)
 
     def _most(self, elements: int, count: int) -> int:
-        return max(elements // self.unit, 1) * self.unit if self.unit else count
+        return max(elements // self.unit, 1) * self.unit if self.unit else max(count, 1)
 
     def _places(self, begin: int, count: int, of: int) -> list[slice]:
         """Return the places of some elements in a payload, one in each tensor of `compress`."""

@@ -320,6 +320,7 @@ def test_what_is_unfrozen_while_it_is_gathered_is_trained() -> None:
         ),
         ({"merged": "head"}, ["merged='head'", "leave merged= or model_parallel= out"]),
         ({"validation": "published"}, ['validation="published"', 'validation="wait"']),
+        ({"rebalance": "auto"}, ['rebalance="auto"', 'pass rebalance="off"']),
         ({"find_unused_parameters": True}, ["find_unused_parameters=True", "leave it or model_parallel= out"]),
     ],
     ids=str,

@@ -275,7 +275,7 @@ class Own(ModelParallelStrategy):
             {"model_parallel": ModelParallelStrategy(1, 2, save_distributed_checkpoint="no")},  # type: ignore[arg-type]
             ["ModelParallelStrategy(save_distributed_checkpoint='no')", "True or False"],
         ),
-        ({"rebalance": "auto"}, ['rebalance="auto"', "different parts"]),
+        ({"rebalance": "auto"}, ['rebalance="auto"', "hooks of gradients"]),
         ({"method": "diloco:period=4,fragments=2"}, ["fragments=2", "model_parallel=ModelParallelStrategy("]),
         ({"server": Server(record="run.jsonl")}, ["record='run.jsonl'", "model_parallel=ModelParallelStrategy("]),
         ({"merged": "head"}, ["merged='head'", "model_parallel=ModelParallelStrategy("]),
