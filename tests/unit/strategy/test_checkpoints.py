@@ -198,7 +198,8 @@ def resumed_from_one(ranks: int, is_at_last: bool = False) -> tuple[pl.Trainer, 
     """A run of so many ranks, from a checkpoint that one rank has saved after 18 of 32 batches of four samples."""
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, max_epochs=1)
     trainer.strategy.connect(pl.LightningModule())
-    loop, counts = trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_progress
+    loop = trainer.fit_loop
+    counts: Any = loop.epoch_loop.batch_progress
     loop.max_batches, loop._restart_stage = 32 // ranks, RestartStage.RESTARTED_MID_EPOCH
     trained, counts.is_last_batch = 32 if is_at_last else 18, is_at_last
     for each in (counts.current, counts.total):
