@@ -414,6 +414,7 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
             part of a tensor. Its state per parameter must then be in lists with one entry per parameter, or in mappings
             by parameter index, as in torch's optimizers; with several fragments, see
             `lightning_omni.methods.model.fragments.state_of`.
+        sums_gradients: whether the server side's state is a sum of gradients that waits for others, and nothing else.
         talks_to_peers: whether group sides use `Publish`, `ReadPeer`, `SendPeer` or `ReadInbox`.
         fragments: number of fragments that are exchanged one by one. With several, the server side must be
             element-wise.
@@ -424,6 +425,7 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
     pushes_weights: ClassVar[bool] = False
     answers_changes: ClassVar[bool] = False
     elementwise: ClassVar[bool] = True
+    sums_gradients: ClassVar[bool] = False
     talks_to_peers: ClassVar[bool] = False
     fragments: ClassVar[int] = 1
     side: ClassVar[type[ServerSide] | None] = None

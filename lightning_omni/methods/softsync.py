@@ -37,6 +37,7 @@ class HardSync(Method, frozen=True, kw_only=True, tag="hardsync"):
     """
 
     side = _MeanGradient
+    sums_gradients = True
 
     def updates_per_batch(self, groups: int) -> int:
         return 1
@@ -128,6 +129,7 @@ class SoftSync(Method, frozen=True, kw_only=True, tag="softsync"):
     """
 
     side = _EveryC
+    sums_gradients = True
     n: int = 1
     modulation: Literal["none", "average", "each"] = "each"
 

@@ -173,6 +173,8 @@ class Checkpoints:
                 checkpoint[ENTRY] = RunCheckpoint(
                     cut, groups, progress, schedules=schedules, samples=samples
                 ).to_plain()
+            elif "loops" in checkpoint and epochs.leases is not None:
+                checkpoint[ENTRY] = RunCheckpoint(ranks=epochs.leases.world_size).to_plain()
             return
         progress = None if epochs.run.progress is None else snapshot.cut.progress(epochs.run.progress)
         _count_as_ddp(checkpoint, progress)

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
@@ -204,6 +205,7 @@ class RunStates:
             "optimizers": ", ".join(type(each).__name__ for each in parts.strategy.optimizers) or "none",
             "schedulers": ", ".join(schedulers) or "none",
             "callbacks": ", ".join(deciding_callbacks(trainer)) or "none that saves, stops, tunes, freezes or prunes",
+            "default dtype": str(torch.get_default_dtype()),  # of the tensors that torch and Lightning reduce
         }
 
     def _sendable(self, what: str, entries: Mapping[str, Any]) -> dict[str, Any]:

@@ -168,6 +168,7 @@ def main() -> None:
     pl.seed_everything(int(os.environ.get("OMNI_TEST_SEED", 1)), verbose=False)
     module = Parallel if "x" in INSIDE else Member
     net, record = module(), Record()
+    torch.set_default_dtype(getattr(torch, OPTIONS.get("dtype", "float32")))
     for name in {"buffer", "extra"} & OPTIONS.keys():
         net.register_buffer(name, torch.ones(OPTIONS[name]))
     for number in OPTIONS.get("frozen", ()):

@@ -56,20 +56,22 @@ class StateTransfer:
     def resume(self, saved: RunCheckpoint) -> None:
         """Continue from a checkpoint, when training begins.
 
-        The states of server and groups are used only with the same method, number of groups and parameters.
+        The states of server and groups are used only with the same method, number of groups and parameters, a sum of
+        gradients with any number of groups.
         """
         for part, clock in zip(self._parallel.parts, saved.cut.clocks, strict=False):
             part.replica.clock = clock
         names = [list(part.replica.parameters) for part in self._parallel.parts]
-        same = (
+        alike = (
             saved.method == m.method_to_wire(self._parallel.method)
-            and saved.groups == len(self._parallel.topology.alive)
             and len(saved.server) == len(self._parallel.parts)
             and saved.parameters == names
         )
-        self._resumed = self._filled(saved) if same else RunCheckpoint()
+        same = alike and saved.groups == len(self._parallel.topology.alive)
         if not same:
             self._residuals.leave_out(saved.states)
+            saved = replace(saved, states={}) if alike and self._parallel.method.sums_gradients else RunCheckpoint()
+        self._resumed = self._filled(saved)
 
     def _filled(self, saved: RunCheckpoint) -> RunCheckpoint:
         """Return a saved state with its folder's tensors: the server's, and those of this group."""

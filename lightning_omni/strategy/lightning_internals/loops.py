@@ -373,6 +373,10 @@ def batches_trained(trainer: Trainer) -> int:
     return int(progress.current.processed)
 
 
+def is_at_last_batch(trainer: Trainer) -> bool:
+    return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
+
+
 def batches_resumed(trainer: Trainer) -> int:
     """Return the batches trained in the epoch that a fit resumes, or 0."""
     if not trainer.fit_loop.restarted_mid_epoch:
@@ -402,6 +406,12 @@ def set_progress_counters(trainer: Trainer, counters: list[int]) -> None:
         progress.started += ready - progress.ready
         progress.ready = ready
     set_step_counters(trainer, steps)
+
+
+def recount(trainer: Trainer, batches: int) -> None:
+    """Set the count of the current epoch's batches, without a change of the steps and of earlier epochs."""
+    current, total, *steps = progress_counters(trainer)
+    set_progress_counters(trainer, [batches, total - current + batches, *steps])
 
 
 def step_counters(trainer: Trainer) -> list[int]:

@@ -19,7 +19,9 @@ from lightning_omni.strategy.lightning_internals.loops import (
     accumulation_windows,
     batches_resumed,
     batches_trained,
+    is_at_last_batch,
     progress_counters,
+    recount,
     set_progress_counters,
 )
 from lightning_omni.strategy.loops.epoch import LeasedData
@@ -50,6 +52,7 @@ class RunProgress:
         self._world: World | None = None
         self._limits: FitLimits | None = None
         self._resumed_batches = (-1, 0)  # number of the epoch, and batches of each rank
+        self._resumed_ranks = self._recounted_samples = 0
         self.progress: Progress | None = None
         self.past: Progress | None = None
         self.resumed, self.resumed_samples = SnapshotId(), 0
@@ -66,6 +69,7 @@ class RunProgress:
     def resume(self, saved: RunCheckpoint) -> None:
         self.resumed, self.resumed_samples, self.past = saved.cut, saved.samples, saved.progress
         self.is_counted_together = saved.progress is not None or saved.cut.epoch != -1
+        self._resumed_ranks = saved.ranks
 
     def restored(self) -> None:
         """Prevent a run whose max_steps are taken from beginning, after the loops have loaded a checkpoint."""
@@ -84,6 +88,7 @@ class RunProgress:
         before, self._limits = self._limits, FitLimits(trainer, ranks_per_batch)
         if before is not None and self._limits.by_hand is not None and before.by_hand is not None:
             self._limits.by_hand = before.by_hand  # in a further fit the loops' counts are no longer this rank's own
+        self._recounted_samples = self._count_resumed()
         self._resumed_batches = trainer.current_epoch, batches_resumed(trainer)
         self.step_limit = None
         if self._data.leases is None:
@@ -95,6 +100,18 @@ class RunProgress:
             self.advance(entered)
         elif self.past is None and not self.is_counted_together:
             self.progress = self._limits.counted(self.progress)
+
+    def _count_resumed(self) -> int:
+        """Count the batches that other ranks have trained as those of this run's, and return their samples, or 0."""
+        leases, trainer, ranks = self._data.leases, self.trainer, self._resumed_ranks
+        if leases is None or ranks in (0, leases.world_size) or not trainer.fit_loop.restarted_mid_epoch:
+            return 0
+        if is_at_last_batch(trainer):
+            recount(trainer, int(trainer.num_training_batches))
+            return 0
+        samples, reference = batches_trained(trainer) * ranks * leases.batch_size, self.limits.reference(leases)
+        recount(trainer, samples // reference.samples * reference.window)
+        return samples
 
     def forget(self) -> None:
         self.progress, self.resumed, self._trainer, self._world = None, SnapshotId(), None, None
@@ -123,7 +140,8 @@ class RunProgress:
             return ()
         if self.resumed.epoch == -1:  # one group or DDP saved it, without leases; all ranks have the same count
             at, batches = self._resumed_batches
-            trained = batches * self._limits.reference(leases).batch if self._limits and at == epoch else 0
+            counted = self._recounted_samples or batches * self._limits.reference(leases).batch if self._limits else 0
+            trained = counted if at == epoch else 0
             return ((0, min(trained, leases.total)),) if trained else ()
         if not self._fits(epoch):
             return ()

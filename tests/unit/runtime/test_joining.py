@@ -1465,6 +1465,7 @@ def test_a_group_that_was_told_otherwise_is_refused_and_the_run_goes_on(run: Run
         ({"schedule": "function"}, "schedulers: LambdaLR every step; the run that this group joins has: OneCycleLR"),
         ({"schedule": None, "tuner": {}}, "schedulers: none; the run that this group joins has: OneCycleLR every step"),
         ({"steps": 1}, "'every_n_train_steps': 1, 'every_n_epochs': 0, 'train_time_interval': None}; the run that"),
+        ({"dtype": "float64"}, "default dtype: torch.float64; the run that this group joins has: torch.float32; give"),
         ({"finder": True}, "find the rate before, without server="),
         ({"several": True}, "this training data is several loaders"),
     ]

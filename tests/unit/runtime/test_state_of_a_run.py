@@ -21,14 +21,22 @@ from torch._C._distributed_c10d import HashStore
 import lightning_omni
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.group.core import GroupCore
-from lightning_omni.methods import AsyncSGD
+from lightning_omni.methods import AsyncSGD, DiLoCo, Method, SoftSync
 from lightning_omni.runtime.leased_loader import RankLeases
 from lightning_omni.runtime.server_exchange import ServerSnapshot
-from lightning_omni.runtime.state.checkpoint import CheckpointFolder, RollbackPoint, beside, is_folder, save
+from lightning_omni.runtime.state.checkpoint import (
+    CheckpointFolder,
+    RollbackPoint,
+    RunCheckpoint,
+    beside,
+    is_folder,
+    save,
+)
+from lightning_omni.runtime.state.transfer import StateTransfer
 from lightning_omni.strategy.checkpoints import Checkpoints
 from lightning_omni.strategy.loops.limits import FitLimits
 from lightning_omni.strategy.loops.progress import RunProgress
-from lightning_omni.wire.messages import SnapshotId
+from lightning_omni.wire.messages import SnapshotId, method_to_wire
 from lightning_omni.wire.steps_and_samples import Progress, ReferenceBatch
 
 
@@ -156,6 +164,30 @@ def test_validations_are_due_where_they_are_under_ddp_though_earlier_steps_had_m
     trainer.accumulate_grad_batches = 1
     plan = run.begin(1)
     assert (plan.validate_every, plan.validate_offset) == (25 * 8, offset * 8)
+
+
+# --- A resumed run ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "groups", "is_kept"),
+    [(SoftSync(), 4, True), (SoftSync(), 2, True), (DiLoCo(), 4, True), (DiLoCo(), 2, False)],
+)
+def test_a_sum_of_gradients_is_restored_with_any_number_of_groups(method: Method, groups: int, is_kept: bool) -> None:
+    """Its samples count as trained."""
+    own: Any = [{"memory": 1}]
+    saved = RunCheckpoint(
+        groups=4, method=method_to_wire(method), parameters=[["w"]], server=[{"total": 1}], states={0: own}
+    )
+    part = SimpleNamespace(replica=SimpleNamespace(parameters={"w": None}))
+    parallel: Any = SimpleNamespace(parts=[part], method=method, topology=SimpleNamespace(alive=range(groups)))
+    left_out: list[Any] = []
+    residuals: Any = SimpleNamespace(leave_out=left_out.append)
+    transfer = StateTransfer(parallel, SimpleNamespace(), residuals)  # type: ignore[arg-type]
+    transfer.resume(saved)
+    assert transfer._resumed.server == ([{"total": 1}] if is_kept else ())
+    assert transfer._resumed.states == ({0: own} if groups == 4 else {})
+    assert left_out == ([] if groups == 4 else [{0: own}])
 
 
 # --- A server that dies while a checkpoint is saved ------------------------------------------------------------------

@@ -6,12 +6,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
+from pytorch_lightning.loops.fit_loop import RestartStage
 from runs import Run, run
 
 from lightning_omni.runtime.leased_loader import RankLeases
 from lightning_omni.runtime.state.checkpoint import RunCheckpoint
 from lightning_omni.strategy.checkpoints import end_whole_epoch, go_on_after
+from lightning_omni.strategy.lightning_internals.loops import progress_counters
 from lightning_omni.strategy.loops.progress import RunProgress
 from lightning_omni.wire.messages import SnapshotId
 
@@ -189,3 +192,38 @@ def test_ranges_of_another_dataset_are_trained_again_and_a_warning_says_so() -> 
     assert resumed_on(6, 50_001, warnings).trained_spans(1) == (), "padded alike, and in another order"
     (warning,) = warnings
     assert "epoch 1 of 50000 samples, and the training data now has 50001" in warning
+
+
+def resumed_from_one(ranks: int, is_at_last: bool = False) -> tuple[pl.Trainer, RunProgress]:
+    """A run of so many ranks, from a checkpoint that one rank has saved after 18 of 32 batches of four samples."""
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, max_epochs=1)
+    trainer.strategy.connect(pl.LightningModule())
+    loop = trainer.fit_loop
+    counts: Any = loop.epoch_loop.batch_progress
+    loop.max_batches, loop._restart_stage = 32 // ranks, RestartStage.RESTARTED_MID_EPOCH
+    trained, counts.is_last_batch = 32 if is_at_last else 18, is_at_last
+    for each in (counts.current, counts.total):
+        each.ready = each.started = each.processed = each.completed = trained
+    data: Any = SimpleNamespace(leases=RankLeases(ranks, 4, 128, 0, lambda epoch: None, is_local=False))
+    run = RunProgress(data, lambda _: None)
+    run._trainer = trainer
+    run.resume(RunCheckpoint(ranks=1))
+    run.start(1, None)
+    return trainer, run
+
+
+@pytest.mark.parametrize(("ranks", "batches"), [(1, 18), (2, 9), (4, 4)])
+def test_the_batches_that_one_rank_has_trained_are_not_counted_as_those_of_several(ranks: int, batches: int) -> None:
+    trainer, run = resumed_from_one(ranks)
+    assert run.trained_spans(0) == ((0, 72),)
+    assert run.trained_spans(1) == ()
+    assert progress_counters(trainer)[:2] == [batches, batches]
+
+
+def test_an_epoch_that_one_rank_has_trained_stays_over_for_several() -> None:
+    trainer, run = resumed_from_one(4, is_at_last=True)
+    assert (progress_counters(trainer)[0], run.trained_spans(0)) == (8, ())
+
+
+def test_a_checkpoint_of_one_group_tells_how_many_ranks_have_trained(saved: Run) -> None:
+    assert rank0(saved, "omni half")["omni"]["run"]["ranks"] == 2
