@@ -257,7 +257,8 @@ class OmniStrategyHooks(_Base):
         options, parts, fits = self.world_options, self.parts, is_fitting(self.parts.trainer)
         if options.is_sharded and fits:
             parts.grouping.check_averages()
-        if options.groups != 1 or options.elastic.join:  # see `ProcessGroups.abort`
+        is_on_gpu = any(device.type == "cuda" for device in self.parallel_devices or ())
+        if is_on_gpu and (options.groups != 1 or options.elastic.join):  # see `ProcessGroups.abort`
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         super().setup_environment()
         if options.elastic.join:
