@@ -43,7 +43,7 @@ SEED = 11
 METHODS = (
     *("async_sgd", "hardsync", "softsync", "delay_compensated", "downpour:n_push=3,n_fetch=2"),
     *("elastic_averaging:period=3", "gossip:period=2", "local_sgd:period=3,warmup_steps=2", "diloco:period=3"),
-    *("async_diloco:period=4", "decoupled_diloco:period=4,fragments=2"),
+    *("async_diloco:period=4", "decoupled_diloco:period=4,fragments=2", "ringmaster_asgd:max_staleness=1"),
 )
 """Each method of the registry, with periods that fit into a short run."""
 VARIANTS = (
