@@ -41,7 +41,7 @@ class Server:
             nothing is saved, and the run ends if a server dies.
         record: file in which the embedded server records all that changes the weights, for
             `lightning_omni.simulator.replay`.
-        max_nonfinite_pushes: pushes in a row of one group with NaN or infinite elements that end the run.
+        max_nonfinite_pushes: pushes in a row with NaN or infinite elements after which a group fails.
         threads: threads for the embedded server's arithmetic.
         transport: the connection between ranks and server; None is ZeroMQ.
 
