@@ -139,7 +139,7 @@ def test_what_is_chosen_was_compared_with_what_scikit_optimize_proposed(
 ) -> None:
     for rank in fits["groups"][:1]:
         assert rank["setting"] in rank["considered"]
-        assert len(rank["considered"]) >= 2
+        assert len(rank["considered"]) >= 2 or rank["setting"]["groups"] == 1, "where nothing pays nothing is proposed"
     report = TuningReport.from_dict(json.loads(fits["cut short"][0]["files"]["omni-tuning.json"]))
     assert "scikit-optimize" in [row.by for row in report.summaries[0].considered]
 
