@@ -30,7 +30,7 @@ class RingmasterASGD(Method, frozen=True, kw_only=True, tag="ringmaster_asgd"):
 
     Args:
         max_staleness: largest staleness of an applied gradient, :math:`R - 1`. None is twice the number of other
-            groups: equal groups lose nothing, and a group is declined if the others make more than two steps during one.
+            groups: equal groups lose nothing, and a group is declined if others make more than two steps during one.
 
     Raises:
         ConfigurationError: ``max_staleness`` is negative.
