@@ -115,7 +115,7 @@ class ExitCheck:
         signal.default_int_handler(number, frame)
 
     def step_done(self) -> None:
-        """Record the count of collectives after an optimizer's step; within it members may differ."""
+        """Count this rank's collectives at the end of a step; inside one, members' counts may differ."""
         if self._is_needed:
             self._collectives = self._count()
 

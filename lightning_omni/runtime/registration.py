@@ -32,7 +32,7 @@ _UNSAVED = "unsaved"
 
 
 def comes_back_to() -> tuple[str, int]:
-    """Return the run that evicted this group, and how often in a row it rejoins, with this time; or "" and 0."""
+    """Return the run that this group rejoins, and its rejoins in a row, this one included; or "" and 0."""
     name, count, *_ = [*os.environ.get(COMES_BACK, "").split(" "), ""]
     return name, int(count or 0)
 

@@ -374,7 +374,7 @@ class OmniStrategyHooks(_Base):
 
     @override
     def on_train_start(self) -> None:
-        """Send the weights to the server and form the groups, after all callbacks."""
+        """Begin training, after all callbacks; several groups form and join the server."""
         super().on_train_start()
         world, parts = self.world, self.parts
         if parts.nested.is_running:

@@ -160,10 +160,10 @@ def check_describable(module: nn.Module, where: str = "") -> None:
 def rebuild_module(
     description: Mapping[str, Any], parameters: Mapping[str, Parameter], resolve: ResolveModule
 ) -> nn.Module:
-    """Make the module that `describe_module` described, over the given parameters, used in place.
+    """Make the described module in training mode; it uses the given parameters themselves.
 
     Raises:
-        UnsupportedError: a class is not allowed or cannot be imported.
+        UnsupportedError: a class, function or dtype cannot be used.
 
     Example:
         >>> head = nn.Linear(2, 1)

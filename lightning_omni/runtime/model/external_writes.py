@@ -98,7 +98,7 @@ class ExternalWrites:
         self._know_states()
 
     def finish(self) -> None:
-        """Copy the recorder's writes since the last synchronization to all ranks, which call it after training."""
+        """Copy the recorder's written weights and buffers to all ranks, which call it after training."""
         weights, loose = self._all_reduce_max(self._written())
         if weights and self._parallel.share is not None:
             self._hand_over(keep_states=True)

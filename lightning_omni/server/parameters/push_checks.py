@@ -30,7 +30,7 @@ class Delivery:
     Attributes:
         applied: whether it was merged, not refused.
         staleness: staleness in its answer; -1 before that, and if it was refused.
-        is_answered: whether it was answered, or refused.
+        is_answered: whether a repetition is answered.
     """
 
     sequence: int

@@ -365,7 +365,7 @@ class EpochDriver:
             self._warn(f"OmniStrategy: {sentence}")
 
     def expected_batches(self, done: int) -> int | None:
-        """Estimate this rank's batches in this epoch; None if Lightning knows them."""
+        """Estimate this rank's batches in this epoch; None keeps Lightning's number."""
         plan = self._epoch.plan
         if plan is None or self.leases is None or not self.is_open_ended:
             return None

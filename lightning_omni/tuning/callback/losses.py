@@ -17,7 +17,7 @@ from lightning_omni.tuning.search import constants as c
 
 
 class DivergenceGuard:
-    """A running mean of a rank's loss with one setting; a mean over ranks above ``threshold`` is divergence."""
+    """A rank's running mean loss with one setting; a mean over ranks above ``threshold``, or NaN, is divergence."""
 
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold

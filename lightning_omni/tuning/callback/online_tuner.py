@@ -113,7 +113,7 @@ class FirstBatches:
 
     @property
     def is_early(self) -> bool:
-        """Return whether the last observation suffices for proportional batches only."""
+        """Return whether the latest observation suffices for proportional batches only."""
         return self._seen == DECISION_STEPS[0]
 
     @property

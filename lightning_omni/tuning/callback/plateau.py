@@ -49,7 +49,7 @@ class UserSettingTrial:
 class PlateauGuard:
     """A watch for plateaus of the training loss, which tries the user's own setting there.
 
-    A trial begins where all groups synchronize, and can end after any step.
+    A trial begins where all groups synchronize, and ends inside an epoch, or with training.
     """
 
     def __init__(self, run: TunedRun, applied: AppliedSetting, speeds: SpeedRecord, reports: TunerReports) -> None:

@@ -316,7 +316,7 @@ class TuningReport(Serializable):
         """Read the JSON file that `save` wrote, or the one in a folder.
 
         Raises:
-            ConfigurationError: the file is not a report.
+            ConfigurationError: no report can be read.
         """
         path = Path(path)
         path = path / f"{_STEM}.json" if path.is_dir() else path

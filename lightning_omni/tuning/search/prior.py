@@ -273,7 +273,7 @@ def _on_surface(rows: list[PriorRow], groups: int, period: int) -> Array:
 def _between(knots: list[int], wanted: int) -> tuple[tuple[int, int], float]:
     """Return the two knots about a number, and its position between them in logarithms.
 
-    The position is 0 before the first knot, and above 1 beyond the last one.
+    The position is 0 up to the first or only knot, and above 1 beyond the last.
     """
     if len(knots) == 1 or wanted <= knots[0]:
         return (knots[0], knots[0]), 0.0
