@@ -24,8 +24,8 @@ class HardSync(Method, frozen=True, kw_only=True, tag="hardsync"):
 
     .. math:: w_{t+1} = \mathrm{step}\Bigl(w_t,\; \tfrac1\lambda \sum_{l=1}^{\lambda} g_l(w_t)\Bigr)
 
-    for :math:`\lambda` groups. Staleness is always 0. With equal groups, the result is that of one group with their whole
-    batch. For speed use ``groups=1``, which needs no server.
+    for :math:`\lambda` groups. Staleness is always 0. With equal groups, the result is that of one group with their
+    whole batch. For speed use ``groups=1``, which needs no server.
 
     Example:
         >>> HardSync()
