@@ -140,8 +140,9 @@ class RunProgress:
             return ()
         if self.resumed.epoch == -1:  # one group or DDP saved it, without leases; all ranks have the same count
             at, batches = self._resumed_batches
-            counted = self._recounted_samples or batches * self._limits.reference(leases).batch if self._limits else 0
-            trained = counted if at == epoch else 0
+            if self._limits is None or at != epoch:
+                return ()
+            trained = self._recounted_samples or batches * self._limits.reference(leases).batch
             return ((0, min(trained, leases.total)),) if trained else ()
         if not self._fits(epoch):
             return ()

@@ -72,10 +72,14 @@ def is_worth_switching(evidence: Evidence, setting: Setting) -> bool:
     return is_affordable and gains_enough(evidence, setting)
 
 
+def worthwhile_settings(evidence: Evidence) -> list[Setting]:
+    promising = promising_settings(evidence, evidence.forecast())
+    return [each for each in promising if is_worth_switching(evidence, each)]
+
+
 def best_enumerated(evidence: Evidence) -> Setting:
-    forecast = evidence.forecast()
-    promising = [each for each in promising_settings(evidence, forecast) if is_worth_switching(evidence, each)]
-    return _best_of(evidence, forecast, promising) if promising else evidence.start
+    worthwhile = worthwhile_settings(evidence)
+    return _best_of(evidence, evidence.forecast(), worthwhile) if worthwhile else evidence.start
 
 
 def explain(evidence: Evidence, setting: Setting, proposed: str = "") -> str:

@@ -19,8 +19,8 @@ from lightning_omni.tuning.search.choice import (
     explain,
     is_worth_switching,
     log_seconds,
-    promising_settings,
     risk_adjusted_seconds,
+    worthwhile_settings,
 )
 from lightning_omni.tuning.search.evidence import Evidence, Observation, TrainedSegment
 from lightning_omni.tuning.search.space import Axis, SearchSpec, checked_axis
@@ -66,10 +66,9 @@ class Optimization:
     def __init__(self, evidence: Evidence) -> None:
         self._evidence = evidence
         self._start = evidence.start
-        promising = promising_settings(evidence, evidence.forecast())
-        worth = [each for each in promising if is_worth_switching(evidence, each)]  # no other proposal would be taken
         self._trained = [evidence.with_rebalance(each.setting) for each in evidence.segments]
-        self._ways = list(dict.fromkeys([self._start, *worth, *self._trained]))
+        # No other proposal would be taken.
+        self._ways = list(dict.fromkeys([self._start, *worthwhile_settings(evidence), *self._trained]))
         self._axes = _Axes(evidence, self._ways)
 
     def considered(self, listed: Setting) -> list[ConsideredSetting]:

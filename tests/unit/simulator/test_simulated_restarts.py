@@ -44,9 +44,9 @@ SAVE_EVERY = 0.035
 class Counts(nn.Module):
     """A number for each sample. Trained with rate 1 by `loss`, it says how often the sample went into the weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, samples: int = SAMPLES) -> None:
         super().__init__()
-        self.counts = nn.Parameter(torch.zeros(SAMPLES))
+        self.counts = nn.Parameter(torch.zeros(samples))
 
 
 def loss(model: Any, batch: tuple[Tensor]) -> Tensor:
