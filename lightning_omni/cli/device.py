@@ -14,7 +14,7 @@ from typing import Any, cast, get_args
 import torch
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.simulator import workload
+from lightning_omni.simulator.workload import imported
 from lightning_omni.tuning.device import DeviceReport
 from lightning_omni.tuning.device.setting import DeviceSetting
 from lightning_omni.tuning.device.tune import Bf16
@@ -31,16 +31,12 @@ def measure(module: Any, given: dict[str, Any], batches: list[Any] | None, **opt
 
 
 def made_from(text: str, what: str, arguments: dict[str, Any] | None = None) -> Any:
-    try:
-        make = workload._function(text)
-    except ConfigurationError as error:  # its message is about workloads
-        message = str(error).replace("workload", what).replace("'synthetic', ", "").replace("function", "class")
-        raise ConfigurationError(message) from error
+    make = imported(text, what, "class")
     try:
         inspect.signature(make).bind(**(arguments or {}))
     except TypeError as error:
-        remedy = " with --arguments" if what == "model" else " none"
-        raise ConfigurationError(f"{what} {text!r}: {error}; pass its arguments{remedy}") from error
+        remedy = "pass its arguments with --arguments" if what == "model" else "name a class that needs none"
+        raise ConfigurationError(f"{what} {text!r}: {error}; {remedy}") from error
     except ValueError:
         pass  # it has no signature
     return make(**(arguments or {}))

@@ -305,7 +305,7 @@ def _without_effect(entrants: Sequence[Entrant], settings: SimulationSettings) -
 
 def _of_rates(runs: Sequence[Run], task: Task) -> str:
     momentum = task.workload.optimizer(task.workload.model.parameters()).param_groups[0].get("momentum")
-    shared = task.momentum or momentum
+    shared = momentum if task.momentum is None else task.momentum
     rest = f"; all have momentum {shared:g}, which suits fewer groups better than many" if shared else ""
     if len(task.rates) == 1:
         return (

@@ -62,10 +62,11 @@ class ServerActor:
             [sys.executable, *command], env={**os.environ, ENVIRONMENT: key}, stderr=subprocess.PIPE, text=True
         )
         assert self._process.stderr is not None
-        first = self._process.stderr.readline()
-        found = re.search(r"tcp://\S+:\d+", first)
+        found, printed = None, ""
+        while found is None and (line := self._process.stderr.readline()):  # warnings may precede it
+            found, printed = re.search(r"tcp://\S+:\d+", line), printed + line
         if found is None:
-            raise RuntimeError(f"the parameter server did not start: {first}{self._process.stderr.read()}")
+            raise RuntimeError(f"the parameter server did not start: {printed}")
         self._variables = {SERVER: found[0], ENVIRONMENT: key}
         threading.Thread(target=self._log, daemon=True).start()
 

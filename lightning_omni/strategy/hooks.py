@@ -31,6 +31,7 @@ from lightning_omni.strategy.arguments import (
 )
 from lightning_omni.strategy.checkpoints import SAVING
 from lightning_omni.strategy.lightning_internals.loops import is_fitting, loops_iterate, seed_workers
+from lightning_omni.strategy.lightning_internals.metrics import make_validation_loaders
 from lightning_omni.strategy.lightning_internals.strategies import (
     FIRST_BARRIER,
     collective_timeout,
@@ -42,7 +43,7 @@ from lightning_omni.strategy.lightning_internals.strategies import (
     set_rank,
 )
 from lightning_omni.strategy.loops.epoch import LightningRank, draws_batches, has_lightning_sampler
-from lightning_omni.strategy.loops.live_metrics import gathering_sentence
+from lightning_omni.strategy.loops.live_metrics import StepTimes, gathering_sentence
 from lightning_omni.strategy.namespaces import namespace_of, need_namespace, new_in, strategy_class_in
 from lightning_omni.strategy.parts import FitParts
 from lightning_omni.strategy.shared_parts import Namespace
@@ -276,8 +277,8 @@ class OmniStrategyHooks(_Base):
                 options=replace(options, timeout=timeout),
                 ranks_per_node=self._ranks_per_node(),
             )
+            world.server.process, parts.server_process = parts.server_process, None  # also if the next call raises
             world.check_same(self._fit_options.of_all_ranks)
-            world.server.process, parts.server_process = parts.server_process, None
             if world.registration is not None:
                 world.connection.on_stuck = parts.failures.start_again
                 parts.rejoining.enlisted(world.registration.run)
@@ -380,6 +381,8 @@ class OmniStrategyHooks(_Base):
         if parts.nested.is_running:
             return
         self._install_signals()
+        if world.registration is not None:
+            make_validation_loaders(parts.trainer)
         parts.reporting.begin()
         world.states.resume(parts.checkpoints.contents.resumed)
         parts.grouping.follow_external_writes()
@@ -390,7 +393,7 @@ class OmniStrategyHooks(_Base):
             parts.rejoining.took_part(world.registration.run, is_saved=control is None or control.reconnect_timeout > 0)
         parts.epochs.start()
         parts.balance.begin(world, parts.pl_module, lambda: parts.epochs.leases)
-        parts.step_times.clock = clock_of(world.device)
+        parts.step_times = StepTimes(clock_of(world.device))
         parts.grouping.hooks.guard()
         parts.grouping.announce()
         if warning := parts.reporting.warning_before(world, parts.epochs.run.steps_left()):

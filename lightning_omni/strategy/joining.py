@@ -100,6 +100,7 @@ class RunStates:
         self.is_described = False
 
     def check(self, trainer: Trainer) -> None:
+        self._again = None  # the fit before may have failed between its join and its first batch
         if self._parts.world.registration is None:
             return
         if runs_lr_finder(trainer):
@@ -498,7 +499,7 @@ class Rejoining:
         self._run, self._is_saved, self._began = run, is_saved, time.monotonic()
 
     def finished(self) -> None:
-        self._run, self._count = "", 0
+        self._run, self._count, self.is_armed = "", 0, False
         os.environ.pop(COMES_BACK, None)
 
     def arm(self, error: BaseException, reason: BaseException, most: int, ranks: int) -> bool:

@@ -360,6 +360,9 @@ def main() -> None:
                 "considered": [
                     each.setting.to_dict() for search in (tuner.searches if tuner else []) for each in search.considered
                 ],
+                "considered_by": [
+                    each.by for search in (tuner.searches if tuner else []) for each in search.considered
+                ],
                 "segments of the tuner": [each["setting"] for each in tuner.state_dict()["segments"]] if tuner else [],
                 "updates": strategy.report().updates,
                 "sent": getattr(strategy.world.core.wire_format, "fraction", 1.0),

@@ -59,8 +59,8 @@ class StepTimes:
         self._means: tuple[float, float, float] | None = None
 
     def begin(self, exchanged: float, moved: int) -> None:
-        if self._batch is None:
-            self._batch = _TimedBatch(self.clock.mark())
+        if self._batch is None:  # the first batch, or the first after an interruption
+            self._batch, self._exchanged = _TimedBatch(self.clock.mark()), exchanged
         self._exchanged_before, self._moved_before = exchanged, moved
 
     def interrupt(self) -> None:

@@ -448,7 +448,7 @@ class JoinedFit(Fit):
             return
         if run.state.own is None:  # a group that joins later receives that of the first one
             run.state.own = Setting(groups=1, momentum=hyperparameters.momentum, lr=hyperparameters.lr)
-            run.state.setting = run.state.own
+        run.state.setting = run.state.setting or run.state.own
         self._space = Space.of(run.options.space, ranks=1, momentum=run.state.own.momentum)
         if not hyperparameters.is_momentum_free:
             self._space = replace(self._space, momentum=(hyperparameters.momentum, hyperparameters.momentum))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from lightning_omni.palette import can_draw
 from lightning_omni.runtime.world import World
 from lightning_omni.serialization import Serializable
 from lightning_omni.strategy.hooks import OmniStrategyHooks
@@ -380,7 +381,7 @@ class TunerReports:
                 return
             files = report.save(run.folder)
             run.info(f"OmniTuner: the report is {next(each for each in files if each.suffix == '.html')}")
-            for logger in run.trainer.loggers:
+            for logger in run.trainer.loggers if can_draw() else ():
                 add_figure = getattr(getattr(logger, "experiment", None), "add_figure", None)
                 if callable(add_figure):
                     add_figure("omni/tuning", report.figure(-1), global_step=run.trainer.global_step)

@@ -66,7 +66,8 @@ class Optimization:
     def __init__(self, evidence: Evidence) -> None:
         self._evidence = evidence
         self._start = evidence.start
-        self._trained = [evidence.with_rebalance(each.setting) for each in evidence.segments]
+        possible = [each.setting for each in evidence.segments if each.setting.groups in evidence.spec.space.groups]
+        self._trained = [evidence.with_rebalance(each) for each in possible]
         # No other proposal would be taken.
         self._ways = list(dict.fromkeys([self._start, *worthwhile_settings(evidence), *self._trained]))
         self._axes = _Axes(evidence, self._ways)

@@ -126,6 +126,8 @@ def test_wrong_settings_are_one_line_with_the_remedy(model: str, capsys: pytest.
     assert "pass 'file.py:class' or 'package.module:class'" in said("Model")
     assert "is no LightningModule: it has no training_step" in said(f"{model}:loader")
     assert "missing a required argument: 'size'; pass its arguments with --arguments" in said(f"{model}:Needs")
+    assert "'size'; name a class that needs none" in said(f"{model}:Model", "--data", f"{model}:Needs")
+    assert "there is no file 'my_workload.py'" in said("my_workload.py:Model")
     assert "pass --data file.py:DataModule, or random data with --input" in said(f"{model}:Model")
     assert "--data and --input exclude each other" in said(f"{model}:Model", *RANDOM, "--data", f"{model}:Data")
     assert "--batch-size and --classes are for random data" in said(f"{model}:Whole", "--batch-size", "8")

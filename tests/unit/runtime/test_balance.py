@@ -328,10 +328,12 @@ def test_what_a_slow_rank_is_named_by_has_its_loading_in_it_and_no_waiting(clock
     step = times.means[1]
     times.interrupt()
     clock.now += 1000  # a validation, or groups that are formed
-    times.begin(0.25, 0)
+    exchange = times.means[2]
+    times.begin(60.25, 0)  # weights were exchanged meanwhile
     clock.now += 2
-    times.forward_done(0.25)
-    times.end(0.25, 0)
+    times.forward_done(60.25)
+    times.end(61.25, 0)
+    assert times.means[2] == pytest.approx(SMOOTHING * exchange + (1 - SMOOTHING) * 1.0)
     assert times.means[0] == pytest.approx(
         SMOOTHING * (SMOOTHING * first + (1 - SMOOTHING) * second) + (1 - SMOOTHING) * 2
     )

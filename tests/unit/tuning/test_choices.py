@@ -473,6 +473,16 @@ def test_without_segments_what_is_chosen_is_the_best_of_the_list_or_better(name:
     assert chosen in [each.setting for each in considered]
 
 
+def test_a_number_of_groups_that_the_space_has_no_more_is_not_chosen_although_it_was_trained() -> None:
+    found = search(seen(exponential()))
+    trained = found.choice().setting
+    assert trained.groups > 1
+    spec = replace(found.spec, space=replace(found.spec.space, groups=(1,)))
+    again = Search(spec, found.observation, segments=[TrainedSegment(trained, -0.3, 0.01**2)])
+    assert again.choice().setting.groups == 1
+    assert {each.setting.groups for each in again.considered} == {1}
+
+
 def test_scikit_optimize_proposes_a_setting_that_improves_on_the_runs() -> None:
     found = search(seen(exponential()))
     found.choice()
