@@ -301,6 +301,7 @@ def changing_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, A
     loops: dict[str, dict[str, Any]] = {**BESIDE, **LAID, **REGROUPED, **UNLIKE, **FORGOTTEN, **WITHOUT_STEPS}
     loops |= {**THEN_ONE, **SHORT, **THEN_DDP, **DISCARDED, **OUTSIDE, "alone": {"alone": 0}}
     loops |= {"trains on alone": {"alone": 0, "goes_on": True}, "generated": {"generated": 3}}
+    loops["compiled"] = {"compiled": 1}
     loops |= {f"repeated, {each}": {"repeated": each} for each in ("async_sgd", "local_sgd:period=1")}
     loops |= {
         **MERGED,
@@ -486,6 +487,11 @@ def test_a_loop_in_a_generator_that_is_left_ends_as_by_a_break(changing_loops: l
     one, other = (each["generated"] for each in changing_loops)
     assert one == other
     assert one[:2] == [[0, 1, 2, 3], []]
+
+
+def test_a_step_that_torch_compiles_is_the_step(changing_loops: list[dict[str, Any]]) -> None:
+    ends = [end for each in changing_loops for end in each["compiled"]]
+    assert ends[1:] == ends[:1] * 3
 
 
 @pytest.mark.parametrize("name", LOOPS)

@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, _redistribute
@@ -24,6 +25,9 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_omni.errors import UnsupportedError
+
+untraced = _disable_dynamo
+"""`torch.compiler.disable`, with types and without an import of torch's compiler."""
 
 GLOO_WORKER = "pt_gloo_runloop"
 """The name of the threads in which ProcessGroupGloo runs its collectives."""

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_omni.checks import check_kind
 from lightning_omni.errors import ConfigurationError, UnsupportedError
+from lightning_omni.runtime._private import untraced
 from lightning_omni.runtime.model.sharded import state_like
 from lightning_omni.runtime.world import World
 
@@ -188,6 +189,7 @@ class OmniOptimizer(Optimizer):
 
     # --- The step -----------------------------------------------------------------------------------------------------
 
+    @untraced
     def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
         """Make one step, the closure and the exchange; return the closure's result. Call it on every rank of the group.
 

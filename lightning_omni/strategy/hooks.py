@@ -31,6 +31,7 @@ from lightning_omni.strategy.arguments import (
 )
 from lightning_omni.strategy.checkpoints import SAVING
 from lightning_omni.strategy.lightning_internals.loops import is_fitting, loops_iterate, seed_workers
+from lightning_omni.strategy.lightning_internals.metrics import make_validation_loaders
 from lightning_omni.strategy.lightning_internals.strategies import (
     FIRST_BARRIER,
     collective_timeout,
@@ -380,6 +381,8 @@ class OmniStrategyHooks(_Base):
         if parts.nested.is_running:
             return
         self._install_signals()
+        if world.registration is not None:
+            make_validation_loaders(parts.trainer)
         parts.reporting.begin()
         world.states.resume(parts.checkpoints.contents.resumed)
         parts.grouping.follow_external_writes()

@@ -863,6 +863,29 @@ def generate(generated: int) -> list[Any]:
     return [steps, sorted(world.ever_lost), net.weight.tolist()]
 
 
+def compile_step(compiled: int) -> list[list[float]]:
+    """The weights after loops of a step that is not compiled, and of one that is."""
+    ends = []
+    for wrapped in (lambda step: step, torch.compile(backend="eager")):
+        torch.manual_seed(0)
+        world = World(compiled)
+        net = torch.nn.Linear(4, 1)
+        model = world.wrap(net)
+        optimizer = OmniOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), world)
+
+        def step(x: torch.Tensor, model: Any = model, optimizer: Any = optimizer) -> None:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        compiled_step = wrapped(step)
+        with world.training():
+            for _ in range(3):
+                compiled_step(torch.randn(8, 4) + world.rank)
+        ends.append(net.weight.flatten().tolist())
+    return ends
+
+
 def sample(sampled: str) -> dict[str, Any]:
     """What is said of a sampler that is made inside of a loop or before, and which samples this rank trains."""
     said, seen, world = list[str](), list[float](), World(2)
@@ -948,6 +971,7 @@ def main() -> None:
         "local": count,
         "sampled": sample,
         "generated": generate,
+        "compiled": compile_step,
         "repeated": repeat,
         "page": follow,
     }

@@ -40,9 +40,10 @@ def clear_current_hook(trainer: Trainer) -> None:
 
 
 def deciding_callbacks(trainer: Trainer) -> list[str]:
-    """Return the state keys, which may include settings, of callbacks that save, stop, tune, freeze or prune."""
+    """Return the state keys, and settings, of callbacks that save, stop, tune, freeze or prune."""
     names = {"ModelCheckpoint", "EarlyStopping", "OmniTuner", "BaseFinetuning", "ModelPruning"}
-    return [each.state_key for each, its in _classes_of_callbacks(trainer) if names & its]
+    found = (each for each, its in _classes_of_callbacks(trainer) if names & its)
+    return [f"{each.state_key}{getattr(each, 'omni_settings', '')}" for each in found]
 
 
 def limits_in_callbacks(trainer: Trainer) -> dict[str, str]:

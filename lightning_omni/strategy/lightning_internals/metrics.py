@@ -167,7 +167,7 @@ def _is_collective(result: Any, group: Any) -> bool:
 def align_collective_metrics(trainer: Trainer, group: Any, of_all: Sequence[list[Any]]) -> None:
     """Make all ranks reduce every metric that any rank has logged in the epoch, in the same order.
 
-    Otherwise Lightning would combine different metrics of different ranks. ``of_all`` has the `collective_metrics` of
+    Otherwise Lightning would combine different metrics. ``of_all`` has the `collective_metrics` of
     all ranks.
 
     Raises:
@@ -213,16 +213,24 @@ _STARTS = ("on_validation_start", "on_validation_epoch_start")
 
 
 def validation_loaders(trainer: Trainer) -> list[Any]:
-    """Return the loaders of a fit's validation. If they are still to be made, all ranks call it."""
+    """Return the loaders of a fit's validation. To make them, all ranks call it."""
     loop: Any = trainer.fit_loop.epoch_loop.val_loop
     loop.setup_data()
     return [] if loop._combined_loader is None else list(loop._combined_loader.flattened)
 
 
+def make_validation_loaders(trainer: Trainer) -> None:
+    """Make loaders where training begins, as all groups do."""
+    if trainer.enable_validation and trainer.val_dataloaders is None:
+        trainer.validating = True
+        validation_loaders(trainer)
+        trainer.training = True
+
+
 def validation_sizes(trainer: Trainer) -> list[int] | None:
     """Return the samples in a fit's validation datasets, -1 for one without a length.
 
-    Return None if the loaders were not made yet, or if those of another epoch may have other datasets.
+    Return None if loaders were not made yet, or those of another epoch may have other datasets.
     """
     if not trainer.enable_validation:
         return []

@@ -157,6 +157,11 @@ class OmniTunerHooks(_CallbackBase):
         )
 
     @property
+    def omni_settings(self) -> str:
+        """Return the settings that groups share."""
+        return f"(space={dict(sorted(self._space.items()))}, budget={self.budget})"
+
+    @property
     def searches(self) -> list[Search]:
         """Return the run's searches."""
         return self._remote.searches if self._fit is None else self._fit.run.searches
@@ -173,7 +178,7 @@ class OmniTunerHooks(_CallbackBase):
 
     @property
     def folder(self) -> Path | None:
-        """Return the folder of the report, on rank 0."""
+        """Return the report's folder, on rank 0."""
         return self._remote.folder if self._fit is None else self._fit.run.folder
 
     # --- Set-up -------------------------------------------------------------------------------------------------------
@@ -197,7 +202,7 @@ class OmniTunerHooks(_CallbackBase):
         run.strategy.parts.on_ready.append(self._fit.begin)
 
     def on_omni_launch(self, trainer: Trainer) -> None:
-        """Start a server for several groups, and the import of slow libraries, while the other ranks start."""
+        """Start a server for several groups, and import slow libraries, while the other ranks start."""
         self._load_libraries()
         if self.budget > 0 and may_form_groups(self._options, trainer):
             strategy_of(trainer).parts.launching.prepare_server()
@@ -267,7 +272,7 @@ class OmniTunerHooks(_CallbackBase):
             self._fit.run.load_state_dict(state_dict)
 
     def omni_results(self) -> dict[str, Any]:
-        """Return the results in rank 0's process as plain values."""
+        """Return rank 0's results as plain values."""
         return {"state": self.state_dict(), "problem": self.problem, "folder": str(self.folder or "")}
 
     def take_omni_results(self, results: dict[str, Any]) -> None:

@@ -1433,6 +1433,28 @@ def test_limits_are_those_of_the_run_as_it_was_begun(run: Run, trainer: dict[str
 
 @pytest.mark.slow
 @pytest.mark.processes
+def test_a_group_joins_before_the_others_have_made_their_validation_loaders(run: Run) -> None:
+    options = {"epochs": 3, "hold": [1], "trainer": {"check_val_every_n_epoch": 2, "num_sanity_val_steps": 0}}
+    one, other = run.train_together(options)
+    assert (one["weights"], one["val"]) == (other["weights"], other["val"])
+    assert set(run.trained.values()) == {1}
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_group_whose_tuner_chooses_from_another_space_is_refused_and_the_run_goes_on(run: Run) -> None:
+    first = run.start("a", {"epochs": 2, "tuner": {"space": {"momentum": [0.0, 0.3]}}, "hold": [1]})
+    run.wait_for("a0-in-1")
+    for number, given in enumerate(({"space": {"momentum": [0.8, 0.9]}}, {"budget": 0.0})):
+        other = run.start(f"b{number}", {"epochs": 2, "tuner": given})
+        assert other.end(PATIENCE) != 0
+        assert "run that this group joins has: OmniTuner(space={'momentum': [0.0, 0.3]}, budget=0.1)" in other.output
+    run.go(1)
+    assert first.end(PATIENCE) == 0, first.output
+
+
+@pytest.mark.slow
+@pytest.mark.processes
 def test_a_group_that_was_told_otherwise_is_refused_and_the_run_goes_on(run: Run) -> None:
     given_first = {"epochs": 2, "split": 1, "optimizer": "SGD", "buffer": 1}
     first = run.start("a", {**given_first, "hold": [1]})
