@@ -13,7 +13,7 @@ import pytest
 from benchmarks.kills import trained_samples
 from patience import SLOWER
 from processes import interpret
-from runs import Run, Running
+from runs import Run, Running, run
 
 FIT = {
     "data": {"samples": 384},
@@ -266,3 +266,8 @@ def test_the_end_of_the_main_process_leaves_nothing_running_and_no_files(number:
         assert running.process.returncode != 0
         if number == signal.SIGINT:
             assert "Detected KeyboardInterrupt" in running.output
+
+
+def test_a_loop_that_has_lost_a_group_regroups_and_wraps_its_module_again() -> None:
+    finished = run("wrapped_again.py", timeout=120)
+    assert finished.results[0] == finished.results[1]

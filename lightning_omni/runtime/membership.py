@@ -100,7 +100,8 @@ class Connection:
         if registration is None:
             address, key, run = parallel.server.find(parallel.broadcast_text_at_launch)
         else:
-            address, key, run = self._enlisted_at
+            assert parallel.options.server.address is not None
+            address, key, run = parallel.options.server.address, load_key(), registration.run
         self._exchange.synchronizations = 0
         specs = tuple(spec for part in parallel.parts for spec in part.replica.layout_with({}).specs)
         layout = Layout(specs, division=self._division)
@@ -133,13 +134,6 @@ class Connection:
         if not parallel.is_sharded:
             return ""
         return division_of((each for part in parallel.parts for each in part.replica.ordered), parallel.mesh)
-
-    @property
-    def _enlisted_at(self) -> tuple[str, bytes, str]:
-        parallel = self._parallel
-        assert parallel.registration is not None
-        assert parallel.options.server.address is not None
-        return parallel.options.server.address, load_key(), parallel.registration.run
 
     # --- To leave ----------------------------------------------------------------------------------------------------
 
@@ -183,9 +177,6 @@ class Connection:
                 os._exit(1)
 
         threading.Thread(target=end, name="omni-end", daemon=True).start()
-
-
-_log = logging.getLogger(__name__)
 
 
 class GroupJoin:

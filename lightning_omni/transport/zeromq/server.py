@@ -142,10 +142,10 @@ def reachable(bound: str, coordinator: str) -> str:
 
     If the coordinating server is reached over loopback, it names all interfaces: ranks replace the host.
     """
-    if is_private(bound) or urlsplit(bound).hostname != EVERYWHERE:
+    if is_private(bound) or urlsplit(bound).hostname not in EVERYWHERE:
         return bound
     host = own_host(coordinator)
-    return bound if host.startswith("127.") else f"tcp://{host}:{urlsplit(bound).port}"
+    return bound if host.startswith("127.") else tcp_endpoint(host, urlsplit(bound).port or 0)
 
 
 # --- Versions, which the two sides of a run compare -------------------------------------------------------------------
@@ -236,7 +236,8 @@ class ZeroMQServer:
             where = f"{host}:{number}" if directory is None else endpoint
             is_taken = error.errno in (zmq.EADDRINUSE, errno.EACCES)
             here = "an address of this machine (Server(host=...), or serve --host)"
-            remedy = "another port (--port; 0 takes a free one)" if is_taken else here
+            option = "--port" if channel == m.CONTROL else "--data-port"
+            remedy = f"another port ({option}; 0 takes a free one)" if is_taken else here
             raise ConfigurationError(
                 f"cannot listen on {where}: {zmq.strerror(error.errno or 0)}; pass {remedy}"
             ) from error
@@ -391,7 +392,7 @@ class ZeroMQServer:
     def _begin(self, peer: bytes, message: m.Message, places: MemoryRanges) -> Assembly:
         nbytes = self.core.check_payload(peer, message)
         is_kept = self.core.keeps_payload(message)
-        buffer = torch.empty(nbytes, dtype=torch.uint8) if is_kept else self._buffer(peer, nbytes)
+        buffer = _allocated(nbytes) if is_kept else self._buffer(peer, nbytes)
         assembly = Assembly(message, buffer, places)
         if not isinstance(
             message, m.LargeMessage
@@ -417,10 +418,7 @@ class ZeroMQServer:
         if buffer is None:
             while len(kept) >= KEPT_BUFFERS:
                 del kept[next(iter(kept))]
-            try:
-                buffer = torch.empty(nbytes, dtype=torch.uint8)
-            except (RuntimeError, MemoryError) as error:
-                raise Refused("memory", f"the server has no memory for {nbytes} bytes") from error
+            buffer = _allocated(nbytes)
         kept[nbytes] = buffer
         return buffer
 
@@ -514,3 +512,10 @@ class ZeroMQServer:
 
 def _key(peer: bytes, message: m.Message) -> tuple[bytes, int]:
     return peer, getattr(message, "optimizer", -1)
+
+
+def _allocated(nbytes: int) -> Tensor:
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8)
+    except (RuntimeError, MemoryError) as error:
+        raise Refused("memory", f"the server has no memory for {nbytes} bytes") from error
