@@ -194,6 +194,10 @@ class LeaseClient:
     def drawn(self) -> int:
         return len(self._batches)
 
+    @property
+    def stepped_spans(self) -> list[tuple[int, int]]:
+        return [(batch.start, batch.stop) for batch in self._batches[: self.stepped]]
+
     def begin_batch(self) -> None:
         self.trained += 1
 

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.nn import Module
@@ -48,6 +49,7 @@ from lightning_omni.runtime.state.checkpoint import (
     without_tensors,
 )
 from lightning_omni.runtime.state.checkpoint import save as save_folder
+from lightning_omni.server.epochs.lease_book import merge_spans
 from lightning_omni.strategy.failures import Failures
 from lightning_omni.strategy.joining import RunStates
 from lightning_omni.strategy.lightning_internals.loops import is_fitting, progress_counters
@@ -176,7 +178,12 @@ class Checkpoints:
             elif "loops" in checkpoint and epochs.leases is not None:
                 checkpoint[ENTRY] = RunCheckpoint(ranks=epochs.leases.world_size).to_plain()
             return
-        progress = None if epochs.run.progress is None else snapshot.cut.progress(epochs.run.progress)
+        cut, leases = snapshot.cut, epochs.leases
+        if world.is_computing and world.method.evaluated == "mean" and leases is not None and leases.epoch == cut.epoch:
+            # The group's own weights are saved, and its last batch is in them before the server hears of it.
+            trained = tuple(merge_spans([*cut.trained, *leases.stepped_spans]))
+            cut = msgspec.structs.replace(cut, trained=trained)
+        progress = None if epochs.run.progress is None else cut.progress(epochs.run.progress)
         _count_as_ddp(checkpoint, progress)
         if "optimizer_states" in checkpoint:  # with save_weights_only there are none
             server, states = [part["method"] for part in snapshot.parts], snapshot.groups
@@ -190,7 +197,7 @@ class Checkpoints:
                 "states": states,
             }
         more |= {"schedules": epochs.schedulers.catch_up_in(checkpoint, progress), "samples": samples}
-        checkpoint[ENTRY] = RunCheckpoint(snapshot.cut, groups, progress, **more).to_plain()
+        checkpoint[ENTRY] = RunCheckpoint(cut, groups, progress, **more).to_plain()
 
     def save_folder(
         self,

@@ -56,7 +56,7 @@ class LeaseBook(msgspec.Struct):
             raise ProtocolError(f"no epoch can be validated as in {plan}")
         if plan.ranks_per_batch < 1 or any(size % plan.ranks_per_batch for size in group_sizes.values()):
             raise ProtocolError(f"groups of {sorted(set(group_sizes.values()))} ranks cannot train as in {plan}")
-        free, done = _complement(plan.trained, plan.budget), _merge(plan.trained)
+        free, done = _complement(plan.trained, plan.budget), merge_spans(plan.trained)
         book = cls(plan, 0, _size(done), free, done, {}, {}, {}, {}, set())
         book.regroup(group_sizes)
         if free:
@@ -135,7 +135,7 @@ class LeaseBook(msgspec.Struct):
         """
         self.check_trained(group, batches)
         if not counts:
-            self._free = _merge([*self._spans_back(group, batches), *self._free])
+            self._free = merge_spans([*self._spans_back(group, batches), *self._free])
         drawn = self._drawn[group][self._trained[group] : batches] if counts else ()
         new = sum([_insert(self._done, batch.start, batch.stop) for batch in drawn])
         self.trained += new
@@ -152,7 +152,7 @@ class LeaseBook(msgspec.Struct):
 
     def release(self, group: int) -> None:
         drawn, first = self._known(group), self._trained[group]
-        self._free = _merge([*self._spans_back(group, len(drawn)), *self._free])
+        self._free = merge_spans([*self._spans_back(group, len(drawn)), *self._free])
         self._repeats -= {(group, number) for number in range(first, len(drawn))}
         del drawn[first:]
 
@@ -191,7 +191,7 @@ class LeaseBook(msgspec.Struct):
 
     def go_back(self, trained: Sequence[tuple[int, int]]) -> None:
         """Reset the trained ranges, and free all others but drawn and untrained batches."""
-        self._done = _merge(trained)
+        self._done = merge_spans(trained)
         self.trained = _size(self._done)
         held = [(each.start, each.stop) for group in self._sizes for each in self._drawn[group][self._trained[group] :]]
         self._free = _complement([*self._done, *held], self.plan.budget)
@@ -239,14 +239,14 @@ def _size(spans: Sequence[tuple[int, int]]) -> int:
     return sum(stop - start for start, stop in spans)
 
 
-def _merge(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    merged: list[tuple[int, int]] = []
+def merge_spans(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
     for start, stop in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], stop))
         else:
-            merged.append((start, stop))
-    return merged
+            found.append((start, stop))
+    return found
 
 
 def _insert(merged: list[tuple[int, int]], start: int, stop: int) -> int:
@@ -262,7 +262,7 @@ def _insert(merged: list[tuple[int, int]], start: int, stop: int) -> int:
 
 def _complement(spans: Sequence[tuple[int, int]], total: int) -> list[tuple[int, int]]:
     free, position = [], 0
-    for start, stop in _merge(spans):
+    for start, stop in merge_spans(spans):
         if start > position:
             free.append((position, min(start, total)))
         position = max(position, stop)

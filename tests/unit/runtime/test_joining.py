@@ -1433,6 +1433,16 @@ def test_limits_are_those_of_the_run_as_it_was_begun(run: Run, trainer: dict[str
 
 @pytest.mark.slow
 @pytest.mark.processes
+def test_a_batch_in_weights_that_are_saved_inside_an_epoch_counts_as_trained(run: Run, tmp_path: Path) -> None:
+    first = run.start("a", {"epochs": 1, "steps": 1, "method": "local_sgd:period=4"})
+    assert first.end(PATIENCE) == 0, first.output
+    for step in (1, 6, 7):
+        saved = torch.load(tmp_path / "steps" / f"epoch=0-step={step}.ckpt", weights_only=True)
+        assert saved["omni"]["run"]["cut"]["trained"] == [[0, 8 * step]]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
 def test_a_group_joins_before_the_others_have_made_their_validation_loaders(run: Run) -> None:
     options = {"epochs": 3, "hold": [1], "trainer": {"check_val_every_n_epoch": 2, "num_sanity_val_steps": 0}}
     one, other = run.train_together(options)
