@@ -67,6 +67,7 @@ def test_the_run_outlives_a_worker_outside_the_first_group(way: dict[str, Any], 
         # Those that are left evaluate all of the data, also when the fit is over.
         assert each["test"][0]["val_loss"] == pytest.approx(each["validations"][3][1], rel=1e-4)
     assert "its group is evicted" in finished.output
+    assert ("ranks were lost during this validation (2, 3); its" in finished.output) == ("die_in_validation" in way)
     assert ("group 1 is alive and has made no progress for 4 s" in finished.output) == (way is STALLS)
     assert 2 not in finished.results
     assert 3 not in finished.results

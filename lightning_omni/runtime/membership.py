@@ -211,6 +211,8 @@ class GroupJoin:
         parallel.core.form(GroupId(str(joined.group), joined.incarnation))
         parallel.is_entering = parallel.joined_since_sync = True
         parallel.registration.close()
+        assert parallel.control is not None
+        parallel.control.report_progress(is_expected=True)  # the others wait for the batch that the group has by now
         return joined
 
     def _ask_to_join(self) -> str:
