@@ -34,7 +34,7 @@ from lightning_omni.transport.zeromq.addresses import (
     own_host,
     tcp_endpoint,
 )
-from lightning_omni.transport.zeromq.dialing import Dialed, SuspendAwareClock, dial
+from lightning_omni.transport.zeromq.dialing import Dialed, SuspendAwareClock, dial, new_context
 from lightning_omni.transport.zeromq.frames import (
     CHUNK_MARK,
     LARGEST_ANSWER_FRAME,
@@ -81,18 +81,13 @@ class CoordinatorLink:
 
     def __init__(self, core: ServerCore, coordinator: str, address: str, encryption: str) -> None:
         check_address(coordinator, coordinator)
-        keys, self._context = RunKeys(core.key, encryption), zmq.Context()
+        keys = RunKeys(core.key, encryption)
 
-        def shake_hands(attempt: Dialed, deadline: float) -> sm.FollowerWelcome:
+        def shake_hands(request: handshake.Request) -> sm.FollowerWelcome:
             hello = core.follower_hello(address, secrets.token_bytes(handshake.NONCE_BYTES))
-            return handshake.join_as_follower(
-                lambda message, expect: attempt.ask(message, expect, deadline, lambda: None),
-                core.key,
-                hello,
-                coordinator,
-            )
+            return handshake.join_as_follower(request, core.key, hello, coordinator)
 
-        try:
+        with new_context() as self._context:
             self._dialed, welcome = dial(
                 lambda: Dialed(self._context, coordinator, keys, LARGEST_ANSWER_FRAME, m.CONTROL, decode=sm.decode),
                 shake_hands,
@@ -102,9 +97,6 @@ class CoordinatorLink:
                 " that it runs there with a --host that this machine can reach, and that no firewall is in between",
                 CONNECT_TIME,
             )
-        except BaseException:
-            self._context.term()
-            raise
         self._timeout, self._clock = welcome.heartbeat_timeout, SuspendAwareClock()
         self._last_received = self._clock()
         self._ended = False
