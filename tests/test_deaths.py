@@ -13,7 +13,7 @@ import pytest
 from benchmarks.kills import trained_samples
 from patience import SLOWER
 from processes import interpret
-from runs import Run, Running
+from runs import Run, Running, run
 
 FIT = {
     "data": {"samples": 384},
@@ -67,6 +67,7 @@ def test_the_run_outlives_a_worker_outside_the_first_group(way: dict[str, Any], 
         # Those that are left evaluate all of the data, also when the fit is over.
         assert each["test"][0]["val_loss"] == pytest.approx(each["validations"][3][1], rel=1e-4)
     assert "its group is evicted" in finished.output
+    assert ("ranks were lost during this validation (2, 3); its" in finished.output) == ("die_in_validation" in way)
     assert ("group 1 is alive and has made no progress for 4 s" in finished.output) == (way is STALLS)
     assert 2 not in finished.results
     assert 3 not in finished.results
@@ -265,3 +266,8 @@ def test_the_end_of_the_main_process_leaves_nothing_running_and_no_files(number:
         assert running.process.returncode != 0
         if number == signal.SIGINT:
             assert "Detected KeyboardInterrupt" in running.output
+
+
+def test_a_loop_that_has_lost_a_group_regroups_and_wraps_its_module_again() -> None:
+    finished = run("wrapped_again.py", timeout=120)
+    assert finished.results[0] == finished.results[1]

@@ -526,7 +526,6 @@ def top(
         encryption: "curve" or "off", the same as the server's.
     """
     # Imported here, so that --help does not wait for torch.
-    from lightning_omni.cli.console import show
     from lightning_omni.cli.top import AGAIN, Rates, picture, watch
     from lightning_omni.transport.zeromq.keys import load_key
     from lightning_omni.transport.zeromq.observer import Observer

@@ -36,7 +36,7 @@ from lightning_omni.transport.serving.process import (
 from lightning_omni.transport.serving.save_files import share_directory
 from lightning_omni.transport.serving.state_directory import StateDirectory
 from lightning_omni.transport.zeromq import ZeroMQ, server
-from lightning_omni.transport.zeromq.addresses import EVERYWHERE
+from lightning_omni.transport.zeromq.addresses import beside
 from lightning_omni.transport.zeromq.keys import is_open_to_others
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class StandaloneServer:
                 record="",
                 transport=registry.to_wire(self._transport),
                 number=number,
-                coordinator=self._server.address.replace(f"//{EVERYWHERE}:", "//127.0.0.1:"),
+                coordinator=beside(self._server.address, "tcp://127.0.0.1:0"),
                 state=state,
                 restore=restored,
             )

@@ -367,23 +367,14 @@ class GroupCore:
     def encode(self, optimizer: int, need: Exchange, split: Partition, memories: Sequence[Memory]) -> list[Encoded]:
         """Encode each server's part of a push; keep the sender's next state until the answer."""
         own, pushes, whole = self._method_states[optimizer], self.wire_format.pushes, split.layout
-        split = split.fragment(need.fragment, self.method.fragments)
-        states = split.sender_parts(self._sender_state(own, need, whole))
-        parts = zip(split.parts(need.tensors), split.shares, states, memories, strict=True)
+        number, of = need.fragment, self.method.fragments
+        split = split.fragment(number, of)
+        state = own.sent if number is None else state_of_fragment(own.sent, whole, number, of)
+        parts = zip(split.parts(need.tensors), split.shares, split.sender_parts(state), memories, strict=True)
         encoded = [pushes.encode(*part) for part in parts]
         state = split.merged_sender([each.state for each in encoded]) if pushes.is_stateful else {}
-        self._store_sending(own, need, whole, state)
+        own.sending = state if number is None else with_fragment(own.sent, state, whole, number, of)
         return encoded
-
-    def _sender_state(self, own: _MethodState, need: Exchange, layout: Layout) -> State:
-        if need.fragment is None:
-            return own.sent
-        return state_of_fragment(own.sent, layout, need.fragment, self.method.fragments)
-
-    def _store_sending(self, own: _MethodState, need: Exchange, layout: Layout, state: State) -> None:
-        if need.fragment is not None:
-            state = with_fragment(own.sent, state, layout, need.fragment, self.method.fragments)
-        own.sending = state
 
     def sequence(self, optimizer: int) -> int:
         return self._method_states[optimizer].sequence

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods.async_diloco import AsyncDiLoCo
 from lightning_omni.methods.async_sgd import AsyncSGD
 from lightning_omni.methods.contract import (
@@ -100,11 +101,18 @@ def checked(method: Method) -> Method:
 def text_of(method: Method, without: Collection[str] = ()) -> str:
     """Return the text from which `method_named` makes the method, without the settings named in ``without``.
 
+    A setting stays if others need it, as fragments need a period that they divide.
+
     Example:
         >>> text_of(method_named("local_sgd:period=4,warmup_steps=10"), without=("period",))
         'local_sgd:warmup_steps=10'
     """
-    return REGISTRY.text_of(method, without)
+    text = REGISTRY.text_of(method, without)
+    try:
+        method_named(text)
+    except ConfigurationError:
+        return REGISTRY.text_of(method)
+    return text
 
 
 def load(path: str) -> type[Method]:

@@ -179,6 +179,9 @@ class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
                 f" {1 / size:g}"
             )
 
+    def changes_with_period(self, period: int) -> dict[str, Any]:
+        return {**super().changes_with_period(period), "min_steps": min(self.min_steps, period)}
+
     def steps_to_push(self, replica: Replica) -> int:
         memory = replica.memory
         return max(1, int(memory.get("period", self.period)) // self.fragments - int(memory.get("steps", 0)))

@@ -333,6 +333,9 @@ class ServerSide(ABC):
         """Return the updates since the read that a push was computed from."""
         return self.master.clock - push.read_at
 
+    def rearranged(self, hyperparameters: Hyperparameters) -> None:  # noqa: B027  # nothing waits
+        """Replace the hyperparameters of waiting pushes by those of the optimizer's new parameter groups."""
+
     def state(self) -> dict[str, Any]:
         """Return the side's state, without the master's, as plain values and live tensors."""
         return {}
@@ -381,6 +384,12 @@ class Barrier(ServerSide):
     def grow(self, start: int) -> None:
         for number, total in enumerate(self._totals):
             total.reach(len(self.master.fragment(number)))
+
+    def rearranged(self, hyperparameters: Hyperparameters) -> None:
+        self._last = {
+            number: msgspec.structs.replace(push, hyperparameters=hyperparameters)
+            for number, push in self._last.items()
+        }
 
     def state(self) -> dict[str, Any]:
         return state_of([self.state_of_fragment(number) for number in range(self.method.fragments)])

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from lightning_omni.checks import check_choice, check_whole, counted
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods.contract import Barrier, Method, Push, Reply, ServerSide, Total
+from lightning_omni.methods.model.replica import Hyperparameters
 
 # --- hardsync ---------------------------------------------------------------------------------------------------------
 
@@ -82,6 +83,9 @@ class _EveryC(ServerSide):
 
     def grow(self, start: int) -> None:
         self._total.reach(len(self.master.parameters))
+
+    def rearranged(self, hyperparameters: Hyperparameters) -> None:
+        self._hyperparameters = hyperparameters
 
     def state(self) -> dict[str, Any]:
         return {

@@ -100,7 +100,8 @@ class Connection:
         if registration is None:
             address, key, run = parallel.server.find(parallel.broadcast_text_at_launch)
         else:
-            address, key, run = self._enlisted_at
+            assert parallel.options.server.address is not None
+            address, key, run = parallel.options.server.address, load_key(), registration.run
         self._exchange.synchronizations = 0
         specs = tuple(spec for part in parallel.parts for spec in part.replica.layout_with({}).specs)
         layout = Layout(specs, division=self._division)
@@ -133,13 +134,6 @@ class Connection:
         if not parallel.is_sharded:
             return ""
         return division_of((each for part in parallel.parts for each in part.replica.ordered), parallel.mesh)
-
-    @property
-    def _enlisted_at(self) -> tuple[str, bytes, str]:
-        parallel = self._parallel
-        assert parallel.registration is not None
-        assert parallel.options.server.address is not None
-        return parallel.options.server.address, load_key(), parallel.registration.run
 
     # --- To leave ----------------------------------------------------------------------------------------------------
 
@@ -185,9 +179,6 @@ class Connection:
         threading.Thread(target=end, name="omni-end", daemon=True).start()
 
 
-_log = logging.getLogger(__name__)
-
-
 class GroupJoin:
     """The group of this rank, if it joins a run on its own, with rank numbers that `GroupRegistration` has reserved."""
 
@@ -220,6 +211,8 @@ class GroupJoin:
         parallel.core.form(GroupId(str(joined.group), joined.incarnation))
         parallel.is_entering = parallel.joined_since_sync = True
         parallel.registration.close()
+        assert parallel.control is not None
+        parallel.control.report_progress(is_expected=True)  # the others wait for the batch that the group has by now
         return joined
 
     def _ask_to_join(self) -> str:

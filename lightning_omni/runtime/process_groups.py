@@ -313,20 +313,12 @@ class LiveWorld(dist.ProcessGroup):
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg, unused-ignore]
         self._global_rank = rank  # until `connect` sets another
-        self._live: list[int] = list(range(size))
+        self.ranks: Sequence[int] = range(size)
         self._synchronize: Synchronize | None = None
         self._name = ""
 
     def connect(self, synchronize: Synchronize, rank: int) -> None:
         self._synchronize, self._global_rank = synchronize, rank
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        return self._live
-
-    @ranks.setter
-    def ranks(self, live: Sequence[int]) -> None:
-        self._live = list(live)
 
     @property
     def group_name(self) -> Any:
@@ -337,10 +329,10 @@ class LiveWorld(dist.ProcessGroup):
         self._name = name
 
     def size(self) -> int:
-        return len(self._live)
+        return len(self.ranks)
 
     def rank(self) -> int:
-        return self._live.index(self._global_rank)
+        return self.ranks.index(self._global_rank)
 
     # --- Collectives, by the names that torch.distributed calls -------------------------------------------------------
 
@@ -359,7 +351,7 @@ class LiveWorld(dist.ProcessGroup):
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
         op = _op(opts)
-        root = self._live[opts.rootRank]  # before ranks may die in the collective
+        root = self.ranks[opts.rootRank]  # before ranks may die in the collective
         for tensor in tensors:
             parts = self._gather(f"reduce({_signature(tensor)}, {op}, {root})", tensor)
             if root == self._global_rank:
@@ -367,7 +359,7 @@ class LiveWorld(dist.ProcessGroup):
         return _Done(list(tensors))
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
-        root = self._live[opts.rootRank]
+        root = self.ranks[opts.rootRank]
         for tensor in tensors:
             parts = self._gather(f"broadcast({_signature(tensor)}, {root})", tensor, only=root)
             if root != self._global_rank and root in parts:
@@ -401,7 +393,7 @@ class LiveWorld(dist.ProcessGroup):
         return _Done(list(outputs))
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
-        root = self._live[opts.rootRank]  # before ranks may die in the collective
+        root = self.ranks[opts.rootRank]  # before ranks may die in the collective
         for index, tensor in enumerate(inputs):
             parts = self._gather(f"gather({_signature(tensor)}, {root})", tensor)
             if root == self._global_rank:
@@ -433,12 +425,8 @@ class LiveWorld(dist.ProcessGroup):
         for start in range(0, max(nbytes, 1), LARGEST_UPLOAD):
             for rank, piece in self.contribute(what, data[start : start + LARGEST_UPLOAD]):
                 pieces.setdefault(rank, []).append(piece)
-        gathered = {}
-        for rank, parts in pieces.items():
-            whole = b"".join(parts)
-            if len(whole) == nbytes and (only is None or rank == only):
-                gathered[rank] = _tensor_of(whole, tensor)
-        return gathered
+        whole = {rank: b"".join(parts) for rank, parts in pieces.items() if only in (None, rank)}
+        return {rank: _tensor_of(data, tensor) for rank, data in whole.items() if len(data) == nbytes}
 
     def contribute(self, what: str, payload: bytes = b"") -> list[tuple[int, bytes]]:
         """Wait for all live ranks, and return their payloads as (global rank, bytes) in rank order.
@@ -448,7 +436,7 @@ class LiveWorld(dist.ProcessGroup):
         if self._synchronize is None:
             raise RuntimeError("the live world is not connected to a parameter server yet")
         parts = self._synchronize(what, payload)
-        self._live = [rank for rank, _ in parts]
+        self.ranks = [rank for rank, _ in parts]
         return parts
 
 

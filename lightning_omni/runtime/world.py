@@ -146,7 +146,9 @@ class World(ParallelState):
     def check_method(self, groups: int) -> None:
         """Raise an error unless the method allows so many groups, and the server can import it and the format."""
         self.method.check(groups)
-        for name, kind in (("method", type(self.method)), ("wire_format", type(self.core.wire_format))):
+        wire = self.core.wire_format
+        for name, value in (("method", self.method), ("compression", wire.pushes), ("compression", wire.answers)):
+            kind = type(value)
             if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
                 raise UnsupportedError(
                     f"{name}={kind.__qualname__}: it is defined in the script itself, where the parameter server cannot"
@@ -481,6 +483,7 @@ class World(ParallelState):
     def _close_connections(self, has_failed: bool = False) -> None:
         self._watching.close()
         self._leaving = None
+        self.reduction.forget()
         self.connection.close()
         self.executor.place_heads()
         self.server.stop(has_failed)

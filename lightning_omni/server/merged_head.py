@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lightning_omni.errors import OmniError, ProtocolError, Refused
+from lightning_omni.errors import OmniError, ProtocolError
 from lightning_omni.server.parameters.store import HeadRequest, ServedHead
+from lightning_omni.server.replication import refusal_of
 from lightning_omni.server.run_context import RunContext
-from lightning_omni.server.service import Out, Payload, Peer, Sender, Service, as_tensor
+from lightning_omni.server.service import Out, Payload, Sender, Service, as_tensor
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import check_specs, pack, unpack
 
@@ -51,7 +52,7 @@ class MergedHeadService(Service):
             stepped = head.backward(group, message, unpack(message.packed, as_tensor(payload)), number)
         except ProtocolError as error:
             head.forget(group)
-            return [_refusal(sender.peer, error), *self._serve(number)]
+            return [Out(sender.peer, m.DATA, refusal_of(error)), *self._serve(number)]
         self._events.note(
             "push",
             group,
@@ -95,10 +96,5 @@ class MergedHeadService(Service):
         except OmniError as error:
             if request.message.exclusive:
                 head.forget(request.group)
-            return _refusal(request.peer, error)
+            return Out(request.peer, m.DATA, refusal_of(error))
         return Out(request.peer, m.DATA, m.HeadOutput(packed=packed, nbytes=buffer.numel()), (buffer,))
-
-
-def _refusal(peer: Peer, error: OmniError) -> Out:
-    code = error.code if isinstance(error, Refused) else "protocol"
-    return Out(peer, m.DATA, m.RefusedMessage(code=code, reason=str(error)))

@@ -111,8 +111,14 @@ class Restore:
                 epochs.leave(entry.group, entry.message)
             case GatheredEntry():
                 self._collective_service.redo(entry)
-            case ClaimedEntry() | EvaluatedEntry() | ReadEntry() | SavedEntry():
-                self._validation_service.redo(entry)
+            case ClaimedEntry():
+                epochs.validations.claim(entry.group, entry.epoch, entry.passed)
+            case EvaluatedEntry():
+                epochs.validations.publish(entry.group, entry.number, (entry.packed, entry.payload))
+            case ReadEntry():
+                self._validation_service.read_result(entry.rank, entry.number)
+            case SavedEntry():
+                epochs.validations.save(entry.number)
             case LostEntry() | LeftEntry() | JoinedEntry():
                 self._membership.redo(entry)
                 if isinstance(self._replication, Coordinator):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
@@ -213,7 +214,7 @@ class RunObservation(Service):
         self._formed: m.FormGroups | None = None
         self._run_events: deque[RunEvent] = deque(maxlen=LONGEST_LOG)
         self._counts: tuple[Any, ...] = (0, 0, 0, "")
-        self._saved = (0, 0.0)
+        self._saves, self._saved_at = run.journal.saves, -math.inf
         self._joined: set[int] = set()
         self._lost: set[int] = set()
         self._left: set[int] = set()
@@ -264,7 +265,7 @@ class RunObservation(Service):
             serve_time=self._status_service.total_serve_time,
             log=tuple(m.LogEntry(now - each.at, each.kind, each.text) for each in self.run_events),
             over=self._over(),
-            saved=now - self._saved[1] if self._saved[0] else -1.0,
+            saved=now - self._saved_at if math.isfinite(self._saved_at) else -1.0,
             metrics=self._metrics(),
         )
 
@@ -319,8 +320,8 @@ class RunObservation(Service):
     def tick(self, now: float) -> None:
         """Log ranks that joined, were lost or left since the last call, and why the run cannot continue."""
         roster = self._roster
-        if self._journal.saves != self._saved[0]:
-            self._saved = self._journal.saves, now
+        if self._journal.saves != self._saves:
+            self._saves, self._saved_at = self._journal.saves, now
         counts = (len(roster.members), len(roster.lost), len(roster.gone), self._over())
         if counts == self._counts:
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -28,17 +28,6 @@ from lightning_omni.wire.messages import servers as sm
 
 LARGEST_NOTED = 256 << 20
 """The most bytes of added parameters in the journal; larger ones are only saved with the state, which is then due."""
-
-
-class PushOutcome(NamedTuple):
-    """The outcome of a push, as in its answer, `Weights`."""
-
-    staleness: int = -1
-    applied: bool = True
-    refused_in_row: int = 0
-    note: float = 0.0
-    fragment: int = -1
-    repeated: bool = False
 
 
 class Training(Service):
@@ -118,9 +107,9 @@ class Training(Service):
         out = []
         for number, served in enumerate(self._store.all):
             for group, good in served.averaged(self._waited_for(number)) if served.averaging else ():
-                outcome = PushOutcome(applied=good, refused_in_row=served.counts.refused_in_row[group])
-                peer = self._admission.leader_peer(group)
-                out.append(self._weights(peer, number, group, _master_weights(served, group), outcome))
+                peer, refused = self._admission.leader_peer(group), served.counts.refused_in_row[group]
+                parts = _master_weights(served, group)
+                out.append(self._weights(peer, number, parts, applied=good, refused_in_row=refused))
         return out
 
     def _waited_for(self, number: int) -> set[int]:
@@ -178,8 +167,9 @@ class Training(Service):
         if replies is None:
             if message.pull:
                 served.method_side.fetched(group)
-            outcome = PushOutcome(-1, False, served.counts.refused_in_row[group], fragment=message.fragment)
-            return [self._weights(sender.peer, number, group, _pulled(served, Reply(group, -1), message), outcome)]
+            refused, parts = served.counts.refused_in_row[group], _pulled(served, Reply(group, -1), message)
+            more = {"refused_in_row": refused, "fragment": message.fragment}
+            return [self._weights(sender.peer, number, parts, applied=False, **more)]
         self._pending[group] = message
         out = self._answers(number, replies)
         if group in self._pending:
@@ -199,9 +189,18 @@ class Training(Service):
             return []
         group, refused = sender.group, served.counts.refused_in_row[sender.group]
         served.method_side.fetched(group)
-        outcome = PushOutcome(last.staleness, last.applied, refused, fragment=message.fragment, repeated=True)
-        parts = _pulled(served, Reply(group, -1), message)
-        return [self._weights(sender.peer, message.optimizer, group, parts, outcome)]
+        return [
+            self._weights(
+                sender.peer,
+                message.optimizer,
+                _pulled(served, Reply(group, -1), message),
+                staleness=last.staleness,
+                applied=last.applied,
+                refused_in_row=refused,
+                fragment=message.fragment,
+                repeated=True,
+            )
+        ]
 
     def _decode(self, payload: Tensor, layout: Layout) -> Tensor:
         check_size(self._wire_format, payload.numel(), layout)
@@ -215,7 +214,7 @@ class Training(Service):
                 self._epochs.train(group, message.epoch, message.trained)
             served.method_side.fetched(group)
             self._events.note("fetch", group, message.optimizer, epoch=message.epoch, spans=spans)
-        out = self._weights(sender.peer, message.optimizer, group, _master_weights(served, group), PushOutcome())
+        out = self._weights(sender.peer, message.optimizer, _master_weights(served, group))
         return [msgspec.structs.replace(out, may_take_long=self._has_just_joined(group))]
 
     def _has_just_joined(self, group: int) -> bool:
@@ -336,10 +335,10 @@ class Training(Service):
             self._resume_group(reply.group, but=number)
         parts = _pulled(served, reply, push, copies=not only)
         fragment, refused = push.fragment if push is not None else -1, served.counts.refused_in_row[reply.group]
-        outcome = PushOutcome(reply.staleness, refused_in_row=refused, note=reply.note, fragment=fragment)
-        return self._weights(peer, number, reply.group, parts, outcome)
+        more = {"refused_in_row": refused, "note": reply.note, "fragment": fragment}
+        return self._weights(peer, number, parts, staleness=reply.staleness, **more)
 
-    def _weights(self, peer: Peer, optimizer: int, group: int, parts: tuple[Payload, ...], outcome: PushOutcome) -> Out:
+    def _weights(self, peer: Peer, optimizer: int, parts: tuple[Payload, ...], **outcome: Any) -> Out:
         message = m.Weights(
             optimizer=optimizer,
             clock=self._store.optimizer(optimizer).master.clock,
@@ -348,7 +347,7 @@ class Training(Service):
             validations=self._epochs.validations.complete,
             nbytes=sum(map(nbytes_of, parts)),
             groups=self._roster.joined_groups,
-            **outcome._asdict(),
+            **{"staleness": -1, "applied": True, "refused_in_row": 0, **outcome},
         )
         return Out(peer, m.DATA, message, parts)
 

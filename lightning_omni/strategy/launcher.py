@@ -411,8 +411,6 @@ def describe_exit(code: int) -> str:
 def _share_threads(processes: int) -> None:
     # Lightning does this, too: otherwise every rank starts as many threads as the node has cores.
     if "OMP_NUM_THREADS" not in os.environ and processes > 1:
-        import torch
-
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         threads = max(1, cores // processes)
         torch.set_num_threads(threads)

@@ -72,7 +72,7 @@ class Control(ABC):
         self.failures: tuple[str, ...] = ()
         self.signal = self.progress = 0
         self.metrics: dict[str, float] = {}
-        self._is_judged = self._has_trained = False
+        self._is_judged = self._is_expected = False
         self._timings = (0.0, 0.0, 0.0)
         self._ended: OmniError | None = None
         self._on_end = on_end or (lambda error: None)
@@ -207,11 +207,11 @@ class Control(ABC):
         """Set seconds for the next heartbeat; ``step`` is the whole step."""
         self._timings = (compute, step, exchange)
 
-    def report_progress(self, has_trained: bool = False) -> None:
-        """Record progress of this rank; after a batch of training (``has_trained``), the server expects more."""
+    def report_progress(self, is_expected: bool = False) -> None:
+        """Record progress of this rank; if ``is_expected``, as after a batch, the server expects more."""
         self.progress += 1
-        self._has_trained |= has_trained
-        self._is_judged = self._has_trained
+        self._is_expected |= is_expected
+        self._is_judged = self._is_expected
 
     def suspend_stall_check(self) -> None:
         """Suspend the check for progress until this rank makes progress again."""

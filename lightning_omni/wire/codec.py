@@ -118,15 +118,9 @@ def _check_nesting(tree: Any) -> None:
     """Raise `ValueError` if lists and dicts are nested so deeply that recursion over them might fail."""
     level = [tree]
     for _ in range(_MOST_NESTED):
-        inner: list[Any] = []
-        for each in level:
-            if isinstance(each, dict):
-                inner.extend(each.values())
-            elif isinstance(each, (list, tuple)):
-                inner.extend(each)
-        if not inner:
+        nested = [each for each in level if isinstance(each, (dict, list, tuple))]
+        if not (level := [inner for each in nested for inner in (each.values() if isinstance(each, dict) else each)]):
             return
-        level = inner
     raise ValueError("nested too deeply")
 
 

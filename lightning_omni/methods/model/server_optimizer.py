@@ -174,8 +174,9 @@ class Master:
                     f"{type(optimizer).__qualname__}.step(), which the parameter server calls without a closure,"
                     f" failed: {type(error).__name__}: {error}; {_STEP_ON_RANKS}"
                 ) from error
-            for parameter, _ in some:
-                parameter.grad = None
+            finally:
+                for parameter, _ in some:
+                    parameter.grad = None
         self.clock += 1
 
     def overwrite(self, values: Sequence[Tensor | None], fragment: int | None = None) -> None:

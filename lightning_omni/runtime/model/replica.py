@@ -107,7 +107,7 @@ class ModelReplica(Replica):
         self.parameters, self.ordered = dict(parameters), list(parameters.values())
         self.first = len(self.ordered)
         self.ever_held, self._released = set(self.ordered), set()
-        self._writes.forget()
+        self._writes = Writes()
         self.abandon()
         self._lay_out()
 

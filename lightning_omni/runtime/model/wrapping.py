@@ -67,7 +67,8 @@ class ModelWrapper:
         self._make_alike(module)
         named = [each for each in (*module.named_parameters(), *module.named_buffers()) if each[0] not in ignored]
         check_dense(named)
-        self._parallel.process_groups.make(self._parallel.topology)
+        if self._parallel.control is None:  # otherwise the live ranks made it when groups were formed
+            self._parallel.process_groups.make(self._parallel.topology)
         take_from_rank_zero(named)
 
     def _make_alike(self, module: Module) -> None:
@@ -108,7 +109,7 @@ class ModelWrapper:
         parallel = self._parallel
         # Other launchers' groups are not in this torch.distributed world: they read the server's weights.
         is_alone = len(parallel.holders.alive) == 1 and parallel.registration is None
-        if self.sharded is not None and not is_alone and not parallel.ever_lost:
+        if self.sharded is not None and not is_alone and parallel.control is None and not parallel.ever_lost:
             share_initial(self.sharded, parallel.holders, parallel.torch_rank)
 
 

@@ -189,11 +189,12 @@ class CheckpointFolder:
         """
         own, held = optimizer.state_dict(), held_by(optimizer)
         places = {f"optimizer_{number}.state.{names[parameter]}.": place for place, parameter in enumerate(held)}
-        found: dict[str, tuple[int, str]] = {}
-        for name in self._known:
-            for begin, place in places.items():
-                if name.startswith(begin):
-                    found[name] = place, name.removeprefix(begin)
+        found = {
+            name: (place, name.removeprefix(begin))
+            for name in self._known
+            for begin, place in places.items()
+            if name.startswith(begin)
+        }
         read = self._read({name: self._room(name, held[place]) for name, (place, _) in found.items()})
         state: dict[int, dict[str, Any]] = {}
         for name, (place, key) in found.items():
@@ -333,7 +334,7 @@ class RunCheckpoint:
             states=plain["group"],
             schedules=run["schedules"],
             samples=run["samples"],
-            ranks=run.get("ranks", 0),  # a checkpoint of before has none
+            ranks=run["ranks"],
         )
 
 

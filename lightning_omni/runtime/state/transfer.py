@@ -396,18 +396,22 @@ class Residuals:
     def carry_over(self) -> None:
         """Sum the residuals inside each newly formed group. All its ranks call it."""
         if not self._parallel.core.wire_format.pushes.is_stateful:
+            if self._parallel.exchanges:  # one group pushes nothing, and keeps them
+                self.warn_of_remainder("groups push without error feedback from here on")
+                for index in range(len(self._parallel.parts)):
+                    self._parallel.core.load_sender_state(index, {})
             return
         for index in range(len(self._parallel.parts)):
             total = self._total(index)
             state = {RESIDUAL: total} if self._parallel.exchanges and any(each is not None for each in total) else {}
             self._parallel.core.load_sender_state(index, state)
 
-    def warn_of_remainder(self) -> None:
+    def warn_of_remainder(self, why: str = "training has ended") -> None:
         for index in range(len(self._parallel.parts)):
-            if self._parallel.exchanges and (largest := _largest(self._parallel.core.sender_state(index))):
+            if largest := _largest(self._parallel.core.sender_state(index)):
                 _log.warning(
-                    "training has ended, and group %d has not pushed the residual of optimizer %d; its largest number:"
-                    " %.3g",
+                    "%s, and group %d has not pushed the residual of optimizer %d; its largest number: %.3g",
+                    why,
                     self._parallel.group,
                     index,
                     largest,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 import msgspec
@@ -362,14 +361,15 @@ class Epochs:
         self._validated.clear()
 
     def _next_decision(self, all_answered: bool) -> tuple[int, str] | None:
-        state = _QuiescenceCheck(self, all_answered)
+        assert self.book is not None
+        is_trained, all_wait = self.book.is_finished, self.all_wait()
         # With a thousand groups, most questions at an epoch's end change nothing for the waiting ranks.
-        all_again = self._dirty or self.stop or state.is_trained or state.all_wait
+        all_again = self._dirty or self.stop or is_trained or all_wait
         ranks = sorted(self._waiting if all_again else self._asked & self._waiting.keys())
-        decisions = ((rank, self._decide(rank, state)) for rank in ranks)
+        decisions = ((rank, self._decide(rank, is_trained, all_wait, all_answered)) for rank in ranks)
         return next((given for given in decisions if given[1]), None)
 
-    def _decide(self, rank: int, state: _QuiescenceCheck) -> str:
+    def _decide(self, rank: int, is_trained: bool, all_wait: bool, all_answered: bool) -> str:
         assert self.book is not None
         group, question = self._waiting[rank]
         if self._validated[rank] == self._validations:
@@ -378,9 +378,9 @@ class Epochs:
                 return "more"
             if self.stop and not self._is_called_over:
                 return f"stop:{self.stop}"
-            if state.is_trained:
-                return self._over if state.all_answered else ""
-            if not state.all_wait:
+            if is_trained:
+                return self._over if all_answered else ""
+            if not all_wait:
                 return ""
             self.book.advance()
             self._validations += 1
@@ -438,19 +438,3 @@ class _EpochsState(msgspec.Struct, frozen=True):
     told: dict[int, tuple[AskNext, str]]
     book: LeaseBook | None
     evaluations: ValidationBook
-
-
-class _QuiescenceCheck:
-    """Values shared by all waiting ranks until the next decision, each computed once."""
-
-    def __init__(self, epochs: Epochs, all_answered: bool) -> None:
-        self._epochs, self.all_answered = epochs, all_answered
-
-    @cached_property
-    def is_trained(self) -> bool:
-        assert self._epochs.book is not None
-        return self._epochs.book.is_finished
-
-    @cached_property
-    def all_wait(self) -> bool:
-        return self._epochs.all_wait()

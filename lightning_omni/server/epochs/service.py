@@ -11,7 +11,7 @@ from lightning_omni.server.training import Training
 from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, check_specs
-from lightning_omni.wire.journal import ClaimedEntry, EvaluatedEntry, ReadEntry, SavedEntry
+from lightning_omni.wire.journal import ClaimedEntry, EvaluatedEntry, ReadEntry
 
 # --- Leases -----------------------------------------------------------------------------------------------------------
 
@@ -94,19 +94,7 @@ class ValidationService(Service):
         self._epochs.validations.evict(group)
         return []
 
-    def redo(self, entry: ClaimedEntry | EvaluatedEntry | ReadEntry | SavedEntry) -> None:
-        book = self._epochs.validations
-        match entry:
-            case ClaimedEntry():
-                book.claim(entry.group, entry.epoch, entry.passed)
-            case EvaluatedEntry():
-                book.publish(entry.group, entry.number, (entry.packed, entry.payload))
-            case ReadEntry():
-                self._read(entry.rank, entry.number)
-            case SavedEntry():
-                book.save(entry.number)
-
-    def _read(self, rank: int, number: int) -> Evaluation | None:
+    def read_result(self, rank: int, number: int) -> Evaluation | None:
         result = self._epochs.validations.read(rank, number)
         self._epochs.validations.forget(self._roster.live)
         self._journal.note(ReadEntry(rank, number))
@@ -138,6 +126,6 @@ class ValidationService(Service):
         return [Out(sender.peer, m.CONTROL, m.Validations(complete=book.complete, is_missed=book.is_missed))]
 
     def read(self, sender: Sender, message: m.ReadEvaluation, payload: Payload) -> list[Out]:
-        packed, content = self._read(sender.rank, message.number) or (None, b"")
+        packed, content = self.read_result(sender.rank, message.number) or (None, b"")
         answer = m.EvaluationResult(packed=packed or Packed(b"", ()), is_void=packed is None, nbytes=len(content))
         return [Out(sender.peer, m.DATA, answer, (as_tensor(content),) if content else ())]

@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_omni.errors import ProtocolError, Refused
 from lightning_omni.server.collectives import CollectiveService
 from lightning_omni.server.membership.roster import TRAINED_TO_ITS_END, Member
+from lightning_omni.server.replication import refusal_of
 from lightning_omni.server.run_context import RunContext
 from lightning_omni.server.service import Out, Payload, Peer, Sender, Service, as_tensor
 from lightning_omni.server.status import StatusService
@@ -377,5 +378,4 @@ class Joining(Service):
         try:
             return self._admit(sender, message, b"")
         except ProtocolError as error:
-            code = error.code if isinstance(error, Refused) else "protocol"
-            return [Out(sender.peer, m.CONTROL, m.RefusedMessage(code=code, reason=str(error)))]
+            return [Out(sender.peer, m.CONTROL, refusal_of(error))]

@@ -242,6 +242,7 @@ class ServedParameters:
         }
         self.master.arrange(groups, copies)
         self._settings = [settings_of(group) for group in groups]
+        self.method_side.rearranged(self._settings)
 
     def _in_newest(self, message: PushMessage, known: Structure) -> Sequence[Mapping[str, Any]]:
         """Return a push's hyperparameters for the server's parameter groups: the last ones where it has none."""

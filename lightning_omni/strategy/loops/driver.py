@@ -6,6 +6,7 @@ group of all ranks that begins its epochs itself.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -59,6 +60,8 @@ from lightning_omni.wire.messages.data import Spans
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
+
+_log = logging.getLogger(__name__)
 
 
 class EpochDriver:
@@ -549,8 +552,14 @@ class EpochDriver:
         self.before_validation(self.trainer.lightning_module)
         if self._epoch.has_ended:
             return []
-        before = cached_metrics(self.trainer)
+        before, ranks = cached_metrics(self.trainer), tuple(self.world.process_groups.live.ranks)
         returned = self._validate_together(run)
+        lost = [rank for rank in ranks if rank in self.world.lost]
+        if lost and self.world.rank == min(set(ranks).difference(lost)):  # it may not be global zero yet
+            _log.warning(
+                "ranks were lost during this validation (%s); its metrics leave out their part of the data",
+                ", ".join(map(str, lost)),
+            )
         if not self.world.is_computing:  # without a batch, the loop calls no hook of its end
             self.after_validation()
         self._step_plateaus(before, self._epoch.is_over)

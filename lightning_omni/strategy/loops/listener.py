@@ -181,7 +181,7 @@ class Listener:
         if world.control is not None:
             parts.step_times.end(world.exchange.traffic.seconds, world.exchange.traffic.moved)
             world.control.report_timings(*parts.step_times.means)
-            world.control.report_progress(has_trained=True)
+            world.control.report_progress(is_expected=True)
         parts.balance.end_batch()
         parts.epochs.end_batch()
         self._display.show(trainer, parts.epochs.expected_batches(batch_idx + 1))

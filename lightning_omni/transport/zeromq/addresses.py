@@ -20,8 +20,8 @@ from lightning_omni.errors import ConfigurationError, ConnectionLost
 
 PREFIX = "lightning-omni-"
 CONTROL, DATA, MEMORY = "control", "data", "memory"
-EVERYWHERE = "0.0.0.0"
-"""The address of all interfaces of a machine."""
+EVERYWHERE = "0.0.0.0", "::"
+"""The addresses of all interfaces of a machine."""
 _SCHEME, _TCP = "ipc://", "tcp://"
 _LONGEST_NAME = "peer-65535-0123abcd"
 _NEW = ".new-"
@@ -118,7 +118,7 @@ def beside(address: str, server: str) -> str:
         >>> beside("tcp://0.0.0.0:7000", "tcp://10.0.0.1:5555"), beside("tcp://10.0.0.2:7000", "tcp://10.0.0.1:5555")
         ('tcp://10.0.0.1:7000', 'tcp://10.0.0.2:7000')
     """
-    if is_private(address) or urlsplit(address).hostname != EVERYWHERE:
+    if is_private(address) or urlsplit(address).hostname not in EVERYWHERE:
         return address
     return data_address(server, urlsplit(address).port or 0)
 

@@ -31,7 +31,7 @@ from lightning_omni.transport.zeromq.addresses import (
     memory_path,
     remove_if_abandoned,
 )
-from lightning_omni.transport.zeromq.dialing import Dialed, SuspendAwareClock, attach, dial
+from lightning_omni.transport.zeromq.dialing import Dialed, SuspendAwareClock, attach, dial, new_context
 from lightning_omni.transport.zeromq.frames import (
     CHUNK_MARK,
     LARGEST_ANSWER_FRAME,
@@ -233,14 +233,9 @@ class ControlConnection(Control):
     def _dial(
         self, key: bytes, run: str, world_size: int, layout: Layout, timeout: float, returns: bool = False
     ) -> tuple[Dialed, m.Welcome]:
-        def shake_hands(attempt: Dialed, deadline: float) -> m.Welcome:
+        def shake_hands(request: handshake.Request) -> m.Welcome:
             hello = hello_of(run, self.rank, world_size, layout, secrets.token_bytes(NONCE_BYTES), returns)
-            welcome, self._secret = handshake.join(
-                lambda message, expect: attempt.ask(message, expect, deadline, self._check_open),
-                key,
-                hello,
-                self.address,
-            )
+            welcome, self._secret = handshake.join(request, key, hello, self.address)
             return welcome
 
         return dial(
@@ -253,6 +248,7 @@ class ControlConnection(Control):
             f"no parameter server answers at {self.address}; check server=, that `lightning-omni serve` runs there"
             " with a --host that this machine can reach, and that no firewall is in between",
             timeout,
+            self._check_open,
         )
 
     def _check_open(self) -> None:
@@ -386,20 +382,17 @@ class DataConnection(Data):
 
     def __init__(self, session: Session, check: Callable[[], None], timeout: float = 300.0) -> None:
         self._check, self._timeout = check, timeout
-        self._context = zmq.Context()
-        try:
+        with new_context() as self._context:
             self._dialed, _ = dial(
                 lambda: Dialed(self._context, session.address, session.keys, LARGEST_DATA_FRAME, m.DATA),
-                lambda attempt, deadline: attach(attempt, deadline, session.secret, session.rank, check),
+                attach(session.secret, session.rank),
                 session.keys,
                 session.address,
                 f"the parameter server's data socket at {session.address} does not answer; check that no firewall is in"
                 " between",
                 min(timeout, CONNECT_TIME),
+                check,
             )
-        except BaseException:
-            self._context.term()
-            raise
         self._wire = self._dialed.wire
         self._sharing = Sharing(session.memory, session.rank, session.secret, min(timeout, CONNECT_TIME))
         self._offered: set[MemoryRange] = set()

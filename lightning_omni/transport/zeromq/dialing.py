@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -150,16 +151,17 @@ class Dialed:
 
 def dial(
     make: Callable[[], Dialed],
-    talk: Callable[[Dialed, float], T],
+    talk: Callable[[handshake.Request], T],
     keys: RunKeys,
     where: str,
     silence: str,
     limit: float,
+    check: Callable[[], None] = lambda: None,
 ) -> tuple[Dialed, T]:
-    """Repeat attempts until ``talk`` completes on one of them; return that attempt and the result.
+    """Repeat attempts for ``limit`` seconds until ``talk`` completes on one; return that attempt and the result.
 
-    ``make`` starts an attempt; ``talk`` exchanges its messages until a deadline, after ``limit`` seconds. ``where`` is
-    the address, and ``silence`` explains a missing answer, for messages.
+    ``make`` starts an attempt; ``talk`` exchanges its messages. ``where`` is the address, and ``silence`` explains a
+    missing answer, for messages; ``check`` is that of `Dialed.ask`.
 
     Raises:
         Refused: the other side refused, or ended every connection before admission.
@@ -169,7 +171,7 @@ def dial(
     while True:
         attempt = make()
         try:
-            return attempt, talk(attempt, deadline)
+            return attempt, talk(partial(attempt.ask, deadline=deadline, check=check))
         except TimeoutError:
             attempt.close()
             raise ConnectionLost(silence) from None
@@ -188,10 +190,17 @@ def dial(
         time.sleep(random.uniform(0.5, 1.5) * _PAUSE)
 
 
-def attach(attempt: Dialed, deadline: float, secret: bytes, number: int, check: Callable[[], None]) -> None:
-    handshake.attach(
-        lambda message, expect: attempt.ask(message, expect, deadline, check),
-        secret,
-        number,
-        secrets.token_bytes(handshake.NONCE_BYTES),
-    )
+def attach(secret: bytes, number: int) -> Callable[[handshake.Request], None]:
+    """Return a ``talk`` by which a data connection is admitted."""
+    return lambda request: handshake.attach(request, secret, number, secrets.token_bytes(handshake.NONCE_BYTES))
+
+
+@contextmanager
+def new_context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    """Provide a ZeroMQ context, which is terminated if this block raises."""
+    context = zmq.Context()
+    try:
+        yield context
+    except BaseException:
+        context.term()
+        raise

@@ -14,7 +14,7 @@ import zmq
 from lightning_omni.errors import ConnectionLost
 from lightning_omni.transport.connections import answer_of
 from lightning_omni.transport.zeromq.addresses import check_address
-from lightning_omni.transport.zeromq.dialing import Dialed, dial
+from lightning_omni.transport.zeromq.dialing import Dialed, dial, new_context
 from lightning_omni.transport.zeromq.frames import LARGEST_ANSWER_FRAME, PROBE
 from lightning_omni.transport.zeromq.keys import RunKeys
 from lightning_omni.wire import handshake
@@ -53,29 +53,17 @@ class Observer:
     def __init__(self, address: str, key: bytes, encryption: str = "curve", timeout: float = 10.0) -> None:
         check_address(address, address)
         self.address = address
-        keys, self._context = RunKeys(key, encryption), zmq.Context()
-
-        def shake_hands(attempt: Dialed, deadline: float) -> None:
-            handshake.observe(
-                lambda message, expect: attempt.ask(message, expect, deadline, lambda: None),
-                key,
-                secrets.token_bytes(handshake.NONCE_BYTES),
-                address,
-            )
-
-        try:
+        keys = RunKeys(key, encryption)
+        with new_context() as self._context:
             self._dialed, _ = dial(
                 lambda: Dialed(self._context, address, keys, LARGEST_ANSWER_FRAME, m.CONTROL),
-                shake_hands,
+                lambda request: handshake.observe(request, key, secrets.token_bytes(handshake.NONCE_BYTES), address),
                 keys,
                 address,
                 f"no parameter server answers at {address}; check the address, that a server runs there (with --once it"
                 " ends with its first run), and that no firewall is in between",
                 timeout,
             )
-        except BaseException:
-            self._context.term()
-            raise
 
     def overview(self) -> m.Overview:
         return self._ask(m.AskOverview(), m.Overview)

@@ -277,13 +277,12 @@ class PeerConnections:
             try:
                 self._dialed[group], _ = dial(
                     lambda: Dialed(self._context, address, self._keys, LARGEST_DATA_FRAME, m.PEER),
-                    lambda attempt, deadline: attach(
-                        attempt, deadline, self._keys.peers, self._rank, lambda: self._still_wanted(group)
-                    ),
+                    attach(self._keys.peers, self._rank),
                     self._keys,
                     address,
                     f"group {group} does not answer",
                     min(self._timeout, CONNECT_TIME),
+                    lambda: self._still_wanted(group),
                 )
             except ConnectionLost:
                 self._give_up(group)

@@ -34,7 +34,7 @@ from lightning_omni.transport.zeromq.addresses import (
     own_host,
     tcp_endpoint,
 )
-from lightning_omni.transport.zeromq.dialing import Dialed, SuspendAwareClock, dial
+from lightning_omni.transport.zeromq.dialing import Dialed, SuspendAwareClock, dial, new_context
 from lightning_omni.transport.zeromq.frames import (
     CHUNK_MARK,
     LARGEST_ANSWER_FRAME,
@@ -81,18 +81,13 @@ class CoordinatorLink:
 
     def __init__(self, core: ServerCore, coordinator: str, address: str, encryption: str) -> None:
         check_address(coordinator, coordinator)
-        keys, self._context = RunKeys(core.key, encryption), zmq.Context()
+        keys = RunKeys(core.key, encryption)
 
-        def shake_hands(attempt: Dialed, deadline: float) -> sm.FollowerWelcome:
+        def shake_hands(request: handshake.Request) -> sm.FollowerWelcome:
             hello = core.follower_hello(address, secrets.token_bytes(handshake.NONCE_BYTES))
-            return handshake.join_as_follower(
-                lambda message, expect: attempt.ask(message, expect, deadline, lambda: None),
-                core.key,
-                hello,
-                coordinator,
-            )
+            return handshake.join_as_follower(request, core.key, hello, coordinator)
 
-        try:
+        with new_context() as self._context:
             self._dialed, welcome = dial(
                 lambda: Dialed(self._context, coordinator, keys, LARGEST_ANSWER_FRAME, m.CONTROL, decode=sm.decode),
                 shake_hands,
@@ -102,9 +97,6 @@ class CoordinatorLink:
                 " that it runs there with a --host that this machine can reach, and that no firewall is in between",
                 CONNECT_TIME,
             )
-        except BaseException:
-            self._context.term()
-            raise
         self._timeout, self._clock = welcome.heartbeat_timeout, SuspendAwareClock()
         self._last_received = self._clock()
         self._ended = False
@@ -142,10 +134,10 @@ def reachable(bound: str, coordinator: str) -> str:
 
     If the coordinating server is reached over loopback, it names all interfaces: ranks replace the host.
     """
-    if is_private(bound) or urlsplit(bound).hostname != EVERYWHERE:
+    if is_private(bound) or urlsplit(bound).hostname not in EVERYWHERE:
         return bound
     host = own_host(coordinator)
-    return bound if host.startswith("127.") else f"tcp://{host}:{urlsplit(bound).port}"
+    return bound if host.startswith("127.") else tcp_endpoint(host, urlsplit(bound).port or 0)
 
 
 # --- Versions, which the two sides of a run compare -------------------------------------------------------------------
@@ -236,7 +228,8 @@ class ZeroMQServer:
             where = f"{host}:{number}" if directory is None else endpoint
             is_taken = error.errno in (zmq.EADDRINUSE, errno.EACCES)
             here = "an address of this machine (Server(host=...), or serve --host)"
-            remedy = "another port (--port; 0 takes a free one)" if is_taken else here
+            option = "--port" if channel == m.CONTROL else "--data-port"
+            remedy = f"another port ({option}; 0 takes a free one)" if is_taken else here
             raise ConfigurationError(
                 f"cannot listen on {where}: {zmq.strerror(error.errno or 0)}; pass {remedy}"
             ) from error
@@ -391,7 +384,7 @@ class ZeroMQServer:
     def _begin(self, peer: bytes, message: m.Message, places: MemoryRanges) -> Assembly:
         nbytes = self.core.check_payload(peer, message)
         is_kept = self.core.keeps_payload(message)
-        buffer = torch.empty(nbytes, dtype=torch.uint8) if is_kept else self._buffer(peer, nbytes)
+        buffer = _allocated(nbytes) if is_kept else self._buffer(peer, nbytes)
         assembly = Assembly(message, buffer, places)
         if not isinstance(
             message, m.LargeMessage
@@ -417,10 +410,7 @@ class ZeroMQServer:
         if buffer is None:
             while len(kept) >= KEPT_BUFFERS:
                 del kept[next(iter(kept))]
-            try:
-                buffer = torch.empty(nbytes, dtype=torch.uint8)
-            except (RuntimeError, MemoryError) as error:
-                raise Refused("memory", f"the server has no memory for {nbytes} bytes") from error
+            buffer = _allocated(nbytes)
         kept[nbytes] = buffer
         return buffer
 
@@ -514,3 +504,10 @@ class ZeroMQServer:
 
 def _key(peer: bytes, message: m.Message) -> tuple[bytes, int]:
     return peer, getattr(message, "optimizer", -1)
+
+
+def _allocated(nbytes: int) -> Tensor:
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8)
+    except (RuntimeError, MemoryError) as error:
+        raise Refused("memory", f"the server has no memory for {nbytes} bytes") from error

@@ -6,7 +6,6 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_omni.checks import plain
-from lightning_omni.errors import ConfigurationError, UnsupportedError
+from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import METHODS, method_named, text_of, with_period
 from lightning_omni.runtime.balance import Balance
 from lightning_omni.runtime.parallel_state import Communication
@@ -90,7 +89,7 @@ class FitSpace:
             run.strategy.parts.grouping.check_several(run.trainer)
             for optimizer in run.trainer.optimizers:
                 run.world.check_optimizer(optimizer)
-        except (ConfigurationError, UnsupportedError) as error:
+        except ConfigurationError as error:
             return str(error)
         return "sparse gradients travel inside one group only" if self._has_sparse_gradients else ""
 
@@ -180,9 +179,8 @@ class FitSpace:
         before, found = world.method, []
         for name in DEFAULT_METHODS:
             world.method = method_named(name)
-            with suppress(ConfigurationError):
-                if not self.why_impossible(2):
-                    found.append(name)
+            if not self.why_impossible(2):
+                found.append(name)
         world.method = before
         return tuple(found)
 

@@ -208,7 +208,7 @@ class TunedFit(Fit):
             hyperparameters = run.hyperparameters()
             if run.options.budget:
                 hyperparameters.check_schedules()
-        except (ConfigurationError, UnsupportedError) as error:
+        except ConfigurationError as error:
             may_split = bool(run.options.budget) and self.space.may_rebalance and not is_fast_dev_run(run.trainer)
             self._disable(str(error), may_split=may_split)
             return

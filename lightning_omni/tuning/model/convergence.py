@@ -27,10 +27,9 @@ class Estimate:
 
     Attributes:
         value: median.
-        probability: probability that the value is finite.
 
     Example:
-        >>> some, none = Estimate(120.0, 100.0, math.inf, probability=0.7), Estimate(math.inf, math.inf, math.inf, 0.0)
+        >>> some, none = Estimate(120.0, 100.0, math.inf), Estimate(math.inf, math.inf, math.inf)
         >>> str(some), str(none)
         ('120 (100 to inf)', 'never reached')
     """
@@ -38,7 +37,6 @@ class Estimate:
     value: float
     low: float
     high: float
-    probability: float = 1.0
 
     def __str__(self) -> str:
         if self.low == math.inf:
@@ -46,7 +44,7 @@ class Estimate:
         return f"{self.value:.4g} ({self.low:.4g} to {self.high:.4g})"
 
     def times(self, factor: float) -> Estimate:
-        return Estimate(self.value * factor, self.low * factor, self.high * factor, self.probability)
+        return Estimate(self.value * factor, self.low * factor, self.high * factor)
 
 
 def check_level(level: float) -> None:

@@ -18,7 +18,7 @@ from lightning_omni.checks import counted
 from lightning_omni.methods import method_named
 from lightning_omni.serialization import Serializable
 from lightning_omni.tuning.model import constants as c
-from lightning_omni.tuning.model.convergence import Estimate, check_level
+from lightning_omni.tuning.model.convergence import Estimate
 
 Array = np.ndarray[Any, Any]
 
@@ -192,7 +192,6 @@ class Theory:
 
     Args:
         start: reference for all other settings.
-        most: largest explicit momentum; that of ``start`` if None.
         staleness: cost of very many groups, without ``spread``.
         spread: cost of every further group.
         narrow: cost of a step smaller by a factor of e, as a fraction; a larger step costs twice that.
@@ -203,7 +202,6 @@ class Theory:
 
     start: Setting
     scaling: Scaling
-    most: float | None = None
     staleness: float = 0.4
     spread: float = 0.01
     narrow: float = 0.15
@@ -217,16 +215,15 @@ class Theory:
         return 1 - (1 - self.start.momentum) / self.start.groups
 
     def momentum(self, groups: int) -> float:
-        """Return the explicit momentum that keeps the total, at most ``most``; adaptive optimizers keep theirs."""
+        """Return the explicit momentum that keeps the total, at most the start's; adaptive optimizers keep theirs."""
         if self.scaling.is_adaptive:
             return self.start.momentum
-        most = self.start.momentum if self.most is None else self.most
-        return min(most, max(0.0, round(1 - (1 - self.total_momentum) * groups, 6)))
+        return min(self.start.momentum, max(0.0, round(1 - (1 - self.total_momentum) * groups, 6)))
 
-    def setting(self, groups: int, rebalance: bool = False, period: int = 1, factor: float = 1.0) -> Setting:
-        """Return the setting that theory proposes for a number of groups; ``factor`` scales its step."""
+    def setting(self, groups: int) -> Setting:
+        """Return the setting that theory proposes for a number of groups."""
         momentum = self.momentum(groups)
-        return Setting(groups, momentum, self.scaling.lr(groups, momentum, self.step * factor), rebalance, period)
+        return Setting(groups, momentum, self.scaling.lr(groups, momentum, self.step))
 
     def error(self, setting: Setting) -> float:
         """Return the standard deviation of the log samples' error."""
@@ -284,7 +281,6 @@ class Forecast:
         theory: expected samples of settings, and the error of that expectation.
         throughput: returns the samples per second of a setting.
         samples: samples to the target with the theory's starting setting; if None, all times are relative.
-        level: probability of the intervals.
     """
 
     def __init__(
@@ -292,10 +288,9 @@ class Forecast:
         theory: Theory,
         throughput: Callable[[Setting], float],
         samples: Estimate | None = None,
-        level: float = 0.8,
     ) -> None:
         self.theory, self.throughput, self.samples = theory, throughput, samples
-        self._width = _deviations(level)
+        self._width = NormalDist().inv_cdf(0.9)
 
     def log_seconds(self, setting: Setting) -> float:
         """Return the logarithm of the time to the target, up to a constant; a search minimizes it."""
@@ -332,9 +327,4 @@ class Forecast:
 
 
 def _times(estimate: Estimate, value: float, low: float, high: float) -> Estimate:
-    return Estimate(estimate.value * value, estimate.low * low, estimate.high * high, estimate.probability)
-
-
-def _deviations(level: float) -> float:
-    check_level(level)
-    return NormalDist().inv_cdf((1 + level) / 2)
+    return Estimate(estimate.value * value, estimate.low * low, estimate.high * high)

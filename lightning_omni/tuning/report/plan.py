@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from base64 import b64encode
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.palette import CHOSEN, EXPECTED, can_draw, new_figure, plot_interval
+from lightning_omni.palette import CHOSEN, EXPECTED, can_draw, new_figure, plot_interval, png_of
 from lightning_omni.tuning.model.convergence import Estimate
 from lightning_omni.tuning.model.forecast import Scaling, Setting, Theory
 from lightning_omni.tuning.model.profile import BOTTLENECKS, Prediction, Profile
@@ -76,7 +75,7 @@ class PlanSource:
                 lr=alone.lr if lr is None else lr,
                 period=1,
             )
-            theory = replace(theory, start=base, most=None)
+            theory = replace(theory, start=base)
         return theory
 
 
@@ -308,9 +307,7 @@ def files(folder: Path) -> list[Path]:
 def save(plan: Plan, samples: float | None, folder: Path) -> list[Path]:
     names, png = files(folder), b""
     if len(names) > 1:
-        file = io.BytesIO()
-        figure_of(plan).savefig(file, format="png")
-        png = file.getvalue()
+        png = png_of(figure_of(plan))
         names[1].write_bytes(png)
     names[0].write_text(html(plan, samples, png), encoding="utf-8")
     return names

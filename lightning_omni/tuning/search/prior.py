@@ -289,8 +289,9 @@ def _known_as(method: str) -> str:
         return "async_sgd"
     value = method_named(method)
     # An outer step of plain SGD with a rate of 1 sets the weights to the mean of the groups' weights.
-    is_plain = isinstance(value, DiLoCo) and value.outer_lr == 1.0 and not value.outer_momentum
-    if isinstance(value, (DiLoCo, LocalSGD)) and (is_plain or isinstance(value, LocalSGD)):
+    if isinstance(value, LocalSGD) or (
+        isinstance(value, DiLoCo) and value.outer_lr == 1.0 and not value.outer_momentum
+    ):
         return STREAMING if value.keep_steps else "local_sgd"
     return method.partition(":")[0]
 

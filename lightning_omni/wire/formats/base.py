@@ -48,7 +48,6 @@ __all__ = [
     "load_format",
     "name_of",
     "register",
-    "registered",
     "state_of_fragment",
     "to_wire",
     "with_fragment",
@@ -317,12 +316,34 @@ def from_wire(plain: Mapping[str, Any]) -> WireFormat:
     return _registry.from_wire(plain)
 
 
-def registered(text: str) -> WireFormat:
+def wire_named(text: str) -> WireFormat:
+    """Return the wire format of a name, with settings after a colon.
+
+    Raises:
+        ConfigurationError: no such format or setting exists.
+
+    Example:
+        >>> wire_named("topk:0.001")
+        TopK(fraction=0.001)
+        >>> wire_named("int8:block=64")
+        Int8(block=64)
+    """
     return _registry.named(text, {"fp32": RAW})
 
 
-def checked(wire_format: WireFormat) -> WireFormat:
-    return _registry.checked(wire_format)
+def wire_of(given: str | WireFormat) -> WireFormat:
+    """Return the wire format of a name or a format.
+
+    Raises:
+        ConfigurationError: it is neither.
+    """
+    if isinstance(given, str):
+        return wire_named(given)
+    if isinstance(given, WireFormat):
+        return _registry.checked(given)
+    raise ConfigurationError(
+        f'compression={given!r}: pass a name such as "int8", or a value such as TopK(fraction=0.001)'
+    )
 
 
 def register(kind: type[WireFormat]) -> type[WireFormat]:

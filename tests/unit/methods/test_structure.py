@@ -35,6 +35,7 @@ from lightning_omni.methods import (
     Reply,
     RingmasterASGD,
     SendPeer,
+    SoftSync,
 )
 from lightning_omni.methods.contract import Total
 from lightning_omni.methods.model.replica import Replica
@@ -413,6 +414,18 @@ def test_settings_of_a_group_at_an_older_structure_reach_the_right_parameters() 
     rates = [group["lr"] for group in run.served.master.optimizer.param_groups]  # type: ignore[union-attr]
     assert rates == [0.001, 0.01, 0.5]
     assert torch.equal(run.served.master.weights()[2], before[2])
+
+
+@pytest.mark.parametrize("method", [HardSync(), SoftSync(n=1)])
+def test_a_push_that_waits_is_merged_with_the_settings_of_parameter_groups_that_came_meanwhile(method: Method) -> None:
+    run = Run(method, 2)
+    run.compute(0)
+    before = run.served.master.weights()[0].clone()
+    run.add(1, lr=0.5)
+    run.served.method_side.evict(1)
+    run.served.method_side.released()
+    assert not torch.equal(run.served.master.weights()[0], before)
+    assert torch.equal(run.served.master.weights()[1], run.all[1])
 
 
 # --- What is refused -------------------------------------------------------------------------------------------------

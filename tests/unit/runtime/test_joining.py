@@ -1455,6 +1455,21 @@ def test_a_group_whose_tuner_chooses_from_another_space_is_refused_and_the_run_g
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.parametrize("run", [("--progress-timeout", "4")], indirect=True)
+def test_a_group_that_hangs_before_its_first_batch_is_evicted_and_the_run_goes_on(run: Run) -> None:
+    first = run.start("a", {"epochs": 2, "hold": [1]})
+    run.wait_for("a0-in-1")
+    run.start("b", {"epochs": 2, "hold_in": ["b0-start"]}, seed=2)
+    run.server.expect("rank 1 joined", PATIENCE)
+    run.wait_for("b0-in-start")
+    run.go(1)
+    assert first.end(PATIENCE) == 0, first.output
+    assert "group 1 is alive and has made no progress for 4 s" in first.output
+    assert set(run.trained) == {(epoch, sample) for epoch in range(2) for sample in range(128)}
+
+
+@pytest.mark.slow
+@pytest.mark.processes
 def test_a_group_that_was_told_otherwise_is_refused_and_the_run_goes_on(run: Run) -> None:
     given_first = {"epochs": 2, "split": 1, "optimizer": "SGD", "buffer": 1}
     first = run.start("a", {**given_first, "hold": [1]})

@@ -273,6 +273,9 @@ def test_the_state_is_saved_when_a_person_asks_for_it_if_it_is_saved_at_all() ->
     assert overview(link).saved == 0.0
     link.now += 7.0
     assert overview(link).saved == 7.0
+    link.core.reset()
+    watch(link)
+    assert overview(link).saved == -1.0, "nothing of the next run"
 
 
 def msgpack_copy(message: m.Message) -> Any:

@@ -31,7 +31,7 @@ from lightning_omni.transport.zeromq.addresses import PrivateDirectory, memory_p
 from lightning_omni.transport.zeromq.server import ZeroMQServer
 from lightning_omni.transport.zeromq.shared_memory import MemoryRange, MemoryRanges, Share, Shared
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.formats.base import RAW, Memory, registered
+from lightning_omni.wire.formats.base import RAW, Memory, wire_named
 from lightning_omni.wire.layout import Layout
 
 pytestmark = pytest.mark.skipif(
@@ -162,7 +162,7 @@ def test_a_push_is_encoded_into_shared_memory_whatever_its_format(name: str) -> 
         Memory(shared_memory.shared_zeros),
         Layout.of({"w": torch.zeros(40, 25), "b": torch.zeros(()), "e": torch.ones(0)}),
     )
-    wire = RAW if name == "raw" else registered(name)
+    wire = RAW if name == "raw" else wire_named(name)
     tensors = [torch.randn(spec.shape) for spec in layout.specs]
     encoded = wire.encode(tensors, layout, {}, memory)
     assert shared_memory.find_segment(encoded.payload) is not None

@@ -174,7 +174,7 @@ def test_a_rank_tells_what_it_has_got_done_from_its_first_trained_batch_on(servi
     control = two(serving)[0].control
     assert control.heartbeat(0.0).progress == 0
     control.report_progress()
-    control.report_progress(has_trained=trained)
+    control.report_progress(is_expected=trained)
     first = control.heartbeat(1.0).progress
     assert bool(first) == trained
     control.request(m.AskStatus(), m.Status)  # it waits for the server

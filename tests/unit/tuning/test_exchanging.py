@@ -16,7 +16,16 @@ from predictions import WAYS, Cell
 
 from lightning_omni import Compression
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.methods import METHODS, DecoupledDiLoCo, DiLoCo, method_named, with_period
+from lightning_omni.methods import (
+    METHODS,
+    AsyncDiLoCo,
+    DecoupledDiLoCo,
+    DiLoCo,
+    LocalSGD,
+    method_named,
+    text_of,
+    with_period,
+)
 from lightning_omni.tuning.model.cost_model import Costs, ExchangePattern
 from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.model.profile import Prediction, Profile
@@ -75,6 +84,25 @@ def test_a_fragment_is_loaded_before_the_next_is_sent_with_another_period(fragme
     method = DecoupledDiLoCo(period=48, fragments=fragments, delay=12)
     assert with_period(method, 8) == DecoupledDiLoCo(period=8, fragments=fragments, delay=8 // fragments - 1)
     assert with_period(method, 64) == DecoupledDiLoCo(period=64, fragments=fragments, delay=12)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        LocalSGD(period=8, fragments=8),
+        LocalSGD(period=16, fragments=4, delay=2),
+        DiLoCo(period=48, fragments=8),
+        DecoupledDiLoCo(period=30, fragments=5),
+        AsyncDiLoCo(period=100, min_steps=60),
+    ],
+)
+def test_a_methods_text_without_its_period_keeps_its_other_settings(method: LocalSGD | AsyncDiLoCo) -> None:
+    assert with_period(method_named(text_of(method, without=("period",))), method.period) == method
+
+
+def test_fewest_steps_of_a_round_are_no_more_than_another_period_has() -> None:
+    assert with_period(AsyncDiLoCo(min_steps=10), 4) == AsyncDiLoCo(period=4, min_steps=4)
+    assert with_period(AsyncDiLoCo(min_steps=10), 40) == AsyncDiLoCo(period=40, min_steps=10)
 
 
 @pytest.mark.parametrize("name", METHODS)
