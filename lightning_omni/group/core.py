@@ -240,8 +240,7 @@ class GroupCore:
 
     def gradient(self, optimizer: int, gradient: Gradient) -> Action:
         """Continue the method with a gradient; return the next action."""
-        if not isinstance(need := self.waits_for(optimizer), NextGradient):
-            raise ProtocolError(f"a gradient of optimizer {optimizer}, whose group waits for {need}")
+        _check_finished(self.waits_for(optimizer), f"a gradient of optimizer {optimizer}")
         if self.data is not None and (batch := self.data.current) is not None:
             gradient = msgspec.structs.replace(gradient, samples=batch.stop - batch.start)
         return self._advance(optimizer, gradient)
@@ -324,6 +323,8 @@ class GroupCore:
         Where the method is evaluated by the mean of all groups' own weights, it is for that.
         """
         own = self._method_states[optimizer]
+        if own.side is not None:
+            _check_finished(own.need, f"a synchronization of optimizer {optimizer}")
         if self.method.evaluated == "mean":
             return ServerRequest(optimizer, Average(own.replica.offered(own.replica.weights())), *self.place)
         return self.fetch(optimizer)
@@ -446,6 +447,14 @@ class GroupCore:
                 f"{type(self.method).__name__} needs {type(need).__name__} while an exchange is under way; let it need"
                 " Receive before"
             )
+
+
+def _check_finished(need: Need, what: str) -> None:
+    if not isinstance(need, NextGradient):
+        raise ProtocolError(
+            f"{what}, whose group waits for {type(need).__name__}: an exception has interrupted its last step, which"
+            " cannot be continued; let the exception end training"
+        )
 
 
 def _mean_of(ask: ServerRequest, tensors: Tensors, layout: Layout, memory: Memory) -> Outgoing:

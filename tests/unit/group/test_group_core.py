@@ -150,9 +150,22 @@ def test_a_merged_head_is_accessed_once_in_a_step() -> None:
 def test_a_gradient_that_is_not_wanted_is_refused_and_each_optimizer_waits_for_itself() -> None:
     core, (first, second) = group(AsyncSGD(), count=2)
     core.gradient(0, ones(first))
-    with pytest.raises(ProtocolError, match="a gradient of optimizer 0, whose group waits for Exchange"):
+    with pytest.raises(ProtocolError, match="a gradient of optimizer 0, whose group waits for Exchange: an exception"):
         core.gradient(0, ones(first))
     assert isinstance(core.gradient(1, ones(second)), ServerRequest)
+
+
+@pytest.mark.parametrize("method", [AsyncSGD(), LocalSGD(period=1)])
+@torch.no_grad()
+def test_a_synchronization_in_the_middle_of_a_step_is_refused(method: Method) -> None:
+    """Otherwise the answer to the step would be taken for the weights to evaluate."""
+    core, (replica,) = group(method)
+    core.synchronize(0)
+    core.gradient(0, ones(replica))
+    with pytest.raises(ProtocolError, match=r"a synchronization of optimizer 0, .*let the exception end training"):
+        core.synchronize(0)
+    core.form()
+    core.synchronize(0)
 
 
 @torch.no_grad()
