@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,12 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_omni import Compression
-from lightning_omni.errors import ConfigurationError
+from lightning_omni.errors import ConfigurationError, UnsupportedError
+from lightning_omni.strategy.grouping import UserGroups
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
+from lightning_omni.topology import Topology
 from lightning_omni.tuning.callback.pytorch_lightning import OmniTuner
+from lightning_omni.tuning.callback.tuned_fit import may_form_groups
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of Lightning, about loaders and checkpoints
 
@@ -194,6 +198,111 @@ def test_a_run_of_which_nothing_is_tuned_keeps_no_losses() -> None:
     trainer_of(tuner).fit(Line())
     assert tuner.problem == "one rank is one group"
     assert not tuner._fit.plateau._noted  # type: ignore[union-attr]
+
+
+def asked(tuner: OmniTuner, ask: Callable[[Any, Any], None], strategy: Any = None, **options: Any) -> Any:
+    """The fit of a tuner that is asked once, after its third batch, as if it had several ranks and had chosen."""
+
+    class Asks(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            fit: Any = tuner._fit
+            if batch_idx == 2:
+                fit.run.problem = ""
+                fit.run.state.own = fit.run.state.setting = Setting(1, 0.9, 0.01)
+                ask(fit, trainer)
+                fit.run.state.setting, fit.run.problem = None, "asked"
+
+    strategy = strategy or OmniStrategy(groups=1)
+    trainer_of(Asks(), tuner, strategy=strategy, max_epochs=1, **options).fit(Line())
+    return tuner._fit
+
+
+def test_a_run_that_is_timed_again_is_compared_with_the_users_own_setting() -> None:
+    starts = []
+
+    def ask(fit: Any, trainer: Any) -> None:
+        trainer.optimizers[0].param_groups[0]["lr"] = 0.001  # as ReduceLROnPlateau leaves it
+        starts.append(fit.space.specification(fit.run.hyperparameters(), 0.0).start)
+
+    asked(tuner_of(), ask, strategy=OmniStrategy(groups=1, rebalance="auto"))
+    assert starts == [Setting(1, 0.9, 0.01)], "by which rates are scaled, and with equal batches"
+
+
+def test_periods_of_the_users_are_searched_also_where_the_strategys_method_has_none() -> None:
+    spaces = []
+    tuner = tuner_of(space={"period": [4, 8]})
+    asked(tuner, lambda fit, trainer: spaces.append(fit.space.specification(fit.run.hyperparameters(), 0.0).space))
+    assert spaces[0].period == (4, 8)
+
+
+def test_losses_are_kept_for_a_choice_that_is_watched_only() -> None:
+    noted = []
+
+    def ask(fit: Any, trainer: Any) -> None:
+        for setting in (None, Setting(2, 0.9, 0.01), Setting(1, 0.9, 0.01)):
+            fit.run.state.setting = setting
+            fit.plateau.batch_done(torch.ones(()))
+            noted.append(len(fit.plateau._noted))
+
+    asked(tuner_of(), ask)
+    assert noted == [0, 1, 1]
+
+
+def test_what_is_left_of_a_run_is_told_without_the_open_epochs_samples_and_with_those_of_lost_ranks() -> None:
+    left = []
+
+    def ask(fit: Any, trainer: Any) -> None:
+        leases = fit.run.strategy.parts.epochs.leases
+        for leases.world_size in (1, 4):
+            left.append(fit.run.horizon)
+
+    asked(tuner_of(), ask)
+    assert left == [256 - 24, 4 * 256 - 24]
+
+
+def test_copies_of_all_weights_are_not_kept_for_the_users_own_setting_nor_after_the_fit() -> None:
+    kept = []
+
+    def ask(fit: Any, trainer: Any) -> None:
+        for setting in (Setting(2, 0.9, 0.01), Setting(1, 0.9, 0.01), Setting(2, 0.9, 0.01)):
+            fit.run.state.setting = setting
+            fit.applied.capture()
+            fit.applied.watch(1.0)
+            kept.append(fit.applied.rollback_point is not None)
+
+    fit = asked(tuner_of(), ask)
+    assert kept == [True, False, True]
+    assert fit.applied.rollback_point is None
+
+
+def test_the_time_of_a_run_ends_with_it_and_what_was_final_for_other_ranks_does_not_stay() -> None:
+    fit = asked(tuner_of(), lambda fit, trainer: setattr(fit.run.state, "is_final", True))
+    before = fit.run.seconds
+    assert fit.run.seconds == before > 0
+    assert fit.run.state.is_final
+    fit.run.forget()
+    assert not fit.run.state.is_final
+
+
+def test_groups_of_the_users_are_not_formed_where_they_cannot_train() -> None:
+    refused = []
+
+    def ask(fit: Any, trainer: Any) -> None:
+        parts, world = fit.run.strategy.parts, fit.run.world
+        parts.user_groups._users = UserGroups(Topology.even(2, 2), world.communication, parts.balance)
+        with pytest.raises(UnsupportedError, match="min_steps") as found:
+            parts.user_groups.form()
+        refused.append(found.value)
+        parts.user_groups._users = None
+
+    asked(tuner_of(), ask, min_steps=1)
+    assert len(refused) == 1
+
+
+@pytest.mark.parametrize(("groups", "may"), [(np.arange(1, 5), True), (np.array([1]), False), (1, False), ([1], False)])
+def test_numbers_of_groups_may_be_an_array(groups: Any, may: bool) -> None:
+    two: Any = SimpleNamespace(world_size=2)
+    assert may_form_groups(OmniTuner(space={"groups": groups})._options, two) is may
 
 
 # --- What a fit leaves behind -----------------------------------------------------------------------------------------

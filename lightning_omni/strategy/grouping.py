@@ -90,6 +90,8 @@ class Grouping:
 
     def check_several(self, trainer: Trainer) -> None:
         self._several.check(trainer)
+        for optimizer in self._parts.strategy.optimizers:
+            self._parts.world.check_optimizer(optimizer)
 
     # --- Model and optimizers -----------------------------------------------------------------------------------------
 
@@ -242,9 +244,7 @@ class Grouping:
             )
         world.check_regroup(groups)
         if groups > 1:
-            for optimizer in parts.strategy.optimizers:
-                world.check_optimizer(optimizer)
-            parts.merged.check(parts.trainer)
+            self.check_several(parts.trainer)
         is_unchanged = groups == len(world.live_groups)
         speeds = parts.balance.speeds_of_all(world) if by_speed else None
         if is_unchanged and (groups == 1 or not by_speed):
@@ -285,6 +285,7 @@ class UserGroupsStash:
             return
         groups = len(self._users.topology.alive)
         if groups != len(self._parts.world.topology.alive):
+            self._grouping.check_several(self._parts.trainer)
             self._grouping.form(groups)
             self._grouping.announce()
 

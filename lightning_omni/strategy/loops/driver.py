@@ -250,7 +250,11 @@ class EpochDriver:
 
     @property
     def samples(self) -> int:
-        return self.run.now().samples if self.run.progress is not None else 0
+        if self.run.progress is None:
+            return 0
+        if self.is_open:
+            self.run.keep_up()
+        return self.run.now().samples
 
     @property
     def _is_shrunk(self) -> bool:

@@ -87,8 +87,6 @@ class FitSpace:
         try:
             run.world.check_method(groups)
             run.strategy.parts.grouping.check_several(run.trainer)
-            for optimizer in run.trainer.optimizers:
-                run.world.check_optimizer(optimizer)
         except ConfigurationError as error:
             return str(error)
         return "sparse gradients travel inside one group only" if self._has_sparse_gradients else ""
@@ -128,12 +126,12 @@ class FitSpace:
         start = Setting(
             groups=max(1, len(world.live_groups)),
             momentum=hyperparameters.momentum,
-            lr=hyperparameters.lr,
-            rebalance=run.strategy.parts.balance.is_on,
+            lr=hyperparameters.lr if run.state.own is None else run.own.lr,
             period=int(getattr(world.method, "period", 1)),
             further=tuple(sorted((each.name, _plain(each.name, each.current(world))) for each in run.options.further)),
         )
-        if type(world.method) not in METHODS.values():
+        own = run.state.own
+        if type(world.method) not in METHODS.values() or (own is not None and not own.method):
             return start
         return replace(
             start,
@@ -155,8 +153,6 @@ class FitSpace:
             space = replace(space, momentum=(start.momentum, start.momentum))
         if run.strategy.parts.epochs.leases is None:
             space = replace(space, rebalance=False)
-        if not space.method and not hasattr(world.method, "period"):
-            space = replace(space, period=())
         options = world.options
         if (options.method, options.compression, options.overlap) == _USUAL:
             is_averaged_otherwise = has_ddp_comm_hook(run.strategy) or self._has_sparse_gradients
@@ -307,6 +303,8 @@ class AppliedSetting:
         state.divergence_threshold = max(known, default=math.nan)
         guards = known and self.rollback_point is not None and not self.is_user_setting
         self._guard = DivergenceGuard(state.divergence_threshold) if guards else None
+        if self.is_user_setting:
+            self.rollback_point = None  # it holds a copy of all weights
 
     @property
     def is_user_setting(self) -> bool:

@@ -105,7 +105,8 @@ def _may_log_late(trainer: Trainer, module: LightningModule) -> bool:
 
 
 def may_form_groups(options: TunerOptions, trainer: Trainer) -> bool:
-    is_one = options.space.get("groups") in (1, [1], (1,))
+    groups = options.space.get("groups")
+    is_one = list(groups) == [1] if isinstance(groups, Iterable) else groups == 1
     return options.budget > 0 and trainer.world_size > 1 and not is_one
 
 
@@ -253,9 +254,10 @@ class TunedFit(Fit):
     def _resume(self) -> None:
         """Resume a run with its chosen setting; the checkpoint has restored rates and momentum."""
         run, state = self.run, self.run.state
-        if self._lacks_server:
+        run.strategy.parts.grouping.merge()  # they may exchange by another method, whose optimizer state is elsewhere
+        if problem := self._why_not_resumed:
             state.before_trial, state.speeds = None, []
-            self.online.begin_again("there is no parameter server")
+            self.online.begin_again(problem)
             return
         if state.unfinished:
             self.online.begin_again("the checkpoint was saved before anything was chosen, or used")
@@ -270,9 +272,15 @@ class TunedFit(Fit):
             self.applied.watch(math.nan, keeps=True)
 
     @property
-    def _lacks_server(self) -> bool:
+    def _why_not_resumed(self) -> str:
         settings = (self.run.setting, self.run.state.before_trial or self.run.setting)
-        return any(each.groups > 1 for each in settings) and not self.space.join_server()
+        if all(each.groups == 1 for each in settings):
+            return ""
+        try:
+            self.run.strategy.parts.grouping.check_several(self.run.trainer)
+        except ConfigurationError as error:
+            return str(error)
+        return "" if self.space.join_server() else "there is no parameter server"
 
     # --- Training -----------------------------------------------------------------------------------------------------
 
@@ -369,6 +377,8 @@ class TunedFit(Fit):
     def close(self) -> None:
         self.online.close()
         self.run.strategy.parts.epochs.check_every = 0
+        self.applied.rollback_point = self.plateau.trial = None  # copies of all weights
+        self.run.end()
 
     @override
     def epoch_done(self) -> None:

@@ -220,6 +220,7 @@ class TunedRun:
             refuted=False,
             divergence_threshold=math.nan,
             learnt_below=math.nan,
+            is_final=False,
             before_trial=None,
             losses=TrainingLosses(math.nan),
             forgotten=self.spent,
@@ -230,6 +231,9 @@ class TunedRun:
 
     def begin(self) -> None:
         self._began = time.perf_counter()
+
+    def end(self) -> None:
+        self.state.trained, self._began = self.seconds, 0.0
 
     def exclude_seconds(self, seconds: float) -> None:
         self._began += seconds
@@ -277,7 +281,9 @@ class TunedRun:
 
     @property
     def samples_per_epoch(self) -> float:
-        return self.batches * self.batch(len(self.world.live_ranks)) / self.window
+        leases = self.strategy.parts.epochs.leases  # which hold the samples of lost ranks, too
+        ranks = len(self.world.live_ranks) if leases is None else leases.world_size
+        return self.batches * self.batch(ranks) / self.window
 
     @property
     def horizon(self) -> float:
