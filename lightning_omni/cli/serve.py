@@ -250,7 +250,7 @@ class StandaloneServer:
             self._log.write(at_once=True)
             outcome = f": {self._core.clock} updates, ranks lost: {len(self._core.roster.lost)}"
         log(self._console, f"a run is over{outcome}")
-        if self._options.once:
+        if self._options.once and (self._core.generation or not self._core.roster.joining):  # else none has begun
             self._stopped.set()
         if self._states is not None:
             self._states.discard(self._core)
