@@ -56,12 +56,12 @@ class ElasticAveraging(Method, frozen=True, kw_only=True, tag="elastic_averaging
 
     .. math:: x \leftarrow x + u(x) - \alpha (x - c), \qquad c \leftarrow c + \alpha (x - c)
 
-    where u(x) is the step of the user's optimizer, at the worker, with the gradient taken *before* the elastic move. In
-    the other steps :math:`x \leftarrow x + u(x)`. So x + c changes by u alone. With ``torch.optim.SGD(momentum=δ,
-    nesterov=True)`` this is EAMSGD.
+    where u(x) is the step of the user's optimizer, with the gradient taken *before* the elastic move and weight decay
+    *after* it. In the other steps :math:`x \leftarrow x + u(x)`. x + c changes by u alone. With
+    ``torch.optim.SGD(momentum=δ, nesterov=True)`` this is EAMSGD.
 
     Args:
-        period: local steps between two exchanges.
+        period: steps between two exchanges.
         moving_rate: :math:`\alpha`, 0 to 1; None takes 0.9 over the number of groups, lowered as more join.
 
     Raises:

@@ -461,6 +461,15 @@ def test_elastic_averaging_with_nesterov_momentum_is_eamsgd(delta: float, order:
         assert_close(cluster.replicas[group].base(), x[group])
 
 
+def test_weight_decay_is_that_of_the_weights_which_the_spring_has_moved() -> None:
+    lr, rate, decay = 0.05, 0.3, 0.5
+    cluster = Cluster(ElasticAveraging(period=1, moving_rate=rate), 1, make=sgd(lr, weight_decay=decay), gradient=zero)
+    scatter(cluster)
+    moved = combine((1 - rate, cluster.weights(0)), (rate, cluster.weights()))
+    cluster.compute(0)
+    assert_close(cluster.weights(0), combine((1 - lr * decay, moved)))
+
+
 @every_rule
 def test_one_group_on_a_spring_without_force_is_the_users_optimizer_to_the_bit(make: Make) -> None:
     cluster, expected = Cluster(ElasticAveraging(period=1, moving_rate=0.0), 1, make=make), Reference(make)
