@@ -258,11 +258,11 @@ class StandaloneServer:
     # --- End ---------------------------------------------------------------------------------------------------------
 
     def _close(self) -> None:
-        for process in self._others:  # they end with this one
-            process.stop()
         if self._states is not None:
             self._states.close(self._core if not self._core.lost_server else None)
         self._server.close()
+        for process in self._others:  # they end when this server's connections do
+            process.stop()
         self._close_web()
 
     def _close_web(self) -> None:

@@ -1282,3 +1282,8 @@ def test_a_step_that_fails_where_all_groups_wait_for_it_ends_the_run_for_all(mon
         push = push_of([torch.ones_like(each) for each in new_parameters().values()])
         link.say(data_peer(rank), *push, m.DATA)
     assert "this optimizer cannot step" in link.core.over
+
+
+def test_the_optimizer_state_that_is_handed_over_lies_in_memory_of_its_own(link: Link) -> None:
+    message, _ = seed_of({"parts": [part_of(new_parameters())]})
+    assert link.core.keeps_payload(message), "an outer optimizer loads its state without copying it"
