@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,11 +20,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_omni import Compression
 from lightning_omni.errors import ConfigurationError, UnsupportedError
-from lightning_omni.strategy.grouping import UserGroups
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
 from lightning_omni.topology import Topology
 from lightning_omni.tuning.callback.pytorch_lightning import OmniTuner
-from lightning_omni.tuning.callback.tuned_fit import may_form_groups
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of Lightning, about loaders and checkpoints
 
@@ -288,21 +285,15 @@ def test_groups_of_the_users_are_not_formed_where_they_cannot_train() -> None:
     refused = []
 
     def ask(fit: Any, trainer: Any) -> None:
-        parts, world = fit.run.strategy.parts, fit.run.world
-        parts.user_groups._users = UserGroups(Topology.even(2, 2), world.communication, parts.balance)
+        stash = fit.run.strategy.parts.user_groups
+        stash._users = stash._users._replace(topology=Topology.even(2, 2))
         with pytest.raises(UnsupportedError, match="min_steps") as found:
-            parts.user_groups.form()
+            stash.form()
         refused.append(found.value)
-        parts.user_groups._users = None
+        stash._users = None
 
     asked(tuner_of(), ask, min_steps=1)
     assert len(refused) == 1
-
-
-@pytest.mark.parametrize(("groups", "may"), [(np.arange(1, 5), True), (np.array([1]), False), (1, False), ([1], False)])
-def test_numbers_of_groups_may_be_an_array(groups: Any, may: bool) -> None:
-    two: Any = SimpleNamespace(world_size=2)
-    assert may_form_groups(OmniTuner(space={"groups": groups})._options, two) is may
 
 
 # --- What a fit leaves behind -----------------------------------------------------------------------------------------

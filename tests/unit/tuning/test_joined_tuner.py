@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods import METHODS, AsyncSGD, Method, method_named
-from lightning_omni.tuning.callback.tuned_fit import check_joined, follow_groups
+from lightning_omni.tuning.callback.tuned_fit import check_joined, follow_groups, may_form_groups
 from lightning_omni.tuning.callback.tuned_run import TunerOptions
 from lightning_omni.tuning.model.forecast import Scaling, Setting
 from lightning_omni.tuning.search import Space
@@ -112,3 +114,9 @@ def test_what_a_group_that_joins_cannot_choose_is_refused_by_name(changed: dict[
         check_joined(replace(OPTIONS, **changed))
     assert says in str(caught.value)
     check_joined(replace(OPTIONS, space={"momentum": [0.0, 0.9], "lr": 0.1, "rebalance": False}))
+
+
+@pytest.mark.parametrize(("groups", "may"), [(np.arange(1, 5), True), (np.array([1]), False), (1, False), ([1], False)])
+def test_numbers_of_groups_may_be_an_array(groups: Any, may: bool) -> None:
+    two: Any = SimpleNamespace(world_size=2)
+    assert may_form_groups(replace(OPTIONS, space={"groups": groups}), two) is may
