@@ -232,19 +232,6 @@ def test_periods_of_the_users_are_searched_also_where_the_strategys_method_has_n
     assert spaces[0].period == (4, 8)
 
 
-def test_losses_are_kept_for_a_choice_that_is_watched_only() -> None:
-    noted = []
-
-    def ask(fit: Any, trainer: Any) -> None:
-        for setting in (None, Setting(2, 0.9, 0.01), Setting(1, 0.9, 0.01)):
-            fit.run.state.setting = setting
-            fit.plateau.batch_done(torch.ones(()))
-            noted.append(len(fit.plateau._noted))
-
-    asked(tuner_of(), ask)
-    assert noted == [0, 1, 1]
-
-
 def test_what_is_left_of_a_run_is_told_without_the_open_epochs_samples_and_with_those_of_lost_ranks() -> None:
     left = []
 

@@ -62,7 +62,7 @@ class PlateauGuard:
 
     def batch_done(self, loss: Tensor | None) -> None:
         trainer, trial = self._run.trainer, self.trial
-        if loss is not None and (trial is not None or self._is_watched):
+        if loss is not None:
             (self._noted if trial is None else trial.losses).append(loss.detach().float().mean())
         if trial is None:
             return
