@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from core import Setting, search
+from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.functional import mse_loss
@@ -192,3 +194,47 @@ def test_a_run_of_which_nothing_is_tuned_keeps_no_losses() -> None:
     trainer_of(tuner).fit(Line())
     assert tuner.problem == "one rank is one group"
     assert not tuner._fit.plateau._noted  # type: ignore[union-attr]
+
+
+# --- What a fit leaves behind -----------------------------------------------------------------------------------------
+
+
+def test_a_fit_without_a_tuner_trains_as_the_user_said_after_one_that_was_tuned() -> None:
+    tuner, strategy, formats, finished = tuner_of(budget=0.0), OmniStrategy(groups=1), [], []
+
+    class Applies(pl.Callback):
+        def setup(self, trainer: Any, module: Any, stage: str) -> None:
+            finished.append(strategy.world.is_finished)
+
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            formats.append(type(strategy.world.reduction.format).__name__)
+            if tuner in trainer.callbacks:
+                fit: Any = tuner._fit
+                fit.applied.form(Setting(1, 0.9, 0.01, all_reduce="bf16"))
+
+    trainer: Any = trainer_of(tuner, Applies(), strategy=strategy, max_epochs=1)
+    trainer.fit(Line())
+    assert strategy.world.is_finished
+    trainer.callbacks.remove(tuner)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(Line())
+    assert formats == ["Exact", "Exact"]
+    assert finished == [False, False], "a process that ends before the second fit begins has failed"
+
+
+def test_limits_of_numpy_are_plain_numbers() -> None:
+    strategy = OmniStrategy(groups=1)
+    trainer_of(strategy=strategy, max_steps=np.int64(3)).fit(Line())
+    assert type(strategy.parts.epochs.run.max_steps) is int
+
+
+def test_a_strategy_ends_its_fit_where_a_plugin_cannot_end() -> None:
+    class Fails(TorchCheckpointIO):
+        def teardown(self) -> None:
+            raise OSError("no space is left")
+
+    strategy = OmniStrategy(groups=1)
+    with pytest.raises(OSError, match="no space"):
+        trainer_of(strategy=strategy, plugins=[Fails()]).fit(Line())
+    assert strategy.parts.listener is None
+    assert not strategy.world.is_begun

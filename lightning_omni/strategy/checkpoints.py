@@ -172,8 +172,9 @@ class Checkpoints:
                 if cut.epoch != -1:
                     _count_as_ddp(checkpoint, progress)
                 schedules = epochs.schedulers.catch_up_in(checkpoint, progress)
+                ranks = progress.reference.ranks if cut.epoch == -1 else 0  # whose batches the loops count
                 checkpoint[ENTRY] = RunCheckpoint(
-                    cut, groups, progress, schedules=schedules, samples=samples
+                    cut, groups, progress, schedules=schedules, samples=samples, ranks=ranks
                 ).to_plain()
             elif "loops" in checkpoint and epochs.leases is not None:
                 checkpoint[ENTRY] = RunCheckpoint(ranks=epochs.leases.world_size).to_plain()

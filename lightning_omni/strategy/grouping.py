@@ -36,7 +36,7 @@ from lightning_omni.strategy.lightning_internals.callbacks import (
 )
 from lightning_omni.strategy.lightning_internals.loops import is_fitting, validates_by_time, will_step
 from lightning_omni.strategy.lightning_internals.strategies import has_model_averaging, set_ddp_options, set_rank
-from lightning_omni.strategy.optimizers import MergedSubmodule, check_wrapped
+from lightning_omni.strategy.optimizers import check_wrapped
 from lightning_omni.strategy.shared_parts import SharedParts
 from lightning_omni.topology import Topology
 from lightning_omni.wire.compression import Compression
@@ -264,7 +264,6 @@ class UserGroups(NamedTuple):
     topology: Topology
     communication: Communication
     balance: Balance
-    merged: MergedSubmodule
 
 
 class UserGroupsStash:
@@ -275,7 +274,7 @@ class UserGroupsStash:
     def stash(self) -> None:
         if self._users is None:
             parts, world = self._parts, self._parts.world
-            self._users = UserGroups(world.topology, world.communication, parts.balance, parts.merged)
+            self._users = UserGroups(world.topology, world.communication, parts.balance)
 
     def begin_in_one_group(self) -> None:
         self.stash()
@@ -290,15 +289,11 @@ class UserGroupsStash:
             self._grouping.announce()
 
     def restore(self) -> None:
-        """Restore the user's choice at the setup of a fit; if ranks were lost, only the merged head."""
-        parts, world = self._parts, self._parts.world
+        """Restore the user's choice at the setup of a fit."""
         users, self._users = self._users, None
-        if users is None:
-            return
-        parts.merged = MergedSubmodule(users.merged.name)
-        if not world.ever_lost:
-            world.topology, world.communication = users.topology, users.communication
-            parts.balance = users.balance
+        if users is not None:
+            parts, world = self._parts, self._parts.world
+            world.topology, world.communication, parts.balance = users
 
 
 # --- The hooks of one group and of several ----------------------------------------------------------------------------

@@ -270,6 +270,9 @@ class OmniStrategyHooks(_Base):
                 options = replace(options, elastic=elastic, server=server, groups=1)
         if fits:
             check_none_lost()
+            parts.user_groups.restore()  # an earlier fit may have been tuned
+            if parts.current_world is not None:
+                self.world.is_finished = False  # a process that ends from here on has failed
         if parts.current_world is None:
             timeout = collective_timeout(self) or options.timeout
             world = parts.current_world = World(
@@ -462,14 +465,16 @@ class OmniStrategyHooks(_Base):
 
     @override
     def teardown(self) -> None:
-        if self.world_options.is_sharded:
-            with keep_on_device(self):
+        try:
+            if self.world_options.is_sharded:
+                with keep_on_device(self):
+                    super().teardown()
+                reshard(self.world.wrapper.sharded if self.parts.current_world is not None else None)
+            else:
                 super().teardown()
-            reshard(self.world.wrapper.sharded if self.parts.current_world is not None else None)
-        else:
-            super().teardown()
-        set_ddp_options(self, self.ddp_options)  # drops the process group of the former compute group
-        self.parts.finish()
+        finally:  # AsyncCheckpointIO, for example, raises the error of a save
+            set_ddp_options(self, self.ddp_options)  # drops the process group of the former compute group
+            self.parts.finish()
 
     # --- Collectives -------------------------------------------------------------------------------------------------
 

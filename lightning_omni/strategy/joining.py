@@ -24,6 +24,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from lightning_omni.checks import plain
 from lightning_omni.errors import ConfigurationError, MalformedMessage, UnsupportedError
 from lightning_omni.runtime import names_of
 from lightning_omni.runtime.model.replica import fingerprints
@@ -45,7 +46,7 @@ from lightning_omni.strategy.lightning_internals.loops import (
     progress_counters,
     reload_epochs,
     replaces_scheduler,
-    runs_lr_finder,
+    runs_finder,
     set_reload_epochs,
     start_fit_at_epoch,
 )
@@ -103,11 +104,11 @@ class RunStates:
         self._again = None  # the fit before may have failed between its join and its first batch
         if self._parts.world.registration is None:
             return
-        if runs_lr_finder(trainer):
+        if runs_finder(trainer):
             raise UnsupportedError(
-                "elastic=True with LearningRateFinder or Tuner.lr_find: it measures all ranks as one group, which ranks"
-                " of different launchers cannot form; find the rate before, without server= and LIGHTNING_OMNI_SERVER,"
-                " and pass it to all groups"
+                "elastic=True with LearningRateFinder, BatchSizeFinder, Tuner.lr_find or Tuner.scale_batch_size: it"
+                " measures all ranks as one group, which ranks of different launchers cannot form; find the rate or"
+                " batch size before, without server= and LIGHTNING_OMNI_SERVER, and pass it to all groups"
             )
         if replaces_scheduler(trainer):
             raise UnsupportedError(
@@ -119,7 +120,7 @@ class RunStates:
                 "elastic=True with several WeightAveraging callbacks: a checkpoint has room for the average of one, and"
                 " so has what a group that joins is given; keep one of them"
             )
-        self._limits = {name: getattr(trainer, name) for name in _ALIKE}
+        self._limits = {name: plain(getattr(trainer, name)) for name in _ALIKE}
         algorithm = trainer.gradient_clip_algorithm
         self._limits["gradient_clip_algorithm"] = algorithm.value if algorithm else "norm"
         self._limits |= limits_in_callbacks(trainer)
@@ -551,7 +552,8 @@ class Rejoining:
         before = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-            if isinstance(error, KeyboardInterrupt) or all(each is not self._error for each in _behind(error)):
+            is_another = not self.is_armed or all(each is not self._error for each in _behind(error))
+            if is_another or isinstance(error, KeyboardInterrupt):
                 before(kind, error, traceback)
                 return
             try:

@@ -68,8 +68,9 @@ def replaces_scheduler(trainer: Trainer) -> bool:
     return any(hasattr(callback, "_swa_scheduler") for callback in callbacks_of(trainer))
 
 
-def runs_lr_finder(trainer: Trainer) -> bool:
-    return any(hasattr(callback, "lr_find") for callback in callbacks_of(trainer))
+def runs_finder(trainer: Trainer) -> bool:
+    finders = ("lr_find", "scale_batch_size")
+    return any(hasattr(callback, name) for callback in callbacks_of(trainer) for name in finders)
 
 
 # --- Control ----------------------------------------------------------------------------------------------------------

@@ -215,16 +215,18 @@ _STARTS = ("on_validation_start", "on_validation_epoch_start")
 def validation_loaders(trainer: Trainer) -> list[Any]:
     """Return the loaders of a fit's validation. To make them, all ranks call it."""
     loop: Any = trainer.fit_loop.epoch_loop.val_loop
-    loop.setup_data()
+    stage, trainer.validating = trainer.state.stage, True  # loaders of a training stage are leased
+    try:
+        loop.setup_data()
+    finally:
+        trainer.state.stage = stage
     return [] if loop._combined_loader is None else list(loop._combined_loader.flattened)
 
 
 def make_validation_loaders(trainer: Trainer) -> None:
     """Make loaders where training begins, as all groups do."""
     if trainer.enable_validation and trainer.val_dataloaders is None:
-        trainer.validating = True
         validation_loaders(trainer)
-        trainer.training = True
 
 
 def validation_sizes(trainer: Trainer) -> list[int] | None:

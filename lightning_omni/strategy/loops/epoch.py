@@ -182,6 +182,8 @@ class LeasedData:
                     " to groups as in the epochs before, because it is several loaders, has a sampler of its own, is"
                     ' iterable, or is no plain DataLoader; pass data="static", or use groups=1'
                 )
+        elif self.leases is not None and self._world.data_rank[1] < self.leases.world_size:  # ranks were lost
+            self.assign(self.leases.shares)
         self.start()
 
     def assign(self, shares: Sequence[int] = ()) -> None:
@@ -210,8 +212,11 @@ def split_of(dataset: object) -> int:
     """Return a mark of a dataset's part, as of `torch.utils.data.random_split`; 0 for a whole one."""
     mark = 0
     while isinstance(dataset, Subset):
-        indices = torch.as_tensor(dataset.indices, dtype=torch.int64)
-        mark = zlib.crc32(indices.numpy().tobytes(), mark)
+        try:
+            part = torch.as_tensor(dataset.indices, dtype=torch.int64).cpu().numpy().tobytes()
+        except (TypeError, ValueError):  # its indices may be keys, of a dict for example
+            part = repr(list(dataset.indices)).encode()
+        mark = zlib.crc32(part, mark)
         dataset = dataset.dataset
     return mark
 

@@ -33,7 +33,7 @@ class FitLimits:
 
     def __init__(self, trainer: Trainer, ranks_per_batch: int = 1) -> None:
         self._trainer, self._ranks_per_batch = trainer, ranks_per_batch
-        self.max_steps: int = trainer.max_steps
+        self.max_steps = int(trainer.max_steps)
         automatic = trainer.lightning_module.automatic_optimization
         self.by_hand = None if automatic else StepsByHand(trainer)
 

@@ -165,7 +165,6 @@ class TunedFit(Fit):
     def _check(strategy: OmniStrategyHooks, options: TunerOptions) -> None:
         """Reject a fit that cannot be searched, and make the run begin as one group."""
         strategy.parts.grouping.check_whole("OmniTuner forms other groups while they train")
-        strategy.parts.user_groups.restore()  # an earlier fit of this strategy may have been tuned
         if "all_reduce" in options.space and strategy.world.reduction.format != EXACT:
             raise ConfigurationError(
                 f'space={{"all_reduce": {options.space["all_reduce"]!r}}}: it is forecast from the first batches, whose'

@@ -588,6 +588,18 @@ def test_no_group_joins_again_a_run_that_is_finished_and_its_process_may_train_i
     assert comes_back_to() == ("", 0)
 
 
+def test_an_error_after_a_later_run_has_ended_well_starts_no_command_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, traceback: shown.append(error))
+    monkeypatch.setenv(COMES_BACK, "a-run 1")
+    rejoining, error = Rejoining(), ConnectionLost("gone")
+    monkeypatch.setattr(rejoining, "start_again", lambda: shown.append(SystemExit()))
+    assert rejoining.arm(error, error, most=10, ranks=1)
+    rejoining.finished()
+    sys.excepthook(type(error), error, None)
+    assert shown == [error]
+
+
 def test_an_eviction_after_a_minute_in_the_run_is_not_one_more_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # as it is afterwards, too
     error = ConnectionLost("gone")
@@ -1513,7 +1525,7 @@ def test_a_group_that_was_told_otherwise_is_refused_and_the_run_goes_on(run: Run
         ({"schedule": None, "tuner": {}}, "schedulers: none; the run that this group joins has: OneCycleLR every step"),
         ({"steps": 1}, "'every_n_train_steps': 1, 'every_n_epochs': 0, 'train_time_interval': None}; the run that"),
         ({"dtype": "float64"}, "default dtype: torch.float64; the run that this group joins has: torch.float32; give"),
-        ({"finder": True}, "find the rate before, without server="),
+        ({"finder": True}, "find the rate or batch size before, without server="),
         ({"several": True}, "this training data is several loaders"),
     ]
     for number, (given, says) in enumerate(refused):

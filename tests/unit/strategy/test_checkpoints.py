@@ -13,10 +13,11 @@ from runs import Run, run
 
 from lightning_omni.runtime.leased_loader import RankLeases
 from lightning_omni.runtime.state.checkpoint import RunCheckpoint
-from lightning_omni.strategy.checkpoints import end_whole_epoch, go_on_after
+from lightning_omni.strategy.checkpoints import Checkpoints, end_whole_epoch, go_on_after
 from lightning_omni.strategy.lightning_internals.loops import progress_counters
 from lightning_omni.strategy.loops.progress import RunProgress
 from lightning_omni.wire.messages import SnapshotId
+from lightning_omni.wire.steps_and_samples import Progress, ReferenceBatch
 
 
 @pytest.fixture(scope="module")
@@ -227,3 +228,17 @@ def test_an_epoch_that_one_rank_has_trained_stays_over_for_several() -> None:
 
 def test_a_checkpoint_of_one_group_tells_how_many_ranks_have_trained(saved: Run) -> None:
     assert rank0(saved, "omni half")["omni"]["run"]["ranks"] == 2
+
+
+def test_a_checkpoint_inside_an_epoch_of_one_group_tells_its_ranks_also_after_epochs_of_several() -> None:
+    progress = Progress(ReferenceBatch(4, 8, 1), 10, 2, past=20)
+    for cut, ranks in ((SnapshotId(), 4), (SnapshotId(epoch=2, total=320, trained=((0, 64),)), 0)):
+        checkpoint: dict[str, Any] = {}
+        run = SimpleNamespace(moment=lambda *_, cut=cut: (progress, cut))
+        schedulers = SimpleNamespace(catch_up_in=lambda *_: [])
+        epochs: Any = SimpleNamespace(leases=None, run=run, is_open=True, is_open_ended=False, schedulers=schedulers)
+        world: Any = SimpleNamespace(topology=SimpleNamespace(alive=(0,)))
+        Checkpoints(lambda _: None).complete(world, checkpoint, epochs)
+        saved = RunCheckpoint.from_plain(checkpoint["omni"])
+        assert saved is not None
+        assert saved.ranks == ranks

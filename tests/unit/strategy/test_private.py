@@ -16,7 +16,13 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 from pytorch_lightning import Callback, LightningModule, Trainer
-from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
+from pytorch_lightning.callbacks import (
+    BatchSizeFinder,
+    EMAWeightAveraging,
+    LearningRateFinder,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from pytorch_lightning.demos.boring_classes import BoringModel
 from pytorch_lightning.loops.fetchers import _PrefetchDataFetcher
 from pytorch_lightning.loops.fit_loop import _FitLoop
@@ -59,6 +65,7 @@ from lightning_omni.strategy.lightning_internals.loops import (
     progress_counters,
     release_loops,
     reload_epochs,
+    runs_finder,
     seed_workers,
     set_batch_agreement,
     set_last_batch,
@@ -132,6 +139,13 @@ def test_ddp_options_launcher_start_method_and_timeout_are_where_they_were() -> 
 def test_ddp_wraps_with_the_options_that_were_set() -> None:
     assert "**self._ddp_kwargs" in inspect.getsource(DDPStrategy._setup_model)
     assert "self._setup_model(" in inspect.getsource(DDPStrategy.configure_ddp)
+
+
+@pytest.mark.parametrize("finder", [LearningRateFinder, BatchSizeFinder])
+def test_callbacks_that_find_a_rate_or_a_batch_size_are_known_by_their_methods(trainer: Any, finder: Any) -> None:
+    assert not runs_finder(trainer)
+    trainer.callbacks.append(finder())
+    assert runs_finder(trainer)
 
 
 def test_the_launcher_starts_children_and_keeps_them() -> None:

@@ -22,7 +22,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 from pytorch_lightning.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
 
 from lightning_omni import FSDP, Compression, Elastic, Server
 from lightning_omni.errors import ConfigurationError, OmniError, UnsupportedError
@@ -40,7 +40,7 @@ from lightning_omni.runtime.parallel_state import default_device
 from lightning_omni.runtime.process_groups import LiveWorld, device_types, register
 from lightning_omni.runtime.state.transfer import StateTransfer
 from lightning_omni.strategy.loops.driver import EpochDriver
-from lightning_omni.strategy.loops.epoch import LeasedData
+from lightning_omni.strategy.loops.epoch import LeasedData, split_of
 from lightning_omni.strategy.loops.paced_schedulers import Pacer, arrive
 from lightning_omni.strategy.loops.run_schedulers import RunSchedulers
 from lightning_omni.strategy.optimizers import MergedSubmodule, Proxies, check_wrapped
@@ -845,6 +845,24 @@ def test_training_data_that_are_iterated_in_a_hook_or_after_the_fit_are_not_for_
     trainer.fit_loop._iterates = True  # a learning-rate finder's run makes loaders again, inside the hook
     in_finder = epochs._is_for_user
     assert (after, in_hook, in_loops, in_finder) == (True, True, False, False)
+
+
+def test_loaders_that_are_made_again_are_divided_among_the_ranks_that_are_left() -> None:
+    data = leased_data(exchanges=False)
+    world: Any = data._world
+    for left in (2, 1):
+        world.data_rank = (0, left)
+        made(data, "ours")
+        data.adopt()
+        assert data.leases is not None
+        assert data.leases._members == left
+
+
+@pytest.mark.parametrize("indices", [["a", "b"], [("a", 1)], torch.tensor([2, 0]), range(3)])
+def test_a_part_of_a_dataset_is_marked_by_its_indices_of_whatever_kind(indices: Any) -> None:
+    dataset: Any = {"a": 1}
+    assert split_of(Subset(dataset, indices)) == split_of(Subset(dataset, list(indices))) != 0
+    assert split_of(Subset(dataset, indices)) != split_of(Subset(dataset, [5]))
 
 
 @pytest.mark.parametrize("kinds", [("iterable",), ("ours", "ours"), ("ours", "iterable")])
