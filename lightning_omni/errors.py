@@ -77,6 +77,10 @@ class CollectiveMismatch(OmniError):
     """
 
 
+class StepFailed(OmniError):
+    """A step at the parameter server failed for which several groups wait; the server ends the run."""
+
+
 class NonFiniteGradients(OmniError):
     """Too many pushes in a row that the server refused because their gradients were NaN or infinite."""
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lightning_omni.checks import counted
+from lightning_omni.checks import counted, plain
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.palette import (
     EXPECTED,
@@ -204,7 +204,7 @@ class Trace:
             arrays |= {f"weights/{name}": weight for name, weight in self.weights.items()}
         try:
             with Path(path).open("wb") as file:
-                np.savez_compressed(file, rest=np.array(json.dumps(rest)), **arrays)  # type: ignore[arg-type]
+                np.savez_compressed(file, rest=np.array(json.dumps(rest, default=plain)), **arrays)  # type: ignore[arg-type]
         except OSError as error:
             raise ConfigurationError(
                 f"path={str(path)!r}: {error.strerror}; pass a file that can be written"

@@ -421,6 +421,35 @@ def test_ctrl_c_reports_what_was_simulated(
     assert Trace.load(tmp_path / "hardsync.npz").ended == "interrupted"
 
 
+def test_ctrl_c_in_the_second_of_two_rates_ends_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real, begun = simulator.simulate, []
+
+    def interrupted(method: Any, *arguments: Any, progress: Any, **options: Any) -> Trace:
+        begun.append(method)
+
+        def show(done: float, text: str) -> None:
+            progress(done, text)
+            if len(begun) == 2 and done > 0.5:
+                raise KeyboardInterrupt
+
+        return real(method, *arguments, progress=show, **options)
+
+    monkeypatch.setattr(simulator, "simulate", interrupted)
+    rates = ("--lr", "[0.1, 0.01]")
+    assert main(["simulate", "--method", "async_sgd,gossip", *SHARED, *rates, "--out", str(tmp_path)]) == 130
+    assert [row["ended"] for row in rows(capsys.readouterr().out)] == ["interrupted"]
+
+
+def test_a_pair_that_the_second_method_refuses_is_refused_before_the_first_is_simulated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["simulate", "--method", "async_sgd,local_sgd", *SHARED, "--compression", "topk:0.01"]
+    assert "topk" in refusal(capsys, *command, "--out", str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_narrow_table_stands_upright(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

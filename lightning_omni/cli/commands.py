@@ -43,7 +43,7 @@ def compare(
     latency: Quantity = 0.0,
     sites: int = 1,
     site_link: Quantity | None = None,
-    site_latency: Quantity = 0.0,
+    site_latency: Quantity | None = None,
     scatter: float = 0.05,
     optimizer: Literal["sgd", "adam"] = "sgd",
     momentum: float = 0.9,
@@ -62,7 +62,7 @@ def compare(
         latency: Latency of one message, as in 50us, or in seconds.
         sites: Number of sites, among which the devices are divided in order.
         site_link: Bandwidth between sites. By default that of --link.
-        site_latency: Latency of one message between sites.
+        site_latency: Latency of one message between sites. By default that of --latency.
         scatter: Scatter of a device's step times, as a part of their mean.
         optimizer: sgd, or adam for Adam and its relatives.
         momentum: Momentum that suits DDP (the first beta of Adam).
@@ -78,8 +78,7 @@ def compare(
         raise ConfigurationError(f"--momentum {momentum}: pass a number from 0 up to 1, but not 1")
     if not 0 <= scatter <= 2:
         raise ConfigurationError(f"--scatter {scatter}: pass a part of the mean, from 0 to 2")
-    delay = seconds_of("--site-latency", site_latency)
-    if sites == 1 and (site_link is not None or delay):
+    if sites == 1 and (site_link is not None or site_latency is not None):
         raise ConfigurationError(
             "--site-link and --site-latency are of the network between sites, and there is one site: pass --sites, too"
         )
@@ -92,7 +91,7 @@ def compare(
         "latency": seconds_of("--latency", latency),
         "sites": sites,
         "site_bandwidth": None if site_link is None else rate_of("--site-link", site_link),
-        "site_latency": delay,
+        "site_latency": seconds_of("--site-latency", latency if site_latency is None else site_latency),
         "scatter": scatter,
     }
     # Imported here, so that --help does not wait for torch.

@@ -250,7 +250,7 @@ class StandaloneServer:
             self._log.write(at_once=True)
             outcome = f": {self._core.clock} updates, ranks lost: {len(self._core.roster.lost)}"
         log(self._console, f"a run is over{outcome}")
-        if self._options.once:
+        if self._options.once and (self._core.generation or not self._core.roster.joining):  # else none has begun
             self._stopped.set()
         if self._states is not None:
             self._states.discard(self._core)
@@ -258,11 +258,11 @@ class StandaloneServer:
     # --- End ---------------------------------------------------------------------------------------------------------
 
     def _close(self) -> None:
-        for process in self._others:  # they end with this one
-            process.stop()
         if self._states is not None:
             self._states.close(self._core if not self._core.lost_server else None)
         self._server.close()
+        for process in self._others:  # they end when this server's connections do
+            process.stop()
         self._close_web()
 
     def _close_web(self) -> None:

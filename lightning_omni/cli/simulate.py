@@ -144,6 +144,9 @@ def run(names: Sequence[str], settings: SimulationSettings, together: bool = Fal
     entrants = [Entrant.of(name, len(task.cluster.devices), settings.groups) for name in names]
     if settings.overlap and not (together and any(not entrant.waits for entrant in entrants)):
         refuse_pairs(entrants[0].method, {"overlap": "--overlap"})
+    given = {"merged": f"--merged {settings.merged}"} if settings.merged is not None else {}
+    for entrant in entrants:
+        refuse_pairs(entrant.method, {**given, **task.options["compression"].features})
     files = _Files(settings.out, "comparison" if together else _file_name(names[0]), together)
     files.check([entrant.name for entrant in entrants], settings.picture)
     torch.set_num_threads(settings.threads)
@@ -197,7 +200,7 @@ def _run_method(entrant: Entrant, task: Task, finds_rates: bool, progress: OnPro
     for rate in task.rates or (None,):
         runs.append(_run_whole(entrant, rate, task, progress))
         if runs[-1].trace.ended == "interrupted":
-            break
+            return runs[-1]  # it must not be compared with whole ones
     return replace(min(runs, key=lambda each: merit(each.trace, task.target)), tried=task.rates)
 
 

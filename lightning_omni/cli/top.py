@@ -61,7 +61,8 @@ class Rates:
         self._seen: deque[tuple[float, Overview]] = deque()
 
     def add(self, now: float, overview: Overview) -> None:
-        if self._seen and _counted_in(self._seen[-1][1]) != _counted_in(overview):
+        before = self._seen[-1][1] if self._seen else overview
+        if _counted_in(before) != _counted_in(overview) or overview.serve_time < before.serve_time:
             self._seen.clear()  # the counters have restarted
         self._seen.append((now, overview))
         while now - self._seen[0][0] > WINDOW and len(self._seen) > 2:
@@ -397,7 +398,8 @@ def watch(console: Console, observer: Observer | None, reach: Callable[[], Obser
                 due = time.monotonic() + every
                 while not view.is_over:
                     if overview is not None:
-                        shown = picture(overview, rates, view.chosen, view.note or lost)
+                        note = view.note if view.asked is not None or not lost else lost
+                        shown = picture(overview, rates, view.chosen, note)
                         live.update(shown, refresh=True)
                     pressed = wait(due - time.monotonic())
                     for key in pressed:

@@ -45,13 +45,15 @@ class _ApplyAtOnce(ServerSide):
 
     def evict(self, group: int) -> list[Reply]:
         self._held.pop(group, None)
+        self._pushes.pop(group, None)
         return super().evict(group)
 
     def state(self) -> dict[str, Any]:
         return {"pushes": dict(self._pushes)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self._pushes = Counter(state["pushes"])
+        least = min(state["pushes"].values(), default=0)  # one that had died begins level with the slowest
+        self._pushes = Counter({**dict.fromkeys(self.groups, least), **state["pushes"]})
 
     @property
     def _slowest(self) -> int:

@@ -15,7 +15,7 @@ import msgspec
 from torch import Tensor
 
 from lightning_omni.checks import check_whole
-from lightning_omni.errors import ConfigurationError
+from lightning_omni.errors import ConfigurationError, OmniError, StepFailed
 from lightning_omni.methods.model.fragments import state_of, states_in
 from lightning_omni.methods.model.replica import Hyperparameters, Pulled, Replica
 from lightning_omni.methods.model.server_optimizer import Master
@@ -371,7 +371,10 @@ class Barrier(ServerSide):
         if not self._last or not self.working <= self._waiting.keys():
             return []
         for number, last in self._last.items():
-            self.merge(self._totals[number], last)
+            try:
+                self.merge(self._totals[number], last)
+            except OmniError as error:  # all groups wait for it, and it would fail again
+                raise StepFailed(str(error)) from error
             self._totals[number].clear()
         waiting, self._waiting, self._last = self._waiting, {}, {}
         return [Reply(group, staleness) for group, staleness in waiting.items() if group in self.groups]

@@ -93,6 +93,11 @@ class _Syncer(ServerSide):
             replies.append(self._reply(push.group))  # its part counts in the next merge, and it need not wait for that
         return replies
 
+    def resume(self, group: int) -> None:
+        if group in self._pushed:  # the time that it was idle is no interval
+            self._pushed[group] = self.now, self._pushed[group][1]
+        super().resume(group)
+
     def released(self) -> list[Reply]:
         complete = waited_for = sorted({number for number, _ in self._waiting.values()})
         if not self.working <= self._waiting.keys():  # otherwise all groups wait, and no further push can arrive
@@ -168,8 +173,8 @@ class _Syncer(ServerSide):
         for current, outer, saved in zip(self._rounds, self._outer, states_in(state), strict=True):
             current.total.load_state(saved["total"])
             current.unit, current.merged_at = float(saved["unit"]), int(saved["merged_at"])
-            current.came = set(saved["came"])
-            current.in_time = {group for group, in_time in saved["came"].items() if in_time}
+            came = saved["came"] if current.total.count else {}  # parts are dropped with another number of servers
+            current.came, current.in_time = set(came), {group for group, in_time in came.items() if in_time}
             outer.load_state_dict({**outer.state_dict(), "state": saved["outer"]})
 
 

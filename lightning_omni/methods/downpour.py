@@ -126,12 +126,16 @@ class Downpour(Method, frozen=True, kw_only=True, tag="downpour"):
             total.load_state(memory["total"])
         while True:
             gradient = yield NextGradient()
+            if "total" not in memory:  # weights were replaced, and the memory with them
+                total.clear()
             memory["steps"] = step = memory.get("steps", 0) + 1
             total.add(gradient.tensors)
             lockstep = replica.clock < self.warm_start
             fetch = lockstep or step % self.n_fetch == 0
             if lockstep or step % self.n_push == 0:
                 pulled = yield Exchange(total.take(), replica.clock, gradient.hyperparameters, pull=fetch)
+                if pulled.refused and not fetch:  # it has descended along what is not finite
+                    fetch, pulled = True, (yield Fetch())
                 if fetch:
                     replica.load(pulled)
             elif fetch:

@@ -183,19 +183,21 @@ class Streaming(Method, frozen=True, kw_only=True):
             step = memory["steps"] = memory.get("steps", 0) + 1
             if memory.get("due") == step:
                 self.apply_answer(replica, (yield Receive()))
-            if step < memory.get("every", self.push_period) or memory.get("diverged"):
-                continue
-            memory["steps"] = 0
-            pace = (yield StepTime()) if self.dynamic_steps else 0.0
-            fragment = replica.clock % self.fragments if self.fragments > 1 else None
-            exchange = Exchange(self.given(replica, fragment), replica.clock, note=pace, fragment=fragment)
-            if self.delay:
-                memory["due"] = min(self.delay, memory.get("every", self.delay))
-                if self.keep_steps:
-                    memory["sent"] = copies(replica.part(fragment, self.fragments))
-                yield Send(exchange)
-            else:
-                self.apply_answer(replica, (yield exchange))
+            if step >= memory.get("every", self.push_period) and not memory.get("diverged"):
+                memory["steps"] = 0
+                pace = (yield StepTime()) if self.dynamic_steps else 0.0
+                fragment = replica.clock % self.fragments if self.fragments > 1 else None
+                exchange = Exchange(self.given(replica, fragment), replica.clock, note=pace, fragment=fragment)
+                if self.delay:
+                    memory["due"] = min(self.delay, memory.get("every", self.delay))
+                    if self.keep_steps:
+                        memory["sent"] = copies(replica.part(fragment, self.fragments))
+                    yield Send(exchange)
+                else:
+                    self.apply_answer(replica, (yield exchange))
+            if memory.get("diverged"):
+                replica.restart((yield Fetch()))
+                memory.clear()
 
     def apply_answer(self, replica: Replica, pulled: Pulled) -> None:
         """Mix a fragment in. After a refused push, the group restarts with its next gradient."""

@@ -410,8 +410,12 @@ class ServerExchange:
         if ask.optimizer in self._arrived:
             received = self._arrived.pop(ask.optimizer)
         else:
-            self._travels = None
-            received = self._servers().receive(m.Weights, None if flat is None else split.memories(flat))
+            asked, self._travels = self._travels, None
+            try:
+                received = self._servers().receive(m.Weights, None if flat is None else split.memories(flat))
+            except (KeyboardInterrupt, SystemExit):
+                self._travels = asked  # the answer is still to come, before that to any other request
+                raise
         check_alike(received)
         payloads = [payload for _, payload in received]
         if coded is not None:

@@ -213,6 +213,7 @@ class World(ParallelState):
 
     def detach_all(self) -> None:
         """Forget the optimizers and heads."""
+        self.residuals.warn_of_remainder("the optimizers were replaced")
         self.parts = []
         self.heads.clear()
         self.core.detach_all()
@@ -493,6 +494,8 @@ class World(ParallelState):
         self._watching.close()
         self._leaving = None
         self.reduction.forget()
+        for index in range(len(self.parts)):
+            self.core.load_sender_state(index, {})
         self.connection.close()
         self.executor.place_heads()
         self.server.stop(has_failed)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from lightning_omni.errors import CollectiveMismatch, MalformedMessage, OmniError, Refused
+from lightning_omni.errors import CollectiveMismatch, MalformedMessage, OmniError, Refused, StepFailed
 from lightning_omni.methods.model.modules import ResolveModule, module_resolver
 from lightning_omni.methods.model.server_optimizer import Resolve, resolver
 from lightning_omni.server.admission import Admission
@@ -202,8 +202,8 @@ class ServerCore:
         except Refused as no:
             self._count(no)
             return self._sent([Out(peer, channel, m.RefusedMessage(code=no.code, reason=str(no)))])
-        except CollectiveMismatch as mismatch:
-            return self._sent(self._membership.end(str(mismatch)))
+        except (CollectiveMismatch, StepFailed) as error:
+            return self._sent(self._membership.end(str(error)))
         except OmniError as error:
             return self._sent([Out(peer, channel, m.RefusedMessage(code="protocol", reason=str(error)))])
 

@@ -24,7 +24,7 @@ from typing import ClassVar, NamedTuple
 
 import msgspec
 
-from lightning_omni.errors import OmniError, ProtocolError, Refused
+from lightning_omni.errors import OmniError, ProtocolError, Refused, StepFailed
 from lightning_omni.server.service import Out, Payload, Peer, Sender, Service
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.handshake import Challenges, server_mac
@@ -164,6 +164,8 @@ class _PartitionedReplication(Replication, ABC):
         if refusal is None:
             try:
                 return held.handle(held.sender._replace(finite=finite, elsewhere=elsewhere))
+            except StepFailed:
+                raise
             except OmniError as error:
                 refusal = refusal_of(error)
         return [Out(held.sender.peer, m.DATA, refusal)]

@@ -102,7 +102,7 @@ class Restore:
             case TrainedEntry():
                 epochs.train(entry.group, entry.epoch, entry.batches, entry.counts)
             case DrawnEntry() if epochs.book is not None:
-                epochs.book.draw(entry.group, entry.number)
+                epochs.redraw(entry.group, entry.number)
             case AskedEntry():
                 epochs.wait(entry.group, entry.rank, entry.question)
             case ResolvedEntry():

@@ -158,7 +158,7 @@ TABLE = (
     # snapshots
     Row(
         m.UploadWeights, DATA, Role.RECORDER, Snapshots, Snapshots.seed, Snapshots.check_packed,
-        does="hands weights over", in_parts=True,
+        keeps=True, does="hands weights over", in_parts=True,
     ),
     Row(m.GroupState, DATA, Role.LEADER, Snapshots, Snapshots.store_group_state, Snapshots.check_packed),
     Row(m.TakeSnapshot, DATA, Role.RANK, Snapshots, Snapshots.take, in_parts=True, check=Snapshots.check_version),

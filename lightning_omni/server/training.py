@@ -317,7 +317,7 @@ class Training(Service):
             with torch.no_grad():
                 replies: list[Reply] = getattr(served.method_side, what)(group)
             self._events.note(note, group, number)
-            out += self._answers(number, replies)
+            out += [self._answer(number, reply, only=False) for reply in replies]  # more may follow in this tick
         return out
 
     # --- Answers -----------------------------------------------------------------------------------------------------

@@ -71,6 +71,9 @@ class Members:
     def first(self) -> int:
         return self._ranks[0]
 
+    def forget_unsent(self) -> None:
+        self._unsent.clear()
+
     def positions(self, batch: Batch, now: float) -> list[range]:
         members, shares = len(self._ranks), self._shares(batch, now)
         return [positions(batch, member, members, shares) for member in range(members)]

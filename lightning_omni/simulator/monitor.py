@@ -81,6 +81,7 @@ class Monitor:
         self._is_back = False  # whether a restart has replaced the weights since the last evaluation
         self.steps = self.samples = 0
         self.ended = ""
+        self.moves_between_updates = False  # whether the evaluated weights change with each local step
 
     @property
     def updates(self) -> int:
@@ -149,8 +150,11 @@ class Monitor:
 
     def evaluate_at_end(self) -> None:
         """Evaluate the run at its end, unless its last update has been evaluated."""
-        evaluated = not self._is_back and self.evaluations and self.evaluations[-1][1] == self.updates
-        if self._metrics is not None and not evaluated:
+        if self._metrics is None:
+            return
+        _, updates, samples, _ = self.evaluations[-1] if self.evaluations else (0.0, -1, -1, {})
+        is_same = updates == self.updates and (samples == self.samples or not self.moves_between_updates)
+        if self._is_back or not is_same:
             self.evaluate()
 
     def evaluate(self) -> None:

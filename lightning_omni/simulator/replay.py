@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -325,7 +326,9 @@ class _Replay:
         self._groups[event.group].has_joined = True
 
     def _make_group(self, number: int, ranks: tuple[int, ...], peers: tuple[int, ...]) -> _Group:
-        replica = own_replica(self._make, self._model, self._parameters, self._served.master.weights(), number)
+        size = self._served.structures.of(number).size  # a group that joins gets later what was added
+        held = dict(islice(self._parameters.items(), size))
+        replica = own_replica(self._make, self._model, held, self._served.master.weights()[:size], number)
         replica.clock, replica.peers = self._served.master.clock, peers
         replica.servers = len(self._split.shares)
         core = GroupCore(self._method, self._wire_format, overlap=self._overlap)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,6 +95,7 @@ class Simulation:
         metrics = self._metrics if self._evaluate is not None else None
         clock = None if formation.method.talks_to_peers else lambda: self.server.core.clock
         self._monitor = Monitor(self._engine, limits, evaluation, metrics, clock, len(self._samples))
+        self._monitor.moves_between_updates = formation.method.evaluated == "mean"
         self._network.expired = self._monitor.check
         self.groups: dict[int, SimulatedGroup] = {}
         self._homes: dict[int, SimulatedGroup] = {}
@@ -255,6 +257,7 @@ class Simulation:
 
     def _restart_group(self, home: int, dead: SimulatedGroup) -> None:
         joined, ranks, out = self.server.join(len(dead.ranks), str(home))
+        dead.members.forget_unsent()
         epoch = joined.plan.epoch if joined.plan is not None else 0
         identity = GroupId(str(home), joined.incarnation)
         self._homes[home] = self._add_group(joined.group, identity, ranks, dead.members, epoch)
@@ -339,12 +342,16 @@ class Simulation:
                 "refused": self.server.served.counts.refused,
                 "most_snapshots": self.server.snapshots.most,
             },
-            weights={name: weight.detach().clone().numpy() for name, weight in self._weights().items()},
+            weights={name: _array(weight.detach()) for name, weight in self._weights().items()},
             useful_seconds=monitor.useful_seconds,
             device_seconds=self._engine.now * len(self._cluster.devices),
             work=arrays(Trace.WORK, monitor.work),
             steps=arrays(Trace.STEPS, monitor.step_times),
         )
+
+
+def _array(weight: Tensor) -> Any:
+    return (weight.float() if weight.dtype == torch.bfloat16 else weight.clone()).numpy()  # NumPy has no bfloat16
 
 
 # --- `simulate` -------------------------------------------------------------------------------------------------------
@@ -427,7 +434,7 @@ def simulate(
     chosen = method_named(method) if isinstance(method, str) else checked(method)
     chosen.check(len(topology.alive))
     formats = Compression.of(compression)
-    refuse_pairs(chosen, _features(cluster, batches.computation, formats, merged, overlap))
+    refuse_pairs(chosen, _features(cluster, batches.computation, formats, merged, overlap, record))
     check_restarts(cluster, topology, chosen, merged, record)
     formation = Formation(chosen, topology, merged, formats, overlap)
     if topology.is_synchronous:
@@ -446,12 +453,14 @@ def _features(
     formats: Compression,
     merged: str | None,
     overlap: bool,
+    record: Recorder | None,
 ) -> dict[str, str]:
     rejoins = any(isinstance(event, Failure) and event.until is not None for event in cluster.events)
     used = {
         "merged": (merged is not None, f"merged={merged!r}"),
         "overlap": (overlap, "overlap=True"),
         "servers": (cluster.servers != 1, f"Cluster(servers={cluster.servers!r})"),
+        "record": (record is not None, "record="),
         "joining": (rejoins, "Failure(until=...)"),
         "rebalance": (computation.rebalance == "auto", 'Computation(rebalance="auto")'),
     }

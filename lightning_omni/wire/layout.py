@@ -317,6 +317,10 @@ class Structures:
     def newest(self) -> Structure:
         return self._all[-1]
 
+    @property
+    def first(self) -> Structure:
+        return self._all[0]
+
     def of(self, group: int) -> Structure:
         return self._all[self._at.get(group, 0)]
 

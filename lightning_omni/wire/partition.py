@@ -402,7 +402,7 @@ def _recut(trees: Sequence[Any], before: Sequence[Layout], after: Sequence[Layou
             {place: {name: moved[name][number][place] for name in names} for place in range(len(of.specs))}
             for number, of in enumerate(after)
         ]
-    if isinstance(first, Mapping):
+    if isinstance(first, Mapping) and all(tree.keys() == first.keys() for tree in trees):
         parts = {key: _recut([tree[key] for tree in trees], before, after) for key in first}
         return [{key: part[number] for key, part in parts.items()} for number in range(count)]
     if all(_is_for_each(tree, of.specs) for tree, of in zip(trees, before, strict=True)):

@@ -214,8 +214,9 @@ class ExternalWrites:
                     state.write_to(optimizer.state)
                 else:
                     optimizer.state = state
-        for part in parallel.parts:
+        for index, part in enumerate(parallel.parts):
             part.replica.begin_layout()
+            self._exchange.peers.grow(index, part.replica.layout)  # drops what was published or received before
         self._states.seed()
         self._states.forget()
         for index, part in enumerate(parallel.parts):

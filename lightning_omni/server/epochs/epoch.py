@@ -101,12 +101,14 @@ class ValidationBook(msgspec.Struct):
         return set(self._under_way.values())
 
     def check_evaluates(self, group: int, number: int) -> None:
-        if self._under_way.get(number) != group:
+        is_repeated = number > 0 and self._answers.get(group, (0, 0, 0))[2] == number  # its answer was lost
+        if self._under_way.get(number) != group and not is_repeated:
             raise ProtocolError(f"validation {number} was not given to group {group}, or is over")
 
     def publish(self, group: int, number: int, result: Evaluation) -> None:
         self.check_evaluates(group, number)
-        self._end(number, None if number in self._lost else result)
+        if number in self._under_way:
+            self._end(number, None if number in self._lost else result)
 
     def evict(self, group: int) -> None:
         self._answers.pop(group, None)
@@ -141,7 +143,8 @@ class ValidationBook(msgspec.Struct):
 
     def forget(self, live: Collection[int]) -> None:
         known = min((self._read.get(rank, 0) for rank in live), default=0)
-        self._results = {number: result for number, result in self._results.items() if number > known}
+        # The last one stays: a rank repeats a request that is not answered.
+        self._results = {number: result for number, result in self._results.items() if number >= known}
 
 
 class Epochs:
@@ -243,6 +246,10 @@ class Epochs:
     def draw(self, group: int, number: int, trained: int) -> list[Batch]:
         assert self.book is not None
         self.train(group, self.book.plan.epoch, trained)
+        return self.redraw(group, number)
+
+    def redraw(self, group: int, number: int) -> list[Batch]:
+        assert self.book is not None
         self._dirty = self._dirty or not self.book.has_begun(group)  # batches kept for it may go to others now
         batches = self.book.draw(group, number)
         self._journal.note(DrawnEntry(group, number))

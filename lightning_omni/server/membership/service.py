@@ -300,7 +300,8 @@ class Joining(Service):
 
     def ask(self, sender: Sender, message: m.Join, payload: Payload) -> list[Out]:
         """Admit a group that was not announced; it is answered once it has joined."""
-        if not self._roster.joining or self._replication.number:  # the coordinating server has admitted it
+        # It may be admitted already: by the coordinating server, or by an earlier one whose answer was lost.
+        if not self._roster.joining or self._replication.number or sender.group >= 0:
             return self._admit(sender, message, payload)
         self._waiting[sender.rank] = sender, message
         return self.resolve_pending()

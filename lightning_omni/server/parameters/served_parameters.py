@@ -164,6 +164,10 @@ class ServedParameters:
             ProtocolError: the change cannot be followed; nothing has changed.
         """
         known = self.structures.of(group).size
+        named = list(tree["weights"]) if isinstance(tree, Mapping) and isinstance(tree.get("weights"), Mapping) else []
+        before = known - len(named)
+        if named and before >= self.structures.first.size and list(self.master.parameters)[before:known] == named:
+            known = before  # a message that an earlier server has not answered
         structure, groups, weights, state = read_structure(tree, known)
         if self.master.optimizer is None:  # it steps at the workers, which have the parameter groups
             structure = Structure(structure.size, ())

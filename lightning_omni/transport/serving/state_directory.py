@@ -159,6 +159,8 @@ class StateDirectory:
         journals = [number for number in numbers_in(self._path, JOURNAL) if number >= last]
         entries = [entry for number in journals for entry in self._entries(number)]
         core.load(state, entries, time.monotonic())
+        for member in core.roster.members.values():  # loading may have taken longer than they may be silent
+            member.last_seen = time.monotonic()
         self._went_on, self._begun = True, _as_begun(core)
         age = time.time() - path.stat().st_mtime
         return (

@@ -299,6 +299,11 @@ class ControlConnection(Control):
         while not self._closing:
             ready = dict(poller.poll(int(max(0.0, beat - clock()) * 1000) + 1))
             now = clock()
+            if self._monitor in ready:  # first: the socket may have reconnected, and is not admitted then
+                recv_monitor_message(self._monitor)
+                while self._wire.poll(LAST_WORDS):  # the server's last message may still be queued and hold the reason
+                    self._receive_control()
+                return ConnectionLost(f"the parameter server at {self.address} is gone; the run cannot go on")
             if self._inside in ready:
                 frames = self._inside.recv_multipart()
                 if frames[0]:
@@ -307,11 +312,6 @@ class ControlConnection(Control):
             if self._wire in ready:
                 last_seen = now
                 self._receive_control()
-            if self._monitor in ready:
-                recv_monitor_message(self._monitor)
-                while self._wire.poll(LAST_WORDS):  # the server's last message may still be queued and hold the reason
-                    self._receive_control()
-                return ConnectionLost(f"the parameter server at {self.address} is gone; the run cannot go on")
             if now - last_seen > self.heartbeat_timeout:
                 return ConnectionLost(f"the parameter server at {self.address} was silent for {now - last_seen:.0f} s")
             while self._posted:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from lightning_omni.checks import check_choice, check_kind, check_number
-from lightning_omni.errors import ConfigurationError
+from lightning_omni.errors import ConfigurationError, describe
 from lightning_omni.strategy.arguments import refuses_unknown
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.strategy.lightning_internals.callbacks import is_fast_dev_run
@@ -131,7 +131,8 @@ class DeviceTunerHooks(_CallbackBase):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._stage == "fit" and not self._is_given and state_dict.get("setting"):
-            self._model, self._setting = None, DeviceSetting.from_dict(state_dict["setting"])
+            if (setting := DeviceSetting.from_dict(state_dict["setting"])) != self._setting:
+                self._model, self._setting = None, setting
             self.report = DeviceReport.from_dict(state_dict["report"]) if state_dict.get("report") else None
 
     def omni_results(self) -> dict[str, Any]:
@@ -161,12 +162,13 @@ class DeviceTunerHooks(_CallbackBase):
     def _measure(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.problem = None  # an earlier fit may have set it
         answer: dict[str, Any] = {}
-        if trainer.is_global_zero:
+        strategy = trainer.strategy  # no rank of a group that joins is the run's global zero
+        if (strategy.world.torch_rank if isinstance(strategy, OmniStrategyHooks) else trainer.global_rank) == 0:
             try:
                 report = self._probe(trainer, pl_module)
                 answer = {"report": report.to_dict()}
-            except ConfigurationError as error:
-                answer = {"problem": str(error)}
+            except Exception as error:  # of the user's dataset, say: other ranks wait for the answer
+                answer = {"problem": str(error) if isinstance(error, ConfigurationError) else describe(error)}
         answer = trainer.strategy.broadcast(answer, src=0)
         if "problem" in answer:
             self.problem = str(answer["problem"])

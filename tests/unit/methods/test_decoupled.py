@@ -228,6 +228,23 @@ def test_the_window_is_a_part_of_the_time_until_the_first_that_waits_wants_its_a
     assert side.due == float("inf")
 
 
+def test_time_in_which_a_group_is_idle_is_no_interval_between_its_pushes() -> None:
+    _, side = side_of(DecoupledDiLoCo(period=2, fragments=1, quorum=2, grace=0.5), 3)
+    for moment, read_at in ((0.0, 0), (4.0, 1)):
+        for group in (0, 1):
+            side.now = moment
+            push(side, group, 1.0, read_at=read_at)
+    for group in range(3):
+        side.idle(group)
+    side.now = 604.0  # a validation
+    for group in range(3):
+        side.resume(group)
+    side.now = 608.0
+    for group in (0, 1):
+        push(side, group, 1.0, read_at=2)
+    assert side.due == 608.0 + 0.5 * 4.0
+
+
 def test_the_window_closes_when_all_have_come() -> None:
     master, side = side_of(DecoupledDiLoCo(period=2, fragments=1, quorum=2, grace=0.9), 3)
     for moment, read_at in ((0.0, 0), (1.0, 1), (2.0, 2)):

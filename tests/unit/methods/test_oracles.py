@@ -385,6 +385,16 @@ def test_a_group_that_comes_back_holds_no_other_up_for_what_it_missed() -> None:
     assert not cluster.waiting
 
 
+def test_a_group_that_had_died_before_a_save_holds_no_other_up_after_it() -> None:
+    cluster = Cluster(AsyncSGD(bound=1), 3)
+    cluster.run([0, 1, 2])
+    cluster.side.evict(1)
+    cluster.run([0, 2] * 5)
+    side = AsyncSGD(bound=1).server_side(cluster.master, range(3))
+    side.load_state(cluster.side.state())
+    assert side.state() == {"pushes": {0: 6, 1: 6, 2: 6}}
+
+
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]])
 def test_a_synchronization_of_all_groups_sets_them_level(order: list[int]) -> None:
     cluster = Cluster(AsyncSGD(bound=2), 2)
@@ -1234,6 +1244,32 @@ def test_after_a_fragment_that_was_refused_a_group_begins_again_from_all_of_the_
     assert isinstance(ask, ServerRequest)
     assert isinstance(ask.need, Exchange)
     assert (ask.need.fragment, ask.need.read_at) == (0, 5)
+
+
+def test_downpour_begins_again_from_the_servers_weights_after_a_push_that_was_refused() -> None:
+    core = GroupCore(Downpour(n_push=1, n_fetch=100))
+    weight = Parameter(torch.ones(4))
+    core.attach(Replica([weight], sgd(0.1)([weight])))
+    assert isinstance(core.gradient(0, Gradient([torch.full((4,), torch.nan)], ())), ServerRequest)
+    ask = core.answer(0, Pulled([], 0, refused=True))
+    assert isinstance(ask, ServerRequest)
+    assert isinstance(ask.need, Fetch)
+    assert isinstance(core.answer(0, Pulled([torch.full((4,), 2.0)], 5)), NextGradient)
+    assert weight.tolist() == [2.0] * 4
+
+
+def test_downpour_pushes_nothing_of_before_weights_were_replaced() -> None:
+    core = GroupCore(Downpour(n_push=3, n_fetch=3))
+    weight = Parameter(torch.ones(4))
+    replica = Replica([weight], sgd(0.1)([weight]))
+    core.attach(replica)
+    core.gradient(0, Gradient([torch.ones(4)], ()))
+    replica.memory.clear()
+    for _ in range(3):
+        ask = core.gradient(0, Gradient([torch.ones(4)], ()))
+    assert isinstance(ask, ServerRequest)
+    assert isinstance(ask.need, Exchange)
+    assert [each.tolist() for each in ask.need.tensors if each is not None] == [[3.0] * 4]
 
 
 # --- Who waits for whom ----------------------------------------------------------------------------------------------

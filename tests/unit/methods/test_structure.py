@@ -484,6 +484,8 @@ def test_a_second_group_that_adds_something_else_is_refused_and_one_that_says_th
         run.served.restructure(1, {"groups": [], "weights": {}, "state": {}})
     run.add(1, 1)
     assert run.served.structures.of(1) == run.served.structures.newest
+    assert run.served.restructure(1, run.tree(1, 1)) == 1, "no answer came to the same message"
+    assert run.served.structures.of(1) == run.served.structures.newest
 
 
 def test_a_group_may_come_to_two_changes_at_once_and_so_be_the_first() -> None:

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_omni.errors import MalformedMessage, ProtocolError, Refused
-from lightning_omni.methods import AsyncSGD
+from lightning_omni.errors import MalformedMessage, OmniError, ProtocolError, Refused
+from lightning_omni.methods import AsyncSGD, HardSync
 from lightning_omni.methods.model.server_optimizer import describe, hyperparameters_of
 from lightning_omni.server.collectives import MOST_OPEN
 from lightning_omni.server.core import ServerCore
@@ -1263,3 +1263,27 @@ def test_strangers_change_nothing_for_the_run(script: list[tuple[tuple[str, m.Me
     said = sum(not isinstance(message, (m.Hello, m.Attach, m.Observe)) for (_, message), _ in script)
     assert link.core.strangers >= said
     assert link.core.roster.members.keys() == quiet.core.roster.members.keys()
+
+
+def test_a_step_that_fails_where_all_groups_wait_for_it_ends_the_run_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = Link(2)
+    for rank in range(2):
+        link.join(rank)
+    form = m.FormGroups(generation=1, groups=((0,), (1,)), method=m.method_to_wire(HardSync()))
+    assert link.control(0, form) == m.GroupsFormed(generation=1, incarnation=1)
+    message, payload = seed_of({"parts": [part_of(new_parameters())]})
+    link.data(0, message, payload)
+
+    def fails(*_: Any) -> None:
+        raise OmniError("this optimizer cannot step")
+
+    monkeypatch.setattr(link.core.optimizers[0].method_side, "merge", fails)
+    for rank in range(2):
+        push = push_of([torch.ones_like(each) for each in new_parameters().values()])
+        link.say(data_peer(rank), *push, m.DATA)
+    assert "this optimizer cannot step" in link.core.over
+
+
+def test_the_optimizer_state_that_is_handed_over_lies_in_memory_of_its_own(link: Link) -> None:
+    message, _ = seed_of({"parts": [part_of(new_parameters())]})
+    assert link.core.keeps_payload(message), "an outer optimizer loads its state without copying it"

@@ -165,12 +165,12 @@ def test_every_answer_to_a_push_says_how_many_validations_are_complete(link: Lin
     claim(link, 1, 1)
     assert link.data(0, *push_of(gradient(0)))[0].validations == 0
     expect_refusal(link.data(0, *result(1, loss=0.0))[0], "malformed", "not given to group 0")
-    assert link.data(1, *result(1, loss=torch.tensor(0.5)))[0] == m.EvaluationPublished()
+    for _ in range(2):  # a rank repeats what an earlier server has not answered
+        assert link.data(1, *result(1, loss=torch.tensor(0.5)))[0] == m.EvaluationPublished()
     assert link.data(0, *push_of(gradient(1), read_at=1))[0].validations == 1
-    for rank in range(2):
+    for rank in (0, 1, 1):
         evaluation, payload = link.data(rank, m.ReadEvaluation(number=1))
         assert unpack(evaluation.packed, torch.frombuffer(bytearray(payload), dtype=torch.uint8)) == {"loss": 0.5}
-    expect_refusal(link.data(0, m.ReadEvaluation(number=1))[0], "protocol", "there is no result of validation 1")
 
 
 def test_a_validation_whose_group_dies_is_void_and_the_next_group_gets_another(link: Link) -> None:

@@ -236,7 +236,8 @@ def test_one_seed_gives_one_trace_to_the_bit(method: str | Method, batched: bool
 
 
 def test_a_saved_trace_loads_to_the_bit(tmp_path: Path) -> None:
-    trace = run(evaluate=accuracy, evaluation=Evaluation(every=10))
+    failure = Failure(rank=np.int64(2), time=np.float64(0.1))  # type: ignore[arg-type]
+    trace = run(evaluate=accuracy, evaluation=Evaluation(every=10), cluster=replace(Cluster.even(4), events=(failure,)))
     trace.save(tmp_path / "trace.npz")
     again = Trace.load(tmp_path / "trace.npz")
     assert_same_arrays(trace, again)
@@ -753,6 +754,17 @@ def test_evaluations_come_when_they_are_due_and_at_the_end() -> None:
         evaluate=accuracy, evaluation=Evaluation(every_seconds=0.02), limits=Limits(updates=math.inf, seconds=0.05)
     )
     assert timed.evaluations()["time"].tolist() == [0.02, 0.04, 0.05]
+    own = run("local_sgd:period=50", 3, evaluate=accuracy, evaluation=Evaluation(every=1), limits=Limits(seconds=0.6))
+    assert own.evaluations()["time"][-1] == own.seconds, "groups have stepped since the last mean"
+
+
+def test_a_model_in_bfloat16_is_traced() -> None:
+    trace = run(model=new_model().bfloat16(), loss=in_bfloat16, limits=Limits(updates=3))
+    assert {each.dtype for each in trace.weights.values()} == {np.dtype(np.float32)}
+
+
+def in_bfloat16(model: Any, batch: Any) -> Tensor:
+    return torch.nn.functional.cross_entropy(model(batch[0].bfloat16()).float(), batch[1])
 
 
 def test_a_run_ends_with_the_evaluation_that_reaches_the_target() -> None:
