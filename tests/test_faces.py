@@ -247,6 +247,10 @@ THEN_ONE = {f"one group after two, {each}": {"first": each} for each in ("async_
 DISCARDED = {f"a state, {each}": {"discarded": each} for each in ("clear", "pop", "set", "write", "read")}
 OUTSIDE = {f"outside, {each} DDP": {"outside": f"{each} DDP"} for each in ("with", "without")}
 MERGED = {f"statistics, {each}": {"merged": each == "merged"} for each in ("merged", "not merged")}
+LOADED = {
+    f"loaded, {each}": {"last": each}
+    for each in ("async_sgd", "async_sgd, alone", "async_sgd, alone, as one", "local_sgd:period=2, alone")
+}
 THEN_DDP = {
     f"plain DDP after two groups, {each}": {"then": each} for each in ("async_sgd", "local_sgd:period=4", "gossip")
 }
@@ -305,6 +309,9 @@ def changing_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, A
     loops |= {f"repeated, {each}": {"repeated": each} for each in ("async_sgd", "local_sgd:period=1")}
     loops |= {
         **MERGED,
+        **LOADED,
+        "mishandled": {"mishandled": "local_sgd:period=4"},
+        "sharded": {"sharded": 1},
         **{f"unwrapped, {each}": {"unwrapped": each} for each in ("unlike", "alike")},
         "inferred": {"inferred": "downpour:n_push=2,n_fetch=2"},
         "forked": {"forked": "of a fork"},
@@ -379,6 +386,37 @@ def test_a_loop_in_which_weights_move_without_an_omni_optimizer_is_refused_with_
     for each in changing_loops:
         assert "optimizer = OmniOptimizer(optimizer, world)" in each[name]
         assert ("SGD" in each[name]) == (name != "no OmniOptimizer steps, by hand")
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_a_checkpoint_that_a_loops_last_lines_load_is_what_all_ranks_end_with(
+    changing_loops: list[dict[str, Any]], name: str
+) -> None:
+    one, other = (rank[name] for rank in changing_loops)
+    assert one["merged"] == other["merged"], "statistics of a second enter_world, which was given the module"
+    for each in (one, other):
+        assert each["values"] == [3.0] * 7
+        assert each["momentum"] == [7.0] * 4
+        assert each["said"] == []
+
+
+def test_optimizers_that_are_refused_or_have_lost_their_state_are_named(changing_loops: list[dict[str, Any]]) -> None:
+    for rank, each in enumerate(one["mishandled"] for one in changing_loops):
+        assert "is in two optimizers" in each["twice"]
+        assert "LBFGS evaluates the loss several times" in each["LBFGS"]
+        assert [one.partition(":")[0] for one in each["said"]] == (
+            [] if rank else ["optimizer.state_dict() has no state of SGD"]
+        )
+        assert each["exchanged"] == 2
+
+
+def test_a_world_whose_members_hold_the_model_together_has_one_and_all_optimizers_before(
+    changing_loops: list[dict[str, Any]],
+) -> None:
+    for each in changing_loops:
+        second, late = each["sharded"]
+        assert second.endswith("put all modules into one torch.nn.ModuleDict, and wrap that")
+        assert late.endswith("make it before")
 
 
 @pytest.mark.parametrize("name", WITHOUT_STEPS)
@@ -737,6 +775,7 @@ def left_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]
         "nodes of two sizes": {"local": ["1", "2", "2"]},
         "hosts without torchrun": {"local": ["one", "two", "two"]},
         "hosts in turn": {"local": ["one", "two", "one"]},
+        "without a speed": {"met": {"0": 3.0, "1": 2.0}},
         "early": {"steps": {"0": 40, "1": 6, "2": 5}},
     }
     return run_loops(tmp_path_factory.mktemp("left"), loops, ranks=3)
@@ -777,6 +816,11 @@ def test_ranks_that_were_in_other_groups_before_train_as_one_and_leave_their_loo
     left_loops: list[dict[str, Any]],
 ) -> None:
     assert [each["met"] for each in left_loops] == ["trained in the group [0, 1]"] * 2 + ["trained in the group [2]"]
+
+
+def test_groups_by_speed_of_ranks_without_one_are_refused_by_name(left_loops: list[dict[str, Any]]) -> None:
+    for each in left_loops:
+        assert "World.regroup(speeds=) has no speed of rank 2" in each["without a speed"]
 
 
 def test_a_group_whose_members_make_different_numbers_of_steps_ends_with_the_reason_and_others_go_on(

@@ -67,6 +67,9 @@ class MergedHeadClient:
 
     # --- Access ------------------------------------------------------------------------------------------------------
 
+    def begin_loop(self) -> None:
+        self.has_access = self._was_used = False
+
     def check(self) -> None:
         """Raise `UnsupportedError` if the submodule was used in this training step already."""
         if self._was_used:

@@ -18,7 +18,6 @@ from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.methods import Gradient, NextGradient
 from lightning_omni.methods.model.replica import Replica
 from lightning_omni.methods.model.server_optimizer import check_servable, has_own_step, hyperparameters_of
-from lightning_omni.runtime.model.buffer_sync import buffers_of, merge
 from lightning_omni.runtime.model.external_writes import ExternalWrites
 from lightning_omni.runtime.model.merged_head import RemoteHead
 from lightning_omni.runtime.model.meshes import shown
@@ -55,7 +54,7 @@ class Executor:
         return None
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise `UnsupportedError` if this optimizer cannot be stepped in this way."""
+        """Raise `UnsupportedError` if this optimizer cannot be stepped so."""
 
     def check_parts(self) -> None:
         """Raise `UnsupportedError` if the optimizers' parameters cannot be trained in this way."""
@@ -67,6 +66,9 @@ class Executor:
     def not_reduced(self) -> list[Parameter]:
         """Return the parameters whose gradients DDP does not average."""
         return []
+
+    def follow_writes(self) -> None:
+        """Call `ExternalWrites.follow`."""
 
     def enter_compute(self) -> None:
         """Begin or continue the training epoch. All synchronized ranks call it."""
@@ -172,13 +174,17 @@ class Exchanging(Executor):
     # --- Phases ------------------------------------------------------------------------------------------------------
 
     @override
+    def follow_writes(self) -> None:
+        for head in self._heads:
+            head.remove()  # if weights were written, the submodule itself is sent to the server
+        self._external_writes.follow()
+        self.place_heads()
+
+    @override
     def enter_compute(self) -> None:
         parallel = self._parallel
         if not parallel.is_computing and not parallel.is_entering:
-            for head in self._heads:
-                head.remove()  # if weights were written, the submodule itself is sent to the server
-            self._external_writes.follow()
-            self.place_heads()
+            self.follow_writes()
         parallel.process_groups.use(parallel.compute_group)
         parallel.is_computing, parallel.is_entering = True, False
         self._timers.clear()
@@ -199,9 +205,7 @@ class Exchanging(Executor):
         parallel.is_computing = False
         stops = any(stop for _, stop in parallel.process_groups.live.contribute(what, b"stop" if wants_stop else b""))
         self._pull()
-        buffers = () if module is None else buffers_of(module)
-        merge(parallel, [*buffers, *self._external_writes.others_written()])
-        self._external_writes.others_followed()
+        self._external_writes.merge(module)
         parallel.joined_since_sync = False
         return stops
 

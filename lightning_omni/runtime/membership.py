@@ -309,9 +309,14 @@ class GroupFormation:
             )
             try:
                 return topology, self._request(form, m.GroupsFormed).incarnation
-            except Refused:
+            except Refused as no:
+                live = set(parallel.live_ranks)
+                if speeds is not None and (missing := sorted(live - speeds.keys())):
+                    raise ConfigurationError(
+                        f"World.regroup(speeds=) has no speed of rank {missing[0]}; pass that of each live rank"
+                    ) from no
                 # A rank has just died and the notice is in flight: form groups without it.
-                if groups is None or topology.ranks == parallel.live_ranks:
+                if groups is None or live.issuperset(topology.ranks):
                     raise
 
     def _request(self, message: m.Message, expect: type[Answer]) -> Answer:

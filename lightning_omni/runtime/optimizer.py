@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
@@ -18,7 +19,10 @@ from lightning_omni.checks import check_kind
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.runtime._private import untraced
 from lightning_omni.runtime.model.sharded import state_like
+from lightning_omni.runtime.state.served_state import ServedState
 from lightning_omni.runtime.world import World
+
+_log = logging.getLogger(__name__)
 
 _STATE_DICTS = "torch.distributed.checkpoint.state_dict"
 """A module of torch whose functions step an optimizer without state."""
@@ -59,7 +63,7 @@ class OmniOptimizer(Optimizer):
                 f"optimizer={optimizer!r}: pass the optimizer itself, such as SGD(model.parameters(), lr=0.1), which"
                 " no other OmniOptimizer wraps"
             )
-        if world.first_steps is not None:
+        if world.is_in_loop:
             raise ConfigurationError(
                 "OmniOptimizer inside `with world.training():`, whose server was given all optimizers when it began:"
                 " make it before"
@@ -69,6 +73,7 @@ class OmniOptimizer(Optimizer):
         self.optimizer = optimizer
         self.world = world
         self._state_dict_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        merged = set(merged)
         names_now = names if callable(names) else lambda: names or {}
         parameters = _named(optimizer, names_now(), merged)
         if merged and not parameters:
@@ -114,6 +119,13 @@ class OmniOptimizer(Optimizer):
         rank 0 call it, and each gets the state of its share.
         """
         own: dict[str, Any] = self.optimizer.state_dict()
+        kept: Any = self.optimizer.state
+        if not self._is_at_server and isinstance(kept, ServedState) and not kept.is_written and self.world.is_recorder:
+            _log.warning(
+                "optimizer.state_dict() has no state of %s: the parameter server had it, and the loop has failed; load"
+                " that of a checkpoint",
+                type(self.optimizer).__name__,
+            )
         if self._is_at_server and self.world.owns_state:
             state = self.world.states.whole(self.optimizer, self.world.exchange.store.snapshot().parts)
             own["state"] = state_like(state, self.optimizer)

@@ -38,6 +38,7 @@ from lightning_omni.runtime.loop_checks import (
 from lightning_omni.runtime.membership import LEARN, Connection, GroupFormation, GroupJoin
 from lightning_omni.runtime.model.external_writes import ExternalWrites
 from lightning_omni.runtime.model.merged_head import RemoteHead
+from lightning_omni.runtime.model.meshes import shown
 from lightning_omni.runtime.model.parameter_groups import ParameterGroups
 from lightning_omni.runtime.model.replica import ModelReplica, Part
 from lightning_omni.runtime.model.sharded import (
@@ -124,7 +125,7 @@ class World(ParallelState):
         self._statistics = OwnStatistics(self._raw_steps.modules)
         self._local = Executor(self.heads)
         self._exchanging = Exchanging(self, self.exchange, self.parameter_groups, self.external_writes, self.heads)
-        self.wants_stop = self.is_finished = self.is_begun = self._is_in_loop = False
+        self.wants_stop = self.is_finished = self.is_begun = self.is_in_loop = False
         self.on_stop: Callable[[], None] | None = None
         self.first_steps: ReductionCheck | None = None
         self._leaving: ExitCheck | None = None
@@ -176,9 +177,7 @@ class World(ParallelState):
             }
             check_sharded(exchanged, self.mesh, self.options.model_parallel, self.replicas > 1)
         replica = ModelReplica(parameters, optimizer, is_shared=self.is_sharded)
-        number = self._add_group(Part(optimizer, replica, names=names, outside=outside))
-        self.executor.check_parts()
-        return number
+        return self._add_group(Part(optimizer, replica, names=names, outside=outside))
 
     def attach_head(self, name: str, model: Module, optimizers: Sequence[Optimizer]) -> RemoteHead:
         """Attach the submodule ``name`` of the whole ``model`` as a merged head, before training begins.
@@ -200,6 +199,11 @@ class World(ParallelState):
 
     def _add_group(self, part: Part) -> int:
         self.parts.append(part)
+        try:
+            self.executor.check_parts()
+        except UnsupportedError:
+            self.parts.pop()
+            raise
         part.replica.divide(self.servers)
         return self.core.attach(part.replica)
 
@@ -315,7 +319,10 @@ class World(ParallelState):
                     closed = error
             with nullcontext() if closed is None else announced_wait():
                 self._wait_for_all(_END)
+                was_synchronized = not self.is_computing
                 self._synchronize(_END)
+                if was_synchronized:
+                    self._follow_writes()
             if self._clocks == before:
                 self._warn_of_no_update(leaving.steps)
             self._warn_of_own_statistics()
@@ -338,6 +345,7 @@ class World(ParallelState):
 
     def _forget_own(self) -> None:
         self.is_computing = False
+        self.external_writes.watch(None)
         for part in self.parts:
             part.replica.abandon()
 
@@ -366,7 +374,7 @@ class World(ParallelState):
     def _guarded(self) -> Iterator[ExitCheck]:
         if not self.options.is_sharded:
             self.first_steps = ReductionCheck(self.members, self.compute_group, self.reduction.check_reduced)
-        self._is_in_loop = True
+        self.is_in_loop = True
         self._samplers = OwnSamplers(self) if self.is_recorder and self.executor.exchanges else None
         leaving = self._leaving = ExitCheck(self)
         first_steps = nullcontext() if self.first_steps is None else self.first_steps.watch()
@@ -376,8 +384,9 @@ class World(ParallelState):
             self.check_left()
         finally:
             self.first_steps = self._leaving = self._samplers = None
-            self._is_in_loop = False
-            self.external_writes.watch(None)
+            self.is_in_loop = False
+            if self.is_computing:
+                self.external_writes.watch(None)
 
     def watch_members(self) -> None:
         """Watch until the run ends for members of this group that leave an epoch in which others train on.
@@ -422,7 +431,7 @@ class World(ParallelState):
             self._leaving.steps += 1
             if self._leaving.steps == 1 and self._samplers is not None:
                 self._samplers.warn()
-        if self._is_in_loop and self.executor.exchanges and not self.is_computing:
+        if self.is_in_loop and self.executor.exchanges and not self.is_computing:
             raise ConfigurationError(
                 "OmniOptimizer.step() after world.enter_world(), where all groups are synchronized: call"
                 " world.enter_compute() before they train on"
@@ -506,7 +515,7 @@ class World(ParallelState):
                 " after world.enter_world()"
             )
         reshard(self.wrapper.sharded)
-        if self._is_in_loop:
+        if self.is_in_loop:
             self._wait_for_all("enter_compute()")
         self.executor.enter_compute()
 
@@ -523,11 +532,16 @@ class World(ParallelState):
             module: the model, with all that belongs to it (its average, for example); with None each group keeps its
                 own tensors.
         """
-        if self._is_in_loop and self.is_computing:
+        what, watched = f"enter_world({'' if module is None else 'module'})", self.external_writes.watched
+        if self.is_in_loop and self.is_computing:
             self.check_left()
             self.external_writes.watch(module)
-        self._synchronize(f"enter_world({'' if module is None else 'module'})", module)
-        if self._is_in_loop and module is not None:
+        elif self.is_in_loop and self.executor.exchanges and module is not None and module is not watched:
+            self._wait_for_all(what)
+            self.external_writes.watch(module)
+            self.external_writes.merge(module)
+        self._synchronize(what, module)
+        if self.is_in_loop and module is not None:
             self._statistics.merged(module)
 
     def _synchronize(self, what: str, module: Module | None = None) -> None:
@@ -535,6 +549,11 @@ class World(ParallelState):
         stops = self.executor.enter_world(module, self.wants_stop, what)
         if stops and self.on_stop is not None:
             self.on_stop()
+
+    def _follow_writes(self) -> None:
+        self.executor.follow_writes()
+        if self.external_writes.watched is not None:
+            self._statistics.merged(self.external_writes.watched)
 
     def wrap(self, module: Module, **ddp_options: Any) -> Module:
         """Wrap a module in DistributedDataParallel over the compute group, with rank 0's weights. All ranks call it.
@@ -550,6 +569,11 @@ class World(ParallelState):
         """
         self._raw_steps.wrapped(module)
         if self.options.is_sharded:
+            if self.wrapper.sharded not in (None, module):
+                raise UnsupportedError(
+                    f"world.wrap() of a second module with {shown(self.options.model_parallel)}: put all modules into"
+                    " one torch.nn.ModuleDict, and wrap that"
+                )
             self.wrapper.shard(module)
             self.wrapper.share_initial()
         else:
@@ -578,6 +602,8 @@ class World(ParallelState):
         check_groups(groups, len(self.live_ranks), self.shards)
         if groups > 1:
             self.check_method(groups)
+            for part in self.parts:
+                self.check_optimizer(part.optimizer)
         if self.is_sharded:
             has_replicas = len(self.live_ranks) > groups * self.shards
             for part in self.parts:
@@ -612,11 +638,13 @@ class World(ParallelState):
         else:
             self.parameter_groups.agree()
         self.enter_world(module)
+        if before.exchanges and groups == 1 and not computing:
+            self._follow_writes()
         if not before.exchanges:
             if groups == 1:
                 return ()
             self.connection.join()
-        elif self._is_in_loop:  # with Lightning, the strategy sets the schedules
+        elif self.is_in_loop:  # with Lightning, the strategy sets the schedules
             self.states.share_hyperparameters()
         self._form(groups, speeds, keeps_epoch=before.exchanges)
         self.parameter_groups.check_alike()

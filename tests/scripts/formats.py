@@ -55,6 +55,8 @@ def train(rank: int) -> dict[str, object]:
     gathered = False
     with world.training():
         for phase, groups in enumerate(PHASES):
+            if phase == len(PHASES) - 1:
+                optimizer.param_groups[0]["params"].reverse()  # while one group trains, which keeps residuals
             if phase:
                 world.regroup(groups)
             for step in range(STEPS):
@@ -69,7 +71,7 @@ def train(rank: int) -> dict[str, object]:
             if phase == 1:
                 save_inside_an_epoch(world, model)
                 gathered = gather_group_state(world)
-        residual = world.core.sender_state(0).get("residual", [])
+        residual = world.core.sender_state(0).get("residual", [])[::-1]  # in the optimizer's order
     result = {
         "weights": [parameter.tolist() for parameter in own],
         "given": [each.tolist() for each in given],

@@ -29,7 +29,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_omni import Compression, OmniOptimizer, World, WorldOptions
+from lightning_omni import FSDP, Compression, OmniOptimizer, World, WorldOptions
 from lightning_omni.errors import ConfigurationError, RankLost, UnsupportedError
 
 gc.freeze()
@@ -695,6 +695,40 @@ def normalize(merged: bool) -> dict[str, Any]:
     return {"said": said, "mean": net[1].running_mean.tolist()}
 
 
+def load_last(last: str) -> dict[str, Any]:
+    """What each rank ends with whose loop's last lines, once groups are synchronized, load a checkpoint.
+
+    Args:
+        last: the method; then whether rank 0 alone loads weights and statistics (``alone``), and ranks form one group
+            thereafter (``as one``).
+    """
+    method, *how = last.split(", ")
+    said = list[str]()
+    world = World(2, options=WorldOptions(method=method))
+    net = torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.BatchNorm1d(1))
+    model = world.wrap(net)
+    raw = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    optimizer, held = OmniOptimizer(raw, world), list(net.parameters())
+    saved = raw.state_dict() | {"state": {place: {"momentum_buffer": each * 0 + 7} for place, each in enumerate(held)}}
+    with heard(said), world.training():
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4) + world.rank).square().mean().backward()
+            optimizer.step()
+        world.enter_world()
+        world.enter_world(net)
+        merged = [net[1].running_mean.item()]
+        best = {name: torch.full_like(each, 3) for name, each in net.state_dict().items()}
+        if "alone" not in how or world.rank == 0:
+            net.load_state_dict(best)
+        optimizer.load_state_dict(saved)
+        if "as one" in how:
+            world.regroup(1, net)
+    values = [each.double().mean().item() for each in net.state_dict().values()]
+    momentum = [raw.state[each]["momentum_buffer"].mean().item() for each in held]
+    return {"said": said, "merged": merged, "values": values, "momentum": momentum}
+
+
 class Featured(torch.nn.Sequential):
     """Has random features that no optimizer moves."""
 
@@ -742,6 +776,49 @@ def join(joined: str) -> str:
     """Why members of one of several groups cannot train different numbers of batches by DDP's own means."""
     model: Any = World(2).wrap(torch.nn.Linear(4, 1))
     return said_of(getattr(model, joined)) if hasattr(model, joined) else "a group of one"
+
+
+def mishandle(mishandled: str) -> dict[str, Any]:
+    """What is said of optimizers: that of held parameters, after a failed loop, of other groups, and of a head's list.
+
+    Args:
+        mishandled: the method of the ranks that form two groups in mid-run.
+    """
+    found, said, world, net = dict[str, Any](), list[str](), World(2), torch.nn.Linear(4, 1)
+    model = world.wrap(net)
+    raw = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    optimizer = OmniOptimizer(raw, world)
+    found["twice"] = said_of(lambda: OmniOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), world))
+    with contextlib.suppress(KeyError, RankLost), world.training():
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+        raise KeyError
+    with heard(said):
+        saved = optimizer.state_dict()
+        optimizer.load_state_dict(saved)
+        optimizer.state_dict()
+    world = World(1, options=WorldOptions(groups=1, method=mishandled))
+    world.wrap(net)
+    OmniOptimizer(torch.optim.LBFGS(net.parameters()), world)
+    with world.training():
+        found["LBFGS"] = said_of(lambda: world.regroup(2, net))
+    world, merges = World(2), torch.nn.Sequential(net, torch.nn.Linear(1, 1))
+    raw = torch.optim.SGD(merges.parameters(), lr=0.1)
+    world.attach_head("1", merges, [raw])
+    OmniOptimizer(raw, world, merged=list(merges[1].parameters()))
+    return {**found, "said": said, "exchanged": len(world.parts[-1].replica.ordered)}
+
+
+def divide(sharded: int) -> list[str]:
+    """Why a second module is not sharded, and no optimizer made in the loop; the first may be wrapped again."""
+    world = World(1, options=WorldOptions(groups=sharded, model_parallel=FSDP()))
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    assert world.wrap(world.wrap(net)) is net
+    found = [said_of(lambda: world.wrap(torch.nn.Sequential(torch.nn.Linear(4, 4))))]
+    OmniOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), world)
+    with world.training():
+        found.append(said_of(lambda: OmniOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), world)))
+    return found
 
 
 def fork(forked: str) -> dict[str, Any]:
@@ -961,6 +1038,9 @@ def main() -> None:
         "outside": lambda **options: step_outside(options["outside"]),
         "alone": synchronize,
         "merged": normalize,
+        "mishandled": mishandle,
+        "sharded": divide,
+        "last": load_last,
         "unwrapped": leave_unwrapped,
         "inferred": evaluate,
         "joined": join,

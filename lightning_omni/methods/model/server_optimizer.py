@@ -252,7 +252,9 @@ def detach_state(optimizer: Optimizer, detached: dict[Tensor, Any]) -> None:
     for parameter in [each for each in optimizer.state if isinstance(each, Tensor) and each not in held]:
         detached[parameter] = optimizer.state.pop(parameter)
     for parameter in held & detached.keys():
-        optimizer.state[parameter] = detached.pop(parameter)
+        before = detached.pop(parameter)
+        if not optimizer.state.get(parameter):
+            optimizer.state[parameter] = before
 
 
 def hyperparameters_of(

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods.model.server_optimizer import plain_attributes_of
-from lightning_omni.runtime.model.buffer_sync import BufferSync, buffers_of, parameters_of
+from lightning_omni.runtime.model.buffer_sync import BufferSync, buffers_of, merge, parameters_of
 from lightning_omni.runtime.model.meshes import shown
 from lightning_omni.runtime.model.replica import Part, fingerprints
 from lightning_omni.runtime.model.tensor_sync import contiguous
@@ -36,10 +36,11 @@ class ExternalWrites:
     """The detection of user code's writes, and their distribution to all ranks and the server.
 
     Attributes:
-        others: returns the model's parameters, and averages of them that a callback keeps: a target network, for
-            example, is written although no optimizer moves it.
+        others: returns the model's parameters, and averages of them that a callback keeps: a target network, say, is
+            written although no optimizer moves it.
         switched: returns whether the user has replaced attached optimizers.
         are_validations_apart: whether one group validates while others train.
+        watched: the watched module.
     """
 
     def __init__(self, parallel: ParallelState, exchange: ServerExchange, states: StateTransfer) -> None:
@@ -49,12 +50,14 @@ class ExternalWrites:
         self.switched: Callable[[], bool] = bool
         self.reattach: Callable[[], None] = lambda: None
         self.are_validations_apart = False
+        self.watched: Module | None = None
         self._buffers_seen: list[int] = []
         self._others_seen: list[int] = []
         self._states_seen: dict[Optimizer, Any] = {}
         self._attributes_seen: dict[Optimizer, dict[str, Any]] = {}
 
     def watch(self, module: Module | None) -> None:
+        self.watched = module
         self.buffers = tuple if module is None else lambda: buffers_of(module)
         self.others = tuple if module is None else lambda: parameters_of(module)
 
@@ -67,8 +70,13 @@ class ExternalWrites:
 
     # --- A synchronization point --------------------------------------------------------------------------------------
 
-    def others_written(self) -> list[BufferSync]:
-        """Return those of ``others`` that any rank has written since the last synchronization. All ranks call it."""
+    def merge(self, module: Module | None) -> None:
+        """Merge a module's buffers, and those of ``others`` that any rank has written. All ranks call it."""
+        buffers = () if module is None else buffers_of(module)
+        merge(self._parallel, [*buffers, *self._others_written()])
+        self.others_followed()
+
+    def _others_written(self) -> list[BufferSync]:
         loaded = {
             id(parameter)
             for part in self._parallel.parts
@@ -83,7 +91,7 @@ class ExternalWrites:
         self._buffers_seen, self._others_seen = _marks(self.buffers()), _marks(self.others())
 
     def follow(self) -> None:
-        """Distribute the recorder's writes since the last synchronization. All ranks call it before groups separate."""
+        """Distribute the recorder's writes since the last synchronization. All ranks call it."""
         is_state_written = any(map(self._is_state_written, self._parallel.parts))
         is_other = is_state_written or any(map(self._changed_attribute, self._parallel.parts))
         written = [*self._written(), int(self.switched()), int(is_other)]

@@ -59,6 +59,7 @@ class RemoteHead:
         """Replace the submodule's forward pass by the server's. A second call changes nothing."""
         if self._module.forward is not self:
             self._module.forward = self
+            self.side.begin_loop()
             for parameter in self._parameters:
                 parameter.grad = None  # of earlier steps on this rank
 

@@ -27,6 +27,7 @@ from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.runtime.server_exchange import ServerExchange
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack
+from lightning_omni.wire.formats.base import RESIDUAL
 from lightning_omni.wire.layout import Layout
 
 AGREEMENT_TIMEOUT = timedelta(minutes=5)
@@ -45,12 +46,14 @@ class ParameterGroups:
 
     def renew(self) -> None:
         """Adopt the parameters that the optimizers hold now, before several groups train."""
-        for part in self._parallel.parts:
+        for index, part in enumerate(self._parallel.parts):
             part.replica.begin_layout()
             if part.arranged == part.arrangement:
                 continue
             if part.head is None:
+                before = part.replica.ordered
                 part.replica.hold(self._named(part, {}))
+                self._reorder_residual(index, before)
                 part.into = None
             elif not set(part.replica.ordered) <= set(held_by(part.optimizer)):
                 raise UnsupportedError(
@@ -58,6 +61,12 @@ class ParameterGroups:
                     " merged= out"
                 )
             part.arranged = part.arrangement
+
+    def _reorder_residual(self, index: int, before: Sequence[Parameter]) -> None:
+        core, ordered = self._parallel.core, self._parallel.parts[index].replica.ordered
+        if RESIDUAL in (state := core.sender_state(index)):
+            owed = dict(zip(before, state[RESIDUAL], strict=False))
+            core.load_sender_state(index, {**state, RESIDUAL: [owed.get(each) for each in ordered]})
 
     def agree(self) -> None:
         """Bring the optimizers' parameters into the first rank's order. All ranks call it before several groups train.

@@ -107,6 +107,7 @@ class ModelReplica(Replica):
         self.parameters, self.ordered = dict(parameters), list(parameters.values())
         self.first = len(self.ordered)
         self.ever_held, self._released = set(self.ordered), set()
+        detach_state(self.optimizer, self._detached)
         self._writes = Writes()
         self.abandon()
         self._lay_out()

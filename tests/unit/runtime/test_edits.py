@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch.nn import Parameter
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods import Pulled
-from lightning_omni.runtime.model.replica import ModelReplica
+from lightning_omni.runtime.model.merged_head import RemoteHead
+from lightning_omni.runtime.model.replica import ModelReplica, Part
 from lightning_omni.runtime.state.served_state import ServedState
 
 
@@ -175,6 +177,40 @@ def test_a_weight_that_is_trained_for_a_few_steps_and_frozen_again_is_loaded_as_
     replica.step([torch.ones(10)])
     replica.ordered[0].requires_grad_(False)
     assert replica.own_frozen() == set()
+
+
+def test_the_state_of_a_parameter_that_returns_is_restored_unless_it_has_a_newer_one() -> None:
+    replica = _replica(10, 20)
+    optimizer, (weight, other) = replica.optimizer, replica.ordered
+    [group] = optimizer.param_groups
+    optimizer.state[weight] = {"momentum_buffer": torch.full((10,), 1.0)}
+    group["params"] = [other]
+    replica.release({other})
+    assert weight not in optimizer.state
+    group["params"] = [weight, other]
+    replica.hold({"weight0": weight, "weight1": other})
+    assert optimizer.state[weight]["momentum_buffer"][0] == 1.0
+    group["params"] = [other]
+    replica.hold({"weight1": other})
+    group["params"] = [weight, other]
+    optimizer.state[weight] = {"momentum_buffer": torch.full((10,), 2.0)}  # while one group trains
+    replica.hold({"weight0": weight, "weight1": other})
+    replica.release({weight, other})
+    assert optimizer.state[weight]["momentum_buffer"][0] == 2.0
+
+
+def test_a_head_whose_loop_an_exception_has_ended_may_be_used_in_the_first_step_of_the_next() -> None:
+    net, unused = torch.nn.Linear(2, 1), cast(Any, None)
+    parameters = dict(net.named_parameters())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    part = Part(optimizer, ModelReplica(parameters, optimizer), head=("head", net))
+    head = RemoteHead(unused, unused, unused, part, 0, "head", net)
+    head.install()
+    head.side.begin()
+    head.remove()
+    head.install()
+    head.side.check()
+    assert not head.side.has_access
 
 
 def _served(said: list[str]) -> tuple[torch.optim.SGD, Parameter, ServedState]:
