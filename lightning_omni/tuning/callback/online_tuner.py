@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -250,7 +250,6 @@ class OnlineTuner:
         self._deciding = 0.0
         self._decision: _Decision | None = None
         self._postponed: Command | None = None
-        self._spec: SearchSpec | None = None
 
     # --- Start --------------------------------------------------------------------------------------------------------
 
@@ -261,7 +260,7 @@ class OnlineTuner:
         spec = self._space.specification(hyperparameters, self._applied.seconds_to_form)
         run.state.own = spec.start
         self._is_patient = False
-        self._time(spec)
+        self._batches = FirstBatches(run.strategy, spec)
 
     def begin_again(self, reason: str) -> None:
         """Restore the user's own setting, in one group, and time it again. All ranks call it.
@@ -280,11 +279,7 @@ class OnlineTuner:
         spec = self._space.specification(hyperparameters, self._applied.seconds_to_form)
         if max(spec.space.groups) > 1:
             run.world.connection.start_server()  # it was dismissed if one group was chosen before
-        self._time(spec)
-
-    def _time(self, spec: SearchSpec, before: FirstBatches | None = None) -> None:
-        self._spec = spec
-        self._batches = FirstBatches(self._run.strategy, spec, before)
+        self._batches = FirstBatches(run.strategy, spec)
 
     # --- Training -----------------------------------------------------------------------------------------------------
 
@@ -359,7 +354,7 @@ class OnlineTuner:
         assert batches is not None
         command = run.broadcast_command(self._command(decision, batches.spec))
         if command is not None and command.setting.groups > 1 and not self._space.join_server():
-            batches.spec = self._spec = self._space.restrict_to_server(batches.spec)
+            batches.spec = replace(batches.spec, space=replace(batches.spec.space, groups=(1,)))
             if run.is_rank_zero:
                 run.rounds.pop()
                 decision.found = run_in_background(self._finding(decision, batches))
@@ -379,7 +374,7 @@ class OnlineTuner:
             if splits and decision.observation is not None and not self._known:
                 # One group with proportional batches is timed once more, to see whether it is as fast as predicted.
                 self._known = [decision.observation.measured]
-                self._time(batches.spec, batches)
+                self._batches = FirstBatches(run.strategy, batches.spec, batches)
         if is_over:
             run.state.unfinished = self._postponed is not None
         return command is not None
@@ -431,8 +426,7 @@ class OnlineTuner:
     def adopt(self, command: Command) -> None:
         """Train with the setting of a command from now on. All ranks call it."""
         run = self._run
-        start = run.own if self._spec is None else self._spec.start  # a resumed run has no specification
-        if command.setting == start and run.state.setting in (None, start):
+        if command.setting == run.own and run.state.setting in (None, run.own):
             run.state.setting = command.setting
             run.world.dismiss_server()
         else:

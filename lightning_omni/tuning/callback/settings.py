@@ -68,12 +68,6 @@ class FitSpace:
                 )
         return not self._has_no_server
 
-    def restrict_to_server(self, spec: SearchSpec) -> SearchSpec:
-        """Return the specification, for one group only if there is no server. All ranks call it."""
-        if max(spec.space.groups) == 1 or self.join_server():
-            return spec
-        return replace(spec, space=replace(spec.space, groups=(1,)))
-
     def why_impossible(self, groups: int) -> str:
         """Return why a number of groups is impossible, or ""."""
         run = self._run
@@ -123,15 +117,16 @@ class FitSpace:
 
     def _start(self, hyperparameters: Hyperparameters) -> Setting:
         run, world = self._run, self._run.world
+        if run.state.own is not None:  # it has been restored, but for what schedulers have changed
+            return run.state.own
         start = Setting(
             groups=max(1, len(world.live_groups)),
             momentum=hyperparameters.momentum,
-            lr=hyperparameters.lr if run.state.own is None else run.own.lr,
+            lr=hyperparameters.lr,
             period=int(getattr(world.method, "period", 1)),
             further=tuple(sorted((each.name, _plain(each.name, each.current(world))) for each in run.options.further)),
         )
-        own = run.state.own
-        if type(world.method) not in METHODS.values() or (own is not None and not own.method):
+        if type(world.method) not in METHODS.values():
             return start
         return replace(
             start,
@@ -147,8 +142,7 @@ class FitSpace:
         if world.lost and "groups" in given:  # the user could not foresee it
             groups = given["groups"] if isinstance(given["groups"], Iterable) else [given["groups"]]
             given["groups"] = [1, *(each for each in groups if each <= live)]
-        own = run.state.own.momentum if run.state.own is not None else start.momentum
-        space = Space.of(given, live, self._allows, own)
+        space = Space.of(given, live, self._allows, start.momentum)
         if not hyperparameters.is_momentum_free:
             space = replace(space, momentum=(start.momentum, start.momentum))
         if run.strategy.parts.epochs.leases is None:

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
-from functools import reduce
-from operator import add
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
@@ -108,19 +106,19 @@ class SpeedHistory:
     """
 
     def __init__(self) -> None:
-        self._epochs: list[Speed] = []
+        self._totals: list[Speed] = []
 
     def add(self, epoch: Speed) -> bool:
-        self._epochs.append(epoch)
-        count = len(self._epochs)
+        self._totals.append(self._totals[-1] + epoch if self._totals else epoch)
+        count = len(self._totals)
         windows = [2**power for power in range((count // 2).bit_length())]
         return any(self._differs(window, c.FALSE_ALARM / ((count - 1) * count * len(windows))) for window in windows)
 
     def _differs(self, last: int, probability: float) -> bool:
-        before, now = reduce(add, self._epochs[:-last]), reduce(add, self._epochs[-last:])
-        both = before + now
-        error = both.error * math.sqrt(both.seconds / before.seconds + both.seconds / now.seconds)
-        return abs(math.log(now.rate / before.rate)) > max(
+        before, both = self._totals[-last - 1], self._totals[-1]
+        samples, seconds = both.samples - before.samples, both.seconds - before.seconds
+        error = both.error * math.sqrt(both.seconds / before.seconds + both.seconds / seconds)
+        return abs(math.log(samples / seconds / before.rate)) > max(
             math.log(1 + c.CLEAR_CHANGE), _standard_errors(probability) * error
         )
 
