@@ -371,7 +371,8 @@ class SeveralGroups(OneGroup):
             raise UnsupportedError(
                 "process_group= is that of each compute group where there are several; leave it out, or use groups=1"
             )
-        if (module := strategy.lightning_module) is not None:
+        module = strategy.lightning_module
+        if module is not None and self._parts.world.wrapper.sharded is None:  # else DDP ignores all of it
             check_all_shared(module)
         self._parts.merged.check(trainer)
 
