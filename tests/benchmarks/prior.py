@@ -12,10 +12,10 @@
 Tasks are those to develop on (`tasks.DEVELOPING`) and no others, step times those of `tasks.PRIOR_CLUSTERS`; links
 take no time. A run trains one method with one number of groups and local steps, and all momenta and steps of a grid
 at once, on the same batches in the same order of events (`stacked.py`). The target is the held-out loss that the task's
-own synchronous setting has after `PLANNED` updates with the same order of the data. For the user's own setting is then
-taken the one of the same grid that comes there with the fewest samples in one group, so that all are chosen in one way,
-and with one target. A copy that is not there when the best one's samples times `stacked.PATIENCE` are trained counts as
-a little worse than that.
+own synchronous setting has after `PLANNED` updates (or ``--updates``) with the same order of the data. For the user's
+own setting is then taken the one of the same grid that comes there with the fewest samples in one group, so that all
+are chosen in one way, and with one target. A copy that is not there when the best one's samples times
+`stacked.PATIENCE` are trained counts as a little worse than that.
 
 What all-reduce formats cost is measured in one group with the task's own setting, with three orders of the data, for
 either kind of optimizer by all of its tasks. What PowerSGD costs goes by its rank, not by how much of a gradient that
@@ -27,9 +27,10 @@ the momentum and step that whole averages suggest: nothing is chosen by it. It i
 What a setting costs is said by tasks that had no part in choosing it: of each task the costs count of the setting that
 is best for all others. The momentum and step that are suggested are the best for all of them.
 
-``--beside`` prints the rows that follow from the runs of a file beside those of the package's table. The file in the
-tree has the most important cells, with all tasks to develop on and one order of the data; a run takes 2 to 3 s of a
-core that nothing else uses, and some need Fashion-MNIST. A file ``.xz`` is read, and not added to.
+``--beside`` prints the rows that follow from the runs of a file beside those of the package's table. Files in the tree
+have all tasks to develop on and one order of the data: `prior-runs.jsonl.xz` has the runs of the table, and
+`prior-runs-250.jsonl.xz` those to the loss after 250 updates (``--updates 250``). A run takes 2 to 5 s of a core that
+nothing else uses, and some need Fashion-MNIST. A file ``.xz`` is read, and not added to.
 
 ``--check`` trains all tasks to develop on with what the table suggests, to each task's own target, which is twice as
 far, and prints what that costs beside what the table says.
@@ -199,6 +200,7 @@ class Measured:
         trained: samples that were trained in all.
         scatter: coefficient of variation of a group's step times.
         seconds: that the run took here.
+        updates: of the user's own synchronous run, after which the held-out loss is the target.
     """
 
     cell: Cell
@@ -210,11 +212,12 @@ class Measured:
     trained: float
     scatter: float
     seconds: float
+    updates: int = PLANNED
 
     @cached_property
     def by_setting(self) -> dict[tuple[float, float], float]:
         """Samples by momentum and step; what was given up, a little more than the samples that it had."""
-        fewest = PATIENCE * PLANNED * DEVELOPING[self.task].batch  # should all copies have diverged
+        fewest = PATIENCE * self.updates * DEVELOPING[self.task].batch  # should all copies have diverged
         given_up = max(self.trained, fewest) * math.exp(CENSORED)
         return {
             (momentum, step): samples if math.isfinite(samples) else given_up
@@ -222,7 +225,7 @@ class Measured:
         }
 
 
-def measure(cell: Cell, task: Task, seed: int, target: float | None) -> Measured:
+def measure(cell: Cell, task: Task, seed: int, target: float | None, updates: int = PLANNED) -> Measured:
     """One run.
 
     Args:
@@ -230,6 +233,7 @@ def measure(cell: Cell, task: Task, seed: int, target: float | None) -> Measured
         task: what is trained.
         seed: of the order of the data.
         target: held-out loss; None for the synchronous run, which sets it.
+        updates: of that run, until it has set it.
     """
     began = time.process_time()
     own = task.own_lr if task.is_adaptive else task.own_lr / (1 - task.momentum)
@@ -243,7 +247,7 @@ def measure(cell: Cell, task: Task, seed: int, target: float | None) -> Measured
         cell.made,
         cell.groups,
         target=("open_loss", 0.5),
-        most=PLANNED * (PATIENCE if target is None else MOST),
+        most=updates * (PATIENCE if target is None else MOST),
         every=EVERY,
         seed=seed,
         **cell.options,
@@ -251,7 +255,7 @@ def measure(cell: Cell, task: Task, seed: int, target: float | None) -> Measured
     trained = trace.evaluated["samples"]
     if target is None:
         losses = run.smooth[:, settings.index((task.momentum, 1.0))]
-        target = float(np.interp(PLANNED * task.batch, trained, losses))
+        target = float(np.interp(updates * task.batch, trained, losses))
     busy = trace.steps["seconds"] - trace.steps["exchange"]
     return Measured(
         cell=cell,
@@ -263,6 +267,7 @@ def measure(cell: Cell, task: Task, seed: int, target: float | None) -> Measured
         trained=float(trained[-1]),
         scatter=float(np.std(busy) / np.mean(busy)),
         seconds=time.process_time() - began,
+        updates=updates,
     )
 
 
@@ -505,7 +510,7 @@ def learnt(runs: Runs) -> dict[str, Any]:
             "tasks": sorted(tasks),
             "step_times": list(PRIOR_CLUSTERS),
             "ranks": RANKS,
-            "updates": PLANNED,
+            "updates": max(run.updates for run in runs.known.values()),
             "runs": len(runs.known),
             "version": version("lightning-omni"),
             "date": today(),
@@ -753,6 +758,7 @@ def main() -> None:
         help="to measure or learn from",
     )
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--updates", type=int, default=PLANNED, help="of the synchronous run that sets the target")
     parser.add_argument("--minutes", type=float, default=0.0, help="no run is begun later")
     parser.add_argument("--table", action="store_true", help="print the table, and theory beside it")
     parser.add_argument("--beside", action="store_true", help="print rows of the runs beside the package's table")
@@ -784,11 +790,12 @@ def main() -> None:
     if given.cache is None:
         parser.error("--cache: pass the file of runs, or --all-reduce, --streaming, --widths or --check")
     runs, end = Runs(given.cache), time.monotonic() + 60 * given.minutes
+    runs.known = {key: run for key, run in runs.known.items() if run.updates == given.updates}
     for seed, cell, name in product(range(given.seeds), cells(), given.tasks):
         if (cell, name, seed) not in runs.known and time.monotonic() < end:
             reference = runs.known.get((REFERENCE, name, seed))
             target = None if reference is None else reference.target
-            runs.add(found := measure(cell, DEVELOPING[name], seed, target))
+            runs.add(found := measure(cell, DEVELOPING[name], seed, target, given.updates))
             print(f"{name} {seed} {cell}: {found.seconds:.1f} s", flush=True)
     runs.known = {key: run for key, run in runs.known.items() if run.task in given.tasks}
     if given.table:
