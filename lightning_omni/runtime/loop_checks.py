@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_omni.errors import ConfigurationError, RankLost, UnsupportedError
-from lightning_omni.methods import method_named
+from lightning_omni.methods import Method, method_named
 from lightning_omni.methods.model.server_optimizer import held_by
 from lightning_omni.runtime._private import collectives_of, store_of
 from lightning_omni.runtime.executor import Executor
@@ -392,11 +392,14 @@ class OwnStatistics:
         held = self._modules() if module is None else [module]
         self._merged |= {id(each.tensor): mark for each, mark in _marked_statistics(held)}
 
-    @property
-    def names(self) -> list[str]:
-        return [
-            each.name for each, mark in _marked_statistics(self._modules()) if self._merged.get(id(each.tensor)) != mark
-        ]
+    def warn(self) -> None:
+        marked = _marked_statistics(self._modules())
+        if names := [each.name for each, mark in marked if self._merged.get(id(each.tensor)) != mark]:
+            _log.warning(
+                "world.training(): each rank has running statistics of its own after the loop (%s%s), and would"
+                " evaluate another model: call world.enter_world(net) as the loop's last line, which merges them",
+                *(names[0], f" and {len(names) - 1} more" if len(names) > 1 else ""),
+            )
 
 
 def _marked_statistics(modules: Iterable[Module]) -> list[tuple[BufferSync, int]]:
@@ -441,6 +444,15 @@ def announced_wait() -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+def warn_of_no_update(method: Method, steps: int) -> None:
+    _log.warning(
+        "world.training(): the parameter server has made no update in the %d steps of this rank's group, none of which"
+        " is in the model: with %r a group pushes every %d steps; pass settings with which it pushes more often, or"
+        " train for longer",
+        *(steps, method, method.push_period),
+    )
 
 
 def warn_of_variables(options: WorldOptions) -> None:

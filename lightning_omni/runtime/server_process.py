@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from lightning_omni.errors import ConfigurationError, OmniError
+from lightning_omni.errors import ConfigurationError, OmniError, UnsupportedError
 from lightning_omni.methods import Method
 from lightning_omni.methods.model.modules import class_path, class_paths, describe_module
 from lightning_omni.registry import to_wire
@@ -312,6 +312,15 @@ class RunServer:
         address = _resolve(_main_host())
         # Many systems resolve their own name to 127.0.1.1; other nodes reach this one at another address.
         return "0.0.0.0" if _is_loopback(address) and not _is_loopback(_main_host()) else address
+
+
+def check_importable(name: str, value: Method | WireFormat) -> None:
+    kind = type(value)
+    if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
+        raise UnsupportedError(
+            f"{name}={kind.__qualname__}: it is defined in the script itself, where the parameter server cannot import"
+            " it; move it to a module of its own"
+        )
 
 
 def _foreign(value: Method | WireFormat | Transport) -> tuple[str, ...]:

@@ -33,6 +33,7 @@ from lightning_omni.runtime.loop_checks import (
     announced_wait,
     untrained_of,
     unwrapped,
+    warn_of_no_update,
     warn_of_variables,
 )
 from lightning_omni.runtime.membership import LEARN, Connection, GroupFormation, GroupJoin
@@ -51,6 +52,7 @@ from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.runtime.process_groups import is_of_a_collective, is_of_a_loss, outlive
 from lightning_omni.runtime.server_exchange import ServerExchange, Traffic
+from lightning_omni.runtime.server_process import check_importable
 from lightning_omni.runtime.state.transfer import Residuals, StateTransfer
 from lightning_omni.runtime.state.validation import ValidationSnapshots
 from lightning_omni.runtime.timing import clock_of
@@ -149,12 +151,7 @@ class World(ParallelState):
         self.method.check(groups)
         wire = self.core.wire_format
         for name, value in (("method", self.method), ("compression", wire.pushes), ("compression", wire.answers)):
-            kind = type(value)
-            if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
-                raise UnsupportedError(
-                    f"{name}={kind.__qualname__}: it is defined in the script itself, where the parameter server cannot"
-                    " import it; move it to a module of its own"
-                )
+            check_importable(name, value)
 
     def attach(
         self,
@@ -310,7 +307,7 @@ class World(ParallelState):
             self.states.agree()
             self.begin()
             self.enter_compute()
-            before = self._clocks if self.executor.exchanges else None
+            before = [part.replica.clock for part in self.parts] if self.executor.exchanges else None
             self._statistics.merged()
             with self._guarded() as leaving:
                 try:
@@ -323,9 +320,11 @@ class World(ParallelState):
                 self._synchronize(_END)
                 if was_synchronized:
                     self._follow_writes()
-            if self._clocks == before:
-                self._warn_of_no_update(leaving.steps)
-            self._warn_of_own_statistics()
+            if self.executor.exchanges and self.is_recorder:
+                has_moved = [part.replica.clock for part in self.parts] != before or self.method.evaluated == "mean"
+                if leaving.steps and not has_moved:
+                    warn_of_no_update(self.method, leaving.steps)
+                self._statistics.warn()
             self._forget_own()
             if self.executor.control is not None:
                 self.states.bring_to_all()
@@ -348,27 +347,6 @@ class World(ParallelState):
         self.external_writes.watch(None)
         for part in self.parts:
             part.replica.abandon()
-
-    @property
-    def _clocks(self) -> list[int]:
-        return [part.replica.clock for part in self.parts]
-
-    def _warn_of_no_update(self, steps: int) -> None:
-        if steps and self.executor.exchanges and self.method.evaluated != "mean" and self.is_recorder:
-            _log.warning(
-                "world.training(): the parameter server has made no update in the %d steps of this rank's group, none"
-                " of which is in the model: with %r a group pushes every %d steps; pass settings with which it pushes"
-                " more often, or train for longer",
-                *(steps, self.method, self.method.push_period),
-            )
-
-    def _warn_of_own_statistics(self) -> None:
-        if self.executor.exchanges and self.is_recorder and (names := self._statistics.names):
-            _log.warning(
-                "world.training(): each rank has running statistics of its own after the loop (%s%s), and would"
-                " evaluate another model: call world.enter_world(net) as the loop's last line, which merges them",
-                *(names[0], f" and {len(names) - 1} more" if len(names) > 1 else ""),
-            )
 
     @contextmanager
     def _guarded(self) -> Iterator[ExitCheck]:
