@@ -352,7 +352,8 @@ def test_an_attribute_that_others_change_reaches_the_server_where_groups_synchro
     place: Any = SimpleNamespace(parts=[part], exchanges=True, steps_at_worker=False, all_reduce_max=list)
     states = SimpleNamespace(keep=nothing, forget=nothing)
     states.seed = lambda: theirs.append(describe(optimizer, {weight: "weight"})["attributes"])
-    edits = ExternalWrites(place, cast(Any, SimpleNamespace(fetch=nothing)), cast(Any, states))
+    replica.layout, exchange = None, SimpleNamespace(fetch=nothing, peers=SimpleNamespace(grow=nothing))
+    edits = ExternalWrites(place, cast(Any, exchange), cast(Any, states))
     edits.begin()
     edits.follow()
     assert theirs == []
