@@ -1449,7 +1449,7 @@ def test_a_batch_in_weights_that_are_saved_inside_an_epoch_counts_as_trained(run
     first = run.start("a", {"epochs": 1, "steps": 1, "method": "local_sgd:period=4"})
     assert first.end(PATIENCE) == 0, first.output
     for step in (1, 6, 7):
-        saved = torch.load(tmp_path / "steps" / f"epoch=0-step={step}.ckpt", weights_only=True)
+        saved = torch.load(tmp_path / "steps" / f"epoch=0-step={step}.ckpt", map_location="cpu", weights_only=True)
         assert saved["omni"]["run"]["cut"]["trained"] == [[0, 8 * step]]
 
 
