@@ -54,7 +54,7 @@ class Executor:
         return None
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise `UnsupportedError` if this optimizer cannot be stepped so."""
+        """Raise `UnsupportedError` if this optimizer cannot be stepped in this way."""
 
     def check_parts(self) -> None:
         """Raise `UnsupportedError` if the optimizers' parameters cannot be trained in this way."""
@@ -68,7 +68,7 @@ class Executor:
         return []
 
     def follow_writes(self) -> None:
-        """Call `ExternalWrites.follow`."""
+        """Distribute writes of user code; see `ExternalWrites.follow`. With one group, do nothing."""
 
     def enter_compute(self) -> None:
         """Begin or continue the training epoch. All synchronized ranks call it."""

@@ -472,8 +472,7 @@ class World(ParallelState):
         self._watching.close()
         self._leaving = None
         self.reduction.forget()
-        for index in range(len(self.parts)):
-            self.core.load_sender_state(index, {})
+        self.residuals.forget()
         self.connection.close()
         self.executor.place_heads()
         self.server.stop(has_failed)

@@ -398,13 +398,16 @@ class Residuals:
         if not self._parallel.core.wire_format.pushes.is_stateful:
             if self._parallel.exchanges:  # one group pushes nothing, and keeps them
                 self.warn_of_remainder("groups push without error feedback from here on")
-                for index in range(len(self._parallel.parts)):
-                    self._parallel.core.load_sender_state(index, {})
+                self.forget()
             return
         for index in range(len(self._parallel.parts)):
             total = self._total(index)
             state = {RESIDUAL: total} if self._parallel.exchanges and any(each is not None for each in total) else {}
             self._parallel.core.load_sender_state(index, state)
+
+    def forget(self) -> None:
+        for index in range(len(self._parallel.parts)):
+            self._parallel.core.load_sender_state(index, {})
 
     def warn_of_remainder(self, why: str = "training has ended") -> None:
         for index in range(len(self._parallel.parts)):

@@ -163,11 +163,7 @@ class ServedParameters:
         Raises:
             ProtocolError: the change cannot be followed; nothing has changed.
         """
-        known = self.structures.of(group).size
-        named = list(tree["weights"]) if isinstance(tree, Mapping) and isinstance(tree.get("weights"), Mapping) else []
-        before = known - len(named)
-        if named and before >= self.structures.first.size and list(self.master.parameters)[before:known] == named:
-            known = before  # a message that an earlier server has not answered
+        known = self._size_before(group, tree)
         structure, groups, weights, state = read_structure(tree, known)
         if self.master.optimizer is None:  # it steps at the workers, which have the parameter groups
             structure = Structure(structure.size, ())
@@ -194,6 +190,15 @@ class ServedParameters:
         if weights:
             self.method_side.read_from(group, known)
         return known
+
+    def _size_before(self, group: int, tree: Any) -> int:
+        """Return the group's number of parameters before a change, which is repeated if its answer was lost."""
+        known = self.structures.of(group).size
+        weights = tree.get("weights") if isinstance(tree, Mapping) else None
+        named = list(weights) if isinstance(weights, Mapping) else []
+        before = known - len(named)
+        is_repeated = before >= self.structures.first.size and list(self.master.parameters)[before:known] == named
+        return before if is_repeated else known
 
     def _first_structure(self) -> Structure:
         places = {id(parameter): place for place, parameter in enumerate(self.master.parameters.values())}

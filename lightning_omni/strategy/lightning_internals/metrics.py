@@ -167,8 +167,7 @@ def _is_collective(result: Any, group: Any) -> bool:
 def align_collective_metrics(trainer: Trainer, group: Any, of_all: Sequence[list[Any]]) -> None:
     """Make all ranks reduce every metric that any rank has logged in the epoch, in the same order.
 
-    Otherwise Lightning would combine different metrics. ``of_all`` has the `collective_metrics` of
-    all ranks.
+    Otherwise Lightning would combine different metrics. ``of_all`` has the `collective_metrics` of all ranks.
 
     Raises:
         UnsupportedError: another rank has logged a metric object that the module does not have here.

@@ -133,9 +133,6 @@ class StepsByHand:
         self.counts = batches, manual_steps(trainer) if batches else 0
         self._before = self.unstepped = 0
 
-    def continue_from(self, other: StepsByHand) -> None:
-        self.counts, self.unstepped = other.counts, other.unstepped
-
     def begin_batch(self) -> None:
         self._before = manual_steps(self._trainer)
 

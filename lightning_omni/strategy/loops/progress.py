@@ -87,8 +87,7 @@ class RunProgress:
         trainer = self.trainer
         before, self._limits = self._limits, FitLimits(trainer, ranks_per_batch)
         if before is not None and self._limits.by_hand is not None and before.by_hand is not None:
-            # In a further fit, perhaps of another Trainer, the loops' counts are no longer this rank's own.
-            self._limits.by_hand.continue_from(before.by_hand)
+            self._limits.by_hand = before.by_hand  # in a further fit the loops' counts are no longer this rank's own
         self._recounted_samples = self._count_resumed()
         self._resumed_batches = trainer.current_epoch, batches_resumed(trainer)
         self.step_limit = None

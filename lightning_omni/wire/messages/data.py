@@ -108,7 +108,7 @@ class BatchesDrawn(Message, frozen=True, kw_only=True):
 
 
 class AskNext(Message, frozen=True, kw_only=True):
-    """A rank's question what follows: its group has trained all its batches of this validation interval."""
+    """A rank's request for the next decision: its group has trained its batches of this validation interval."""
 
     epoch: int
     generation: int
