@@ -18,7 +18,7 @@ from lightning_omni.simulator import trace_of
 RANKS = range(4)
 FITS = (
     *("ddp", "one", "tuned", "resumed", "ddp resumed", "thawed", "dropped", "late", "mean", "gossip", "outer"),
-    *("regrouped", "written", "head", "odd"),
+    *("regrouped", "written", "head", "replaced", "users", "thawed inside", "odd"),
 )
 REPLAYED: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "tuned": partial(torch.optim.AdamW, lr=0.02),
@@ -115,6 +115,21 @@ def test_one_group_is_ddp_which_trains_a_version_for_each_rank_and_says_so_once(
 
 
 # --- What cannot be followed -----------------------------------------------------------------------------------------
+
+
+def test_a_layer_that_replaces_another_in_the_optimizer_is_trained_by_all() -> None:
+    assert each("replaced", "error") == [""] * 4
+    assert len({tuple(digests) for digests in each("replaced", "digests")}) == 1
+
+
+def test_what_is_unfrozen_inside_a_training_step_is_refused_before_that_step() -> None:
+    assert max(each("thawed inside", "step")) == 3
+    assert sum("backbone.0.weight was unfrozen inside a training step" in e for e in each("thawed inside", "error")) > 1
+
+
+def test_hooks_of_the_first_epochs_start_are_for_all_ranks_where_a_tuner_forms_the_users_groups() -> None:
+    assert each("users", "error") == [""] * 4
+    assert len({tuple(digests) for digests in each("users", "digests")}) == 1
 
 
 def test_what_cannot_be_exchanged_is_refused_in_that_very_step() -> None:

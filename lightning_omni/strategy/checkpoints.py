@@ -82,7 +82,11 @@ class Checkpoints:
         self.resumed = RunCheckpoint()
 
     def forget(self) -> None:
-        self._snapshot, self.resumed, self.folder = None, RunCheckpoint(), None
+        self.forget_snapshot()
+        self.resumed, self.folder = RunCheckpoint(), None
+
+    def forget_snapshot(self) -> None:
+        self._snapshot = None
 
     # --- Saving ------------------------------------------------------------------------------------------------------
 
@@ -424,7 +428,8 @@ class CheckpointHooks:
         """
         parts = self._parts
         if self._run_states.is_described:
-            return {}
+            return read()  # for hooks of users that change it; it is not sent
+        self.contents.forget_snapshot()  # of a state that was read and never saved
         parts.take_time()
         self._check_failed_alike()
         if parts.current_world is not None:

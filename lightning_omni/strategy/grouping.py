@@ -250,9 +250,13 @@ class Grouping:
         if is_unchanged and (groups == 1 or not by_speed):
             return
         self.form(groups, speeds)
-        if not parts.epochs.is_open:
-            world.enter_world(parts.pl_module)  # between epochs: hooks are for all ranks together
+        self.enter_world()
         self.announce()
+
+    def enter_world(self) -> None:
+        """Leave the compute groups that were formed between epochs, where hooks are for all ranks together."""
+        if not self._parts.epochs.is_open:
+            self._parts.world.enter_world(self._parts.pl_module)
 
 
 # --- The groups that the user chose -----------------------------------------------------------------------------------
@@ -287,6 +291,7 @@ class UserGroupsStash:
         if groups != len(self._parts.world.topology.alive):
             self._grouping.check_several(self._parts.trainer)
             self._grouping.form(groups)
+            self._grouping.enter_world()
             self._grouping.announce()
 
     def restore(self) -> None:
@@ -326,6 +331,9 @@ class OneGroup:
 
     def begin_batch(self) -> None:
         """Begin a batch before all callbacks."""
+
+    def check_gradients(self) -> None:
+        """Check the gradients of a step, after its backward pass."""
 
     def reduce_boolean_decision(self, decision: bool, every: bool) -> bool | None:
         """Return the decision of all (or any) ranks of the default process group; None leaves it to Lightning."""
@@ -378,10 +386,12 @@ class SeveralGroups(OneGroup):
 
     @override
     def stepped(self, optimizer: Optimizer) -> Optimizer:
-        parts = self._parts
-        if len(parts.world.members) > 1:
-            parts.trainable.check_in_step()
-        return parts.proxies.of(optimizer) if optimizer.param_groups else optimizer
+        return self._parts.proxies.of(optimizer) if optimizer.param_groups else optimizer
+
+    @override
+    def check_gradients(self) -> None:
+        if len(self._parts.world.members) > 1:
+            self._parts.trainable.check_in_step()
 
     @override
     def guard(self) -> None:

@@ -256,6 +256,7 @@ class OmniStrategyHooks(_Base):
     @override
     def setup_environment(self) -> None:
         options, parts, fits = self.world_options, self.parts, is_fitting(self.parts.trainer)
+        parts.is_evaluating = not fits
         if options.is_sharded and fits:
             parts.grouping.check_averages()
         is_on_gpu = any(device.type == "cuda" for device in self.parallel_devices or ())
@@ -287,6 +288,8 @@ class OmniStrategyHooks(_Base):
                 parts.rejoining.enlisted(world.registration.run)
                 set_rank(world.rank)
                 parts.grouping.joined(world.is_recorder)
+        elif self.world.registration is not None:  # an evaluation after the fit; Lightning has set the group's own rank
+            set_rank(0 if self.world.is_recorder else self.world.rank)
         if options.is_sharded:
             set_device_mesh(parts.pl_module, self.world.mesh)
             forget(self.world.process_groups.original, self.world.rank)
@@ -390,6 +393,7 @@ class OmniStrategyHooks(_Base):
         world.states.resume(parts.checkpoints.contents.resumed)
         parts.grouping.follow_external_writes()
         world.begin()
+        parts.checkpoints.contents.forget()  # the server and the groups have what was resumed
         world.watch_members()
         if world.registration is not None:
             control = world.executor.control
@@ -564,7 +568,8 @@ class OmniStrategyHooks(_Base):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if type(self.checkpoint_io) is self.namespace.plain_checkpoint_io:  # the user has passed no plugin
+        is_plain = type(self.checkpoint_io) is self.namespace.plain_checkpoint_io  # the user has passed no plugin
+        if is_plain and not self.parts.checkpoints.saves_folders:
             self.checkpoint_io = self.namespace.checkpoint_io()
         write = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
         self.parts.checkpoints.save(write, checkpoint, filepath, storage_options)

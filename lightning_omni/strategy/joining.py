@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 # checkpoint without weights and optimizer state, whose progress is that of the run. A group that joins loads it before
 # its loops begin, and continues in the current epoch.
 
-_APART = ("state_dict", "loops", "epoch", "global_step")
+_APART = ("state_dict", "current_model_state", "loops", "epoch", "global_step")
 """Omitted entries of Lightning's checkpoint: the server has the weights, and progress is counted in samples."""
 _ALIKE = (
     "max_epochs",
@@ -493,6 +493,7 @@ class Rejoining:
         self.is_armed = False
 
     def enlisted(self, run: str) -> None:
+        self.is_armed = False  # if the script has caught the error of an earlier fit
         if run != self._run:
             self._run, self._is_saved = run, True  # assumed until `took_part`
 

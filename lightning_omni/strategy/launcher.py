@@ -287,7 +287,7 @@ class Launching:
             return True
         if world is not None and (rank in world.lost or rank in world.ever_lost):
             return True
-        if world is not None and world.is_finished:
+        if world is not None and world.is_finished and not self._parts.is_evaluating:
             if code > 0:  # its script failed after the end of training
                 exit_process(1, f"the process of rank {rank} ended with {describe_exit(code)}")
             return True
@@ -348,7 +348,7 @@ class ChildObserver(threading.Thread):
                 on_death = self._on_death()
                 if code == 0 or (on_death is not None and on_death(rank, code)):
                     continue
-                if not self._is_finishing:
+                if on_death is not None and not self._is_finishing:  # without its strategy there is no fit to end
                     self._end_everything(rank, code)
                     return
                 if code > 0:

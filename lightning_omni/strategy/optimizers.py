@@ -204,14 +204,14 @@ class Trainable:
         self._has_warned = False
         self._flags: list[tuple[str, Parameter, bool]] = []
         self._frozen: list[tuple[str, Parameter]] = []
-        self._held = -1
+        self._held: list[int] = []
         self._known: set[Parameter] = set()
 
     def remember(self, module: Module) -> None:
         self._flags = [(name, each, each.requires_grad) for name, each in module.named_parameters()]
         self._frozen = [(name, each) for name, each, flag in self._flags if not flag]
         self._known = {parameter for _, parameter, _ in self._flags}
-        self._held = -1
+        self._held = []
 
     def has_changed(self, optimizers: Iterable[Optimizer]) -> bool:
         """Return whether the module must be wrapped again, so that DDP averages exactly the trained parameters."""
@@ -245,7 +245,7 @@ class Trainable:
 
     def _holds_others(self, optimizers: Iterable[Optimizer]) -> bool:
         groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
-        held = sum(map(len, groups))
+        held = [id(each) for group in groups for each in group]
         if held == self._held:
             return False
         others = any(each.requires_grad and each not in self._known for group in groups for each in group)

@@ -56,7 +56,7 @@ class FitParts(SharedParts):
         self.listener = Listener(self, trainer, self.grouping, self.run_states, self.nested, self.failures.note)
 
     def finish(self) -> None:
-        self.failures.at = None
+        self.failures.at, self.is_evaluating = None, False
         if self.listener is not None:
             self.listener.close()
             self.listener = None

@@ -45,6 +45,7 @@ class SharedParts:
         strategy: the parts use only Lightning's own attributes of it.
         current_world: this rank's view of the run; None before there is one.
         server_process: the process of the embedded server before there is a world.
+        is_evaluating: whether the Trainer validates, tests or predicts without a fit.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class SharedParts:
     ) -> None:
         self.strategy, self.namespace, self.world_options = strategy, namespace, world_options
         self.current_world: World | None = None
+        self.is_evaluating = False
         self.epochs = EpochDriver(options.data, namespace.info, namespace.warn, options.validation)
         self.balance = Balance(options.rebalance, namespace.info)
         self.step_times = StepTimes()

@@ -91,6 +91,43 @@ class Thaw(pl.Callback):
             pl_module.backbone.requires_grad_(True)
 
 
+class ThawInside(pl.Callback):
+    """Freezes the backbone, and unfreezes it inside a training step."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        def thaw(*_: Any) -> None:
+            pl_module.backbone.requires_grad_(trainer.global_step >= 3)
+
+        pl_module.backbone.requires_grad_(False)
+        pl_module.backbone.register_forward_pre_hook(thaw)
+
+
+class Replace(pl.Callback):
+    """Puts another last layer into the place of the old one, in module and optimizer."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            old, new = pl_module.head[2], nn.Linear(16 // 2, 3)
+            news = dict(zip(old.parameters(), new.parameters(), strict=True))
+            pl_module.head[2] = new
+            for group in trainer.optimizers[0].param_groups:
+                group["params"] = [news.get(each, each) for each in group["params"]]
+
+
+class TunesNothing(pl.Callback):
+    """Forms the user's groups as training starts, like a tuner that cannot tune, and writes before the first epoch."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        parts = trainer.strategy.parts
+        parts.user_groups.begin_in_one_group()
+        parts.on_ready.append(parts.user_groups.form)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        assert not trainer.strategy.world.is_computing
+        with torch.no_grad():
+            pl_module.backbone[0].weight.mul_(0.5)
+
+
 class Add(pl.Callback):
     """Adds the backbone after some steps, on these ranks; on the others an epoch later."""
 
@@ -228,6 +265,9 @@ def main() -> None:
         "resumed": lambda: fit(groups(groups=2), 3, [Again(1)], "adamw", resume="tuned"),
         "ddp resumed": lambda: fit(pl.strategies.DDPStrategy(), 3, [Again(1)], "adamw", resume="tuned"),
         "thawed": lambda: fit(groups(groups=2), 1, [Thaw(3)]),
+        "thawed inside": lambda: fit(groups(groups=2), 1, [ThawInside()]),
+        "replaced": lambda: fit(groups(groups=2), 2, [Replace()]),
+        "users": lambda: fit(groups(groups=2), 1, [TunesNothing()]),
         "dropped": lambda: fit(groups(groups=2), 2, [Drop()], "adamw"),
         "late": lambda: fit(
             groups(groups=4, server=omni.Server(record=str(FOLDER / "late"))), 2, [Add(2, ranks=(0, 2))]

@@ -171,6 +171,9 @@ class Listener:
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._parts.balance.backward_done()
 
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        self._grouping.hooks.check_gradients()
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:

@@ -600,6 +600,17 @@ def test_an_error_after_a_later_run_has_ended_well_starts_no_command_again(monke
     assert shown == [error]
 
 
+def test_a_script_that_has_caught_its_eviction_and_fits_again_is_not_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # as it is afterwards, too
+    monkeypatch.setenv(COMES_BACK, "a-run 1")
+    rejoining, error = Rejoining(), ConnectionLost("gone")
+    assert rejoining.arm(error, error, most=10, ranks=1)
+    rejoining.enlisted("another-run")
+    assert not rejoining.is_armed
+
+
 def test_an_eviction_after_a_minute_in_the_run_is_not_one_more_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # as it is afterwards, too
     error = ConnectionLost("gone")
