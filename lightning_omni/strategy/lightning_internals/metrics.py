@@ -31,6 +31,13 @@ def cached_metrics(trainer: Trainer) -> dict[str, Any]:
     return dict(trainer._logger_connector._callback_metrics)
 
 
+def names_in_training(trainer: Trainer) -> set[str]:
+    """Return the names of the metrics that training, and no validation, has logged."""
+    results: Any = trainer.fit_loop.epoch_loop._results
+    names = {result.meta.name for result in results.values()}
+    return names | {f"{name}_{suffix}" for name in names for suffix in ("step", "epoch")}
+
+
 def logs_now(trainer: Trainer) -> bool:
     return bool(trainer._logger_connector.should_update_logs)
 

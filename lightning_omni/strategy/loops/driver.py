@@ -139,7 +139,8 @@ class EpochDriver:
 
     def enter(self, entered: EntryPoint, schedule: Schedule) -> None:
         """Record the entry into a running run, before this group's loops begin."""
-        self._entered, self.schedulers.bases, self.run.past = entered, schedule, entered.progress
+        self._entered, self.schedulers.bases = entered, schedule
+        self.run.enter(entered.progress)
 
     def finish(self) -> None:
         self.run.step_limit, self._epoch.validates, self.is_open_ended = None, None, False
@@ -188,7 +189,7 @@ class EpochDriver:
         self._begun = epoch
         self.data.adopt()
         self.world.enter_compute()
-        self.is_open, self._epoch = True, EpochState()
+        self._epoch = EpochState()
         self.is_open_ended = self.data.is_dynamic or self._is_shrunk or self._is_resumed_by_one_group
         self.is_cut_short = False
         if self.leases is not None:
@@ -196,6 +197,7 @@ class EpochDriver:
         else:
             self.run.progress = None  # drops the last epoch's, which was leased if a reload has brought several loaders
             self.published.begin(None)
+        self.is_open = True  # from here on the leases are those of this epoch
         self._have_parted()
 
     def _begin_leased(self, leases: RankLeases, plan: EpochPlan) -> None:
@@ -526,12 +528,15 @@ class EpochDriver:
             if not epoch.is_over:
                 self.published.end_known()
                 return not should_stop_now(trainer) and self.published.is_due(self._coming)
-            epoch.validates = self.published.end_all() or epoch.validates
+            is_missed = self.published.end_all()  # the group that has skipped the rest does not validate
+            epoch.validates = (is_missed and not epoch.is_skipped) or epoch.validates
         elif not (self.published.is_on or self._stopping) and should_stop_now(trainer):
             epoch.is_due = self._is_due_without_stop(is_due)
         if epoch.validates is None:
             return is_due()
-        return validates_this_epoch(trainer) and (epoch.validates or should_stop_now(trainer))
+        # In its last batch a group can tell the others of a stop only at the epoch's end.
+        stops = should_stop_now(trainer) and not (epoch.is_over and self.world.executor.exchanges)
+        return validates_this_epoch(trainer) and (epoch.validates or stops)
 
     def _is_due_without_stop(self, is_due: Callable[[], bool]) -> bool:
         if self._epoch.validates is not None:
@@ -551,8 +556,10 @@ class EpochDriver:
     def validate(self, run: Callable[[], Any]) -> Any:
         if self.published.evaluates:
             return self.published.run(run, self.run.now())
-        if self._world is None or not self.is_open or self._world.executor.control is None:
+        if self._world is None or not self.is_open:
             return run()
+        if self._world.executor.control is None:
+            return self._divided(run, *self._world.data_rank)  # ranks may have been lost
         self.before_validation(self.trainer.lightning_module)
         if self._epoch.has_ended:
             return []
@@ -571,11 +578,14 @@ class EpochDriver:
 
     def _validate_together(self, run: Callable[[], Any]) -> Any:
         live = self.world.process_groups.live  # all ranks have just agreed on it
-        is_whole = live.size() == self.world.size and self.world.registration is None
+        alike = self.world.tensor_parallel  # number of neighbours that get the same samples
+        return self._divided(run, live.rank() // alike, live.size() // alike)
+
+    def _divided(self, run: Callable[[], Any], part: int, parts: int) -> Any:
+        is_whole = parts * self.world.tensor_parallel == self.world.size and self.world.registration is None
         if is_whole or not all(map(has_lightning_sampler, validation_loaders(self.trainer))):
             return run()
-        alike = self.world.tensor_parallel  # number of neighbours that get the same samples
-        with divide_validation_data(self.trainer, live.rank() // alike, live.size() // alike):
+        with divide_validation_data(self.trainer, part, parts):
             return run()
 
     @property
@@ -614,6 +624,10 @@ class EpochDriver:
             self.run.count_together()
             rest = msgspec.structs.replace(plan, trained=spans)
             self.run.advance(size_of(spans))
+            if before.control is None:  # Lightning alone has stepped schedulers at validations, in one group
+                batches: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
+                is_before_validation = batches.processed > batches.completed
+                self._plateaus.begin(plan, size_of(spans) - is_before_validation)
             self.published.go_on(plan, size_of(spans), self.world.executor.exchanges)
             if self.world.executor.control is None:
                 self.leases.begin_local(rest, resumed=True)

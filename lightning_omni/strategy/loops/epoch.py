@@ -182,7 +182,10 @@ class LeasedData:
                     " to groups as in the epochs before, because it is several loaders, has a sampler of its own, is"
                     ' iterable, or is no plain DataLoader; pass data="static", or use groups=1'
                 )
-        elif self.leases is not None and self._world.data_rank[1] < self.leases.world_size:  # ranks were lost
+        elif self.leases is not None and (
+            not self.leases.is_local  # it was made for several groups, which are one now
+            or self._world.data_rank[1] < self.leases.world_size  # ranks were lost
+        ):
             self.assign(self.leases.shares)
         self.start()
 

@@ -60,6 +60,7 @@ class Listener:
         self._parts, self._trainer, self._fails = parts, trainer, fails
         self._grouping, self._run_states, self._nested = grouping, run_states, nested
         self._staleness = Staleness()
+        self._has_begun = False  # the present batch
         self._display = ProgressDisplay()
         clear_current_hook(trainer)
         add_listener(trainer, self)
@@ -125,6 +126,7 @@ class Listener:
             if not self._nested.is_running:
                 parts.epochs.go_on()
             return
+        self._has_begun = False  # the last batch has no end if a hook of its start has returned -1
         self._run_states.hooks_are_over()
         self._nested.form_groups_again()
         if parts.epochs.data.is_dealt_out:
@@ -159,6 +161,7 @@ class Listener:
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._nested.is_running:
             return
+        self._has_begun = True
         parts, traffic = self._parts, self._parts.world.exchange.traffic
         parts.signals.agree_alone()
         self._grouping.follow_recorder()
@@ -179,6 +182,9 @@ class Listener:
     ) -> None:
         if self._nested.is_running:
             return
+        if not self._has_begun:  # the loader has yielded None, and Lightning has called no hook of the batch's start
+            self.on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        self._has_begun = False
         parts, world = self._parts, self._parts.world
         parts.merged.step_done()
         if world.control is not None:

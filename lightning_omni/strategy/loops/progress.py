@@ -63,8 +63,17 @@ class RunProgress:
 
     def connect(self, trainer: Trainer, world: World) -> None:
         self._trainer, self._world = trainer, world
-        if self.is_counted_together and trainer.max_steps != -1:
-            self.step_limit = sys.maxsize  # until `start`: the loop would compare this rank's own steps with max_steps
+        if self.is_counted_together:
+            self._suspend_limit()
+
+    def _suspend_limit(self) -> None:
+        """Have no limit until `start`, where the loop would compare this rank's own steps with max_steps."""
+        if self.trainer.max_steps != -1:
+            self.step_limit = sys.maxsize
+
+    def enter(self, past: Progress | None) -> None:
+        self.past = past
+        self._suspend_limit()  # this rank's counts are those of the group that records
 
     def resume(self, saved: RunCheckpoint) -> None:
         self.resumed, self.resumed_samples, self.past = saved.cut, saved.samples, saved.progress

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_omni.strategy.lightning_internals.loops import step_plateaus, step_schedule
-from lightning_omni.strategy.lightning_internals.metrics import cached_metrics
+from lightning_omni.strategy.lightning_internals.metrics import cached_metrics, names_in_training
 from lightning_omni.strategy.loops.paced_schedulers import (
     Counts,
     Pacer,
@@ -183,5 +183,5 @@ class Plateaus:
         if not (config.reduce_on_plateau and config.interval == "step"):
             return False
         if self._validated is None:
-            return config.monitor not in cached_metrics(trainer)
+            return config.monitor not in names_in_training(trainer)
         return config.monitor in self._validated
