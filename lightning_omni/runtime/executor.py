@@ -112,7 +112,7 @@ class Exchanging(Executor):
             parameter_groups,
             edits,
         )
-        self._timers: dict[int, StepTimer] = {}
+        self._timers: dict[int, tuple[StepTimer, float]] = {}  # with the seconds in exchanges until then
 
     @property
     @override
@@ -293,11 +293,13 @@ class Exchanging(Executor):
 
     def _advance(self, index: int, gradient: Gradient) -> None:
         core, exchange = self._parallel.core, self._exchange
-        elsewhere = exchange.traffic.seconds
         action = core.gradient(index, gradient)
         while not isinstance(action, NextGradient):
             action = core.answer(index, exchange.do(index, action))
-        took = self._timers.setdefault(index, StepTimer()).done(exchange.traffic.seconds - elsewhere)
+        timer, before = self._timers.get(index, (StepTimer(), 0.0))
+        now = exchange.traffic.seconds  # also of other optimizers' exchanges since this one's last step
+        self._timers[index] = timer, now
+        took = timer.done(now - before)
         if took is not None:
             core.step_took(index, took)
 

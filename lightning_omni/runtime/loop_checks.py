@@ -19,6 +19,7 @@ from typing import Any
 from weakref import WeakSet, ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
@@ -37,6 +38,33 @@ from lightning_omni.runtime.model.replica import fingerprints
 from lightning_omni.runtime.model.sharded import local_of
 from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.runtime.parallel_state import ParallelState
+from lightning_omni.runtime.process_groups import check_none_lost, is_switched
+
+# --- The begin of a loop ----------------------------------------------------------------------------------------------
+
+
+def check_may_begin(parallel: ParallelState, is_begun: bool, exchanges: bool) -> None:
+    """Raise the errors of `World.training` for a loop in elastic runs, inside another loop, or after lost ranks."""
+    if parallel.registration is not None:
+        raise UnsupportedError(
+            "World.training() with elastic=True: a group that joins late must find its place in the epoch, which is"
+            " done for Lightning's loops; use OmniStrategy(elastic=True), or start all ranks together"
+        )
+    is_part = dist.get_world_size() < parallel.size
+    if not parallel.ever_lost:
+        check_none_lost()  # in a loop of another World
+    is_inside = is_begun or (is_switched() and not parallel.ever_lost)
+    if (is_inside and exchanges) or (is_part and not parallel.ever_lost):
+        raise ConfigurationError(
+            "world.training() inside `with world.training():`, of this World or another one: one loop trains all"
+            " that the OmniOptimizers of one World hold, and further epochs belong into it; make all of them before"
+        )
+    if is_part:
+        raise RankLost(
+            f"world.training(): an earlier loop has lost the ranks {', '.join(map(str, sorted(parallel.ever_lost)))},"
+            f" and a loop begins with all {parallel.size}; start the script again, from a checkpoint"
+        )
+
 
 # --- The end of a loop ------------------------------------------------------------------------------------------------
 

@@ -244,6 +244,8 @@ class GroupJoin:
             dist.all_reduce(written, op=dist.ReduceOp.MAX, group=parallel.compute_group)
         if written:
             self.read_weights()
+        for part in parallel.parts:
+            part.replica.own_frozen()  # frozen weights that the run's groups have written are this group's own, too
 
 
 def arguments_of(method: Mapping[str, Any], wire_format: Mapping[str, Any], overlap: bool) -> tuple[str, ...]:

@@ -324,6 +324,7 @@ class ParallelState:
         """Destroy this failed rank's `groups_inside`."""
         for topology in (self._compute_groups, self._alike, *self._parted):
             self.process_groups.abandon(topology)
+        self._mesh = None
 
     @property
     def lost(self) -> tuple[int, ...]:

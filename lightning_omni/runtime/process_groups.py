@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import reduce
 from typing import Any
-from weakref import ref
+from weakref import WeakMethod, ref
 
 import torch
 import torch.distributed as dist
@@ -88,14 +88,19 @@ def check_none_lost() -> None:
     )
 
 
+def is_switched() -> bool:
+    """Return whether the default process group is one that a World uses while groups train."""
+    made = [] if _cache is None else [_cache.live, *(each.group for each in _cache.compute.values())]
+    return any(group is not None and group() is dist.group.WORLD for group in made)
+
+
 def check_not_in_loop() -> None:
     """Check that the default process group is not one that a World uses while groups train.
 
     Raises:
         ConfigurationError: it is; another World would take it for that of all ranks.
     """
-    made = [] if _cache is None else [_cache.live, *(each.group for each in _cache.compute.values())]
-    if any(group is not None and group() is dist.group.WORLD for group in made):
+    if is_switched():
         raise ConfigurationError(
             "a second World while compute groups train, inside `with world.training():` or a fit: torch.distributed"
             " refers to one group there; make each World before or after it"
@@ -227,7 +232,6 @@ class ProcessGroups:
 
     def leave(self) -> None:
         self._found = self._beside = None
-        self._stay.clear()
 
     # --- Among all ranks -----------------------------------------------------------------------------------------
 
@@ -314,11 +318,11 @@ class LiveWorld(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg, unused-ignore]
         self._global_rank = rank  # until `connect` sets another
         self.ranks: Sequence[int] = range(size)
-        self._synchronize: Synchronize | None = None
+        self._synchronize: Callable[[], Synchronize | None] = lambda: None
         self._name = ""
 
     def connect(self, synchronize: Synchronize, rank: int) -> None:
-        self._synchronize, self._global_rank = synchronize, rank
+        self._synchronize, self._global_rank = WeakMethod(synchronize), rank  # torch keeps this group
 
     @property
     def group_name(self) -> Any:
@@ -433,9 +437,9 @@ class LiveWorld(dist.ProcessGroup):
 
         If another rank calls it with another ``what``, all ranks raise an error.
         """
-        if self._synchronize is None:
+        if (synchronize := self._synchronize()) is None:
             raise RuntimeError("the live world is not connected to a parameter server yet")
-        parts = self._synchronize(what, payload)
+        parts = synchronize(what, payload)
         self.ranks = [rank for rank, _ in parts]
         return parts
 

@@ -449,8 +449,8 @@ class ServerExchange:
         """Return the data connections, after receiving the answer of an exchange in flight."""
         requests = self._servers()
         if self._travels is not None:
-            ask, self._travels = self._travels, None
-            self._arrived[ask.optimizer] = requests.receive(m.Weights)
+            self._arrived[self._travels.optimizer] = requests.receive(m.Weights)
+            self._travels = None
         return requests
 
     def _servers(self) -> Requests:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_omni.checks import plain
 from lightning_omni.combinations import refuse_pairs
-from lightning_omni.errors import ConfigurationError, OmniError, RankLost, UnsupportedError, end_reason
+from lightning_omni.errors import ConfigurationError, OmniError, UnsupportedError, end_reason
 from lightning_omni.group.core import LastAnswer
 from lightning_omni.methods.model.head import check_mergeable, held_by_one
 from lightning_omni.methods.model.server_optimizer import check_servable
@@ -31,6 +31,7 @@ from lightning_omni.runtime.loop_checks import (
     OwnStatistics,
     RawStepGuard,
     announced_wait,
+    check_may_begin,
     untrained_of,
     unwrapped,
     warn_of_no_update,
@@ -228,6 +229,7 @@ class World(ParallelState):
             self.check_method(len(self.topology.alive))
             if self.has_joined:
                 self.late_group.read_weights()
+                self.states.leave_to_server()
             else:
                 self.connection.join()
                 self._form()
@@ -279,22 +281,7 @@ class World(ParallelState):
             RankLost: an earlier loop has lost ranks; this one cannot continue without those that it lost; or the
                 members of a group have made different numbers of steps.
         """
-        if self.registration is not None:
-            raise UnsupportedError(
-                "World.training() with elastic=True: a group that joins late must find its place in the epoch, which is"
-                " done for Lightning's loops; use OmniStrategy(elastic=True), or start all ranks together"
-            )
-        is_part = dist.get_world_size() < self.size
-        if (self.is_begun and self.executor.exchanges) or (is_part and not self.ever_lost):
-            raise ConfigurationError(
-                "world.training() inside `with world.training():`, of this World or another one: one loop trains all"
-                " that the OmniOptimizers of one World hold, and further epochs belong into it; make all of them before"
-            )
-        if is_part:
-            raise RankLost(
-                f"world.training(): an earlier loop has lost the ranks {', '.join(map(str, sorted(self.ever_lost)))},"
-                f" and a loop begins with all {self.size}; start the script again, from a checkpoint"
-            )
+        check_may_begin(self, self.is_begun, self.executor.exchanges)
         if self.is_recorder:
             warn_of_variables(self.options)
             if unread := self.options.unread:
@@ -441,6 +428,7 @@ class World(ParallelState):
         self.connection.leave("" if self.is_finished else f"rank {self.rank} {how}{where}")
         self._close_connections(has_failed=True)
         self.abandon_groups()
+        self.process_groups.leave()
 
     def close(self) -> None:
         """Leave the run in good order, and stop the embedded server. All live ranks call it.

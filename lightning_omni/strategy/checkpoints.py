@@ -265,12 +265,14 @@ def _without_tensors(world: World, trees: Sequence[Any], tensors: dict[str, Any]
 
 
 def _evaluated(world: World, module: Module, snapshot: ServerSnapshot) -> dict[Tensor, Tensor]:
+    if world.method.evaluated == "mean":
+        return {}
     mine = {name: parameter for parameter, name in names_of(module).items()}
     return {
         own: value
         for part, theirs in zip(world.parts, snapshot.parts, strict=True)
         for name, value in theirs["weights"].items()
-        if world.method.evaluated != "mean"
+        if name not in part.replica.own_frozen()
         if (own := part.replica.parameters.get(name, mine.get(name))) is not None
     }
 

@@ -245,7 +245,7 @@ class Grouping:
         world.check_regroup(groups)
         if groups > 1:
             self.check_several(parts.trainer)
-        is_unchanged = groups == len(world.live_groups)
+        is_unchanged = not any(world.all_reduce_max([int(groups != len(world.live_groups))]))  # not all know of deaths
         speeds = parts.balance.speeds_of_all(world) if by_speed else None
         if is_unchanged and (groups == 1 or not by_speed):
             return

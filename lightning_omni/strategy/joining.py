@@ -158,7 +158,12 @@ class RunStates:
             checkpoint = dump_checkpoint(trainer)
         finally:
             self.is_described = False
-        served = {id(each) for part in parts.world.parts for each in part.replica.ordered}
+        served = {
+            id(each)
+            for replica in (part.replica for part in parts.world.parts)
+            for name, each in replica.parameters.items()
+            if name not in replica.own_frozen()
+        }
         entries = tensors_of(parts.pl_module).items()
         own = {name: each for name, each in entries if isinstance(each, Tensor) and id(each) not in served}
         shared = {name: own.pop(name) for name in list(own) if is_part(own[name])}

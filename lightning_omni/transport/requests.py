@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from torch import Tensor
@@ -35,6 +35,7 @@ class Requests:
         self._connections = self._all[-1:] if by_member else self._all
         self._in_parts = by_member or len(self._all) > 1
         self._number = 0
+        self._got: list[Any] = []
         lasting = [each for each in self._connections if isinstance(each, ReconnectingData)]
         self._again = _Again(lasting, largest) if self._in_parts and lasting else None
 
@@ -68,6 +69,7 @@ class Requests:
                 Outgoing(msgspec.structs.replace(message, request=number), payload) for message, payload in outgoing
             ]
         parts = [(message, payload, room) for (message, payload), room in zip(outgoing, rooms, strict=True)]
+        self._got = []
         if self._again is not None:
             self._again.send(parts)
             return
@@ -81,8 +83,8 @@ class Requests:
         if self._again is not None:
             received = self._again.receive(expect, memories)
         else:
-            pairs = zip(self._connections, memories, strict=True)
-            received = [_received(each.receive, expect, memory) for each, memory in pairs]
+            _receive_rest(self._got, [each.receive for each in self._connections], expect, memories)
+            received, self._got = self._got, []
         answers = []
         for each in received:
             if isinstance(each, Refused):
@@ -111,11 +113,13 @@ class _Again:
         self._control = connections[0].control
         self._server_epoch: int | None = None  # of the servers with which all members of the group exchange
         self._parts: Sequence[_Part] = ()
+        self._got: list[Any] = []
         self._is_out = False
 
     def send(self, parts: Sequence[_Part]) -> None:
         if self._server_epoch is None:
             self._reconnect()
+        self._got = []
         self._parts, self._is_out = parts, all(each.server_epoch == self._server_epoch for each in self._connections)
         try:
             for connection, part in zip(self._connections, parts, strict=True) if self._is_out else ():
@@ -146,10 +150,10 @@ class _Again:
         if not self._is_out:
             return None
         try:
-            pairs = zip(self._connections, memories, strict=True)
-            return [_received(connection.receive_part, expect, memory) for connection, memory in pairs]
+            _receive_rest(self._got, [each.receive_part for each in self._connections], expect, memories)
         except ServerUnavailable:
             return None
+        return self._got
 
 
 def _received(
@@ -159,6 +163,17 @@ def _received(
         return receive(expect, memory)
     except Refused as no:
         return no
+
+
+def _receive_rest(
+    got: list[tuple[Answer, Tensor] | Refused],
+    receives: Sequence[Callable[[type[Answer], Tensor | None], tuple[Answer, Tensor]]],
+    expect: type[Answer],
+    memories: Sequence[Tensor | None],
+) -> None:
+    """Append the answers that are not among ``got`` yet: an exception may have interrupted an earlier call."""
+    for receive, memory in list(zip(receives, memories, strict=True))[len(got) :]:
+        got.append(_received(receive, expect, memory))
 
 
 def check_alike(answers: list[tuple[m.Weights, Tensor]]) -> None:

@@ -150,6 +150,8 @@ class ParameterGroups:
         replica, start = part.replica, len(part.replica.ordered)
         try:
             fresh = self._fresh(part)
+            if not self._parallel.steps_at_worker:  # no write of the user's, which `ServedState` would note
+                dict.update(part.optimizer.state, replica.take_detached(fresh.values()))
             grown = _layout_with(part, fresh)
             tree = self._tree(part, fresh)
         except UnsupportedError as error:
@@ -166,8 +168,8 @@ class ParameterGroups:
             buffer = torch.cat([torch.zeros(first, dtype=torch.uint8), theirs])
             _take_over(list(fresh.values()), grown.views(buffer)[start:])
         if not self._parallel.steps_at_worker:  # rule 1 of `StateTransfer`
-            for parameter in part.optimizer.state.keys() & set(fresh.values()):
-                del part.optimizer.state[parameter]
+            for parameter in fresh.values():
+                dict.pop(part.optimizer.state, parameter, None)
         replica.release(set(held_by(part.optimizer)))
         part.arranged = arrangement
         return bool(fresh)

@@ -137,6 +137,9 @@ class ModelReplica(Replica):
         self._released = self.ever_held - held
         detach_state(self.optimizer, self._detached)
 
+    def take_detached(self, parameters: Iterable[Parameter]) -> dict[Tensor, Any]:
+        return {each: self._detached.pop(each) for each in parameters if each in self._detached}
+
     def _lay_out(self) -> None:
         vars(self).pop("layout", None)
 
@@ -193,6 +196,7 @@ class ModelReplica(Replica):
 
     def descend(self, gradient: Sequence[Tensor | None]) -> None:
         """Make a local step between two fetches, which counts as a write of the method."""
+        self.own_frozen()  # noted before this step counts as the method's write
         super().descend(gradient)
         complete(self.ordered)
         self._writes.follow(self.ordered, self.weights())
@@ -263,12 +267,14 @@ class ModelReplica(Replica):
         pairs = zip(self.ordered, self.weights(), self._stashed.tensors, strict=True)
         back = [mine if but_frozen and not each.requires_grad else own for each, mine, own in pairs]
         drift = None if but_frozen else self._stashed_drift
-        if drift is None:  # weights that differ from the evaluated ones are this group's own
+        if (
+            drift is None
+        ):  # weights that differ from the evaluated ones are this group's own; parts of trained ones may not
             drift = Drift()
             drift.move(
                 index
                 for index, (mine, own) in enumerate(zip(self.weights(), back, strict=True))
-                if not torch.equal(mine, own.to(mine.device))
+                if self.ordered[index].requires_grad or not torch.equal(mine, own.to(mine.device))
             )
         self.load(Pulled(back, self._stashed.clock))
         self.drift = drift

@@ -207,7 +207,7 @@ class ReductionCheck:
         if flags == known:
             return closure
         self._seen[index] = flags
-        before = [*known, *[False] * (len(flags) - len(known))]
+        before = [*known[: len(flags)], *[False] * (len(flags) - len(known))]
         fresh = [each for each, now, then in zip(parameters, flags, before, strict=True) if now and not then]
         if not fresh:
             return closure

@@ -141,7 +141,7 @@ class StateTransfer:
     # --- To the server and back ---------------------------------------------------------------------------------------
 
     def seed(self) -> None:
-        """Send the recorder's weights to the server, and states of optimizers that step there; all ranks clear them."""
+        """Send the server the recorder's weights, and the states of optimizers that step there. All ranks call it."""
         if self._parallel.owns_state:
             parts = [
                 {
@@ -155,15 +155,19 @@ class StateTransfer:
                 for part, state in zip_longest(self._parallel.parts, self._resumed.server)
             ]
             self._exchange.store.seed(parts)
+        self.leave_to_server()
+        self._parallel.barrier()
+
+    def leave_to_server(self) -> None:
+        """Clear the states of optimizers that step at the server, and follow what other code does with them."""
         for part in self._parallel.parts:
             if not self._parallel.steps_at_worker:
                 for parameter in part.optimizer.state.keys() & set(part.replica.ordered):
                     del part.optimizer.state[parameter]
                 ServedState.install(part.optimizer, partial(self._warn_of_read, type(part.optimizer).__name__))
-        self._parallel.barrier()
 
     def _warn_of_read(self, kind: str) -> None:
-        if self._parallel.is_recorder:
+        if self._parallel.is_recorder and self._parallel.control is not None:
             _log.warning(
                 "optimizer.state of %s is read while the parameter server has it, and is empty on the ranks: what reads"
                 " it sees the state of a first step, and changes of its tensors are not possible; rank 0's"
@@ -209,14 +213,8 @@ class StateTransfer:
         mine = parallel.holders.members(parallel.holders.group_of(parallel.rank)).index(parallel.rank)
         state: dict[Any, Any] = {}
         for share, rank in enumerate(first):
-            tree, refused = {}, ""
-            if rank == parallel.rank:
-                tree = parts_of(optimizer_state_of(optimizer))
-                try:
-                    pack(tree)
-                except MalformedMessage as error:
-                    tree, refused = {}, str(error)
-            found = self._exchange.members.broadcast_tree_to_all({"state": tree, "refused": refused}, rank)
+            tree = _sendable(optimizer) if rank == parallel.rank else {}
+            found = self._exchange.members.broadcast_tree_to_all(tree, rank)
             if found["refused"]:
                 if parallel.is_recorder:
                     _log.warning(
@@ -337,10 +335,25 @@ class StateTransfer:
         if self._parallel.replicas == 1:
             return
         for part in parts:
-            if self._parallel.exchanges:
-                self._exchange.members.broadcast_tree_to_replicas(parts_of(optimizer_state_of(part.optimizer)))
-            else:
-                load_state(part.optimizer, self._exchange.members.broadcast_tree_to_replicas({}))
+            exchanges = self._parallel.exchanges
+            found = self._exchange.members.broadcast_tree_to_replicas(_sendable(part.optimizer) if exchanges else {})
+            if found["refused"]:
+                raise UnsupportedError(
+                    f"the ranks of a new group need one state of {type(part.optimizer).__name__}, which cannot be sent:"
+                    f" {found['refused']}; leave out regroup() and OmniTuner, or use another optimizer"
+                )
+            if not exchanges:
+                load_state(part.optimizer, found["state"])
+
+
+def _sendable(optimizer: Optimizer) -> dict[str, Any]:
+    """Return an optimizer's state as a tree for other ranks, or the reason why it cannot be sent."""
+    state = parts_of(optimizer_state_of(optimizer))
+    try:
+        pack(state)
+    except MalformedMessage as error:
+        return {"state": {}, "refused": str(error)}
+    return {"state": state, "refused": ""}
 
 
 class Residuals:

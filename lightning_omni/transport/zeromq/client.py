@@ -121,6 +121,7 @@ class ControlConnection(Control):
         self._thread: threading.Thread | None = None
         self._dialed: Dialed | None = None
         self._unanswered: list[bytes] | None = None  # the request that awaits its answer
+        self._is_owed = False  # whether the answer to an earlier request, which an exception ended, may still come
         try:
             self._join = partial(self._dial, key, run, world_size, layout)
             self._dialed, welcome = self._join(connect_timeout)
@@ -151,13 +152,19 @@ class ControlConnection(Control):
                 f"a {type(message).__name__} of {len(data)} bytes with {len(payload)} bytes of payload is too large for"
                 f" the control channel, which takes {m.LARGEST_INLINE}; bring it over the data channel"
             )
+        is_owed, self._is_owed = self._is_owed, True
         self._outside.send_multipart([data, payload] if payload else [data])
         clock = SuspendAwareClock()
         deadline = clock() + timeout
         while True:
             if self._outside.poll(_SLICE):
                 head, *parts = self._outside.recv_multipart()
-                return answer_of(m.decode(head, at="rank", channel=m.CONTROL), expect), parts
+                answer = m.decode(head, at="rank", channel=m.CONTROL)
+                if is_owed and not _may_answer(message, answer, expect):
+                    is_owed = False
+                    continue
+                self._is_owed = False
+                return answer_of(answer, expect), parts
             self.check()
             if clock() > deadline:
                 raise ConnectionLost(
@@ -374,6 +381,11 @@ class Session:
     memory: str = ""
 
 
+def _may_answer(message: m.Message, answer: m.Message, expect: type[m.Message]) -> bool:
+    number = getattr(answer, "number", 0)
+    return isinstance(answer, (expect, m.RefusedMessage)) and number == getattr(message, "number", number)
+
+
 class DataConnection(Data):
     """A rank's data connection; ``timeout`` is in seconds, for any one answer.
 
@@ -397,6 +409,7 @@ class DataConnection(Data):
         self._sharing = Sharing(session.memory, session.rank, session.secret, min(timeout, CONNECT_TIME))
         self._offered: set[MemoryRange] = set()
         self._awaited: tuple[MemoryRange, Tensor] | None = None
+        self._arriving: Assembly | None = None
 
     def send(self, message: m.Message, payload: Tensor | None = None, into: Tensor | None = None) -> None:
         room = self._sharing.range_of(into)
@@ -420,6 +433,8 @@ class DataConnection(Data):
             self.shared += payload.numel() if places.payload is not None else 0
 
     def receive(self, expect: type[T], into: Tensor | None = None) -> tuple[T, Tensor]:
+        if self._arriving is not None:  # an exception has interrupted its arrival
+            return answer_of(self._arriving.message, expect), self._complete(self._arriving)
         head, *rest = self._receive()
         answer = m.decode(head.buffer, at="rank", channel=m.DATA)
         if isinstance(answer, m.LargeMessage):
@@ -451,9 +466,13 @@ class DataConnection(Data):
         self._context.term()
 
     def _assemble(self, message: m.Message, buffer: Tensor) -> Tensor:
-        assembly = Assembly(message, buffer)
+        self._arriving = Assembly(message, buffer)
+        return self._complete(self._arriving)
+
+    def _complete(self, assembly: Assembly) -> Tensor:
         while not assembly.is_complete:
             assembly.add(self._receive()[-1].buffer)
+        self._arriving = None
         return assembly.buffer
 
     @property
