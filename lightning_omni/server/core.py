@@ -214,7 +214,11 @@ class ServerCore:
             return []
         self._pass_time(message.now)
         self._status_service.begin(message)
-        out = self._execute(replication, message)
+        try:
+            out = self._execute(replication, message)
+        except StepFailed as error:  # it ends the run, as at the other servers, and no server
+            replication.fail(str(error), of_run=True)
+            out = []
         replication.done()
         if isinstance(message, (sm.AdmitRank, sm.HandleMessage)):  # a rank waits for this report
             replication.report()
@@ -279,7 +283,10 @@ class ServerCore:
         self._status_service.tick(now)
         self._observation.tick(now)
         # A method's answers must be passed to the socket before the loss of a rank can change the weights again.
-        out = self._training.expire(now) or self._membership.tick(now)
+        try:
+            out = self._training.expire(now) or self._membership.tick(now)
+        except StepFailed as error:
+            out = self._membership.end(str(error))
         return self._sent(out + self.replication.tick(now))
 
     @property

@@ -355,6 +355,8 @@ class Coordinator(_PartitionedReplication):
         return self._end(f"{reason} with it; the run cannot go on") + self._answers_due()
 
     def fail(self, sender: Sender, message: sm.FollowerFailed, payload: Payload) -> list[Out]:
+        if message.of_run:
+            return self._end(message.reason) + self._answers_due()
         return self._lose(self._number_of(sender), f"failed: {message.reason}")
 
     def commands_done(self, sender: Sender, message: sm.CommandsDone, payload: Payload) -> list[Out]:
@@ -448,8 +450,8 @@ class Follower(_PartitionedReplication):
     def refuse(self, rank: int, request: int, refusal: m.RefusedMessage) -> None:
         self._send(sm.PartReady(rank=rank, request=request, refusal=refusal))
 
-    def fail(self, reason: str) -> None:
-        self._send(sm.FollowerFailed(reason=reason))
+    def fail(self, reason: str, of_run: bool = False) -> None:
+        self._send(sm.FollowerFailed(reason=reason, of_run=of_run))
 
     def _part_arrived(self, key: Key, finite: bool, present: tuple[bool, ...]) -> list[Out]:
         self._send(sm.PartReady(rank=key[0], request=key[1], finite=finite, present=present))

@@ -41,7 +41,7 @@ from lightning_omni.wire.journal import (
 )
 from lightning_omni.wire.messages import servers as sm
 
-STATE, STATE_VERSION = "lightning_omni.server_state", 4
+STATE, STATE_VERSION = "lightning_omni.server_state", 5
 """Name and version of a saved state."""
 
 

@@ -10,7 +10,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from lightning_omni.errors import MalformedMessage, OmniError, ProtocolError, Refused
+from lightning_omni.errors import MalformedMessage, OmniError, ProtocolError, Refused, StepFailed
 from lightning_omni.methods import Method, Reply
 from lightning_omni.server.admission import Admission
 from lightning_omni.server.event_log import Kind
@@ -97,8 +97,11 @@ class Training(Service):
         out: list[Out] = []
         for number, served in self._store.pushed:
             if served.method_side.due <= now:
-                with torch.no_grad():
-                    replies = served.method_side.expire()
+                try:
+                    with torch.no_grad():
+                        replies = served.method_side.expire()
+                except OmniError as error:  # no group has asked, and none is to be answered
+                    raise StepFailed(str(error)) from error
                 self._events.note("expire", -1, number)
                 out += self._answers(number, replies)
         return out

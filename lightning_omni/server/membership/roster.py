@@ -47,6 +47,7 @@ class FormedGroups:
         self.incarnation = 0
         self.by_member = False
         self._places = 0  # numbers used so far, for when no group is left
+        self._ended: dict[int, int] = {}  # groups that have ended, with the numbers used until then
         self._identities: dict[int, GroupId] = {}
 
     @property
@@ -64,6 +65,7 @@ class FormedGroups:
             raise ProtocolError(f"names={tuple(names)}: {len(topology.groups)} groups need as many different names")
         self.topology, self.by_member = topology, by_member
         self.incarnation += 1
+        self._ended.clear()
         self._identities = {group: GroupId(name, self.incarnation) for group, name in enumerate(names)}
 
     def add(self, ranks: Sequence[int], name: str) -> int:
@@ -79,7 +81,7 @@ class FormedGroups:
 
     def remove(self, group: int) -> None:
         assert self.topology is not None
-        self._places = len(self.topology.groups)
+        self._places = self._ended[group] = len(self.topology.groups)
         self.topology = self.topology.without(group) if len(self.topology.alive) > 1 else None
 
     def identity(self, group: int) -> GroupId:
@@ -115,12 +117,13 @@ class FormedGroups:
 
     def history(self, formed: int) -> GroupHistory:
         every = range(len(self.topology.groups) if self.topology is not None else self._places)
-        return GroupHistory(every[:formed], every[formed:], [group for group in every if group not in self.alive])
+        return GroupHistory(every[:formed], every[formed:], self._ended)
 
     def state(self) -> dict[str, Any]:
         return {
             "groups": [list(members) for members in self.topology.groups] if self.topology is not None else None,
             "places": self._places,
+            "ended": dict(self._ended),
             "incarnation": self.incarnation,
             "by_member": self.by_member,
             "identities": {group: (each.name, each.incarnation) for group, each in self._identities.items()},
@@ -129,7 +132,7 @@ class FormedGroups:
     def load(self, state: Mapping[str, Any]) -> None:
         groups = state["groups"]
         self.topology = Topology(tuple(tuple(members) for members in groups)) if groups is not None else None
-        self._places, self.incarnation = state["places"], state["incarnation"]
+        self._places, self._ended, self.incarnation = state["places"], dict(state["ended"]), state["incarnation"]
         self.by_member = state["by_member"]
         self._identities = {group: GroupId(*each) for group, each in state["identities"].items()}
 

@@ -37,12 +37,12 @@ class GroupHistory(NamedTuple):
 
     Attributes:
         joined: groups that have joined later, in order.
-        gone: groups of either kind that have ended.
+        gone: groups of either kind that have ended, with the number of groups until then.
     """
 
     formed: Sequence[int]
     joined: Sequence[int]
-    gone: Sequence[int]
+    gone: Mapping[int, int]
 
 
 class ServedParameters:
@@ -129,10 +129,11 @@ class ServedParameters:
         more = {"sizes": state["sizes"], "servers": int(state.get("servers", 1))}
         served = cls(state["optimizer"], *where, room=int(state["room"]), **more)
         # The history is repeated, because a method may compute values from the number of groups when they are formed.
-        for group in groups.joined:
-            served.method_side.join(group)
-        for group in groups.gone:
-            served.method_side.evict(group)
+        for number in (*groups.joined, len(groups.formed) + len(groups.joined)):
+            for gone in (group for group, numbers in groups.gone.items() if numbers == number):
+                served.method_side.evict(gone)
+            if number in groups.joined:
+                served.method_side.join(number)
         served.method_side.load_state(state["method"])
         served.structures.load(state["structures"])
         served.counts.load(state)

@@ -221,6 +221,8 @@ class StateDirectory:
         with contextlib.suppress(OSError):
             if core.over and (saves := numbers_in(self._path, SAVED)):  # its weights may still be of use
                 self._keep_ended(saves[-1])
+            elif core.is_over and not core.over:  # it has ended in good order: nothing of an earlier one stays
+                (self._path / ENDED).unlink(missing_ok=True)
             self._remove_before(self._number + 1)
         # Another server may still be writing the last save, so its number is not used again.
         self._number = self._number if self._others else 0

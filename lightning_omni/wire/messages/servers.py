@@ -54,7 +54,10 @@ class CommandsDone(m.Message, frozen=True, kw_only=True):
 
 
 class FollowerFailed(m.Message, frozen=True, kw_only=True):
+    """The failure of a server, or of a step of the run that all servers make (``of_run``)."""
+
     reason: str
+    of_run: bool = False
 
 
 # --- From the coordinating server to a server that holds a partition
