@@ -24,7 +24,7 @@ from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.strategy.namespaces import need_namespace
 from lightning_omni.tuning.callback.online_tuner import frequent_switches
 from lightning_omni.tuning.callback.tuned_fit import MONITORED, Fit, JoinedFit, TunedFit, may_form_groups
-from lightning_omni.tuning.callback.tuned_run import TunedRun, TunerOptions, last_choice, strategy_of
+from lightning_omni.tuning.callback.tuned_run import TunedRun, TunerOptions, TunerState, last_choice, strategy_of
 from lightning_omni.tuning.search import Choice, Search, Space
 from lightning_omni.tuning.trainer import names_for
 
@@ -45,6 +45,7 @@ _LARGER = {"acc", "accuracy", "auc", "auroc", "f1", "precision", "recall", "dice
 @dataclass(frozen=True)
 class RemoteResults:
     searches: list[Search] = field(default_factory=list)
+    choice: Choice | None = None
     problem: str = ""
     folder: Path | None = None
 
@@ -169,7 +170,7 @@ class OmniTunerHooks(_CallbackBase):
     @property
     def choice(self) -> Choice | None:
         """Return the latest choice, on rank 0."""
-        return last_choice(self._remote.searches) if self._fit is None else self._fit.run.choice
+        return self._remote.choice if self._fit is None else self._fit.run.choice
 
     @property
     def problem(self) -> str:
@@ -279,9 +280,9 @@ class OmniTunerHooks(_CallbackBase):
         """Load the results of rank 0's process in the script's process."""
         self._kept = results["state"]
         searches = [Search.from_dict(each) for each in self._kept.get("searches", ())]
-        self._remote = RemoteResults(
-            searches, results["problem"], Path(results["folder"]) if results["folder"] else None
-        )
+        choice = last_choice(searches, TunerState.from_dict(self._kept)) if searches else None
+        folder = Path(results["folder"]) if results["folder"] else None
+        self._remote = RemoteResults(searches, choice, results["problem"], folder)
 
     @property
     def _fitting(self) -> Fit:

@@ -31,7 +31,7 @@ class DivergenceGuard:
         ``is_guarded`` tells whether a server rejects non-finite pushes, so that a non-finite loss does no harm.
         """
         if loss is not None:
-            loss, before = loss.detach(), self._mean
+            loss, before = loss.detach().float().mean(), self._mean
             is_finite, lost = torch.isfinite(loss), torch.zeros_like(loss) if self._lost is None else self._lost
             mean = loss.clone() if before is None else before.lerp(loss, c.NEWEST_LOSS)
             if is_guarded and before is not None:

@@ -370,7 +370,7 @@ class OnlineTuner:
                 self.adopt(command)
             else:
                 self._postponed = command
-            splits = command.setting.groups == 1 and command.setting.rebalance
+            splits = command.setting == replace(batches.spec.start, rebalance=True)
             if splits and decision.observation is not None and not self._known:
                 # One group with proportional batches is timed once more, to see whether it is as fast as predicted.
                 self._known = [decision.observation.measured]

@@ -61,8 +61,9 @@ class PlateauGuard:
     # --- Training -----------------------------------------------------------------------------------------------------
 
     def batch_done(self, loss: Tensor | None) -> None:
-        trainer, trial = self._run.trainer, self.trial
-        if loss is not None:
+        trainer, trial, state = self._run.trainer, self.trial, self._run.state
+        is_searching = state.setting is None or state.unfinished  # the losses belong to what will be chosen
+        if loss is not None and (trial is not None or is_searching or self._is_watched):
             (self._noted if trial is None else trial.losses).append(loss.detach().float().mean())
         if trial is None:
             return
@@ -188,6 +189,7 @@ class PlateauGuard:
         self.trial, outcome = None, TrialOutcome(run.broadcast(outcome))
         if outcome is TrialOutcome.BETTER:
             state.is_final, state.before_trial = True, None
+            self._applied.watch(state.divergence_threshold)  # drops the rollback point
             why = "it lowers the training loss further"
         else:
             self._applied.end_trial(trial.before if outcome is TrialOutcome.WORSE else None)

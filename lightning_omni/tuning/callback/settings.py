@@ -35,8 +35,7 @@ from lightning_omni.tuning.search.space import (
     compression_named,
     is_plain,
 )
-from lightning_omni.wire.compression import Compression, all_reduce_of
-from lightning_omni.wire.compression import text_of as text_of_all_reduce
+from lightning_omni.wire.compression import EXACT, Compression, all_reduce_of
 
 __all__ = ["AppliedSetting", "FitSpace", "communicate", "communication_of"]
 
@@ -133,7 +132,7 @@ class FitSpace:
             method=text_of(world.method, without=("period",)),
             wire=_text_of_wire(world.options.compression),
             overlap=world.core.overlaps,
-            all_reduce=text_of_all_reduce(world.reduction.format),
+            all_reduce="fp32" if world.reduction.format == EXACT else "",  # the first batches are averaged as they are
         )
 
     def _space(self, hyperparameters: Hyperparameters, start: Setting) -> Space:

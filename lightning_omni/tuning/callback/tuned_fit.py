@@ -213,7 +213,10 @@ class TunedFit(Fit):
             self._disable(str(error), may_split=may_split)
             return
         if run.state.setting is not None and run.state.ranks != run.world.size:
-            self._prepare_new_search(hyperparameters)
+            ranks = f"with {run.world.size} ranks instead of {run.state.ranks}"
+            self._prepare_new_search(hyperparameters, ranks)
+        elif run.state.own is not None and {each.name for each in run.options.further} - dict(run.own.further).keys():
+            self._prepare_new_search(hyperparameters, "with other dimensions in space=")
         if run.may_change_inside:  # the third window may show a flat loss
             run.strategy.parts.epochs.check_every = c.FEWEST_WINDOWS * c.SHORTEST_WINDOW * run.batch(run.world.size)
             run.strategy.parts.epochs.on_check = self._synchronized
@@ -241,11 +244,9 @@ class TunedFit(Fit):
         but = ", but batches are split in proportion to the ranks' speeds where that pays" if splits else ""
         run.info(f"OmniTuner: nothing is tuned{but}: {problem}")
 
-    def _prepare_new_search(self, hyperparameters: Hyperparameters) -> None:
+    def _prepare_new_search(self, hyperparameters: Hyperparameters, how: str) -> None:
         run = self.run
-        run.info(
-            f"OmniTuner: the run is resumed with {run.world.size} ranks instead of {run.state.ranks}: searching again"
-        )
+        run.info(f"OmniTuner: the run is resumed {how}: searching again")
         if run.state.own is not None:
             hyperparameters.set_momentum(run.state.own.momentum)
         hyperparameters.scale(1 / run.state.scaled)

@@ -315,12 +315,14 @@ class TunedRun:
         self.state = TunerState.from_dict(state)
         rounds = zip(state["searches"], state["when"], state["after"], strict=True)
         self.rounds = [Round(Search.from_dict(each), when[0], when[1], dict(after)) for each, when, after in rounds]
-        self.choice = last_choice(self.searches) if self.is_rank_zero else None
+        self.choice = last_choice(self.searches, self.state) if self.is_rank_zero else None
         if self._began:  # in a run, as after a learning-rate finder: the state has the time so far
             self.begin()
 
 
-def last_choice(searches: list[Search]) -> Choice | None:
+def last_choice(searches: list[Search], state: TunerState) -> Choice | None:
+    if searches and state.is_final and state.setting is not None:
+        return Choice(state.setting, "what was chosen before has been given up")
     return searches[-1].choice() if searches else None
 
 
@@ -369,7 +371,7 @@ class TunerReports:
         if run.rounds and run.is_rank_zero:  # a checkpoint gives all ranks the earlier searches
             results = run.times, tuple(run.state.reached), ReportOrigin.now(run.hosts)
             self._report(TuningReport(tuple(run.rounds), options.target, options.monitor, *results))
-        values = [value for _, value in run.state.reached]
+        values = [value for _, value in run.state.reached if not math.isnan(value)]
         if options.target is None or any(map(options.is_reached, values)):
             return
         best = (min(values) if options.is_lower_better else max(values)) if values else None

@@ -329,7 +329,12 @@ def _load_batch(loaders: Any, number: int) -> Any:
                 " pass DeviceTuner(batches=[...])"
             )
         dataset: Any = loader.dataset
-        size = min(loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1, len(dataset))
+        size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+        if size is None:
+            raise ConfigurationError(
+                "the DataLoader has no batch_size, and neither has its batch_sampler; pass DeviceTuner(batches=[...])"
+            )
+        size = min(size, len(dataset))
         generator = torch.Generator().manual_seed(number)
         indices = torch.randint(len(dataset), (size,), generator=generator).tolist()
         if hasattr(dataset, "__getitems__"):

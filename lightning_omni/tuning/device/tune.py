@@ -358,7 +358,7 @@ class _DeviceSearch:
 
     def _compare_losses(self, trial: Trial) -> str:
         seconds = 2 * self._best.run(1) + trial.run(1)
-        steps = min(_PROBE_STEPS, int((self._deadline - self._setup.clock()) / max(seconds, 1e-9)))
+        steps = int(min(_PROBE_STEPS, (self._deadline - self._setup.clock()) / max(seconds, 1e-9)))
         if steps < _FEWEST_PROBE_STEPS:
             raise _Rejected(f"no time for a probe of {_FEWEST_PROBE_STEPS} steps")
         nudged = Trial(self._setup, self._best.setting, nudge=_ROUNDING)
@@ -377,6 +377,8 @@ class _DeviceSearch:
             found = compare(self._baseline, self._best, math.inf, setup.clock, enough=self._began + self._budget)
             gain, baseline, tuned = found.gain, statistics.median(found.before), statistics.median(found.after)
             spread = found.spread
+            if gain <= 1:  # one by one they were faster, and together they are not
+                setting, tuned, gain, spread = self._baseline.setting, baseline, None, None
         self._progress(1.0, "done")
         return DeviceReport(
             tuple(self._findings),

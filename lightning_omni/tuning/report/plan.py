@@ -11,6 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.palette import CHOSEN, EXPECTED, can_draw, new_figure, plot_interval, png_of
 from lightning_omni.tuning.model.convergence import Estimate
@@ -52,7 +54,7 @@ class PlanSource:
             if "measured" in plain:
                 return cls(Profile.from_dict(plain), None)
             search = Search.from_dict(plain["rounds"][-1]["search"])
-        except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, msgspec.ValidationError) as error:
             missing = f"it has no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
             reason = getattr(error, "strerror", None) or missing
             raise ConfigurationError(f"file {str(path)!r}: {reason}; {_FILE}") from error
@@ -142,7 +144,8 @@ class Plan:
 
     @cached_property
     def rows(self) -> list[PlanRow]:
-        return list(map(self._row, group_counts(self.cluster.profile.ranks)))
+        possible = {each.groups for each in self._evidence.candidates}
+        return [self._row(groups) for groups in group_counts(self.cluster.profile.ranks) if groups in possible]
 
     def _row(self, groups: int) -> PlanRow:
         evidence = self._evidence

@@ -255,7 +255,8 @@ class SearchSummary:
 
     @property
     def groups(self) -> tuple[int, ...]:
-        return self.search.spec.space.groups
+        possible = {each.groups for each in self.search.candidates}
+        return tuple(groups for groups in self.search.spec.space.groups if groups in possible)
 
     # --- Times -------------------------------------------------------------------------------------------------------
 

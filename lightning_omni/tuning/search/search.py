@@ -166,13 +166,14 @@ class _Axes:
         )
         setting, scaling = self._ways[int(way)], self._evidence.scaling
         if setting.groups > 1:  # one group keeps the user's momentum and learning rate
-            momentum = round(float(momentum), 2) if _is_free(self._axes[1]) else setting.momentum
+            space, is_free = self._evidence.spec.space, _is_free(self._axes[1])
+            momentum = min(round(float(momentum), 2), space.momentum[1]) if is_free else setting.momentum
             most = scaling.lr(setting.updates_per_batch, momentum, c.LARGEST_STEP * self._evidence.theory.step)
             lr = min(setting.lr * math.exp(log_factor), most)
-            setting = replace(setting, momentum=momentum, lr=float(f"{lr:.3g}"))
+            setting = space.holds(replace(setting, momentum=momentum, lr=float(f"{lr:.3g}")))
         for each, value in zip(self.further, further, strict=True):
             setting = each.put(setting, value)
-        return self._evidence.spec.space.holds(setting)
+        return setting
 
 
 def _is_free(axis: Axis) -> bool:
