@@ -61,6 +61,10 @@ class Task:
         cluster = cluster_of(settings)
         workload = workload_named(settings.workload, settings.seed)
         rates, target = rates_of(settings), target_of(settings.target, workload)
+        if not workload.evaluate and (settings.evaluate_every or settings.evaluate_every_seconds):
+            raise ConfigurationError(
+                "--evaluate-every: this workload evaluates nothing; give it evaluate=, or leave it out"
+            )
         options = {
             "batch_size": settings.batch_size,
             "computation": Computation(rebalance=settings.rebalance),
@@ -92,8 +96,9 @@ class Task:
             for name, value in given.items():
                 if name not in optimizer.defaults:
                     raise ConfigurationError(f"{flag(name)}: {type(optimizer).__name__} has none; leave it out")
-                for group in optimizer.param_groups:
-                    group[name] = value
+                first = optimizer.param_groups[0].get(name)
+                for group in optimizer.param_groups:  # the ratios between learning rates stay
+                    group[name] = value * (group[name] / first) if name == "lr" and first else value
                 optimizer.defaults[name] = value
             return optimizer
 

@@ -59,6 +59,8 @@ class _Compensate(ServerSide):
         corrected: list[Tensor | None] = []
         assert self.master.optimizer is not None
         directions = directions_of(self.master.optimizer)
+        if self.method.adaptive:  # also at a server that holds frozen parameters alone: all have the same groups
+            self._square.setdefault(push.group, [torch.zeros_like(weight) for weight in self.master.weights()])
         for index, (parameter, gradient, then) in enumerate(
             zip(self.master.parameters.values(), push.tensors, self._read[push.group], strict=True)
         ):
@@ -76,8 +78,7 @@ class _Compensate(ServerSide):
     def _strength(self, group: int, index: int, square: Tensor) -> Tensor | float:
         if not self.method.adaptive:
             return self.method.strength
-        means = self._square.setdefault(group, [torch.zeros_like(weight) for weight in self.master.weights()])
-        mean = _real(means[index]).mul_(self.method.decay).add_(square, alpha=1 - self.method.decay)
+        mean = _real(self._square[group][index]).mul_(self.method.decay).add_(square, alpha=1 - self.method.decay)
         return self.method.strength / torch.sqrt(mean + _EPSILON)
 
     def state(self) -> dict[str, Any]:

@@ -379,6 +379,8 @@ def _accepted(out: list[Out]) -> list[Out]:
     for item in out:
         if isinstance(item.message, m.RefusedMessage):
             raise ProtocolError(f"the server refused a simulated message: {item.message.reason}")
+        if isinstance(item.message, m.Notice) and item.message.over:  # a step has failed for which groups wait
+            raise ProtocolError(f"the server has ended the simulated run: {item.message.reason}")
     return out
 
 

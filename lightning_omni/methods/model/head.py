@@ -120,8 +120,8 @@ class MergedHead:
         given = iter(found)
         into = [next(given) if tensor.requires_grad else None for tensor in inputs]
         own = [next(given) if parameter.requires_grad else None for parameter in self._ordered]
-        if scale != 1.0:
-            own = [None if gradient is None else gradient.mul_(scale) for gradient in own]
+        # Copies: autograd may return one tensor for several parameters, or an expanded one, and `clip` writes to them.
+        own = [None if gradient is None else gradient * scale for gradient in own]
         return HeadBackwardPass(into, own)
 
     def abandon(self) -> None:
