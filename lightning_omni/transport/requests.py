@@ -83,7 +83,7 @@ class Requests:
         if self._again is not None:
             received = self._again.receive(expect, memories)
         else:
-            _receive_rest(self._got, [each.receive for each in self._connections], expect, memories)
+            _receive_missing(self._got, [each.receive for each in self._connections], expect, memories)
             received, self._got = self._got, []
         answers = []
         for each in received:
@@ -150,7 +150,7 @@ class _Again:
         if not self._is_out:
             return None
         try:
-            _receive_rest(self._got, [each.receive_part for each in self._connections], expect, memories)
+            _receive_missing(self._got, [each.receive_part for each in self._connections], expect, memories)
         except ServerUnavailable:
             return None
         return self._got
@@ -165,7 +165,7 @@ def _received(
         return no
 
 
-def _receive_rest(
+def _receive_missing(
     got: list[tuple[Answer, Tensor] | Refused],
     receives: Sequence[Callable[[type[Answer], Tensor | None], tuple[Answer, Tensor]]],
     expect: type[Answer],

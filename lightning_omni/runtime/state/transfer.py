@@ -339,8 +339,9 @@ class StateTransfer:
             found = self._exchange.members.broadcast_tree_to_replicas(_sendable(part.optimizer) if exchanges else {})
             if found["refused"]:
                 raise UnsupportedError(
-                    f"the ranks of a new group need one state of {type(part.optimizer).__name__}, which cannot be sent:"
-                    f" {found['refused']}; leave out regroup() and OmniTuner, or use another optimizer"
+                    "the ranks of a new group need one state, and a message cannot hold what an optimizer keeps in its"
+                    f" state ({type(part.optimizer).__name__}: {found['refused']}); leave out regroup() and OmniTuner,"
+                    " or use another optimizer"
                 )
             if not exchanges:
                 load_state(part.optimizer, found["state"])

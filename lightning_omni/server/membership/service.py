@@ -252,8 +252,6 @@ class Membership:
         return [out for service in self._waited_for for out in service.resolve_pending()]
 
     def end(self, reason: str) -> list[Out]:
-        if self.over:  # where a step fails, each of several servers reports it
-            return []
         self.over, self._roster.can_continue = reason, False
         self._replication.send_to_all(sm.EndRun(reason=reason))
         return self._send_to_everyone(m.Notice(lost=self._roster.lost_ranks, reason=reason, over=True))
