@@ -271,6 +271,11 @@ class EpochDriver:
         """
         return self.data.kind == "dynamic" and not self.data.is_dynamic and self.run.is_resumed_inside
 
+    def resume_order(self) -> None:
+        """Draw the samples of a resumed epoch in its own order, where Lightning has set the next epoch's."""
+        if self.data.kind == "dynamic" and self.run.is_resumed_inside:
+            self.data.set_epoch(self.trainer.current_epoch)
+
     def go_on(self) -> None:
         """Begin an epoch of several groups that one group resumes, once its loader iterates: it has no first hook."""
         if self._is_resumed_by_one_group:

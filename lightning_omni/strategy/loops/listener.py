@@ -122,6 +122,8 @@ class Listener:
         """Separate the groups after the hooks of the epoch's start, common to all ranks."""
         parts, loop = self._parts, self._trainer.fit_loop
         if self._nested.is_running or loop.restarted_mid_epoch or loop.restarted_on_epoch_end:
+            if not self._nested.is_running:
+                parts.epochs.resume_order()
             iterate()
             if not self._nested.is_running:
                 parts.epochs.go_on()
