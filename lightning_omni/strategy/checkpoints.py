@@ -393,13 +393,14 @@ class CheckpointHooks:
 
     Attributes:
         is_writing: whether this rank is writing a checkpoint, without waiting for others.
+        has_written: whether this rank wrote the last one for the run; others remove none.
     """
 
     def __init__(self, parts: SharedParts, run_states: RunStates, failures: Failures) -> None:
         self._parts, self._run_states, self._failures = parts, run_states, failures
         self._sharding = parts.world_options.model_parallel
         self.contents = Checkpoints(parts.namespace.warn)
-        self.is_writing = False
+        self.is_writing, self.has_written = False, True
 
     @property
     def saves_folders(self) -> bool:
@@ -482,6 +483,7 @@ class CheckpointHooks:
     def save(self, write: Callable[[], None], checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
         """Save a checkpoint, which is changed in place, with the state of server and groups."""
         parts = self._parts
+        self.has_written = parts.strategy.is_global_zero
         if parts.epochs.run.is_whole and "loops" in checkpoint:
             batches = parts.trainer.fit_loop.max_batches
             if math.isfinite(batches):
