@@ -67,6 +67,8 @@ from lightning_omni.transport.zeromq import ZeroMQ as ZeroMQ
 from lightning_omni.transport.zeromq.keys import ENVIRONMENT as ENVIRONMENT
 from lightning_omni.transport.zeromq.keys import new_key as new_key
 from lightning_omni.tuning import search as search
+from lightning_omni.tuning.callback.online_tuner import FirstBatches as FirstBatches
+from lightning_omni.tuning.callback.tuned_run import Command as Command
 from lightning_omni.tuning.device import DeviceSetting as DeviceSetting
 from lightning_omni.tuning.model.cost_model import ExchangePattern as ExchangePattern
 from lightning_omni.tuning.model.forecast import Setting as Setting

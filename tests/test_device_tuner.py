@@ -294,6 +294,7 @@ class Gathers(Net):
     ("module", "loader", "options", "text"),
     [
         (Net, DataLoader(Stream(), batch_size=4), {}, "pass DeviceTuner(batches=[...])"),
+        (Net, "of unknown size", {}, "the DataLoader has no batch_size, and neither has its batch_sampler"),
         (Manual, None, {}, "with manual optimization"),
         (Net, None, {"fast_dev_run": True}, "fast_dev_run"),
         (Gathers, None, {}, "training_step calls all_gather"),
@@ -303,6 +304,8 @@ def test_where_nothing_can_be_measured_the_run_goes_on_as_it_was(
     module: Any, loader: Any, options: dict[str, Any], text: str
 ) -> None:
     tuner = DeviceTuner(budget=2)
+    if loader == "of unknown size":
+        loader = DataLoader(data().dataset, batch_sampler=[[0, 1, 2], [3, 4, 5]])
     trainer = fit(made(module), tuner, loader, **options)
     assert text in (tuner.problem or "")
     assert tuner.report is None

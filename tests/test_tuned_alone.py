@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +14,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from core import Setting, search
+from core import Command, FirstBatches, Setting, search
 from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -257,6 +260,85 @@ def test_copies_of_all_weights_are_not_kept_for_the_users_own_setting_nor_after_
     fit = asked(tuner_of(), ask)
     assert kept == [True, False, True]
     assert fit.applied.rollback_point is None
+
+
+def test_a_trial_that_is_better_keeps_no_copy_of_all_weights() -> None:
+    kept = []
+
+    def ask(fit: Any, trainer: Any) -> None:
+        fit.applied.capture()
+        fit.run.state.losses = replace(fit.run.state.losses, first=2.0, windows=[1.0, 0.82, 0.80])
+        fit.plateau._end(SimpleNamespace(length=1, taken=1, losses=[torch.tensor(0.7)] * 20))
+        kept.append((fit.run.state.is_final, fit.applied.rollback_point))
+
+    asked(tuner_of(), ask)
+    assert kept == [(True, None)]
+
+
+def test_losses_with_the_users_own_setting_are_kept_only_while_another_is_looked_for() -> None:
+    kept = []
+
+    def ask(fit: Any, trainer: Any) -> None:
+        for is_searching in (False, True):
+            fit.run.state.unfinished = is_searching
+            fit.plateau.batch_done(torch.tensor(1.0))
+            kept.append(len(fit.plateau._noted))
+
+    asked(tuner_of(), ask)
+    assert kept == [0, 1]
+
+
+def test_a_search_starts_without_a_format_of_averaging_if_the_users_was_there_when_it_measured() -> None:
+    starts = []
+
+    def ask(fit: Any, trainer: Any) -> None:
+        fit.run.state.own = None
+        starts.append(fit.space.specification(fit.run.hyperparameters(), 0.0).start.all_reduce)
+
+    for all_reduce in ("fp32", "bf16"):
+        asked(tuner_of(), ask, OmniStrategy(groups=1, compression=Compression(all_reduce=all_reduce)))
+    assert starts == ["fp32", ""]
+
+
+def test_one_group_is_timed_again_with_proportional_batches_only_if_nothing_else_changes() -> None:
+    times_again = []
+
+    def ask(fit: Any, trainer: Any) -> None:
+        online, own = fit.online, fit.run.own
+        for setting in (replace(own, rebalance=True), replace(own, rebalance=True, all_reduce="bf16")):
+            spec = replace(fit.space.specification(fit.run.hyperparameters(), 0.0), start=own)
+            online._batches, online._known = FirstBatches(fit.run.strategy, spec), []
+            online._command = lambda *_, setting=setting: Command(setting)
+            online._conclude(SimpleNamespace(observation=SimpleNamespace(measured=None)))
+            times_again.append(online._batches is not None)
+            online.close()
+
+    asked(tuner_of(), ask)
+    assert times_again == [True, False]
+
+
+def test_the_best_value_of_a_target_that_was_not_reached_is_no_nan() -> None:
+    said: list[str] = []
+
+    def ask(fit: Any, trainer: Any) -> None:
+        fit.run.info = said.append
+        fit.run.state.reached = [(1.0, math.nan), (2.0, 0.5)]
+        fit.reports.ended()
+
+    asked(tuner_of(target=0.1), ask)
+    assert "OmniTuner: val_loss has not reached 0.1: the best was 0.5" in said
+
+
+def test_a_run_that_is_resumed_with_one_more_dimension_is_searched_again(tmp_path: Path) -> None:
+    class Saves(pl.Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            first._fit.run.state.own = first._fit.run.state.setting = Setting(1, 0.9, 0.01)  # type: ignore[union-attr]
+            trainer.save_checkpoint(tmp_path / "chosen.ckpt")
+
+    first, later = tuner_of(), tuner_of(space={"rounded": Rounded()})
+    trainer_of(first, Saves(), max_epochs=1).fit(Line())
+    trainer_of(later).fit(Line(), ckpt_path=tmp_path / "chosen.ckpt")
+    assert later.problem == "one rank is one group"
 
 
 def test_the_time_of_a_run_ends_with_it_and_what_was_final_for_other_ranks_does_not_stay() -> None:

@@ -379,6 +379,10 @@ class _DeviceSearch:
             spread = found.spread
             if gain <= 1:  # one by one they were faster, and together they are not
                 setting, tuned, gain, spread = self._baseline.setting, baseline, None, None
+                why = "slower than the defaults in the end"
+                for number, each in enumerate(self._findings):
+                    if each.verdict == "applied":
+                        self._findings[number] = replace(each, verdict="rejected", reason=why)
         self._progress(1.0, "done")
         return DeviceReport(
             tuple(self._findings),

@@ -254,6 +254,11 @@ def test_what_no_simulation_has_had_is_marked_and_not_recommended(
     assert all(int(use or other) <= 8 for use, other in recommended)
 
 
+def test_groups_that_cannot_exchange_by_the_method_are_left_out(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    output = said(capsys, file, "--method", "softsync:n=4", "--compression", "int8")
+    assert sorted(cells(output)) == [1, 4, 8]
+
+
 def test_a_page_and_a_picture_are_written_into_a_folder(
     file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,13 +18,14 @@ from hypothesis import strategies as st
 
 from lightning_omni.tuning.callback.microbenchmarks import seconds_per_byte
 from lightning_omni.tuning.callback.speed import ForecastCheck, Speed
-from lightning_omni.tuning.callback.tuned_run import TunerState
+from lightning_omni.tuning.callback.tuned_run import TunerState, last_choice
 from lightning_omni.tuning.model.forecast import Scaling, Setting, TrainedBatches
 from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.report.summary import SearchSummary
 from lightning_omni.tuning.search import Dimension, Observation, Search, SearchSpec, Space, TrainedSegment
 from lightning_omni.tuning.search import constants as c
 from lightning_omni.tuning.search.choice import best_enumerated, log_seconds, risk_adjusted, verdict
+from lightning_omni.tuning.search.search import Optimization
 
 OWN = Setting(1, 0.9, 0.05, method="async_sgd", wire="fp32")
 AVERAGED = "diloco:outer_lr=1.0,outer_momentum=0"
@@ -490,6 +491,30 @@ def test_scikit_optimize_proposes_a_setting_that_improves_on_the_runs() -> None:
     assert proposed.improvement > 0.03
     assert proposed.deviation > 0
     assert proposed.setting.groups > 1
+
+
+def test_a_momentum_that_is_proposed_is_below_one_however_it_is_rounded() -> None:
+    asked = Optimization(search(seen(exponential()), replace(EVERYTHING, momentum=(0.0, 0.999))))
+    several = next(number for number, each in enumerate(asked._ways) if each.groups > 1)
+    proposed = asked._axes.setting([several, 0.998, 0.0])
+    assert proposed.momentum == 0.999
+    assert proposed.lr > 0
+
+
+def test_bounds_of_rates_are_those_of_groups_and_one_group_keeps_the_users_rate() -> None:
+    asked = Optimization(search(seen(exponential()), replace(EVERYTHING, lr=(0.2, 0.3))))
+    rates = {each.groups: asked._axes.setting([number, 0.5, 0.0]).lr for number, each in enumerate(asked._ways)}
+    assert rates.pop(1) == OWN.lr
+    assert all(0.2 <= rate <= 0.3 for rate in rates.values())
+
+
+def test_of_a_run_that_has_given_its_choice_up_the_latest_is_what_it_trains_with() -> None:
+    found = search(seen(exponential()))
+    assert found.choice().setting != OWN
+    for state, setting in ((TunerState(setting=OWN, is_final=True), OWN), (TunerState(), found.choice().setting)):
+        choice = last_choice([found], state)
+        assert choice is not None
+        assert choice.setting == setting
 
 
 def test_the_same_is_chosen_whenever_the_same_is_told() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import random
 from collections.abc import Callable
@@ -259,6 +260,19 @@ def test_gains_are_measured_beside_the_best_and_together_beside_what_it_was() ->
     assert report.gain == pytest.approx(3.0)
 
 
+def test_what_is_slower_than_the_defaults_in_the_last_comparison_is_not_applied() -> None:
+    phases: list[str] = []
+
+    def cost(model: Any, batch: Any) -> float:
+        return 1.0 if is_last(model) is not ("combined" in phases) else 2.0
+
+    report = tuned(cost, progress=lambda done, phase: phases.append(phase), skip=only("memory format"))
+    found = finding(report, "memory format")
+    assert (found.gain, found.verdict, found.reason) == (2.0, "rejected", "slower than the defaults in the end")
+    assert report.setting == report.proposal == DeviceSetting()
+    assert (report.gain, report.tuned) == (None, report.baseline)
+
+
 def test_noise_that_the_pairs_do_not_agree_on_is_rejected() -> None:
     rng = random.Random(0)
     found = finding(tuned(lambda model, batch: rng.uniform(0.5, 1.5), skip=only("memory format")), "memory format")
@@ -344,6 +358,10 @@ def test_precision_is_proposed_and_applied_only_if_allowed() -> None:
     assert allowed.setting == allowed.proposal == DeviceSetting(bf16=True)
     assert allowed.gain == 2.0
     assert "losses differ by" in finding(allowed, "precision").reason
+
+
+def test_precision_is_applied_with_an_unlimited_budget() -> None:
+    assert tuned(in_bf16, bf16="apply", skip=only(), budget=math.inf).setting == DeviceSetting(bf16=True)
 
 
 def test_a_model_that_bfloat16_visibly_changes_is_refused_whatever_the_gain() -> None:

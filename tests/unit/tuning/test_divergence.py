@@ -36,6 +36,12 @@ def test_one_loss_that_is_no_number_is_the_servers_business() -> None:
     assert not made.is_worse(*mean)
 
 
+def test_a_loss_may_be_a_vector_of_one_number() -> None:
+    made = watch()
+    made.batch_done(torch.tensor([0.5]), True, True)
+    assert made.mean(ZERO).tolist() == [0.5, 1.0]
+
+
 def test_the_first_loss_may_be_no_number_as_any_other() -> None:
     made = watch()
     follow(made, [math.nan], True, False)

@@ -237,6 +237,12 @@ def test_what_is_told_twice_is_told_alike() -> None:
     assert (read.times, read.statement) == (whole.times, whole.statement)
 
 
+def test_a_report_leaves_out_groups_that_cannot_exchange_by_the_methods() -> None:
+    made = search(observed(allreduce=1.0), space_of(method=["softsync:n=4"]))
+    assert SearchSummary(made).groups == (1, 4, 8)
+    words_of(report(Round(made, 0, 0.0)))
+
+
 def test_headlines_have_their_intervals_and_what_was_measured() -> None:
     said = report(target=0.9).statement
     assert re.search(r"speed-up over your own setting: [\d.]+× \(80 % interval [\d.]+× to [\d.]+×\)", said)
