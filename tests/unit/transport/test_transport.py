@@ -292,7 +292,7 @@ def test_answers_of_several_servers_that_came_before_an_interrupt_are_not_awaite
 
         def close(self) -> None: ...
 
-    requests = Requests([Server(1, 3), Server(KeyboardInterrupt, 2, 4)])
+    requests: Any = Requests([Server(1, 3), Server(KeyboardInterrupt, 2, 4)])
     requests.send([Outgoing(m.TakeSnapshot())] * 2)
     with pytest.raises(KeyboardInterrupt):
         requests.receive(m.Snapshot)
