@@ -39,7 +39,10 @@ def exchanges_of(
     methods: tuple[str, ...] = DEFAULT_METHODS
     wires: tuple[str, ...] = DEFAULT_WIRES
     if spec is not None:
-        methods, wires = spec.space.method or (spec.start.method,), spec.space.compression or (spec.start.wire,)
+        own = (tuple(filter(None, [each])) for each in (spec.start.method, spec.start.wire))  # "" is unknown here
+        methods, wires = (
+            given or mine for given, mine in zip((spec.space.method, spec.space.compression), own, strict=True)
+        )
     if method is not None:
         value = _as_option("method", lambda: method_named(method))
         methods = (text_of(value, without=("period",)),)

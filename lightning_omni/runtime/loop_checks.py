@@ -144,6 +144,7 @@ class ExitCheck:
 
     def step_done(self) -> None:
         """Count this rank's collectives at the end of a step; inside one, members' counts may differ."""
+        self._ended = self._steps_here
         if self._is_needed:
             self._collectives = self._count()
 
@@ -165,7 +166,7 @@ class ExitCheck:
         limit = time.monotonic() + (WITHIN if is_interrupted else parallel.options.timeout.total_seconds())
         try:
             store.set(self._key(parallel.rank), str(steps))
-            store.set(self._key("first"), f"{parallel.rank} {steps} {since}")
+            store.set(self._key("first"), f"{parallel.rank} {self._ended} {since}")
             while not _are_there(store, keys):
                 if control is None or control.cause is not None:
                     return  # this rank's next call raises the cause
@@ -204,7 +205,7 @@ class ExitCheck:
                 if not self._store.check([first]):
                     continue
                 _, steps, since = map(int, self._store.get(first).split())
-                mine = (self._steps_here, self._count() - self._collectives)
+                mine = (self._ended, self._count() - self._collectives)  # a step that is not over has some
                 if times == self._times and mine > (steps, since) and mine == before:
                     self._store.set(self._key("waits", times + 1), str(self._parallel.rank))
                 before = mine

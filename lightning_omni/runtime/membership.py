@@ -38,12 +38,14 @@ class Connection:
 
     Attributes:
         on_stuck: called in a thread, with the reason, before this process is ended.
+        is_writing: returns whether this process is writing a checkpoint, and is not ended yet.
     """
 
     def __init__(self, parallel: ParallelState, exchange: ServerExchange) -> None:
         self._parallel, self._exchange = parallel, exchange
         self._closed = threading.Event()
         self.on_stuck: Callable[[OmniError], None] = lambda error: None
+        self.is_writing: Callable[[], bool] = bool
 
     def open(self) -> None:
         self._closed.clear()
@@ -95,6 +97,11 @@ class Connection:
         self._closed.clear()
 
     def _join(self) -> None:
+        if (device := torch.get_default_device()).type != "cpu":
+            raise ConfigurationError(
+                f"torch.set_default_device({str(device)!r}): what groups exchange lies in buffers of the CPU; leave it"
+                " out, and pass device= to what you make, or World(device=)"
+            )
         self.start_server()
         parallel, registration = self._parallel, self._parallel.registration
         if registration is None:
@@ -170,7 +177,9 @@ class Connection:
             if not set(parallel.lost).isdisjoint(parallel.members):
                 # In a thread, because it may wait for the device, too.
                 threading.Thread(target=parallel.process_groups.abort, name="omni-abort", daemon=True).start()
-            if not self._closed.wait(GRACE - GRACE / 5):
+            while not self._closed.wait(GRACE - GRACE / 5):
+                if self.is_writing():  # its file may be all that remains of the run
+                    continue
                 _log.critical("rank %d stops: %s", parallel.rank, error)
                 parallel.server.transport.clear(parallel.server_address)
                 self.on_stuck(error)
@@ -331,6 +340,7 @@ class GroupFormation:
 
     def _topology_of_the_living(self, groups: int, speeds: Mapping[int, float] | None) -> Topology:
         parallel = self._parallel
+        groups = min(groups, len(parallel.live_ranks) // parallel.shards)  # some may have died since the check
         if speeds is None:
             return Topology.of(parallel.live_ranks, groups, parallel.shards)
         known = {rank: speeds[rank] for rank in parallel.live_ranks if rank in speeds}

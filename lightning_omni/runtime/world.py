@@ -376,6 +376,10 @@ class World(ParallelState):
         if not self.executor.exchanges:
             return
         self.parameter_groups.agree()
+        if self.parts:  # groups whose loop an exception has ended had read weights of different clocks
+            clocks = self.all_reduce_max([part.replica.clock for part in self.parts])
+            for part, clock in zip(self.parts, clocks, strict=True):
+                part.replica.clock = clock
         if not self.options.is_sharded:
             take_from_rank_zero(named for part in self.parts for named in part.replica.parameters.items())
 
@@ -425,7 +429,7 @@ class World(ParallelState):
         self.is_begun = False
         how = f"has lost its group: {error}" if is_of_a_loss(error) else end_reason(error)
         # A rank that has trained to the end has not failed, whatever happens afterwards.
-        self.connection.leave("" if self.is_finished else f"rank {self.rank} {how}{where}")
+        self.connection.leave("" if self.is_finished else f"rank {self.rank} {how}{where}", self.is_finished)
         self._close_connections(has_failed=True)
         self.abandon_groups()
         self.process_groups.leave()
@@ -497,6 +501,11 @@ class World(ParallelState):
             module: the model, with all that belongs to it (its average, for example); with None each group keeps its
                 own tensors.
         """
+        if self.executor.exchanges and not self.is_begun:
+            raise ConfigurationError(
+                "world.enter_world() outside `with world.training():`, where groups are not synchronized any more; call"
+                " it there, as the last line"
+            )
         what, watched = f"enter_world({'' if module is None else 'module'})", self.external_writes.watched
         if self.is_in_loop and self.is_computing:
             self.check_left()

@@ -153,7 +153,7 @@ class Checkpoints:
 
         The hyperparameters are this rank's: the server's are one scheduler step behind.
         """
-        if world.steps_at_worker:
+        if world.steps_at_worker or not own:  # Lightning's placeholder for no optimizer has no state
             return own
         if self._snapshot is None:
             self._snapshot = world.exchange.store.snapshot()
@@ -168,7 +168,7 @@ class Checkpoints:
     ) -> None:
         """Add the state of server and groups to a checkpoint, in place; to ``tensors`` where ranks save shards."""
         snapshot, self._snapshot = self._snapshot, None
-        groups, more = len(world.topology.alive), dict[str, Any]()
+        groups, more = len(world.live_groups), dict[str, Any]()
         samples = 0 if epochs.leases is None else epochs.leases.dataset_size
         if snapshot is None:
             progress, cut = epochs.run.moment(epochs.is_open, epochs.is_open_ended)
@@ -189,7 +189,8 @@ class Checkpoints:
             trained = tuple(merge_spans([*cut.trained, *leases.stepped_spans]))
             cut = msgspec.structs.replace(cut, trained=trained)
         progress = None if epochs.run.progress is None else cut.progress(epochs.run.progress)
-        _count_as_ddp(checkpoint, progress)
+        if progress is not None and progress.epochs == cut.epoch:  # otherwise the epoch is over, and counted
+            _count_as_ddp(checkpoint, progress, is_of_validation=epochs.published.version is not None)
         if "optimizer_states" in checkpoint:  # with save_weights_only there are none
             server, states = [part["method"] for part in snapshot.parts], snapshot.groups
             if tensors is not None:
@@ -249,13 +250,16 @@ class Checkpoints:
         return [self.folder.optimizer_state(number, optimizer, names) for number, optimizer in numbered]
 
 
-def _count_as_ddp(checkpoint: dict[str, Any], progress: Progress | None) -> None:
-    if progress is None or "loops" not in checkpoint:
+def _count_as_ddp(checkpoint: dict[str, Any], progress: Progress, is_of_validation: bool = False) -> None:
+    """Count batches in a checkpoint as DDP does; the weights may be those of a validation, older than its loops."""
+    if "loops" not in checkpoint:
         return
     batches = max(1, progress.samples // progress.reference.samples) * progress.reference.window
     # Before the first exchange the loops have counted batches that are in no weights, and at the epoch's begin none.
     has_begun = progress.samples > 0 or batches_in(checkpoint["loops"]) > batches
     if has_begun and batches < progress.batches:
+        if is_of_validation:
+            checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
         go_on_after(checkpoint["loops"], batches)
 
 
@@ -375,7 +379,7 @@ def go_on_after(loops: Mapping[str, Any], batches: int) -> None:
 
 
 def _count(current: dict[str, int], batches: int) -> None:
-    current.update({name: count - current["ready"] + batches for name, count in current.items()})
+    current.update({name: count - current["processed"] + batches for name, count in current.items()})
 
 
 # --- Hooks of the strategy --------------------------------------------------------------------------------------------
@@ -389,13 +393,14 @@ class CheckpointHooks:
 
     Attributes:
         is_writing: whether this rank is writing a checkpoint, without waiting for others.
+        has_written: whether this rank wrote the last one for the run; others remove none.
     """
 
     def __init__(self, parts: SharedParts, run_states: RunStates, failures: Failures) -> None:
         self._parts, self._run_states, self._failures = parts, run_states, failures
         self._sharding = parts.world_options.model_parallel
         self.contents = Checkpoints(parts.namespace.warn)
-        self.is_writing = False
+        self.is_writing, self.has_written = False, True
 
     @property
     def saves_folders(self) -> bool:
@@ -468,7 +473,7 @@ class CheckpointHooks:
 
     def optimizer_state(self, optimizer: Optimizer, own: dict[str, Any]) -> dict[str, Any]:
         if self._run_states.is_described:
-            return {"state": {}, "param_groups": own["param_groups"]}
+            return {"state": {}, "param_groups": own.get("param_groups", [])}
         if self._is_asynchronous:
             world = self._parts.world
             if world.owns_state if self.saves_folders else world.is_recorder:
@@ -478,6 +483,7 @@ class CheckpointHooks:
     def save(self, write: Callable[[], None], checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
         """Save a checkpoint, which is changed in place, with the state of server and groups."""
         parts = self._parts
+        self.has_written = parts.strategy.is_global_zero
         if parts.epochs.run.is_whole and "loops" in checkpoint:
             batches = parts.trainer.fit_loop.max_batches
             if math.isfinite(batches):

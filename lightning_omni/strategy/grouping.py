@@ -149,6 +149,11 @@ class Grouping:
                 "strategy.optimizers was changed in a validation inside an epoch: change it at an epoch's start or end"
                 " (on_train_epoch_start, say), or use groups=1"
             )
+        if world.registration is not None:
+            raise UnsupportedError(
+                "strategy.optimizers was changed, and with elastic=True a group that joins later would have the first"
+                " ones; make all optimizers in configure_optimizers, or start all ranks together"
+            )
         for optimizer in self.real_optimizers:
             world.check_optimizer(optimizer)
         parts.proxies.unguard()

@@ -283,6 +283,7 @@ class OmniStrategyHooks(_Base):
             )
             world.server.process, parts.server_process = parts.server_process, None  # also if the next call raises
             world.check_same(self._fit_options.of_all_ranks)
+            world.connection.is_writing = lambda: parts.checkpoints.is_writing
             if world.registration is not None:
                 world.connection.on_stuck = parts.failures.start_again
                 parts.rejoining.enlisted(world.registration.run)
@@ -573,6 +574,11 @@ class OmniStrategyHooks(_Base):
             self.checkpoint_io = self.namespace.checkpoint_io()
         write = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
         self.parts.checkpoints.save(write, checkpoint, filepath, storage_options)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.parts.checkpoints.has_written:  # otherwise the rank that was to write its successor may have died
+            super().remove_checkpoint(filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

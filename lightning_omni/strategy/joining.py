@@ -256,7 +256,8 @@ class RunStates:
                 schedule[config.scheduler] = tuple(base)
         entered = EntryPoint(
             plan=joined.plan,
-            samples=tree["samples"],
+            # The groups may have died before they stored the state of the epoch that had begun.
+            samples=tree["samples"] if tree["epoch"] == joined.plan.epoch else 0,
             progress=msgspec.convert(tree["progress"], Progress | None),
             split=tree["split"],
             sizes=DataSizes(*tree["sizes"]),
@@ -264,7 +265,7 @@ class RunStates:
         parts.epochs.enter(entered, schedule)
         set_cached_metrics(trainer, tree["metrics"])
         parts.epochs.data.order = tree["order"]
-        start_fit_at_epoch(trainer, tree["epoch"], tree["counters"])
+        start_fit_at_epoch(trainer, joined.plan.epoch, tree["counters"])
 
     def _check_given(self, trainer: Trainer, tree: Mapping[str, Any]) -> None:
         if "refused" in tree:
@@ -296,6 +297,8 @@ class RunStates:
         if (tree := self._again) is None:
             return
         self.take_over_optimizers()
+        for config, state in zip(self._parts.trainer.lr_scheduler_configs, tree["schedulers"], strict=True):
+            config.scheduler.load_state_dict(_like(vars(config.scheduler), state))
         self._again = None
         load_callback_states(self._parts.trainer, tree)
         set_reload_epochs(self._parts.trainer, tree["reloads"])

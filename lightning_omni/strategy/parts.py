@@ -53,7 +53,8 @@ class FitParts(SharedParts):
         self.on_ready: list[Callable[[], None]] = []
 
     def begin(self, trainer: Trainer) -> None:
-        self.listener = Listener(self, trainer, self.grouping, self.run_states, self.nested, self.failures.note)
+        failures = self.failures.note, self.failures.report
+        self.listener = Listener(self, trainer, self.grouping, self.run_states, self.nested, *failures)
 
     def finish(self) -> None:
         self.failures.at, self.is_evaluating = None, False

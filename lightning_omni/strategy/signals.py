@@ -42,6 +42,8 @@ GRACE = 30.0
 LONG_WAIT = 60.0
 """Seconds without progress after which a rank that waits in a collective of the user's code logs a warning."""
 _POLL_SECONDS = 0.25
+_HELD = 10.0
+"""Seconds for which the other groups are not told of a SIGTERM that torchrun may have sent because a worker died."""
 """Seconds between two polls of the flags."""
 
 # Codes that ranks exchange before a batch, and send to the server with heartbeats; the maximum over ranks applies.
@@ -209,9 +211,11 @@ class Signals:
         trainer, world, since, has_said = self._trainer, self._world, math.inf, False
         while self._watcher is threading.current_thread() and world is not None and trainer is not None:
             time.sleep(_POLL_SECONDS)
-            if world.control is not None and world.registration is None:
-                world.control.signal = _TERMINATE if self._terminates else _REQUEUE if self._requeues else _NOTHING
             now = time.monotonic()
+            if world.control is not None and world.registration is None:
+                # torchrun ends the other workers of a node when one has died, which the server may not know yet.
+                is_told = self._terminates and (not dist.is_torchelastic_launched() or now - since > _HELD)
+                world.control.signal = _TERMINATE if is_told else _REQUEUE if self._requeues else _NOTHING
             if self._terminates and now < since:
                 since = now
                 ends = "the run ends" if world.registration is None else "its group leaves the run"

@@ -174,6 +174,41 @@ def from_inside(strategy: Any, name: str = "groups-step=6", samples: int = 256) 
     }
 
 
+def half_an_epoch() -> str:
+    """Saves after the validation in the middle of an epoch of two groups, and returns the file."""
+    pl.seed_everything(1, verbose=False)
+    saving = pl.callbacks.ModelCheckpoint(FOLDER, "half", monitor="val_loss", save_top_k=-1)
+    strategy, more = omni.OmniStrategy(groups=2), {"callbacks": [InTime(), saving], "val_check_interval": 0.5}
+    trainer(strategy, 2, enable_checkpointing=True, **more).fit(CycleNet(norm=False), *loaders())
+    return f"{FOLDER}/half.ckpt"
+
+
+def from_half(path: str, batch_size: int) -> list[int]:
+    """Goes on from there with batches of another size, half as many of which an epoch has, as of twice the ranks."""
+    pl.seed_everything(1, verbose=False)
+    noted = Samples()
+    run = trainer(omni.OmniStrategy(groups=2), 2, callbacks=[noted], val_check_interval=0.5)
+    run.fit(Net(norm=False), *loaders(batch_size=batch_size), ckpt_path=path)
+    return noted.seen.get(0, [])
+
+
+def cut_by_max_steps(strategy: Any, resume: bool = False) -> dict[str, Any]:
+    """Ends after four of the second epoch's sixteen batches, and saves as the default ModelCheckpoint; or goes on."""
+    pl.seed_everything(1, verbose=False)
+    noted = Samples()
+    saves = [] if resume else [pl.callbacks.ModelCheckpoint(FOLDER, "cut-{epoch}", save_top_k=-1)]
+    run = trainer(
+        strategy,
+        2,
+        callbacks=[noted, *saves],
+        enable_checkpointing=not resume,
+        max_steps=32 if resume else 20,
+        max_epochs=3,
+    )
+    run.fit(Net(norm=False), *loaders(), ckpt_path=f"{FOLDER}/cut-epoch=1.ckpt" if resume else None)
+    return {"seen": noted.seen}
+
+
 def in_fragments(servers: int) -> Any:
     """Groups that exchange fragments with so many servers, equally often: each trains the same part of an epoch."""
     method = "diloco:period=4,fragments=2,delay=1,outer_momentum=0.5"
@@ -211,6 +246,10 @@ def main() -> None:
         "fragments from fragments": fit(in_fragments(2), 2, resume="fragments", save="fragments later"),
         "fragments at one server": fit(in_fragments(1), 2, resume="fragments", save="fragments at one"),
     }
+    half = half_an_epoch()
+    results |= {f"half, {size}": from_half(half, size) for size in (8, 16)}
+    results["cut"] = cut_by_max_steps(omni.OmniStrategy(groups=2))
+    results["cut, resumed"] = cut_by_max_steps(omni.OmniStrategy(groups=2), resume=True)
     report(RANK, results)
 
 

@@ -94,7 +94,8 @@ def check_sharded(
             raise UnsupportedError(
                 f"{shown(sharding)}: the parameter {name} is not sharded, and its gradient would be each rank's own:"
                 " put it into a submodule with a forward of its own, apply fully_shard to the module that holds it, on"
-                f' self.device_mesh["{DATA}"], or freeze it and leave it out of the optimizer'
+                f' self.device_mesh["{DATA}"], or freeze it and leave it out of the optimizer; in a loop without'
+                " Lightning, make the optimizer after world.wrap(net)"
             )
         # Dimensions of size 1 do not count: torch may have replaced the mesh by an equal one of an earlier run.
         if not torch.equal(root_mesh(parameter.device_mesh).mesh.squeeze(), mesh.mesh.squeeze()):

@@ -109,7 +109,8 @@ class ModelWrapper:
         parallel = self._parallel
         # Other launchers' groups are not in this torch.distributed world: they read the server's weights.
         is_alone = len(parallel.holders.alive) == 1 and parallel.registration is None
-        if self.sharded is not None and not is_alone and parallel.control is None and not parallel.ever_lost:
+        is_whole = dist.get_world_size() == parallel.size
+        if self.sharded is not None and not is_alone and parallel.control is None and is_whole:
             share_initial(self.sharded, parallel.holders, parallel.torch_rank)
 
 

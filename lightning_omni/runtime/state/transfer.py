@@ -143,6 +143,7 @@ class StateTransfer:
     def seed(self) -> None:
         """Send the server the recorder's weights, and the states of optimizers that step there. All ranks call it."""
         if self._parallel.owns_state:
+            self._warn_of_lost_state()
             parts = [
                 {
                     "optimizer": None if self._parallel.steps_at_worker else part.replica.described(),
@@ -165,6 +166,16 @@ class StateTransfer:
                 for parameter in part.optimizer.state.keys() & set(part.replica.ordered):
                     del part.optimizer.state[parameter]
                 ServedState.install(part.optimizer, partial(self._warn_of_read, type(part.optimizer).__name__))
+
+    def _warn_of_lost_state(self) -> None:
+        states = [(part.optimizer, part.optimizer.state) for part in self._parallel.parts]
+        lost = [each for each, state in states if isinstance(state, ServedState) and not state.is_written]
+        if lost and self._parallel.is_recorder:
+            _log.warning(
+                "%s begins without the state that it had in a loop that has failed: the parameter server of that loop"
+                " had it; load that of a checkpoint before world.training()",
+                type(lost[0]).__name__,
+            )
 
     def _warn_of_read(self, kind: str) -> None:
         if self._parallel.is_recorder and self._parallel.control is not None:

@@ -372,7 +372,10 @@ class Roster:
             of = f" of {hello.world_size}" if hello.world_size else ""  # a group that joins on its own announces none
             raise Refused("rank", f"rank {hello.rank}{of} cannot join: it was lost or never was")
         if hello.rank in self.members and self.members[hello.rank].peer:
-            raise Refused("rank", f"rank {hello.rank} has joined already; is the script running twice?")
+            why = (
+                "its connection was cut, and its group is evicted" if hello.returns else "is the script running twice?"
+            )
+            raise Refused("rank", f"rank {hello.rank} has joined already; {why}")
         if problem := fingerprint_problem(hello, first):
             raise Refused("fingerprint", problem)
         self.add_member(peer, hello, challenge, now)

@@ -210,9 +210,10 @@ class Membership:
 
     def _notify_of_end(self) -> list[Out]:
         roster = self._roster
-        if not (roster.finished and roster.is_over):
+        if self.over or not roster.is_over or not (roster.finished or roster.joining):
             return []
-        notice = m.Notice(lost=roster.lost_ranks, reason=TRAINED_TO_ITS_END, over=True)
+        reason = TRAINED_TO_ITS_END if roster.finished else _BEGINNER_IS_GONE
+        notice = m.Notice(lost=roster.lost_ranks, reason=reason, over=True)
         return [Out(peer, m.CONTROL, notice) for peer in (*self.peers, *roster.numbers.peers)]
 
     # --- Losses ------------------------------------------------------------------------------------------------------
@@ -233,7 +234,7 @@ class Membership:
             return []
         out = self.lose(member.rank, f"rank {member.rank} is gone without a goodbye: its process or its machine failed")
         self._roster.gone.add(member.rank)
-        return out
+        return out + self.resolve_pending()
 
     def lose(self, rank: int, reason: str, barred: bool = False) -> list[Out]:
         """Evict the group of a dead rank, or end the run; if ``barred``, the group must not rejoin by itself."""
@@ -270,6 +271,8 @@ class Membership:
 # was stored. Otherwise it would enter collectives that the others have begun or were called to without it. Until then
 # it waits.
 # Rule 3: it holds a batch as soon as it joins. Without one it would consider the epoch over.
+
+_BEGINNER_IS_GONE = "the group that was to begin it is gone; start this one again, and it begins another"
 
 Admit = Callable[[Sender, m.Join, Payload], list[Out]]
 """A function that admits a group at once: `lightning_omni.server.membership.service.Membership.join`."""
@@ -343,6 +346,10 @@ class Joining(Service):
         for rank, (sender, message) in list(self._waiting.items()):
             if rank in self._roster.gone:
                 del self._waiting[rank]
+            elif gone := self._roster.gone.intersection(message.ranks):
+                del self._waiting[rank]
+                reason = f"rank {min(gone)} is gone before its group was admitted"
+                out.append(Out(sender.peer, m.CONTROL, m.RefusedMessage(code="lost", reason=reason)))
             elif reason := self._over:
                 del self._waiting[rank]
                 out.append(Out(sender.peer, m.CONTROL, m.RefusedMessage(code="over", reason=reason)))
@@ -356,7 +363,7 @@ class Joining(Service):
         if self._roster.finished:
             return TRAINED_TO_ITS_END
         if not self._roster.live and not self._roster.can_continue:
-            return "the group that was to begin it is gone; start this one again, and it begins another"
+            return _BEGINNER_IS_GONE
         return ""
 
     @property

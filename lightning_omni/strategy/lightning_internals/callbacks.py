@@ -131,7 +131,12 @@ class _CallbackRelay:
                 hook(trainer, trainer.lightning_module, *args, **kwargs)
         if self.held_back and hook_name in self.held_back.get(trainer, ()):
             return
-        self.call_callbacks(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
+        try:
+            self.call_callbacks(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
+        except BaseException:
+            if hook_name == "on_exception" and trainer in self.listeners:  # Lightning does not call the strategy's then
+                self.listeners[trainer].callbacks_have_failed(*args)
+            raise
 
 
 @contextmanager

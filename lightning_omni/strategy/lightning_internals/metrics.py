@@ -64,6 +64,8 @@ class _UnevenListGather:
         return self if metric is None else partial(self._join, metric)
 
     def _join(self, metric: Any, dist_sync_fn: Any = None, process_group: Any = None) -> None:
+        if self.is_needed() and (process_group or metric.process_group) is None:
+            dist.barrier()  # torchmetrics reads the number of ranks before it waits, and some may have died
         sync = partial(self.sync, metric, dist_sync_fn, process_group)
         lists = {name: own for name in metric._reductions if isinstance(own := getattr(metric, name), list)}
         if not lists or dist_sync_fn is not gather_all_tensors or not self.is_needed():

@@ -271,6 +271,11 @@ class EpochDriver:
         """
         return self.data.kind == "dynamic" and not self.data.is_dynamic and self.run.is_resumed_inside
 
+    def resume_order(self) -> None:
+        """Draw the samples of a resumed epoch in its own order, where Lightning has set the next epoch's."""
+        if self.data.kind == "dynamic" and self.run.is_resumed_inside:
+            self.data.set_epoch(self.trainer.current_epoch)
+
     def go_on(self) -> None:
         """Begin an epoch of several groups that one group resumes, once its loader iterates: it has no first hook."""
         if self._is_resumed_by_one_group:
@@ -454,6 +459,8 @@ class EpochDriver:
         *counts, is_last, has_ended = self.world.all_reduce_max(
             [*(counts if self.world.is_recorder else [0] * len(counts)), *marks]
         )
+        if not any(counts):  # the recorder has died meanwhile, or nobody has stepped
+            counts = self.world.all_reduce_max(step_counters(trainer))
         set_step_counters(trainer, self.published.not_before(counts))
         lower_last_average_step(trainer)
         copy_checkpoint_records(trainer, self.world.broadcast_from_recorder)

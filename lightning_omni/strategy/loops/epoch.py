@@ -67,6 +67,10 @@ class LeasedData:
         if self._sampler is not None:
             self._sampler.seed, self._sampler.shuffle = order
 
+    def set_epoch(self, epoch: int) -> None:
+        if self._sampler is not None:
+            self._sampler.set_epoch(epoch)
+
     def connect(self, world: World) -> None:
         self._world = world
 

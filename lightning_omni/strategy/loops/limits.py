@@ -32,29 +32,29 @@ class FitLimits:
     """
 
     def __init__(self, trainer: Trainer, ranks_per_batch: int = 1) -> None:
-        self._trainer, self._ranks_per_batch = trainer, ranks_per_batch
+        self.trainer, self._ranks_per_batch = trainer, ranks_per_batch
         self.max_steps = int(trainer.max_steps)
         automatic = trainer.lightning_module.automatic_optimization
         self.by_hand = None if automatic else StepsByHand(trainer)
 
     def reference(self, leases: RankLeases) -> ReferenceBatch:
-        return ReferenceBatch(leases.world_size, leases.batch_size, int(self._trainer.accumulate_grad_batches))
+        return ReferenceBatch(leases.world_size, leases.batch_size, int(self.trainer.accumulate_grad_batches))
 
     def progress(self, leases: RankLeases, epoch: int, trained: Spans, before: Progress | None = None) -> Progress:
         reference = self.reference(leases)
         there = -(-leases.total // reference.batch)
-        limit = self._trainer.fit_loop.max_batches  # a callback may have set it larger than the data
+        limit = self.trainer.fit_loop.max_batches  # a callback may have set it larger than the data
         batches = min(int(limit), there) if limit != float("inf") else there
         is_next = before is not None and epoch - before.epochs in (0, 1)
         past, past_batches = None, None
         if before is not None and is_next:
             past, past_batches = before.steps_before(epoch), before.batches_before(epoch)
-        if past is None and (windows := accumulation_windows(self._trainer, epoch)):
+        if past is None and (windows := accumulation_windows(self.trainer, epoch)):
             past = sum(-(-batches // window) for window in windows)
         return Progress(reference, batches, epoch, size_of(trained), past, past_batches)
 
     def plan(self, leases: RankLeases, progress: Progress, trained: Spans) -> EpochPlan:
-        trainer, epoch = self._trainer, progress.epochs
+        trainer, epoch = self.trainer, progress.epochs
         interval = trainer.val_check_batch  # None if val_check_interval is a duration
         every, offset = 0, 0
         if validates_this_epoch(trainer) and interval not in (None, float("inf")):
@@ -76,7 +76,7 @@ class FitLimits:
         )
 
     def _later(self, total: int, progress: Progress) -> int | None:
-        epochs, limits = self._trainer.max_epochs, list[int]()
+        epochs, limits = self.trainer.max_epochs, list[int]()
         if epochs not in (None, -1):
             limits.append(max(0, epochs - progress.epochs - 1) * progress.budget(total, progress.epochs))
         if self.by_hand is None and self.max_steps != -1:
@@ -89,7 +89,7 @@ class FitLimits:
 
     def validates_at_end(self, plan: EpochPlan, progress: Progress) -> bool:
         is_cut_short = self.cut_short(plan, progress)
-        if self._trainer.val_check_batch == float("inf"):
+        if self.trainer.val_check_batch == float("inf"):
             return not is_cut_short
         if not plan.validate_every:
             return False
@@ -98,7 +98,7 @@ class FitLimits:
 
     def counted(self, progress: Progress) -> Progress:
         """Return the progress at the start of a fit by Lightning's counts; in manual optimization steps are batches."""
-        trainer, loop = self._trainer, self._trainer.fit_loop
+        trainer, loop = self.trainer, self.trainer.fit_loop
         is_inside = loop.restarted_mid_epoch or loop.restarted_on_epoch_end
         batches = batches_trained(trainer) if is_inside else 0
         begun = batches_started(trainer)

@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 class Listener:
     """A listener to one fit, called before any callback, with its decisions for the loops (`LoopControl`).
 
-    ``fails`` is called with the error of a fit, before any callback receives it.
+    ``fails`` is called with the error of a fit, before any callback receives it; ``callbacks_have_failed`` if one has
+    then raised another.
     """
 
     def __init__(
@@ -56,8 +57,10 @@ class Listener:
         run_states: RunStates,
         nested: NestedRuns,
         fails: Callable[[BaseException], None],
+        callbacks_have_failed: Callable[[BaseException], None],
     ) -> None:
-        self._parts, self._trainer, self._fails = parts, trainer, fails
+        self._parts, self._trainer = parts, trainer
+        self._fails, self.callbacks_have_failed = fails, callbacks_have_failed
         self._grouping, self._run_states, self._nested = grouping, run_states, nested
         self._staleness = Staleness()
         self._has_begun = False  # the present batch
@@ -122,6 +125,8 @@ class Listener:
         """Separate the groups after the hooks of the epoch's start, common to all ranks."""
         parts, loop = self._parts, self._trainer.fit_loop
         if self._nested.is_running or loop.restarted_mid_epoch or loop.restarted_on_epoch_end:
+            if not self._nested.is_running:
+                parts.epochs.resume_order()
             iterate()
             if not self._nested.is_running:
                 parts.epochs.go_on()
@@ -213,6 +218,11 @@ class Listener:
             forget_old_results(trainer)
             self._parts.epochs.before_validation(pl_module)
             self._grouping.follow_recorder()
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        world = self._parts.world
+        if world.control is not None and not world.is_computing:
+            world.barrier()  # from here on torch.distributed has the ranks that are left
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._nested.is_running:

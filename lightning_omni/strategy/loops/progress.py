@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lightning_omni.runtime import World
+from lightning_omni.runtime.leased_loader import RankLeases
 from lightning_omni.runtime.state.checkpoint import RunCheckpoint
 from lightning_omni.strategy.lightning_internals.callbacks import reloads
 from lightning_omni.strategy.lightning_internals.loops import (
@@ -95,8 +96,9 @@ class RunProgress:
         """
         trainer = self.trainer
         before, self._limits = self._limits, FitLimits(trainer, ranks_per_batch)
-        if before is not None and self._limits.by_hand is not None and before.by_hand is not None:
-            self._limits.by_hand = before.by_hand  # in a further fit the loops' counts are no longer this rank's own
+        by_hand = before.by_hand if before is not None and before.trainer is trainer else None
+        if self._limits.by_hand is not None and by_hand is not None:
+            self._limits.by_hand = by_hand  # in a further fit the loops' counts are no longer this rank's own
         self._recounted_samples = self._count_resumed()
         self._resumed_batches = trainer.current_epoch, batches_resumed(trainer)
         self.step_limit = None
@@ -113,6 +115,9 @@ class RunProgress:
     def _count_resumed(self) -> int:
         """Count the batches that other ranks have trained as those of this run's, and return their samples, or 0."""
         leases, trainer, ranks = self._data.leases, self.trainer, self._resumed_ranks
+        if leases is not None and trainer.fit_loop.restarted_mid_epoch and self._fits(trainer.current_epoch):
+            self._count_spans(leases)
+            return 0
         if leases is None or ranks in (0, leases.world_size) or not trainer.fit_loop.restarted_mid_epoch:
             return 0
         if is_at_last_batch(trainer):
@@ -121,6 +126,14 @@ class RunProgress:
         samples, reference = batches_trained(trainer) * ranks * leases.batch_size, self.limits.reference(leases)
         recount(trainer, samples // reference.samples * reference.window)
         return samples
+
+    def _count_spans(self, leases: RankLeases) -> None:
+        """Count the batches that several groups have trained as those of all ranks of this run."""
+        trainer, reference = self.trainer, self.limits.reference(leases)
+        trained, whole = size_of(self.trained_spans(trainer.current_epoch)), int(trainer.num_training_batches)
+        batches = max(1, trained // reference.samples) * reference.window
+        is_over = is_at_last_batch(trainer) or trained >= leases.total
+        recount(trainer, whole if is_over else min(batches, whole - 1))
 
     def forget(self) -> None:
         self.progress, self.resumed, self._trainer, self._world = None, SnapshotId(), None, None
@@ -224,7 +237,8 @@ class RunProgress:
             over = min(over, self.max_steps)  # max_steps may have ended the run inside the epoch
         if trained is not None:
             over = min(over, replace(self.progress, samples=trained).steps)
-        batches = self.progress.batches_before(epoch + 1)
+        here = (over - self.progress.steps_before(epoch)) * self.progress.reference.window
+        batches = self.progress.batches_before(epoch) + min(self.progress.batches, here)
         if trained is not None:
             here = min(self.progress.batches, trained // self.progress.reference.batch)
             batches = self.progress.batches_before(epoch) + here

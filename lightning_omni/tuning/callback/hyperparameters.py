@@ -88,17 +88,20 @@ class Hyperparameters:
         return self._momentum_of(self._optimizer.param_groups[0])
 
     def _momentum_of(self, group: dict[str, Any]) -> float:
-        return float(group["betas"][0] if self._has_betas else group.get("momentum", 0.0))
+        return float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))
 
     def set_momentum(self, momentum: float) -> None:
         """Set the momentum (or β1) of all parameter groups, unless a scheduler changes it or it is set already."""
         if not self.has_momentum or self._is_momentum_scheduled or momentum == self.momentum:
             return
+        if not self._has_betas and self.momentum == 0:  # torch has not followed the buffers since it was set to 0
+            for values in dict.values(self._optimizer.state):
+                values.pop("momentum_buffer", None)
         for group in self._optimizer.param_groups:
-            if self._has_betas:
+            if "betas" in group:
                 first, *others = group["betas"]
                 group["betas"] = (torch.full_like(first, momentum) if isinstance(first, Tensor) else momentum, *others)
-            else:
+            elif "momentum" in group:
                 group["momentum"] = momentum
 
     def make_default(self) -> None:

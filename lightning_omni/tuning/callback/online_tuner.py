@@ -324,6 +324,10 @@ class OnlineTuner:
     def _begin_to_decide(self, batches: FirstBatches) -> None:
         """Start a decision on every rank; all ranks keep training until rank 0 has decided."""
         began, run = time.perf_counter(), self._run
+        if not run.trainer.lr_scheduler_configs and not math.isclose(run.hyperparameters().lr, run.own.lr):
+            if batches.spec.space.groups != (1,):
+                run.info("OmniTuner: groups are not tried: a hook sets the learning rate; use a scheduler")
+            batches.spec = replace(batches.spec, space=replace(batches.spec.space, groups=(1,)))
         decision = self._decision = _Decision(batches.seen())
         if run.is_rank_zero:
             decision.found = run_in_background(self._finding(decision, batches))

@@ -36,6 +36,7 @@ from lightning_omni.tuning.search.space import (
     is_plain,
 )
 from lightning_omni.wire.compression import EXACT, Compression, all_reduce_of
+from lightning_omni.wire.formats.base import text_of as text_of_wire
 
 __all__ = ["AppliedSetting", "FitSpace", "communicate", "communication_of"]
 
@@ -183,9 +184,10 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _text_of_wire(given: Compression) -> str:
-    if not isinstance(given.push, str) or not isinstance(given.pull, str):
+    push, pull = (each if isinstance(each, str) else text_of_wire(each) for each in (given.push, given.pull))
+    if not (push and pull):  # a format of the user's own
         return ""
-    return given.push if given.pull == "fp32" else f"{given.push}/{given.pull}"
+    return push if pull == "fp32" else f"{push}/{pull}"
 
 
 # --- The applied setting ----------------------------------------------------------------------------------------------

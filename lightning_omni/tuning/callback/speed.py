@@ -193,6 +193,7 @@ class SpeedRecord:
         if in_mid_epoch:
             self._changed_in = self._run.trainer.current_epoch
             self.throughput.take()
+            self.throughput.interrupt()  # the time of forming groups is no batch's
 
     def stash_speeds(self) -> SpeedHistory:
         speeds = self._speeds

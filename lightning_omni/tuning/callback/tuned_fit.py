@@ -28,7 +28,7 @@ from lightning_omni.tuning.callback.online_tuner import OnlineTuner
 from lightning_omni.tuning.callback.plateau import PlateauGuard
 from lightning_omni.tuning.callback.settings import AppliedSetting, FitSpace
 from lightning_omni.tuning.callback.speed import ForecastCheck, SpeedRecord, samples_in
-from lightning_omni.tuning.callback.tuned_run import TunedRun, TunerOptions, TunerReports
+from lightning_omni.tuning.callback.tuned_run import Command, TunedRun, TunerOptions, TunerReports
 from lightning_omni.tuning.model.forecast import Scaling, Setting, explicit_for
 from lightning_omni.tuning.search import Space
 from lightning_omni.tuning.search import constants as c
@@ -212,8 +212,9 @@ class TunedFit(Fit):
             may_split = bool(run.options.budget) and self.space.may_rebalance and not is_fast_dev_run(run.trainer)
             self._disable(str(error), may_split=may_split)
             return
-        if run.state.setting is not None and run.state.ranks != run.world.size:
-            ranks = f"with {run.world.size} ranks instead of {run.state.ranks}"
+        known = [rank for rank, _ in run.state.speeds] or list(range(run.state.ranks))
+        if run.state.setting is not None and known != list(range(run.world.size)):
+            ranks = f"with {run.world.size} ranks instead of {len(known)}"
             self._prepare_new_search(hyperparameters, ranks)
         elif run.state.own is not None and {each.name for each in run.options.further} - dict(run.own.further).keys():
             self._prepare_new_search(hyperparameters, "with other dimensions in space=")
@@ -292,7 +293,7 @@ class TunedFit(Fit):
 
     @override
     def batch_starts(self) -> None:
-        if self.applied.has_given_up:
+        if self.applied.has_given_up and self.run.may_change_inside:
             end_epoch(self.run.trainer)
 
     @override
@@ -349,6 +350,7 @@ class TunedFit(Fit):
         """
         if self.applied.has_diverged:
             self.applied.roll_back()
+            self.reports.chosen(Command(self.run.setting, why="the run has diverged with what was chosen"))
             self.speeds.changed(in_mid_epoch=not ends_epoch)
             return
         self.plateau.synchronized(ends_epoch)
@@ -444,6 +446,14 @@ class JoinedFit(Fit):
         check_joined(run.options)
         self._space = Space.of(run.options.space, ranks=1)
         self._hyperparameters: Hyperparameters | None = None
+        self._balance = run.strategy.parts.balance  # the user's
+
+    @override
+    def close(self) -> None:
+        parts = self.run.strategy.parts
+        if parts.balance is not self._balance:
+            parts.balance.end()
+            parts.balance = self._balance
 
     @override
     def begin(self) -> None:

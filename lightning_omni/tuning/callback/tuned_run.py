@@ -345,6 +345,8 @@ class TunerReports:
         """Report a new setting. All ranks call it."""
         run, setting = self._run, command.setting
         run.info(f"OmniTuner: trains with {setting}: {command.why}")
+        if run.state.is_final and run.choice is not None and run.choice.setting != setting:
+            run.choice = Choice(setting, command.why)
         metrics = {
             "omni/groups": float(setting.groups),
             "omni/momentum": setting.momentum,

@@ -312,6 +312,12 @@ def _text_of(plain: Mapping[str, Any]) -> str:
     return "fp32" if plain["name"] == "raw" else _registry.text_of_wire(plain)
 
 
+def text_of(format_: WireFormat) -> str:
+    """Return the text of a format; "" for one that has no registered name."""
+    plain = to_wire(format_)
+    return _text_of(plain) if plain["name"] in ("raw", *_registry.known) else ""
+
+
 def from_wire(plain: Mapping[str, Any]) -> WireFormat:
     return _registry.from_wire(plain)
 

@@ -261,8 +261,22 @@ def test_a_checkpoint_inside_an_epoch_of_one_group_tells_its_ranks_also_after_ep
         run = SimpleNamespace(moment=lambda *_, cut=cut: (progress, cut))
         schedulers = SimpleNamespace(catch_up_in=lambda *_: [])
         epochs: Any = SimpleNamespace(leases=None, run=run, is_open=True, is_open_ended=False, schedulers=schedulers)
-        world: Any = SimpleNamespace(topology=SimpleNamespace(alive=(0,)))
+        world: Any = SimpleNamespace(live_groups=(0,))
         Checkpoints(lambda _: None).complete(world, checkpoint, epochs)
         saved = RunCheckpoint.from_plain(checkpoint["omni"])
         assert saved is not None
         assert saved.ranks == ranks
+
+
+@pytest.mark.parametrize("batch_size", [8, 16])
+def test_half_an_epoch_of_groups_is_trained_to_its_end_with_batches_of_any_size(saved: Run, batch_size: int) -> None:
+    trained = [sample for rank in saved.results for sample in saved.results[rank][f"half, {batch_size}"]]
+    assert len(trained) == len(set(trained)) == 128
+
+
+def test_an_epoch_that_max_steps_has_cut_short_is_resumed_in_its_own_order(saved: Run) -> None:
+    before, after = (
+        {sample for rank in saved.results for sample in saved.results[rank][name]["seen"]["1"]}
+        for name in ("cut", "cut, resumed")
+    )
+    assert (len(before), len(after), len(before | after)) == (64, 192, 256)

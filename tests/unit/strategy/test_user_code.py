@@ -950,12 +950,21 @@ def test_an_optimizer_inside_another_may_not_step_by_itself_and_the_other_ones_s
         proxies.unguard()
 
 
+class Contributions:
+    def __init__(self, answer: Callable[[bytes], list[tuple[int, bytes]]]) -> None:
+        self.answer = answer
+
+    def synchronize(self, what: str, payload: bytes) -> list[tuple[int, bytes]]:
+        return self.answer(payload)
+
+
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn, torch.complex64, torch.bool])
 def test_collectives_of_users_among_all_groups_take_tensors_of_any_dtype(dtype: torch.dtype) -> None:
     world = LiveWorld(0, 2)
     theirs = torch.tensor([1.0, 0.0]).to(dtype)
-    world.connect(lambda _, payload: [(0, payload), (1, theirs.view(torch.uint8).numpy().tobytes())], 0)
+    exchange = Contributions(lambda payload: [(0, payload), (1, theirs.view(torch.uint8).numpy().tobytes())])
+    world.connect(exchange.synchronize, 0)
     mine, places = torch.tensor([0.0, 1.0]).to(dtype), [torch.zeros(2).to(dtype) for _ in range(2)]
     world.allgather([places], [mine])
     for place, expected in zip(places, (mine, theirs), strict=True):
@@ -967,7 +976,8 @@ def test_functional_collectives_among_all_groups_are_those_of_the_live() -> None
     register()
     group = dist.new_group([0], backend="omni")
     assert isinstance(group, LiveWorld)
-    group.connect(lambda _, payload: [(0, payload), (1, payload)], 0)
+    exchange = Contributions(lambda payload: [(0, payload), (1, payload)])
+    group.connect(exchange.synchronize, 0)
     mine = torch.tensor([1.0, 2.0])
     assert functional.all_reduce(mine, "sum", group).tolist() == [2.0, 4.0]
     assert functional.broadcast(mine, 0, group).tolist() == [1.0, 2.0]
@@ -989,7 +999,8 @@ def test_a_tensor_of_all_ranks_is_gathered_among_all_groups_by_torchs_own_call()
     register()
     group, whole = dist.new_group([0], backend="omni"), torch.zeros(3, 2)
     assert isinstance(group, LiveWorld)
-    group.connect(lambda _, payload: [(0, payload), (2, payload)], 0)  # rank 1 is lost
+    exchange = Contributions(lambda payload: [(0, payload), (2, payload)])  # rank 1 is lost
+    group.connect(exchange.synchronize, 0)
     gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
     gather(whole, torch.ones(1, 2), group=group)
     assert whole.tolist() == [[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
@@ -1004,9 +1015,10 @@ def test_the_rank_that_was_to_get_a_sum_gets_it_though_another_dies_in_the_colle
         (lambda: world.reduce([mine], reduce), reduce),
         (lambda: world.gather([places], [mine], gather), gather),
     ]
+    exchange = Contributions(lambda payload: [(0, payload), (2, payload)])  # rank 1 dies
     for collective, opts in collectives:
         world.ranks = [0, 1, 2]
-        world.connect(lambda _, payload: [(0, payload), (2, payload)], 2)  # rank 1 dies
+        world.connect(exchange.synchronize, 2)
         opts.rootRank = 2
         collective()
     assert mine.tolist() == [2.0, 4.0]
