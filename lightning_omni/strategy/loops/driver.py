@@ -459,7 +459,7 @@ class EpochDriver:
         *counts, is_last, has_ended = self.world.all_reduce_max(
             [*(counts if self.world.is_recorder else [0] * len(counts)), *marks]
         )
-        if not any(counts):  # the recorder has died meanwhile, or nobody has stepped
+        if not any(counts):  # the recorder has died meanwhile, or no rank has stepped
             counts = self.world.all_reduce_max(step_counters(trainer))
         set_step_counters(trainer, self.published.not_before(counts))
         lower_last_average_step(trainer)
