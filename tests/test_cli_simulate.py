@@ -332,6 +332,8 @@ def test_wrong_workloads_are_told(workload: str, capsys: pytest.CaptureFixture[s
     assert "--target error=1: the workload evaluates nothing" in said(
         "--workload", f"{workload}:blind", "--target", "error=1"
     )
+    for flag in ("--evaluate-every", "--evaluate-every-seconds"):
+        assert f"{flag}: the workload evaluates nothing" in said("--workload", f"{workload}:blind", flag, "1")
     assert "--momentum: Adam has none" in said("--workload", f"{workload}:made", "--momentum", "0.5", "--no-picture")
 
 

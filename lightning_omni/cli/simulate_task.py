@@ -61,10 +61,11 @@ class Task:
         cluster = cluster_of(settings)
         workload = workload_named(settings.workload, settings.seed)
         rates, target = rates_of(settings), target_of(settings.target, workload)
-        if not workload.evaluate and (settings.evaluate_every or settings.evaluate_every_seconds):
-            raise ConfigurationError(
-                "--evaluate-every: this workload evaluates nothing; give it evaluate=, or leave it out"
-            )
+        for name in ("evaluate_every", "evaluate_every_seconds"):
+            if getattr(settings, name) is not None and not workload.evaluate:
+                raise ConfigurationError(
+                    f"{flag(name)}: the workload evaluates nothing; give it evaluate=, or leave it out"
+                )
         options = {
             "batch_size": settings.batch_size,
             "computation": Computation(rebalance=settings.rebalance),

@@ -101,6 +101,7 @@ class Training(Service):
                     with torch.no_grad():
                         replies = served.method_side.expire()
                 except OmniError as error:  # no group has asked, and none is to be answered
+                    served.method_side.due = math.inf  # it would fail at once again, without end
                     raise StepFailed(str(error)) from error
                 self._events.note("expire", -1, number)
                 out += self._answers(number, replies)

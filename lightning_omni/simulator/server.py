@@ -225,7 +225,7 @@ class SimulatedServer:
 
     def tick(self) -> list[Out]:
         self._poll()
-        return self.core.tick(self._engine.now)
+        return _accepted(self.core.tick(self._engine.now))
 
     def lose(self, rank: int, reason: str) -> list[Out]:
         self._poll()

@@ -267,9 +267,7 @@ class ModelReplica(Replica):
         pairs = zip(self.ordered, self.weights(), self._stashed.tensors, strict=True)
         back = [mine if but_frozen and not each.requires_grad else own for each, mine, own in pairs]
         drift = None if but_frozen else self._stashed_drift
-        if (
-            drift is None
-        ):  # weights that differ from the evaluated ones are this group's own; parts of trained ones may not
+        if drift is None:  # frozen weights that differ from the evaluated ones, and trained ones, are this group's own
             drift = Drift()
             drift.move(
                 index

@@ -121,7 +121,7 @@ class ControlConnection(Control):
         self._thread: threading.Thread | None = None
         self._dialed: Dialed | None = None
         self._unanswered: list[bytes] | None = None  # the request that awaits its answer
-        self._is_owed = False  # whether the answer to an earlier request, which an exception ended, may still come
+        self._owed = 0  # answers to earlier requests, which exceptions ended, that may still come, also after others
         try:
             self._join = partial(self._dial, key, run, world_size, layout)
             self._dialed, welcome = self._join(connect_timeout)
@@ -152,7 +152,7 @@ class ControlConnection(Control):
                 f"a {type(message).__name__} of {len(data)} bytes with {len(payload)} bytes of payload is too large for"
                 f" the control channel, which takes {m.LARGEST_INLINE}; bring it over the data channel"
             )
-        is_owed, self._is_owed = self._is_owed, True
+        owed, self._owed = self._owed, self._owed + 1
         self._outside.send_multipart([data, payload] if payload else [data])
         clock = SuspendAwareClock()
         deadline = clock() + timeout
@@ -160,10 +160,10 @@ class ControlConnection(Control):
             if self._outside.poll(_SLICE):
                 head, *parts = self._outside.recv_multipart()
                 answer = m.decode(head, at="rank", channel=m.CONTROL)
-                if is_owed and not _may_answer(message, answer, expect):
-                    is_owed = False
+                if owed and not _may_answer(message, answer, expect):
+                    owed, self._owed = owed - 1, self._owed - 1
                     continue
-                self._is_owed = False
+                self._owed = owed
                 return answer_of(answer, expect), parts
             self.check()
             if clock() > deadline:
@@ -382,8 +382,9 @@ class Session:
 
 
 def _may_answer(message: m.Message, answer: m.Message, expect: type[m.Message]) -> bool:
-    number = getattr(answer, "number", 0)
-    return isinstance(answer, (expect, m.RefusedMessage)) and number == getattr(message, "number", number)
+    asked = getattr(message, "number", None)
+    is_other = asked is not None and getattr(answer, "number", asked) != asked
+    return isinstance(answer, (expect, m.RefusedMessage)) and not is_other
 
 
 class DataConnection(Data):

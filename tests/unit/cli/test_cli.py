@@ -8,15 +8,20 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from processes import Process
 
 import lightning_omni
 from lightning_omni.cli import entry_point as commands
 from lightning_omni.cli import main
 from lightning_omni.cli.console import print_line, show
+from lightning_omni.cli.simulate_settings import SimulationSettings
+from lightning_omni.cli.simulate_task import Task
 from lightning_omni.cli.units import rate_of, seconds_of
 from lightning_omni.errors import ConfigurationError
 
@@ -232,3 +237,15 @@ def test_output_for_which_there_is_no_space_is_an_error_of_one_line() -> None:
         ran = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=START)
     assert ran.returncode == 1
     assert ran.stderr == "lightning-omni: the output could not be written: No space left on device\n"
+
+
+def test_a_rate_keeps_the_ratios_between_those_of_parameter_groups() -> None:
+    def two_rates(parameters: Any) -> torch.optim.Optimizer:
+        groups = [{"params": [each], "lr": lr} for each, lr in zip(parameters, (0.1, 0.02), strict=True)]
+        return torch.optim.SGD(groups, momentum=0.9)
+
+    task = Task.of(SimulationSettings())
+    task = replace(task, workload=replace(task.workload, optimizer=two_rates))
+    for rate, rates in ((None, [0.1, 0.02]), (0.1, [0.1, 0.02]), (0.5, [0.5, 0.1])):
+        made = task.optimizer(rate)([torch.nn.Parameter(torch.zeros(1)) for _ in range(2)])
+        assert [group["lr"] for group in made.param_groups] == pytest.approx(rates)

@@ -59,6 +59,25 @@ def test_an_access_gives_the_gradients_of_plain_torch() -> None:
     assert all(torch.equal(ours, p.grad) for ours, p in zip(passed.parameters, module.parameters(), strict=True))  # type: ignore[arg-type]
 
 
+def test_gradients_of_parameters_that_autograd_gives_one_tensor_may_each_be_clipped() -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (Parameter(torch.zeros(3)) for _ in range(3))
+            self.scale = Parameter(torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.a + self.b + self.c + self.scale.expand(3)
+
+    module = Sum()
+    head = MergedHead(module, dict(module.named_parameters()))
+    head.forward((torch.randn(3),), {})
+    gradients = head.backward([torch.ones(())[None].expand(3)]).parameters
+    clip(gradients, 0.5, "norm")
+    total = torch.cat([gradient.flatten() for gradient in gradients if gradient is not None])
+    torch.testing.assert_close(total.norm(), torch.tensor(0.5))
+
+
 @varied
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
 def test_the_members_of_a_group_are_one_batch(sizes: list[int]) -> None:

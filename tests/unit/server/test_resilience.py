@@ -418,6 +418,23 @@ def test_groups_that_were_lost_or_joined_after_the_save_are_known_to_the_next_se
         finish([first])
 
 
+@pytest.mark.parametrize("first_event", ["loss", "join"])
+def test_the_next_server_has_the_moving_rate_of_groups_that_joined_and_were_lost_in_that_order(
+    first_event: str,
+) -> None:
+    with ExitStack() as stack:
+        serving = Mortal(stack)
+        first, second = workers(serving, method_named("elastic_averaging:period=1"))
+        events: list[Any] = [second.control.close, lambda: joins(serving, 7, "guest", first.method)]
+        for event in events if first_event == "loss" else reversed(events):
+            event()
+        rate = serving.core.optimizers[0].method_side._rate  # type: ignore[attr-defined]
+        assert rate == pytest.approx(0.9 / (2 if first_event == "loss" else 3))
+        serving.save()
+        serving.die()
+        assert serving.core.optimizers[0].method_side._rate == rate  # type: ignore[attr-defined]
+
+
 def test_what_was_stored_for_groups_that_join_and_the_numbers_of_ranks_outlast_the_server() -> None:
     with ExitStack() as stack:
         serving = Mortal(stack)
@@ -553,6 +570,23 @@ def test_a_state_on_disk_is_gone_on_from_and_its_journal_may_end_in_mid_entry(
         assert [path.name for path in sorted((tmp_path / "state").iterdir())] == ["ended", "lock"]
         assert saved_weights(tmp_path / "state").keys() == weights.keys()
         states.close()
+
+
+def test_a_run_that_ends_well_leaves_no_weights_of_one_that_failed_before(tmp_path: Path) -> None:
+    states = StateDirectory(tmp_path, every=1000.0)
+    for fails in (True, False):
+        with ExitStack() as stack:
+            serving = Mortal(stack)
+            groups = workers(serving, method_named("async_sgd"))
+            states.restore(serving.core)
+            saved(states, serving.core)
+            if fails:
+                serving.core.fail("the end")
+            for group in groups:
+                group.control.close("")
+            states.discard(serving.core)
+        assert [path.name for path in sorted(tmp_path.iterdir())] == [*["ended"] * fails, "lock"]
+    states.close()
 
 
 def test_weights_of_what_is_no_state_are_refused_with_the_remedy(tmp_path: Path) -> None:

@@ -1284,6 +1284,24 @@ def test_a_step_that_fails_where_all_groups_wait_for_it_ends_the_run_for_all(mon
     assert "this optimizer cannot step" in link.core.over
 
 
+def test_a_merge_that_fails_when_its_time_comes_ends_the_run_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = Link(1)
+    link.join(0)
+    link.form((0,))
+    message, payload = seed_of({"parts": [part_of(new_parameters())]})
+    link.data(0, message, payload)
+
+    def fails() -> None:
+        raise OmniError("this fragment cannot be merged")
+
+    side = link.core.optimizers[0].method_side
+    monkeypatch.setattr(side, "due", 5.0)
+    monkeypatch.setattr(side, "expire", fails)
+    (out,) = link.core.tick(6.0)
+    assert out.message == m.Notice(lost=(), reason="this fragment cannot be merged", over=True)
+    assert link.core.tick(7.0) == [], "it is not tried again"
+
+
 def test_the_optimizer_state_that_is_handed_over_lies_in_memory_of_its_own(link: Link) -> None:
     message, _ = seed_of({"parts": [part_of(new_parameters())]})
     assert link.core.keeps_payload(message), "an outer optimizer loads its state without copying it"

@@ -610,6 +610,19 @@ def test_a_save_is_of_one_moment_at_all_servers_and_they_go_on_from_it_with_the_
     assert len({core.clock for core in ensemble.cores}) == 1
 
 
+def test_adaptive_compensation_is_merged_of_a_server_whose_whole_share_is_frozen() -> None:
+    ensemble = run_of(2, 2, "delay_compensated:adaptive=true")
+    first, second = ({spec.name for spec in share.specs} for share in ensemble.groups[0].split.shares)
+    for group in ensemble.groups:
+        group.compute([torch.ones(SHAPES[place]) if f"p{place}" in second - first else None for place in range(4)])
+    ensemble.arrive()
+    for group in ensemble.groups:
+        assert group.go_on()
+    trees = [tree for _, tree in ensemble.groups[0].snapshot()]
+    merged = whole(ensemble.groups[0], trees, "method")
+    assert merged["square"].keys() == {0, 1}
+
+
 def test_a_save_counts_when_all_servers_have_written_theirs(tmp_path: Path) -> None:
     ensemble = run_of(2, 2)
     saved = save(ensemble)
@@ -886,6 +899,28 @@ def test_the_run_ends_and_says_which_server_is_gone() -> None:
     assert "parameter server 2 of 3" in ensemble.cores[0].lost_server
     ensemble.arrive()
     assert ensemble.cores[1].over == ensemble.cores[0].over
+
+
+@pytest.mark.parametrize("failing", [[1], [0, 1, 2]])
+@pytest.mark.parametrize("reconnect_timeout", [0.0, 60.0])
+def test_a_step_that_fails_at_one_of_several_servers_ends_the_run_and_no_server(
+    failing: list[int], reconnect_timeout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ensemble = run_of(3, 2, "hardsync")
+    ensemble.cores[0].reconnect_timeout = reconnect_timeout
+
+    def fails(*_: Any) -> None:
+        raise ProtocolError("this optimizer cannot step")
+
+    for number in failing:
+        monkeypatch.setattr(ensemble.cores[number].optimizers[0].method_side, "merge", fails)
+    for group in ensemble.groups:
+        group.compute()
+    ensemble.arrive()
+    assert [core.over for core in ensemble.cores] == ["this optimizer cannot step"] * 3
+    assert ensemble.cores[0].lost_server == ""
+    notices = {message.reason for message in ensemble.said if isinstance(message, m.Notice) and message.over}
+    assert notices == {"this optimizer cannot step"}
 
 
 def test_a_silent_server_and_one_that_never_comes_end_the_run() -> None:

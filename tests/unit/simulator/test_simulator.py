@@ -18,8 +18,19 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from lightning_omni import Compression
-from lightning_omni.errors import ConfigurationError, ProtocolError, UnsupportedError
-from lightning_omni.methods import METHODS, AsyncDiLoCo, AsyncSGD, DiLoCo, Downpour, Gossip, LocalSGD, Method, SoftSync
+from lightning_omni.errors import ConfigurationError, ProtocolError, StepFailed, UnsupportedError
+from lightning_omni.methods import (
+    METHODS,
+    AsyncDiLoCo,
+    AsyncSGD,
+    DiLoCo,
+    Downpour,
+    Gossip,
+    LocalSGD,
+    Method,
+    SoftSync,
+    method_named,
+)
 from lightning_omni.server.event_log import Event, RecordFile, read_record
 from lightning_omni.simulator import (
     Cluster,
@@ -340,6 +351,21 @@ def test_the_failure_of_the_first_group_ends_the_run_with_the_reason() -> None:
     trace = run("async_sgd", 2, Cluster.even(2, events=(Failure(0, 0.05),)))
     assert trace.ended.startswith("lost: rank 0 failed at 0.05 s")
     assert 0 < trace.updates < 30
+
+
+@pytest.mark.parametrize(
+    ("method", "merge"),
+    [("hardsync", "merge"), ("decoupled_diloco:period=2,fragments=1,quorum=1,grace=0.001", "expire")],
+)
+def test_a_step_that_fails_where_groups_wait_ends_the_run_with_the_reason(
+    method: str, merge: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise StepFailed("this optimizer cannot step")
+
+    monkeypatch.setattr(method_named(method).side, merge, fails)
+    with pytest.raises(ProtocolError, match="this optimizer cannot step"):
+        run(method, 2)
 
 
 COMES_BACK = (

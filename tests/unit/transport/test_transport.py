@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from lightning_omni import Server
 from lightning_omni.errors import ConfigurationError, ConnectionLost, OmniError, RankLost, Refused
-from lightning_omni.group.core import Action, GroupCore, LastAnswer, ServerRequest
+from lightning_omni.group.core import Action, GroupCore, LastAnswer, Outgoing, ServerRequest
 from lightning_omni.methods import AsyncSGD, DiLoCo, Method, method_named
 from lightning_omni.methods.contract import Gradient, NextGradient, Receive
 from lightning_omni.methods.model.replica import Pulled, Replica, copies
@@ -31,6 +31,7 @@ from lightning_omni.topology import GroupId
 from lightning_omni.transport import registry
 from lightning_omni.transport.connections import Address, Control, Data, ReconnectingData
 from lightning_omni.transport.registry import Transport
+from lightning_omni.transport.requests import Requests
 from lightning_omni.transport.zeromq import ZeroMQ
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack
@@ -239,6 +240,64 @@ def test_a_refusal_arrives_as_one_on_both_connections_and_harms_nothing(serving:
     for group in (second, first):
         group.step(seed=1)
     assert serving.core.clock == 2
+
+
+def test_an_answer_that_comes_after_its_request_was_interrupted_is_no_answer_to_a_later_request() -> None:
+    with served(ZeroMQ()) as serving:
+        first, second = (serving.join(rank, 2, Layout.of({"w": torch.zeros(2)})) for rank in range(2))
+        with pytest.raises(ConnectionLost, match="no answer to Contribute"):
+            first.request(m.Contribute(number=0, what="test"), m.Gathered, timeout=0.1)
+        first.request(m.AskStatus(), m.Status, timeout=DEADLINE)
+        first.request(m.ReleaseVersion(number=3), m.VersionReleased, timeout=DEADLINE)
+        assert second.request(m.Contribute(number=0, what="test"), m.Gathered, timeout=DEADLINE).number == 0
+        first.request(m.AskStatus(), m.Status, timeout=DEADLINE)
+        second.post(m.Contribute(number=1, what="test"))
+        assert first.request(m.Contribute(number=1, what="test"), m.Gathered, timeout=DEADLINE).number == 1
+
+
+def test_an_answer_of_which_a_part_has_arrived_before_an_interrupt_is_received_whole_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with served(ZeroMQ(shared_memory=False)) as serving:
+        group = Group(serving, 0, 1, numel=LARGE)
+        group.form([(0,)])
+        data: Any = group.data
+        receive, parts = data._receive, iter(range(10_000))
+
+        def interrupted() -> Any:
+            if next(parts) == 1:
+                raise KeyboardInterrupt
+            return receive()
+
+        monkeypatch.setattr(data, "_receive", interrupted)
+        data.send(m.FetchMessage(optimizer=0))
+        with pytest.raises(KeyboardInterrupt):
+            data.receive(m.Weights)
+        _, payload = data.receive(m.Weights)
+        assert torch.equal(group.layout.views(payload)[0], group.parameters["w"])
+        group.step(seed=1)
+
+
+def test_answers_of_several_servers_that_came_before_an_interrupt_are_not_awaited_again() -> None:
+    class Server(Data):
+        def __init__(self, *answers: Any) -> None:
+            self.answers = list(answers)
+
+        def send(self, message: m.Message, payload: Tensor | None = None, into: Tensor | None = None) -> None: ...
+
+        def receive(self, expect: type[Any], into: Tensor | None = None) -> Any:
+            if (answer := self.answers.pop(0)) is KeyboardInterrupt:
+                raise KeyboardInterrupt
+            return answer
+
+        def close(self) -> None: ...
+
+    requests: Any = Requests([Server(1, 3), Server(KeyboardInterrupt, 2, 4)])
+    requests.send([Outgoing(m.TakeSnapshot())] * 2)
+    with pytest.raises(KeyboardInterrupt):
+        requests.receive(m.Snapshot)
+    assert requests.receive(m.Snapshot) == [1, 2]
+    assert requests.exchange([Outgoing(m.TakeSnapshot())] * 2, m.Snapshot) == [3, 4]
 
 
 def test_a_push_larger_than_any_frame_and_its_answer_arrive_whole(serving: Serving) -> None:
