@@ -46,6 +46,7 @@ from lightning_omni.strategy.arguments import SERVER as SERVER
 from lightning_omni.strategy.arguments import refuses_unknown as refuses_unknown
 from lightning_omni.strategy.both_namespaces import TESTED as TESTED
 from lightning_omni.strategy.both_namespaces import warn_about_untested as warn_about_untested
+from lightning_omni.strategy.loops.driver import EpochDriver as EpochDriver
 from lightning_omni.strategy.signals import Signals as Signals
 from lightning_omni.strategy.signals import end_in_one_line as end_in_one_line
 from lightning_omni.strategy.signals import training_position as training_position

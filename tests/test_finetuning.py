@@ -18,7 +18,7 @@ from lightning_omni.simulator import trace_of
 RANKS = range(4)
 FITS = (
     *("ddp", "one", "tuned", "resumed", "ddp resumed", "thawed", "dropped", "late", "mean", "gossip", "outer"),
-    *("regrouped", "written", "head", "replaced", "users", "thawed inside", "odd"),
+    *("regrouped", "written", "head", "replaced", "users", "rescheduled", "gap", "stopped", "thawed inside", "odd"),
 )
 REPLAYED: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "tuned": partial(torch.optim.AdamW, lr=0.02),
@@ -125,6 +125,23 @@ def test_a_layer_that_replaces_another_in_the_optimizer_is_trained_by_all() -> N
 def test_what_is_unfrozen_inside_a_training_step_is_refused_before_that_step() -> None:
     assert max(each("thawed inside", "step")) == 3
     assert sum("backbone.0.weight was unfrozen inside a training step" in e for e in each("thawed inside", "error")) > 1
+
+
+def test_a_scheduler_that_replaces_another_where_an_epoch_begins_counts_the_steps_of_this_epoch() -> None:
+    assert each("rescheduled", "error") == [""] * 4
+    assert each("rescheduled", "rate") == pytest.approx([0.1 / (1 + 8)] * 4)
+
+
+def test_a_batch_that_is_none_is_left_out_and_the_epoch_goes_on() -> None:
+    assert each("gap", "error") == [""] * 4
+    assert sum(each("gap", "trained")) == 32 - 1
+    assert [len(val) for val in each("gap", "val")] == [1] * 4
+
+
+def test_a_stop_in_a_groups_last_batch_ends_the_run_without_a_validation_that_is_not_due() -> None:
+    assert each("stopped", "error") == [""] * 4
+    assert [len(val) for val in each("stopped", "val")] == [2] * 4
+    assert [len(digests) for digests in each("stopped", "digests")] == [1] * 4
 
 
 def test_hooks_of_the_first_epochs_start_are_for_all_ranks_where_a_tuner_forms_the_users_groups() -> None:

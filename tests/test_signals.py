@@ -248,6 +248,27 @@ observer.join(60)
 """
 
 
+FAILED_WITHOUT_A_STRATEGY = """
+import subprocess, sys
+from lightning_omni.strategy import launcher
+
+class Asked:
+    def can_continue(self, rank, code):
+        return False
+
+    def is_writing(self):
+        return False
+
+launcher.GRACE, asked = 0.1, Asked()
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5); raise SystemExit(3)"])
+observer = launcher.ChildObserver([child], asked.can_continue, asked.is_writing)
+del asked
+observer.start()
+observer.join(60)
+print("goes on")
+"""
+
+
 @pytest.mark.parametrize("groups", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_ranks_that_hold_the_model_together_save_because_of_an_error_that_all_of_them_have(groups: int) -> None:
     options = {
@@ -267,6 +288,11 @@ def test_ranks_that_hold_the_model_together_save_because_of_an_error_that_all_of
         assert finished.code == 1, finished.output[-6000:]
         assert "no checkpoint is saved: the ranks of a group hold the model together" in finished.output
         assert not list(running.folder.glob("*.ckpt"))
+
+
+def test_a_rank_that_fails_when_no_strategy_is_left_leaves_rank_0_to_come_to_its_end() -> None:
+    ended = interpret(FAILED_WITHOUT_A_STRATEGY)
+    assert (ended.returncode, ended.stdout) == (1, "goes on\n")
 
 
 def test_ctrl_c_while_the_other_ranks_start_ends_all_without_an_error() -> None:

@@ -14,7 +14,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from core import Command, FirstBatches, Setting, search
+from core import Command, EpochDriver, FirstBatches, Setting, search
 from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -389,6 +389,28 @@ def test_a_fit_without_a_tuner_trains_as_the_user_said_after_one_that_was_tuned(
     trainer.fit(Line())
     assert formats == ["Exact", "Exact"]
     assert finished == [False, False], "a process that ends before the second fit begins has failed"
+
+
+def test_a_schedule_on_a_validations_metric_is_stepped_alike_in_an_epoch_that_ends_with_its_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Plateaus(Line):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", 1.0)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+            config = {"scheduler": scheduler, "interval": "step", "frequency": 8, "monitor": "val_loss"}
+            return [optimizer], [config]
+
+    rates = []
+    for is_shrunk in (False, True):  # as where ranks were lost
+        monkeypatch.setattr(EpochDriver, "_is_shrunk", is_shrunk)
+        trainer = trainer_of(strategy=OmniStrategy(groups=1), max_epochs=1, val_check_interval=8)
+        trainer.fit(Plateaus())
+        rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+    assert rates == [pytest.approx(0.001)] * 2
 
 
 def test_limits_of_numpy_are_plain_numbers() -> None:

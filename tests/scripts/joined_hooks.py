@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from common import FOLDER, OPTIONS, Net, dataset, digest, loaders, omni, pl, trainer
+from pytorch_lightning.utilities import rank_zero_only
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -123,6 +124,8 @@ def main() -> None:
     )
     fit.fit(net)
     said = {"said": net.said, "weights": digest(net), "loaded": net.loaded, "end": net.say()}
+    fit.validate(net, verbose=False)
+    said |= {"is_zero": fit.is_global_zero, "says": rank_zero_only.rank == 0}
     (FOLDER / f"{NAME}0.json").write_text(json.dumps(said))
 
 

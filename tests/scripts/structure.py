@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from common import FOLDER, OPTIONS, InTime, dataset, digest, omni, pl, report, trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from lightning_omni.runtime.model import parameter_groups
 
@@ -45,7 +45,12 @@ class Tuned(pl.LightningModule):
         trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
         if self.kind == "adamw":
             return torch.optim.AdamW(trainable, lr=0.02)
-        return torch.optim.SGD(trainable, lr=0.1, momentum=0.5)
+        optimizer = torch.optim.SGD(trainable, lr=0.1, momentum=0.5)
+        return [optimizer], [{"scheduler": falling(optimizer), "interval": "step"}] if self.kind == "falls" else []
+
+
+def falling(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda steps: 1 / (1 + steps))
 
 
 class Noted(pl.Callback):
@@ -55,6 +60,10 @@ class Noted(pl.Callback):
         self.digests: list[str] = []
         self.moved: list[float] = []
         self.groups: list[int] = []
+        self.trained = 0
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self.trained += 1
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self.start = pl_module.backbone[0].weight.detach().cpu().clone()
@@ -112,6 +121,33 @@ class Replace(pl.Callback):
             pl_module.head[2] = new
             for group in trainer.optimizers[0].param_groups:
                 group["params"] = [news.get(each, each) for each in group["params"]]
+
+
+class Reschedule(pl.Callback):
+    """Replaces the scheduler where the second epoch begins."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            [config] = trainer.lr_scheduler_configs
+            config.scheduler = falling(trainer.optimizers[0])
+
+
+class StopAtLast(pl.Callback):
+    """One rank asks for a stop in its last batch."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.should_stop |= RANK == 0 and trainer.is_last_batch
+
+
+class Gap:
+    """Collates nothing in the third batch of one rank."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def __call__(self, samples: list[Any]) -> Any:
+        self.batches += 1
+        return None if RANK == 0 and self.batches == 3 else default_collate(samples)
 
 
 class TunesNothing(pl.Callback):
@@ -213,6 +249,7 @@ def fit(
     kind: str = "sgd",
     resume: str = "",
     save: str = "",
+    collate: Any = None,
     **more: Any,
 ) -> dict[str, Any]:
     pl.seed_everything(3, verbose=False)
@@ -225,7 +262,10 @@ def fit(
         strategy, OPTIONS["devices"], max_epochs=epochs, callbacks=every, enable_checkpointing=bool(save), **more
     )
     error, said = "", []
-    data = DataLoader(dataset(256), batch_size=8, shuffle=True), DataLoader(dataset(64), batch_size=8)
+    data = (
+        DataLoader(dataset(256), batch_size=8, shuffle=True, collate_fn=collate),
+        DataLoader(dataset(64), batch_size=8),
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -239,6 +279,8 @@ def fit(
         "digests": watch.digests,
         "moved": watch.moved,
         "groups": watch.groups,
+        "trained": watch.trained,
+        "rate": run.optimizers[0].param_groups[0]["lr"],
         "val": module.val,
         "end": digest(module),
         "weights": {name: value.tolist() for name, value in module.state_dict().items()} if RANK == 0 else {},
@@ -268,6 +310,9 @@ def main() -> None:
         "thawed inside": lambda: fit(groups(groups=2), 1, [ThawInside()]),
         "replaced": lambda: fit(groups(groups=2), 2, [Replace()]),
         "users": lambda: fit(groups(groups=2), 1, [TunesNothing()]),
+        "rescheduled": lambda: fit(groups(groups=2, method="local_sgd:period=2"), 2, [Reschedule()], "falls"),
+        "gap": lambda: fit(groups(groups=4), 1, collate=Gap()),
+        "stopped": lambda: fit(groups(groups=4), 3, [StopAtLast()], val_check_interval=3),
         "dropped": lambda: fit(groups(groups=2), 2, [Drop()], "adamw"),
         "late": lambda: fit(
             groups(groups=4, server=omni.Server(record=str(FOLDER / "late"))), 2, [Add(2, ranks=(0, 2))]

@@ -459,7 +459,7 @@ class EpochDriver:
         *counts, is_last, has_ended = self.world.all_reduce_max(
             [*(counts if self.world.is_recorder else [0] * len(counts)), *marks]
         )
-        if not any(counts):  # the recorder has died meanwhile, or nobody has stepped
+        if not any(counts):  # the recorder has died meanwhile, or no rank has stepped
             counts = self.world.all_reduce_max(step_counters(trainer))
         set_step_counters(trainer, self.published.not_before(counts))
         lower_last_average_step(trainer)
@@ -531,12 +531,13 @@ class EpochDriver:
             return False
         if validates_by_time(trainer):
             return any(self.world.all_reduce_max([int(is_due())]))  # the clocks of ranks differ
-        if self.published.is_on and not self._stopping and not should_stop_now(trainer):
+        if self.published.is_on and not self._stopping and (epoch.is_over or not should_stop_now(trainer)):
             if not epoch.is_over:
                 self.published.end_known()
                 return not should_stop_now(trainer) and self.published.is_due(self._coming)
             is_missed = self.published.end_all()  # the group that has skipped the rest does not validate
             epoch.validates = (is_missed and not epoch.is_skipped) or epoch.validates
+            epoch.is_due = bool(epoch.validates)
         elif not (self.published.is_on or self._stopping) and should_stop_now(trainer):
             epoch.is_due = self._is_due_without_stop(is_due)
         if epoch.validates is None:
@@ -565,8 +566,11 @@ class EpochDriver:
             return self.published.run(run, self.run.now())
         if self._world is None or not self.is_open:
             return run()
+        before = cached_metrics(self.trainer)
         if self._world.executor.control is None:
-            return self._divided(run, *self._world.data_rank)  # ranks may have been lost
+            returned = self._divided(run, *self._world.data_rank)  # ranks may have been lost
+            self._step_plateaus(before, self._epoch.is_over)
+            return returned
         self.before_validation(self.trainer.lightning_module)
         if self._epoch.has_ended:
             return []

@@ -1665,6 +1665,14 @@ def test_what_hooks_did_where_the_epoch_began_is_not_done_once_more_by_a_group_t
 
 @pytest.mark.slow
 @pytest.mark.processes
+def test_one_group_of_those_that_have_joined_is_rank_zero_in_an_evaluation_after_the_fit(
+    changing: tuple[dict[str, Any], dict[str, Any]],
+) -> None:
+    assert [(each["is_zero"], each["says"]) for each in changing] == [(True, True), (False, False)]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
 def test_a_group_joins_with_the_buffers_of_the_run_whatever_a_module_says_that_its_state_is(
     changing: tuple[dict[str, Any], dict[str, Any]],
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,9 @@ from pytorch_lightning.loops.fit_loop import RestartStage
 from runs import Run, run
 
 from lightning_omni.runtime.leased_loader import RankLeases
+from lightning_omni.runtime.server_exchange import ServerSnapshot
 from lightning_omni.runtime.state.checkpoint import RunCheckpoint
-from lightning_omni.strategy.checkpoints import Checkpoints, end_whole_epoch, go_on_after
+from lightning_omni.strategy.checkpoints import CheckpointHooks, Checkpoints, end_whole_epoch, go_on_after
 from lightning_omni.strategy.lightning_internals.loops import progress_counters
 from lightning_omni.strategy.loops.progress import RunProgress
 from lightning_omni.wire.messages import SnapshotId
@@ -165,6 +167,28 @@ def test_inside_an_epoch_a_checkpoint_has_the_servers_weights_whatever_a_module_
 
 def test_after_fit_rank_zero_has_the_servers_state_for_a_last_save(saved: Run) -> None:
     assert rank0(saved, "groups half")["after_fit_state"] == 4
+
+
+def test_a_state_that_was_read_and_not_saved_is_in_no_later_checkpoint() -> None:
+    parts: Any = SimpleNamespace(
+        world_options=SimpleNamespace(model_parallel=None),
+        namespace=SimpleNamespace(warn=print),
+        current_world=None,
+        take_time=lambda: None,
+    )
+    states, failures = SimpleNamespace(is_described=False), SimpleNamespace(at=None)
+    hooks = CheckpointHooks(parts, states, failures)  # type: ignore[arg-type]
+    hooks.contents._snapshot = ServerSnapshot(SnapshotId(), [], {})
+    assert hooks.module_state(dict) == {}
+    assert hooks.contents._snapshot is None
+
+
+def test_a_group_that_joins_is_not_ended_by_the_counts_of_the_one_that_records() -> None:
+    run = RunProgress(SimpleNamespace(leases=None), lambda _: None)  # type: ignore[arg-type]
+    for most, limit in ((-1, None), (5, sys.maxsize)):
+        run._trainer = SimpleNamespace(max_steps=most)  # type: ignore[assignment]
+        run.enter(None)
+        assert run.step_limit == limit
 
 
 def resumed_on(ranks: int, samples: int, warnings: list[str]) -> RunProgress:

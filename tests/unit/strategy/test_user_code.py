@@ -39,6 +39,7 @@ from lightning_omni.runtime.model.wrapping import ranks_elsewhere
 from lightning_omni.runtime.parallel_state import default_device
 from lightning_omni.runtime.process_groups import LiveWorld, device_types, register
 from lightning_omni.runtime.state.transfer import StateTransfer
+from lightning_omni.strategy.launcher import Launching
 from lightning_omni.strategy.loops.driver import EpochDriver
 from lightning_omni.strategy.loops.epoch import LeasedData, split_of
 from lightning_omni.strategy.loops.paced_schedulers import Pacer, arrive
@@ -857,6 +858,27 @@ def test_loaders_that_are_made_again_are_divided_among_the_ranks_that_are_left()
         data.adopt()
         assert data.leases is not None
         assert data.leases._members == left
+
+
+def test_loaders_that_were_made_for_several_groups_are_those_of_one_if_the_epoch_begins_with_one() -> None:
+    data = leased_data(exchanges=True)
+    made(data, "ours")
+    world: Any = data._world
+    world.executor.exchanges = False
+    data.adopt()
+    assert data.leases is not None
+    assert data.leases.is_local
+
+
+def test_a_rank_that_dies_in_an_evaluation_after_a_fit_ends_it_and_one_that_dies_after_all_does_not() -> None:
+    executor = SimpleNamespace(control=None)
+    world = SimpleNamespace(registration=None, executor=executor, lost=(), ever_lost=(), is_finished=True)
+    strategy, signals = SimpleNamespace(node_rank=0, num_processes=2), SimpleNamespace(is_stopping=False)
+    for is_evaluating in (True, False):
+        parts: Any = SimpleNamespace(
+            strategy=strategy, signals=signals, current_world=world, is_evaluating=is_evaluating
+        )
+        assert Launching(parts, bool, bool)._on_child_death(1, -9) is not is_evaluating
 
 
 @pytest.mark.parametrize("indices", [["a", "b"], [("a", 1)], torch.tensor([2, 0]), range(3)])
