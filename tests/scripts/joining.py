@@ -63,7 +63,7 @@ class Member(Net):
         return float(self.trainer.optimizers[0].param_groups[0]["lr"])
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if NAME == OPTIONS.get("target") and self.current_epoch == 0:  # frozen, and the optimizer holds it
+        if OPTIONS.get("target") == NAME and self.current_epoch == 0:  # frozen, and the optimizer holds it
             torch.nn.init.constant_(self.frozen, 0.5)
         (FOLDER / f"{NAME}{self.global_rank}-average").write_text(self.averaged())
         line = [self.current_epoch, batch[2].tolist(), self.rate]
