@@ -353,6 +353,7 @@ class AppliedSetting:
             self._train_in_one_group(replace(was, lr=was.lr / c.RATE_FACTOR))
         else:
             self._train_in_one_group(run.own)
+        run.renew_choice()
         self.watch(state.divergence_threshold)
         run.info(
             f"OmniTuner: the run has diverged with {was}: it is rolled back to the weights that it had after the last"
