@@ -320,6 +320,9 @@ def changing_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, A
         "spelled otherwise": {"misplaced": {"LIGHTNING_OMNI_METHOD": "async_sgd:bound=null"}},
         **{f"sampled {each}": {"sampled": each} for each in ("inside", "before")},
         **{f"inner, {groups}": {"inner": groups} for groups in (1, 2)},
+        "nested": {"nested": 2},
+        **{f"returned, {kind}": {"returned": kind} for kind in ("SGD", "Adagrad")},
+        "target": {"target": "downpour:n_push=4,n_fetch=4"},
     }
     return run_loops(tmp_path_factory.mktemp("changing"), loops)
 
@@ -714,6 +717,30 @@ def test_a_second_world_inside_a_loop_is_refused_and_the_loop_goes_on(
 ) -> None:
     for each in changing_loops:
         assert each[f"inner, {groups}"].startswith("a second World while compute groups train")
+
+
+def test_a_loop_of_another_world_inside_one_is_refused_and_worlds_are_freed_after_their_loops(
+    changing_loops: list[dict[str, Any]],
+) -> None:
+    for each in changing_loops:
+        apart, together, freed = each["nested"]
+        assert "inside `with world.training():`, of this World or another one" in apart
+        assert together == apart
+        assert freed == [True, True]
+
+
+@pytest.mark.parametrize(("kind", "least", "most"), [("SGD", 0.5, 0.95), ("Adagrad", 1.0, 1.5)])
+def test_parameters_that_return_to_an_optimizer_have_the_state_with_which_they_left(
+    changing_loops: list[dict[str, Any]], kind: str, least: float, most: float
+) -> None:
+    for each in changing_loops:
+        assert least <= each[f"returned, {kind}"] <= most
+
+
+def test_a_frozen_weight_that_a_group_writes_between_two_fetches_stays_as_it_is(
+    changing_loops: list[dict[str, Any]],
+) -> None:
+    assert [each["target"] for each in changing_loops] == [[7.0] * 9, [8.0] * 9]
 
 
 def test_an_optimizer_that_holds_its_parameters_in_another_order_on_one_rank_trains_each_as_the_others_do(

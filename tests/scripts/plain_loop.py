@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -863,6 +864,73 @@ def nest(inner: int) -> str:
     return error
 
 
+def enclose(nested: int) -> list[Any]:
+    """Why a loop of another World inside one does not begin; whether Worlds are freed once their loops have ended."""
+    net = torch.nn.Linear(4, 1)
+    worlds = [World(2) for _ in range(nested)]
+    optimizers = [OmniOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), each) for each in worlds]
+
+    def step(optimizer: OmniOptimizer) -> None:
+        net(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+
+    with worlds[0].training() as world:
+        errors = [said_of(worlds[1].training().__enter__)]
+        step(optimizers[0])
+        world.enter_world(net)
+        errors.append(said_of(worlds[1].training().__enter__))
+        world.enter_compute()
+        step(optimizers[0])
+    with worlds[1].training():
+        step(optimizers[1])
+    kept = [weakref.ref(each) for each in worlds]
+    del world, worlds, optimizers
+    gc.collect()
+    return [*errors, [each() is None for each in kept]]
+
+
+def take_back(returned: str) -> float:
+    """What a layer's optimizer state is, over that with which it has left, a step after it has come back."""
+    world = World(2)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    layers = [{"params": list(each.parameters())} for each in reversed(net)]
+    kind, key = {"SGD": (torch.optim.SGD, "momentum_buffer"), "Adagrad": (torch.optim.Adagrad, "sum")}[returned]
+    raw = kind(layers, lr=0.05, **({"momentum": 0.9} if returned == "SGD" else {}))
+    optimizer, model = OmniOptimizer(raw, world), world.wrap(net)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        (model(torch.randn(8, 4)) * 1e-3).sum().backward()  # what is remembered is of the first steps
+        optimizer.step()
+
+    with world.training():
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+    before = raw.state[net[0].weight][key].clone()
+    layer = raw.param_groups.pop()
+    with world.training():
+        step()
+        raw.add_param_group(layer)
+        step()
+    return float((raw.state[net[0].weight][key] / before).mean())
+
+
+def write_target(target: str) -> list[float]:
+    """A weight that is frozen, and that an optimizer holds, in each step after a group has written it."""
+    world = World(2, options=WorldOptions(groups=2, method=target))
+    net = torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.Linear(4, 1).requires_grad_(False))
+    optimizer, found = OmniOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), world), []
+    with world.training():
+        for step in range(10):
+            optimizer.zero_grad()
+            net[0](torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            if step == 1:
+                torch.nn.init.constant_(net[1].weight, 7.0 + world.rank)
+            found.append(net[1].weight[0, 0].item())
+    return found[1:]
+
+
 def refuse(before: str) -> str:
     """Why a mistake before a loop is refused in groups of one rank, too."""
     try:
@@ -1046,6 +1114,9 @@ def main() -> None:
         "joined": join,
         "forked": fork,
         "inner": nest,
+        "nested": enclose,
+        "returned": take_back,
+        "target": write_target,
         "before": refuse,
         "misplaced": misplace,
         "local": count,

@@ -254,7 +254,7 @@ class ParameterGroups:
             start + index: each
             for index, parameter in enumerate(fresh.values())
             if part.optimizer.state.get(parameter)
-            for each in state_of(part.optimizer, [parameter]).values()
+            for each in state_of(part.optimizer, {parameter}).values()
         }
 
     def _places(self, part: Part) -> list[list[int]]:

@@ -211,7 +211,11 @@ def communicate(strategy: OmniStrategyHooks, wanted: Communication) -> bool:
     If all ranks are one group, its members average in the new format at once.
     """
     world = strategy.world
-    before, world.communication = world.communication, wanted
+    before = world.communication
+    if type(before.method) is not type(wanted.method):  # a residual has the units of what its method pushes
+        world.residuals.warn_of_remainder("groups exchange by another method from here on")
+        world.residuals.forget()
+    world.communication = wanted
     if before.all_reduce != wanted.all_reduce and not world.executor.exchanges:
         strategy.parts.grouping.wrap()
     return before != wanted
