@@ -366,7 +366,8 @@ class AppliedSetting:
 
     def _now(self) -> RollbackPoint:
         run = self._run
-        return RollbackPoint.of(run.module, run.trainer.optimizers, run.world.core, averaged_tensors(run.trainer))
+        averages, scaler = averaged_tensors(run.trainer), run.strategy.parts.grouping.loss_scaler
+        return RollbackPoint.of(run.module, run.trainer.optimizers, run.world.core, averages, scaler)
 
     def return_to(self, point: RollbackPoint) -> None:
         """Restore a rollback point, where all ranks are one group. All ranks call it."""
