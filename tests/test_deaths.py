@@ -73,6 +73,17 @@ def test_the_run_outlives_a_worker_outside_the_first_group(way: dict[str, Any], 
     assert 3 not in finished.results
 
 
+def test_one_group_of_the_ranks_that_are_left_validates_all_of_the_data() -> None:
+    way = {"die_at": {"3": 3}, "strategy": {"groups": 4}, "regroup": {"11": 1}, "test": True}
+    with Running("groups.py", {"fits": [{**FIT, **way, "trainer": {"val_check_interval": 0.5}}]}) as running:
+        finished = finish(running)
+        assert finished.code == 0, finished.output[-4000:]
+    for rank in (0, 1, 2):
+        each = finished.results[rank][0]
+        assert each["regroup_times"]
+        assert each["test"][0]["val_loss"] == pytest.approx(each["validations"][1][1], rel=1e-4)
+
+
 def test_a_fit_after_one_that_has_lost_a_rank_says_so_and_what_to_do() -> None:
     fit = {"devices": 2, "data": {"samples": 128}}
     with Running("groups.py", {"fits": [{**fit, "die_at": {"1": 3}}, fit]}) as running:

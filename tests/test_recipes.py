@@ -241,6 +241,21 @@ def test_a_slurm_group_joins_again_after_a_failure_and_is_put_into_the_queue_aft
     assert called[0].startswith("srun tcp://10.0.0.9:5555 5a5a torchrun --standalone --nproc-per-node 4 train.py")
 
 
+def test_a_slurm_group_that_is_told_of_its_time_limit_is_put_into_the_queue(commands: Path, tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / "server").write_text("tcp://10.0.0.9:5555\n")
+    (shared / "key").write_text("5a5a\n")
+    srun = commands / "srun"
+    torchrun = 'trap "kill $!; exit 1" TERM; sleep 60 & kill -TERM $PPID; wait'  # the agent ends with 1
+    srun.write_text(f"#!/bin/bash\necho srun >> {commands}/log\n{torchrun}\n")
+    code, called = run_script(
+        "slurm-groups.sh", commands,
+        OMNI_SHARED=str(shared), OMNI_PAUSE="0", SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3",
+    )  # fmt: skip
+    assert (code, called) == (0, ["srun", "scontrol requeue 7_3"])
+
+
 def test_a_group_on_a_spot_instance_is_told_before_the_instance_is_taken(commands: Path) -> None:
     (commands / "log.notice").touch()
     code, called = run_script(

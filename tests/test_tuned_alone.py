@@ -262,17 +262,20 @@ def test_copies_of_all_weights_are_not_kept_for_the_users_own_setting_nor_after_
     assert fit.applied.rollback_point is None
 
 
-def test_a_trial_that_is_better_keeps_no_copy_of_all_weights() -> None:
-    kept = []
+def test_a_trial_that_is_better_keeps_no_copy_of_all_weights_and_is_the_latest_choice() -> None:
+    kept: list[tuple[Any, ...]] = []
 
     def ask(fit: Any, trainer: Any) -> None:
         fit.applied.capture()
         fit.run.state.losses = replace(fit.run.state.losses, first=2.0, windows=[1.0, 0.82, 0.80])
+        fit.run.rounds = [SimpleNamespace(search=SimpleNamespace(observation=observation, overhead=0.0))]
         fit.plateau._end(SimpleNamespace(length=1, taken=1, losses=[torch.tensor(0.7)] * 20))
-        kept.append((fit.run.state.is_final, fit.applied.rollback_point))
+        fit.run.rounds = []
+        kept.append((fit.run.state.is_final, fit.applied.rollback_point, fit.run.choice.setting))
 
+    observation = SimpleNamespace(noise_scale=None)
     asked(tuner_of(), ask)
-    assert kept == [(True, None)]
+    assert kept == [(True, None, Setting(1, 0.9, 0.01))]
 
 
 def test_losses_with_the_users_own_setting_are_kept_only_while_another_is_looked_for() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
 import time
 from collections.abc import Mapping
 from json import dumps
@@ -382,6 +383,9 @@ def serve(
     from lightning_omni.transport.serving.process import ServerSettings
     from lightning_omni.transport.zeromq.keys import load_or_create
 
+    for option, given in (("--host", host), ("--http-host", http_host)):
+        if not given:
+            raise ConfigurationError(f"{option} '': pass an address; is a variable of the shell empty?")
     _check_ports({"--port": port, "--data-port": data_port, "--http": http})
     check_above_zero({"threads": threads})
     here = _check_servers(servers, servers_here, number, coordinator, record)
@@ -396,7 +400,7 @@ def serve(
     key, where = load_or_create(key_file)
     settings = ServerSettings(
         key=key.hex(),
-        host=host,
+        host="" if number and host == LOOPBACK else host,  # then the one from which the coordinator is reached
         port=port,
         heartbeat_timeout=silence,
         joined_heartbeat_timeout=JOINED_HEARTBEAT_TIMEOUT if heartbeat_timeout is None else silence,
@@ -533,7 +537,7 @@ def top(
     key = load_key(key_file)
     observer = Observer(address, key, encryption, CONNECT_TIME)
     console = Console()
-    if not once and console.is_terminal and not console.is_dumb_terminal:
+    if not once and sys.stdout.isatty() and not console.is_dumb_terminal:
         return watch(console, observer, lambda: Observer(address, key, encryption, AGAIN), seconds)
     try:
         rates = Rates()

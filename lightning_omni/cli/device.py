@@ -26,7 +26,12 @@ _SYNTHETIC_BATCHES = 4
 def measure(module: Any, given: dict[str, Any], batches: list[Any] | None, **options: Any) -> DeviceReport:
     with _quiet():
         probe = tuner_module(type(module)).DeviceProbe
-        report: DeviceReport = probe.measure(module, given, batches, **options)
+        try:
+            report: DeviceReport = probe.measure(module, given, batches, **options)
+        except SystemExit as ended:
+            if isinstance(ended.__context__, KeyboardInterrupt):  # which Lightning has replaced
+                raise ended.__context__ from None
+            raise
     return report
 
 

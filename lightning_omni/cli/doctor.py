@@ -171,7 +171,7 @@ def _port(checkup: Checkup, step: str, host: str, port: int) -> None:
         raise checkup.fail(
             step,
             f"{host}:{port} refuses connections",
-            f"start lightning-omni serve there with --host {host} (it listens on loopback otherwise), and with"
+            "start lightning-omni serve there with its IP address as --host (the default is loopback), and with"
             f" --port and --data-port; or a firewall rejects port {port}",
         ) from None
     except (TimeoutError, OSError) as error:

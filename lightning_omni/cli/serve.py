@@ -218,7 +218,7 @@ class StandaloneServer:
     def _announce(self) -> None:
         options = self._options
         where = options.key_file or "the environment"
-        log(self._console, f"parameter server on {self._server.address}, key from {where}")
+        log(self._console, f"parameter server on {self._server.address}, key from {where}", highlight=False)
         if options.key_file is not None and is_open_to_others(options.key_file):
             warning = "other users of this machine can read or write the key file: chmod 600"
             log(self._console, f"{warning} {options.key_file}", style="yellow")

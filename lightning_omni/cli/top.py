@@ -82,10 +82,10 @@ def picture(overview: Overview, rates: Rates, chosen: int = 0, note: str = "", k
         return Group(Text("No run: the server waits for ranks."), *_foot(note, keys))
     return Group(
         *_head(overview, rates),
+        *_foot(note, keys),  # not below, where a terminal may be too short
         GroupsTable(overview, rates, min(chosen, len(overview.groups) - 1) if keys else None),
         *_sentences(overview),
         *(_line(entry) for entry in overview.log[-LINES:]),
-        *_foot(note, keys),
     )
 
 

@@ -110,9 +110,9 @@ class _Syncer(ServerSide):
         return self.released()
 
     def _is_complete(self, number: int, current: _Round) -> bool:
-        if len(current.came if self._quorum == 1 else current.in_time) < self._quorum:
-            return False
-        if current.closes == math.inf:
+        if current.closes == math.inf:  # a group that joins later does not raise the quorum of an open window
+            if len(current.came if self._quorum == 1 else current.in_time) < self._quorum:
+                return False
             current.closes = self.now + self.method.grace * self._slack(number)
         return self.now >= current.closes or self.working <= current.in_time | self._waiting.keys()
 

@@ -184,7 +184,17 @@ class LeasedBatchSampler:
         own_batches: Callable[[int], int] = lambda batches: batches,
     ) -> None:
         self.sampler, self.leases, self.drop_last, self._own_batches = sampler, leases, drop_last, own_batches
-        self.batch_size = leases.batch_size
+
+    @property
+    def batch_size(self) -> int:
+        return self.leases.batch_size
+
+    @batch_size.setter
+    def batch_size(self, batch_size: int) -> None:
+        raise ConfigurationError(
+            f"batch_sampler.batch_size = {batch_size}: batches of this size are leased to all ranks; return another"
+            ' loader from train_dataloader() with reload_dataloaders_every_n_epochs=1, or use data="static"'
+        )
 
     def __len__(self) -> int:
         # As many as each rank trains if all are equally fast, and as DistributedSampler would give it.

@@ -76,6 +76,8 @@ class Server:
         if self.count != "per-node":
             check_whole("Server(count", self.count, 'a number of servers, 1 or more, or "per-node"', low=1)
         check_kind("Server(host", self.host, text, "an address, or None")
+        if self.host == "":
+            raise ConfigurationError('Server(host=""): pass an address, or None')
         if self.save is not None:
             seconds = "the seconds between two saves, such as 30, or None to save nothing"
             check_number("Server(save", self.save, seconds, above=0, below=math.inf)

@@ -24,7 +24,7 @@ from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.transport.registry import Transport
 from lightning_omni.transport.serving import ServerProcess
 from lightning_omni.transport.serving.process import GAVE_UP, RESTARTS, SOON, ServerSettings
-from lightning_omni.transport.zeromq.addresses import PrivateDirectory, beside
+from lightning_omni.transport.zeromq.addresses import PrivateDirectory, beside, tcp_endpoint
 from lightning_omni.transport.zeromq.keys import ENVIRONMENT, key_of_environment, load_key, new_key
 from lightning_omni.wire.formats.base import WireFormat
 
@@ -263,7 +263,7 @@ class RunServer:
         return key
 
     def published(self, address: str) -> str:
-        return beside(address, f"tcp://{_main_host()}:0")
+        return beside(address, tcp_endpoint(_main_host()))
 
     def _settings(self, method: Method, parts: Sequence[Part]) -> ServerSettings:
         options = self._options

@@ -400,10 +400,11 @@ class World(ParallelState):
             self._leaving.steps += 1
             if self._leaving.steps == 1 and self._samplers is not None:
                 self._samplers.warn()
-        if self.is_in_loop and self.executor.exchanges and not self.is_computing:
+        if self.is_begun and self.executor.exchanges and not self.is_computing:
             raise ConfigurationError(
-                "OmniOptimizer.step() after world.enter_world(), where all groups are synchronized: call"
-                " world.enter_compute() before they train on"
+                "OmniOptimizer.step() where all groups are synchronized: call world.enter_compute() before they train"
+                " on; with Lightning (an epoch's start or end, a validation) step in a batch, such as the epoch's last"
+                " one (trainer.is_last_batch), or use groups=1"
             )
 
     def step_done(self) -> None:

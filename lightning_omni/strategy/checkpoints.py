@@ -459,7 +459,9 @@ class CheckpointHooks:
             return
         where = f"{progress_counters(parts.trainer)} {self._failures.at}"
         group = world.process_groups.original
-        if not failed_at_one_place(group, world.rank, world.members, where, SAVING):
+        # Ranks that hold the model once more do not come here.
+        ranks = world.members if world.registration or self.saves_folders else world.members[: world.shards]
+        if not failed_at_one_place(group, world.rank, ranks, where, SAVING):
             raise RankLost(
                 "no checkpoint is saved: the ranks of a group hold the model together, and not all of them have failed"
                 " at one place, so that they cannot put it together"

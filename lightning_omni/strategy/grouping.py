@@ -209,10 +209,13 @@ class Grouping:
         if scaler is None:
             return
         world = self._parts.world
-        scale = torch.tensor(scaler.get_scale(), device=world.device)
+        before = scaler.get_scale()
+        scale = torch.tensor(before, device=world.device)
         if len(world.members) > 1:
             dist.all_reduce(scale, op=dist.ReduceOp.MIN, group=world.compute_group)
         scaler.load_state_dict({**scaler.state_dict(), "scale": float(scale), "_growth_tracker": 0})
+        for unsent in world.reduction.memory.values():  # PowerSGD's, in units of the scale
+            unsent.error.mul_(float(scale) / before)
 
     def set_batch_shares(self, speeds: Sequence[float]) -> None:
         """Split the group's batches in proportion to its members' speeds. All members call it.
@@ -328,7 +331,7 @@ class OneGroup:
         """Guard the user's optimizers after the groups were formed."""
 
     def batch_starts(self) -> None:
-        if self._parts.world.size > 1:
+        if self._parts.world.size > 1 and self._parts.world.wrapper.sharded is None:
             self._parts.trainable.warn_of_late(self._parts.strategy.optimizers)
 
     def begin_epoch(self) -> None:
@@ -385,7 +388,7 @@ class SeveralGroups(OneGroup):
                 "process_group= is that of each compute group where there are several; leave it out, or use groups=1"
             )
         module = strategy.lightning_module
-        if module is not None and self._parts.world.wrapper.sharded is None:  # else DDP ignores all of it
+        if module is not None and not self._parts.world_options.is_sharded:  # else DDP ignores all of it
             check_all_shared(module)
         self._parts.merged.check(trainer)
 

@@ -42,9 +42,9 @@ GRACE = 30.0
 LONG_WAIT = 60.0
 """Seconds without progress after which a rank that waits in a collective of the user's code logs a warning."""
 _POLL_SECONDS = 0.25
+"""Seconds between two polls of the flags."""
 _HELD = 10.0
 """Seconds for which the other groups are not told of a SIGTERM that torchrun may have sent because a worker died."""
-"""Seconds between two polls of the flags."""
 
 # Codes that ranks exchange before a batch, and send to the server with heartbeats; the maximum over ranks applies.
 _NOTHING, _REQUEUE, _TERMINATE = range(3)

@@ -280,14 +280,13 @@ class Replica:
         if not any("SGD" in kind.__name__ for kind in kinds):  # Muon's buffer, say, is no velocity of the weights
             return bases
         where = {id(parameter): base for parameter, base in zip(self.ordered, bases, strict=True)}
-        directions = directions_of(self.optimizer)
         for group in self.optimizer.param_groups:
             if not group.get("nesterov"):
                 continue
             for parameter in (each for each in group["params"] if id(each) in where):
                 buffer = self.optimizer.state.get(parameter, {}).get("momentum_buffer")
                 if buffer is not None:
-                    ahead = directions[id(parameter)] * float(group["lr"]) * float(group["momentum"])
+                    ahead = float(group["lr"]) * float(group["momentum"])  # with maximize, the buffer is negated
                     where[id(parameter)].add_(self.here(buffer), alpha=ahead)
         return bases
 

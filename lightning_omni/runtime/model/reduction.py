@@ -126,7 +126,8 @@ class Reduction:
             dist.all_reduce(message.div_(size), group=group)  # divided before, because 16 bits may not hold the sum
             return message
 
-        run_through(format_.average(_reals(bucket), bucket.parameters(), self.memory), mean)
+        with torch.autocast(bucket.buffer().device.type, enabled=False):  # backward() may be called inside one
+            run_through(format_.average(_reals(bucket), bucket.parameters(), self.memory), mean)
 
 
 def timed_part(items: Iterable[T], nbytes: Callable[[T], int]) -> list[T]:

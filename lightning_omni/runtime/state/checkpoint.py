@@ -378,10 +378,16 @@ class RollbackPoint:
     buffers: tuple[tuple[Tensor, HostCopy], ...]
     optimizers: tuple[tuple[Optimizer, Mapping[Any, Any]], ...]
     senders: tuple[State, ...]
+    scaler: tuple[torch.amp.GradScaler, Mapping[str, Any]] | None = None
 
     @classmethod
     def of(
-        cls, module: nn.Module, optimizers: Sequence[Optimizer], core: GroupCore, averages: Iterable[Tensor] = ()
+        cls,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        core: GroupCore,
+        averages: Iterable[Tensor] = (),
+        scaler: torch.amp.GradScaler | None = None,
     ) -> RollbackPoint:
         return cls(
             weights=tuple((each, HostCopy.of(each)) for each in (*module.parameters(), *averages)),
@@ -390,6 +396,7 @@ class RollbackPoint:
                 (each, {parameter: _kept(values) for parameter, values in each.state.items()}) for each in optimizers
             ),
             senders=tuple(_kept(core.sender_state(index)) for index in range(len(optimizers))),
+            scaler=None if scaler is None else (scaler, scaler.state_dict()),
         )
 
     @property
@@ -417,6 +424,9 @@ class RollbackPoint:
                 optimizer.state[parameter] = _copied(values)
         for index, state in enumerate(self.senders):
             core.load_sender_state(index, _copied(state))
+        if self.scaler is not None:  # its scale has fallen with each step that was not finite
+            scaler, scale = self.scaler
+            scaler.load_state_dict(dict(scale))
 
 
 def _are_finite(tensor: Tensor) -> Tensor:

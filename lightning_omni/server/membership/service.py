@@ -234,7 +234,7 @@ class Membership:
             return []
         out = self.lose(member.rank, f"rank {member.rank} is gone without a goodbye: its process or its machine failed")
         self._roster.gone.add(member.rank)
-        return out + self.resolve_pending()
+        return out or self.resolve_pending()  # its group may wait to be admitted
 
     def lose(self, rank: int, reason: str, barred: bool = False) -> list[Out]:
         """Evict the group of a dead rank, or end the run; if ``barred``, the group must not rejoin by itself."""

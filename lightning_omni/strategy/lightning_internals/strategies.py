@@ -20,6 +20,7 @@ FIRST_BARRIER = "run-stage"
 
 def set_ddp_options(strategy: Any, options: dict[str, Any]) -> None:
     strategy._ddp_kwargs = options
+    strategy._pl_static_graph_delay_done = False  # the next DDP has a first iteration of its own
 
 
 def model_parallel_options(strategy: Any) -> dict[str, Any] | None:

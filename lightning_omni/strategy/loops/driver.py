@@ -224,8 +224,9 @@ class EpochDriver:
                 leases.begin(self._dealt(plan))
         elif self.is_open_ended:
             leases.begin_local(plan, resumed=True)
-            if not self.schedulers.are_paced:  # the remaining samples may form more batches than under DDP
-                self._pace()
+        # The remaining samples may form more batches than under DDP; a reload may have brought the first leases.
+        if self.is_open_ended and not self.schedulers.are_paced:
+            self._pace()
         self.run.limit_steps(self.is_open_ended)
 
     def _dealt(self, plan: EpochPlan) -> EpochPlan:

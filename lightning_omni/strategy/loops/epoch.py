@@ -116,6 +116,7 @@ class LeasedData:
         world = self._world
         if self.kind == "static" or world is None:
             return loader
+        loader = getattr(loader, "unleased", loader)  # Lightning has put a leased one into the user's CombinedLoader
         why = why_not_leased(loader)
         if isinstance(loader, DataLoader) and not why:
             why = objection(loader)

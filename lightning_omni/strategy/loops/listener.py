@@ -21,7 +21,7 @@ from lightning_omni.strategy.lightning_internals.callbacks import (
     is_inside_hook,
     remove_listener,
 )
-from lightning_omni.strategy.lightning_internals.loops import control_loops, release_loops
+from lightning_omni.strategy.lightning_internals.loops import control_loops, release_loops, step_schedules_by_epoch
 from lightning_omni.strategy.lightning_internals.metrics import (
     align_collective_metrics,
     collective_metrics,
@@ -188,7 +188,10 @@ class Listener:
         if self._nested.is_running:
             return
         if not self._has_begun:  # the loader has yielded None, and Lightning has called no hook of the batch's start
+            was_last = trainer.is_last_batch
             self.on_train_batch_start(trainer, pl_module, batch, batch_idx)
+            if trainer.is_last_batch and not was_last:  # the loop did not know when it stepped schedules
+                step_schedules_by_epoch(trainer)
         self._has_begun = False
         parts, world = self._parts, self._parts.world
         parts.merged.step_done()
@@ -316,11 +319,14 @@ class NestedRuns:
         else:
             topology, world.topology = world.topology, Topology.even(world.size, 1)
             try:
+                world.make_groups()
+                world.wrapper.average_over_replicas()
                 self._grouping.wrap()
                 self._grouping.share_loss_scale()
                 yield
             finally:
                 world.topology = topology
+            world.wrapper.average_over_replicas()
             self._grouping.wrap()
 
     def form_groups_again(self) -> None:

@@ -153,7 +153,10 @@ class RunProgress:
     def begin(self, epoch: int) -> EpochPlan:
         assert self._data.leases is not None
         trained = self.trained_spans(epoch)
-        self.progress = self.limits.progress(self._data.leases, epoch, trained, self.progress)
+        before = self.progress
+        self.progress = self.limits.progress(self._data.leases, epoch, trained, before)
+        if before is None and not self.is_counted_together:  # a reload has brought the first leases
+            self.progress = self.limits.counted(self.progress)
         return self.limits.plan(self._data.leases, self.progress, trained)
 
     def trained_spans(self, epoch: int) -> Spans:

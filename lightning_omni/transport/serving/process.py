@@ -211,7 +211,8 @@ def _environment() -> dict[str, str]:
 def raise_limit_of_files() -> None:
     with contextlib.suppress(ValueError, OSError):
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = 10_240 if sys.platform == "darwin" and hard == resource.RLIM_INFINITY else hard  # the most that it takes
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 # --- State machine, with user-defined plugins -------------------------------------------------------------------------

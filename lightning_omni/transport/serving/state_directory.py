@@ -122,7 +122,7 @@ class StateDirectory:
                 f" {len(shares) + 1}, or another directory"
             )
         for folder in (self._path, *shares):
-            for begun in folder.glob(f"{NEW}-*"):  # by a server that was killed while writing
+            for begun in folder.glob(f"{NEW}-[0-9]*"):  # by a server that was killed while writing
                 begun.unlink(missing_ok=True)
         for folder in shares[servers - 1 :]:  # left by a run that is over
             with contextlib.suppress(OSError):

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import socket
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +22,8 @@ from lightning_omni.errors import ConfigurationError, ConnectionLost
 
 PREFIX = "lightning-omni-"
 CONTROL, DATA, MEMORY = "control", "data", "memory"
+_HOST = re.compile(r"[^\W_][\w-]*(\.[\w-]+)*\.?|(?=.*:)[0-9a-f:.]+(%[\w.-]+)?", re.ASCII | re.IGNORECASE)
+"""A name, an IPv4 or an IPv6 address."""
 EVERYWHERE = "0.0.0.0", "::"
 """The addresses of all interfaces of a machine."""
 _SCHEME, _TCP = "ipc://", "tcp://"
@@ -90,7 +94,8 @@ def _is_address(address: str) -> bool:
     try:
         parts = urlsplit(address)
         good = not (parts.query or parts.fragment or parts.username or " " in address)
-        return good and parts.scheme == "tcp" and bool(parts.hostname) and bool(parts.port) and not parts.path
+        is_host = _HOST.fullmatch(parts.hostname or "") is not None
+        return good and parts.scheme == "tcp" and is_host and bool(parts.port) and not parts.path
     except ValueError:
         return False
 
@@ -213,8 +218,15 @@ def _remove_if_abandoned(path: Path) -> None:
     with contextlib.suppress(OSError):
         lock = _open_locked(path)
         if lock is not None:
-            shutil.rmtree(path, ignore_errors=True)
+            if _is_ours(path):
+                shutil.rmtree(path, ignore_errors=True)
             os.close(lock)
+
+
+def _is_ours(path: Path) -> bool:
+    """Return whether a directory holds what a server puts there: another of the user's may have such a name."""
+    is_private_to_user = stat.S_IMODE(path.stat().st_mode) == 0o700
+    return is_private_to_user and all(each.is_socket() or each.name == "state" for each in path.iterdir())
 
 
 def _open_locked(path: Path) -> int | None:

@@ -189,6 +189,7 @@ class PlateauGuard:
         self.trial, outcome = None, TrialOutcome(run.broadcast(outcome))
         if outcome is TrialOutcome.BETTER:
             state.is_final, state.before_trial = True, None
+            run.renew_choice()
             self._applied.watch(state.divergence_threshold)  # drops the rollback point
             why = "it lowers the training loss further"
         else:

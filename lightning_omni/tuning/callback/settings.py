@@ -211,7 +211,11 @@ def communicate(strategy: OmniStrategyHooks, wanted: Communication) -> bool:
     If all ranks are one group, its members average in the new format at once.
     """
     world = strategy.world
-    before, world.communication = world.communication, wanted
+    before = world.communication
+    if type(before.method) is not type(wanted.method):  # a residual has the units of what its method pushes
+        world.residuals.warn_of_remainder("groups exchange by another method from here on")
+        world.residuals.forget()
+    world.communication = wanted
     if before.all_reduce != wanted.all_reduce and not world.executor.exchanges:
         strategy.parts.grouping.wrap()
     return before != wanted
@@ -353,6 +357,7 @@ class AppliedSetting:
             self._train_in_one_group(replace(was, lr=was.lr / c.RATE_FACTOR))
         else:
             self._train_in_one_group(run.own)
+        run.renew_choice()
         self.watch(state.divergence_threshold)
         run.info(
             f"OmniTuner: the run has diverged with {was}: it is rolled back to the weights that it had after the last"
@@ -361,7 +366,8 @@ class AppliedSetting:
 
     def _now(self) -> RollbackPoint:
         run = self._run
-        return RollbackPoint.of(run.module, run.trainer.optimizers, run.world.core, averaged_tensors(run.trainer))
+        averages, scaler = averaged_tensors(run.trainer), run.strategy.parts.grouping.loss_scaler
+        return RollbackPoint.of(run.module, run.trainer.optimizers, run.world.core, averages, scaler)
 
     def return_to(self, point: RollbackPoint) -> None:
         """Restore a rollback point, where all ranks are one group. All ranks call it."""

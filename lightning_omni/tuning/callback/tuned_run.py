@@ -209,6 +209,9 @@ class TunedRun:
             why=self.choice.why,
         )
 
+    def renew_choice(self) -> None:
+        self.choice = last_choice(self.searches, self.state) if self.is_rank_zero else None
+
     def forget(self) -> None:
         """Drop all findings, which do not hold for other ranks."""
         self.state = replace(
@@ -315,7 +318,7 @@ class TunedRun:
         self.state = TunerState.from_dict(state)
         rounds = zip(state["searches"], state["when"], state["after"], strict=True)
         self.rounds = [Round(Search.from_dict(each), when[0], when[1], dict(after)) for each, when, after in rounds]
-        self.choice = last_choice(self.searches, self.state) if self.is_rank_zero else None
+        self.renew_choice()
         if self._began:  # in a run, as after a learning-rate finder: the state has the time so far
             self.begin()
 

@@ -228,6 +228,20 @@ def test_the_window_is_a_part_of_the_time_until_the_first_that_waits_wants_its_a
     assert side.due == float("inf")
 
 
+def test_a_group_that_joins_does_not_keep_an_open_window_from_closing() -> None:
+    master, side = side_of(DecoupledDiLoCo(period=4, fragments=1, grace=0.5), 3)
+    for moment, clock in ((10.0, 1), (14.0, 1)):
+        for group in (0, 1):
+            side.now = moment
+            push(side, group, 1.0, read_at=side.master.clock)
+        assert master.clock == clock
+    side.join(3)
+    side.now = side.due
+    with torch.no_grad():
+        assert {reply.group for reply in side.expire()} == {0, 1}
+    assert (master.clock, side.due) == (2, float("inf"))
+
+
 def test_time_in_which_a_group_is_idle_is_no_interval_between_its_pushes() -> None:
     _, side = side_of(DecoupledDiLoCo(period=2, fragments=1, quorum=2, grace=0.5), 3)
     for moment, read_at in ((0.0, 0), (4.0, 1)):

@@ -461,6 +461,15 @@ def test_elastic_averaging_with_nesterov_momentum_is_eamsgd(delta: float, order:
         assert_close(cluster.replicas[group].base(), x[group])
 
 
+def test_the_base_of_nesterov_momentum_is_without_the_look_ahead_also_of_a_maximized_objective() -> None:
+    for maximize in (False, True):
+        weight = torch.nn.Parameter(torch.zeros(1))
+        replica = Replica([weight], torch.optim.SGD([weight], 0.1, momentum=0.9, nesterov=True, maximize=maximize))
+        weight.grad = torch.full((1,), 1.0 if maximize else -1.0)
+        replica.optimizer.step()
+        assert (weight.item(), replica.base()[0].item()) == pytest.approx((0.19, 0.1))
+
+
 def test_weight_decay_is_that_of_the_weights_which_the_spring_has_moved() -> None:
     lr, rate, decay = 0.05, 0.3, 0.5
     cluster = Cluster(ElasticAveraging(period=1, moving_rate=rate), 1, make=sgd(lr, weight_decay=decay), gradient=zero)

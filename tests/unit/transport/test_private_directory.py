@@ -154,6 +154,9 @@ def test_a_directory_in_use_is_neither_swept_nor_removed_and_other_directories_a
     first = PrivateDirectory()
     (base / "lightning-omni-is-a-file").write_text("")
     (base / "lightning-omni-a-link").symlink_to("/tmp")
+    for name, mode in (("state", 0o700), ("main", 0o755)):
+        (base / f"lightning-omni-{name}").mkdir(mode=mode)
+    (base / "lightning-omni-state" / "state-00000001").write_text("")
     second = PrivateDirectory()
     remove_if_abandoned(first.address("control"))
     remove_if_abandoned("tcp://127.0.0.1:1")
@@ -162,7 +165,8 @@ def test_a_directory_in_use_is_neither_swept_nor_removed_and_other_directories_a
     assert first.path != second.path
     for directory in (first, second):
         directory.remove()
-    assert sorted(path.name for path in base.iterdir()) == ["lightning-omni-a-link", "lightning-omni-is-a-file"]
+    names = ("a-link", "is-a-file", "main", "state")
+    assert sorted(path.name for path in base.iterdir()) == [f"lightning-omni-{name}" for name in names]
 
 
 def test_a_path_too_long_for_sockets_is_passed_over_and_alone_it_is_an_error(
