@@ -411,6 +411,7 @@ class DataConnection(Data):
         self._offered: set[MemoryRange] = set()
         self._awaited: tuple[MemoryRange, Tensor] | None = None
         self._arriving: Assembly | None = None
+        self._rest: list[Any] = []  # frames beside the answer's own
 
     def send(self, message: m.Message, payload: Tensor | None = None, into: Tensor | None = None) -> None:
         room = self._sharing.range_of(into)
@@ -434,13 +435,17 @@ class DataConnection(Data):
             self.shared += payload.numel() if places.payload is not None else 0
 
     def receive(self, expect: type[T], into: Tensor | None = None) -> tuple[T, Tensor]:
-        if self._arriving is not None:  # an exception has interrupted its arrival
-            return answer_of(self._arriving.message, expect), self._complete(self._arriving)
-        head, *rest = self._receive()
-        answer = m.decode(head.buffer, at="rank", channel=m.DATA)
-        if isinstance(answer, m.LargeMessage):
-            long = self._assemble(answer, torch.empty(answer.nbytes, dtype=torch.uint8))
-            answer = m.decode(long.numpy().data, at="rank", channel=m.DATA)
+        arriving = self._arriving  # an exception has interrupted its arrival
+        if arriving is None:
+            head, *self._rest = self._receive()
+            answer = m.decode(head.buffer, at="rank", channel=m.DATA)
+            if isinstance(answer, m.LargeMessage):
+                arriving = self._arriving = Assembly(answer, torch.empty(answer.nbytes, dtype=torch.uint8))
+        elif not isinstance(arriving.message, m.LargeMessage):
+            return answer_of(arriving.message, expect), self._complete(arriving)
+        if arriving is not None:
+            answer = m.decode(self._complete(arriving).numpy().data, at="rank", channel=m.DATA)
+        rest = self._rest
         memory, room = self._awaited or (None, None)
         if memory is not None:
             self._offered.discard(memory)

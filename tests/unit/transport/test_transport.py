@@ -34,7 +34,7 @@ from lightning_omni.transport.registry import Transport
 from lightning_omni.transport.requests import Requests
 from lightning_omni.transport.zeromq import ZeroMQ
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.codec import pack
+from lightning_omni.wire.codec import pack, unpack
 from lightning_omni.wire.formats.base import Memory
 from lightning_omni.wire.layout import Layout
 
@@ -255,11 +255,13 @@ def test_an_answer_that_comes_after_its_request_was_interrupted_is_no_answer_to_
         assert first.request(m.Contribute(number=1, what="test"), m.Gathered, timeout=DEADLINE).number == 1
 
 
+@pytest.mark.parametrize("is_long", [False, True])
 def test_an_answer_of_which_a_part_has_arrived_before_an_interrupt_is_received_whole_after_it(
-    monkeypatch: pytest.MonkeyPatch,
+    is_long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with served(ZeroMQ(shared_memory=False)) as serving:
         group = Group(serving, 0, 1, numel=LARGE)
+        group.parameters |= {f"{number}" * 1000: Parameter(torch.zeros(1)) for number in range(1000 * is_long)}
         group.form([(0,)])
         data: Any = group.data
         receive, parts = data._receive, iter(range(10_000))
@@ -270,12 +272,13 @@ def test_an_answer_of_which_a_part_has_arrived_before_an_interrupt_is_received_w
             return receive()
 
         monkeypatch.setattr(data, "_receive", interrupted)
-        data.send(m.FetchMessage(optimizer=0))
+        data.send(m.TakeSnapshot())
         with pytest.raises(KeyboardInterrupt):
-            data.receive(m.Weights)
-        _, payload = data.receive(m.Weights)
-        assert torch.equal(group.layout.views(payload)[0], group.parameters["w"])
-        group.step(seed=1)
+            data.receive(m.Snapshot)
+        answer, payload = data.receive(m.Snapshot)
+        weights = unpack(answer.packed, payload)["parts"][0]["weights"]
+        assert weights.keys() == group.parameters.keys()
+        assert torch.equal(weights["w"], group.parameters["w"])
 
 
 def test_answers_of_several_servers_that_came_before_an_interrupt_are_not_awaited_again() -> None:
