@@ -415,7 +415,7 @@ def test_a_lost_rank_is_told_and_stops_waiting(serving: Serving) -> None:
         assert [type(error) for error in told] == [Evicted]
 
 
-def test_ranks_are_told_why_the_server_failed_also_when_it_was_the_loss_of_a_group_that_made_it_step() -> None:
+def test_ranks_are_told_why_a_step_failed_also_when_it_was_the_loss_of_a_group_that_made_the_server_step() -> None:
     serving = Serving(resolve=resolver((class_path(Broken),)))
     try:
         with ranks(serving.address, 2) as (first, second):
@@ -423,7 +423,9 @@ def test_ranks_are_told_why_the_server_failed_also_when_it_was_the_loss_of_a_gro
             buffer, _ = first.gradient(0)
             first.data.send(first.push_message(0, buffer), buffer)
             second.control.close()
-            with pytest.raises(RankLost, match=r"the parameter server failed: .*FloatingPointError: no step"):
+            with pytest.raises(
+                RankLost, match=r"the run is over: Broken.step\(\), .*FloatingPointError: no step; use a method"
+            ):
                 first.data.receive(m.Weights)
     finally:
         serving.stop()
