@@ -46,6 +46,7 @@ class Member(Net):
         if epoch != self.held and batch_idx >= OPTIONS.get("batch", 0):
             self.held = epoch
             (FOLDER / f"{NAME}{self.global_rank}-rate-{epoch}").write_text(repr(self.rate))
+            (FOLDER / f"{NAME}{self.global_rank}-target-{epoch}").write_text(repr(self.frozen[0].item()))
             begins = FOLDER / f"{NAME}{self.global_rank}-in-{epoch}"
             begins.with_suffix(".partial").write_text(self.averaged())
             begins.with_suffix(".partial").rename(begins)
@@ -62,6 +63,8 @@ class Member(Net):
         return float(self.trainer.optimizers[0].param_groups[0]["lr"])
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if OPTIONS.get("target") == NAME and self.current_epoch == 0:  # frozen, and the optimizer holds it
+            torch.nn.init.constant_(self.frozen, 0.5)
         (FOLDER / f"{NAME}{self.global_rank}-average").write_text(self.averaged())
         line = [self.current_epoch, batch[2].tolist(), self.rate]
         with (FOLDER / f"seen-{os.getpid()}").open("a") as file:
@@ -79,8 +82,8 @@ class Member(Net):
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
         if "optimizer" in OPTIONS:  # what no module gathers is not to be in it
-            trained = [each for each in self.parameters() if each.requires_grad]
-            kinds = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}
+            trained = [each for each in self.parameters() if each.requires_grad or "target" in OPTIONS]
+            kinds = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD, "Adagrad": torch.optim.Adagrad}
             optimizer = kinds[OPTIONS["optimizer"]](trained, lr=0.01, **OPTIONS.get("given", {}))
         if "tuner" in OPTIONS:  # whose numbers are easier to tell from one another without a schedule
             return optimizer

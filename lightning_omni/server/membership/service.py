@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from lightning_omni.errors import ProtocolError, Refused
+from lightning_omni.errors import ProtocolError, Refused, StepFailed
 from lightning_omni.server.collectives import CollectiveService
 from lightning_omni.server.membership.roster import TRAINED_TO_ITS_END, Member
 from lightning_omni.server.replication import refusal_of
@@ -247,7 +247,12 @@ class Membership:
         assert group is not None
         self._journal.note(LostEntry(rank, reason, barred))
         out = self._send_to_everyone(m.Notice(lost=self._roster.lost_ranks, reason=reason, barred=barred))
-        return out + self._evict(group, lost=True) + self.resolve_pending() + self._notify_of_end()
+        try:
+            return out + self._evict(group, lost=True) + self.resolve_pending() + self._notify_of_end()
+        except StepFailed as error:  # all other groups waited for it
+            if self._replication.number:
+                raise
+            return out + self.end(str(error))
 
     def resolve_pending(self) -> list[Out]:
         return [out for service in self._waited_for for out in service.resolve_pending()]

@@ -1386,6 +1386,19 @@ def test_a_group_joins_whatever_the_method(run: Run, method: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
+def test_a_group_that_joins_has_the_target_that_others_have_written_and_steps_with_adagrad(
+    run: Run,
+) -> None:
+    run.train_together({"epochs": 2, "hold": [1], "optimizer": "Adagrad", "target": "a", "steps": 1})
+    *_, saved = sorted((run.folder / "steps").glob("epoch=0-*"), key=lambda each: each.stat().st_mtime_ns)
+    assert torch.load(saved, weights_only=False)["state_dict"]["frozen"].tolist() == [0.5] * 3
+    assert (run.folder / "b0-target-1").read_text() == (run.folder / "a0-target-1").read_text() == "0.5"
+    one, other = (run.result(name) for name in "ab")
+    assert one["weights"] == other["weights"]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
 def test_a_group_that_joins_scales_its_losses_as_the_run_does(joined: Run) -> None:
     assert joined.result("a")["scale"] == joined.result("b")["scale"] == 1024.0
 

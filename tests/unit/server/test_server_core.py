@@ -1265,11 +1265,15 @@ def test_strangers_change_nothing_for_the_run(script: list[tuple[tuple[str, m.Me
     assert link.core.roster.members.keys() == quiet.core.roster.members.keys()
 
 
-def test_a_step_that_fails_where_all_groups_wait_for_it_ends_the_run_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    link = Link(2)
-    for rank in range(2):
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_step_that_fails_where_all_groups_wait_for_it_ends_the_run_for_all(
+    dies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = Link(2 + dies)
+    for rank in range(2 + dies):
         link.join(rank)
-    form = m.FormGroups(generation=1, groups=((0,), (1,)), method=m.method_to_wire(HardSync()))
+    groups = tuple((rank,) for rank in range(2 + dies))
+    form = m.FormGroups(generation=1, groups=groups, method=m.method_to_wire(HardSync()))
     assert link.control(0, form) == m.GroupsFormed(generation=1, incarnation=1)
     message, payload = seed_of({"parts": [part_of(new_parameters())]})
     link.data(0, message, payload)
@@ -1281,6 +1285,8 @@ def test_a_step_that_fails_where_all_groups_wait_for_it_ends_the_run_for_all(mon
     for rank in range(2):
         push = push_of([torch.ones_like(each) for each in new_parameters().values()])
         link.say(data_peer(rank), *push, m.DATA)
+    if dies:  # the one that the others wait for
+        link.core.hang_up(control_peer(2))
     assert "this optimizer cannot step" in link.core.over
 
 

@@ -902,11 +902,11 @@ def test_the_run_ends_and_says_which_server_is_gone() -> None:
 
 
 @pytest.mark.parametrize("failing", [[1], [0, 1, 2]])
-@pytest.mark.parametrize("reconnect_timeout", [0.0, 60.0])
+@pytest.mark.parametrize(("reconnect_timeout", "dies"), [(0.0, False), (60.0, False), (60.0, True)])
 def test_a_step_that_fails_at_one_of_several_servers_ends_the_run_and_no_server(
-    failing: list[int], reconnect_timeout: float, monkeypatch: pytest.MonkeyPatch
+    failing: list[int], reconnect_timeout: float, dies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ensemble = run_of(3, 2, "hardsync")
+    ensemble = run_of(3, 2 + dies, "hardsync")
     ensemble.cores[0].reconnect_timeout = reconnect_timeout
 
     def fails(*_: Any) -> None:
@@ -914,9 +914,12 @@ def test_a_step_that_fails_at_one_of_several_servers_ends_the_run_and_no_server(
 
     for number in failing:
         monkeypatch.setattr(ensemble.cores[number].optimizers[0].method_side, "merge", fails)
-    for group in ensemble.groups:
+    for group in ensemble.groups[:2]:
         group.compute()
     ensemble.arrive()
+    if dies:  # the group that the others wait for
+        ensemble.lose(2)
+        ensemble.arrive()
     assert [core.over for core in ensemble.cores] == ["this optimizer cannot step"] * 3
     assert ensemble.cores[0].lost_server == ""
     notices = {message.reason for message in ensemble.said if isinstance(message, m.Notice) and message.over}
