@@ -433,7 +433,7 @@ def test_a_step_where_groups_are_synchronized_is_refused_with_the_remedy(
     plain_loops: list[dict[str, Any]], name: str
 ) -> None:
     for each in plain_loops:
-        assert each[name][2].startswith("ConfigurationError: OmniOptimizer.step() after world.enter_world()")
+        assert each[name][2].startswith("ConfigurationError: OmniOptimizer.step() where all groups are synchronized")
         assert "call world.enter_compute()" in each[name][2]
 
 

@@ -18,7 +18,19 @@ from lightning_omni.simulator import trace_of
 RANKS = range(4)
 FITS = (
     *("ddp", "one", "tuned", "resumed", "ddp resumed", "thawed", "dropped", "late", "mean", "gossip", "outer"),
-    *("regrouped", "written", "head", "replaced", "users", "rescheduled", "gap", "stopped", "thawed inside", "odd"),
+    *(
+        "regrouped",
+        "written",
+        "head",
+        "replaced",
+        "users",
+        "outer users",
+        "rescheduled",
+        "gap",
+        "stopped",
+        "thawed inside",
+        "odd",
+    ),
 )
 REPLAYED: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "tuned": partial(torch.optim.AdamW, lr=0.02),
@@ -125,6 +137,15 @@ def test_a_layer_that_replaces_another_in_the_optimizer_is_trained_by_all() -> N
 def test_what_is_unfrozen_inside_a_training_step_is_refused_before_that_step() -> None:
     assert max(each("thawed inside", "step")) == 3
     assert sum("backbone.0.weight was unfrozen inside a training step" in e for e in each("thawed inside", "error")) > 1
+
+
+def test_a_resumed_run_whose_groups_a_tuner_forms_has_the_states_of_server_and_groups() -> None:
+    assert each("outer users", "error") == [""] * 4
+    saved, resumed = each("outer", "held"), each("outer users", "held")
+    assert each("outer", "saved_server")[0] > 0
+    assert resumed[0][0][0] == pytest.approx(each("outer", "saved_server")[0])
+    assert [begin[1] for begin, _ in resumed] == [end[1] for *_, end in saved]
+    assert saved[0][-1][1] != saved[2][-1][1]
 
 
 def test_a_scheduler_that_replaces_another_where_an_epoch_begins_counts_the_steps_of_this_epoch() -> None:

@@ -408,6 +408,7 @@ class OmniStrategyHooks(_Base):
             self.namespace.warn(f"OmniStrategy: {warning}")
         for call in parts.on_ready:
             call()
+        world.states.forget_saved()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

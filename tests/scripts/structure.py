@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from common import FOLDER, OPTIONS, InTime, dataset, digest, omni, pl, report, trainer
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_omni.runtime.model import parameter_groups
@@ -164,6 +165,27 @@ class TunesNothing(pl.Callback):
             pl_module.backbone[0].weight.mul_(0.5)
 
 
+class Held(pl.Callback):
+    """What the server's and this group's optimizers hold in the first batch that is resumed, and where epochs end."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        world = trainer.strategy.world
+        if batch_idx == 0 and trainer.current_epoch == 2:
+            server = world.exchange.store.snapshot().parts[0]["method"] if world.owns_state else None
+            HELD.append([total(server), total([dict(each.state) for each in trainer.optimizers])])
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        HELD.append([0.0, total([dict(each.state) for each in trainer.optimizers])])
+
+
+HELD: list[list[float]] = []
+
+
+def total(tree: Any) -> float:
+    leaves = tree_leaves(tree)
+    return sum(float(leaf.abs().sum()) for leaf in leaves if isinstance(leaf, Tensor))
+
+
 class Add(pl.Callback):
     """Adds the backbone after some steps, on these ranks; on the others an epoch later."""
 
@@ -280,6 +302,8 @@ def fit(
         "moved": watch.moved,
         "groups": watch.groups,
         "trained": watch.trained,
+        "held": [HELD.pop(0) for _ in list(HELD)],
+        "saved_server": total(saved["omni"]["run"]["server"]) if saved else 0.0,
         "rate": run.optimizers[0].param_groups[0]["lr"],
         "val": module.val,
         "end": digest(module),
@@ -320,7 +344,13 @@ def main() -> None:
         "mean": lambda: fit(groups(groups=4, method="local_sgd:period=2"), 2, [Again(1)]),
         "gossip": lambda: fit(groups(groups=4, method="gossip"), 2, [Add(2)]),
         "outer": lambda: fit(
-            groups(groups=2, method="diloco:period=2", server=omni.Server(record=str(FOLDER / "outer"))), 2, [Again(1)]
+            groups(groups=2, method="diloco:period=2", server=omni.Server(record=str(FOLDER / "outer"))),
+            2,
+            [Again(1), Held()],
+            save="outer",
+        ),
+        "outer users": lambda: fit(
+            groups(groups=2, method="diloco:period=2"), 3, [TunesNothing(), Again(1), Held()], resume="outer"
         ),
         "regrouped": lambda: fit(groups(groups=4), 2, [Add(1), Regroup({2: 2, 3: 1, 4: 4})]),
         "written": lambda: fit(groups(groups=2), 2, [Add(2), Write()], "adamw"),

@@ -49,7 +49,7 @@ class StateTransfer:
 
     def __init__(self, parallel: ParallelState, exchange: ServerExchange, residuals: Residuals) -> None:
         self._parallel, self._exchange, self._residuals = parallel, exchange, residuals
-        self._resumed = RunCheckpoint()
+        self._resumed = self._saved = RunCheckpoint()  # what was saved waits until the groups of the first batch form
 
     # --- A resumed run -----------------------------------------------------------------------------------------------
 
@@ -68,8 +68,8 @@ class StateTransfer:
             and saved.parameters == names
         )
         same = alike and saved.groups == len(self._parallel.topology.alive)
+        self._saved = RunCheckpoint() if same else saved
         if not same:
-            self._residuals.leave_out(saved.states)
             saved = replace(saved, states={}) if alike and self._parallel.method.sums_gradients else RunCheckpoint()
         self._resumed = self._filled(saved)
 
@@ -89,6 +89,10 @@ class StateTransfer:
 
     def forget(self) -> None:
         self._resumed = RunCheckpoint()
+
+    def forget_saved(self) -> None:
+        self._residuals.leave_out(self._saved.states)
+        self._saved = RunCheckpoint()
 
     # --- Groups are formed -------------------------------------------------------------------------------------------
 
@@ -112,7 +116,9 @@ class StateTransfer:
             part.replica.abandon()  # memory, and a group's own weights
         self._residuals.carry_over()
         if was_synchronous:
-            self.seed()
+            if self._saved.groups > 1:  # a tuner forms them before the first batch
+                self.resume(self._saved)
+            self.hand_out()
             return ()
         if self._parallel.steps_at_worker:
             self._share(self._parallel.parts)

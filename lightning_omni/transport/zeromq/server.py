@@ -227,7 +227,7 @@ class ZeroMQServer:
             self.close()
             where = f"{host}:{number}" if directory is None else endpoint
             is_taken = error.errno in (zmq.EADDRINUSE, errno.EACCES)
-            here = "an IP address or an interface of this machine, no name (Server(host=...), or serve --host)"
+            here = "an address of this machine (Server(host=...), or serve --host), which is no name"
             option = "--port" if channel == m.CONTROL else "--data-port"
             remedy = f"another port ({option}; 0 takes a free one)" if is_taken else here
             raise ConfigurationError(
