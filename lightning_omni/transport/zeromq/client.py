@@ -411,7 +411,7 @@ class DataConnection(Data):
         self._offered: set[MemoryRange] = set()
         self._awaited: tuple[MemoryRange, Tensor] | None = None
         self._arriving: Assembly | None = None
-        self._rest: list[Any] = []  # frames beside the answer's own
+        self._besides: list[Any] = []  # frames beside the answer's own
 
     def send(self, message: m.Message, payload: Tensor | None = None, into: Tensor | None = None) -> None:
         room = self._sharing.range_of(into)
@@ -437,7 +437,7 @@ class DataConnection(Data):
     def receive(self, expect: type[T], into: Tensor | None = None) -> tuple[T, Tensor]:
         arriving = self._arriving  # an exception has interrupted its arrival
         if arriving is None:
-            head, *self._rest = self._receive()
+            head, *self._besides = self._receive()
             answer = m.decode(head.buffer, at="rank", channel=m.DATA)
             if isinstance(answer, m.LargeMessage):
                 arriving = self._arriving = Assembly(answer, torch.empty(answer.nbytes, dtype=torch.uint8))
@@ -445,7 +445,7 @@ class DataConnection(Data):
             return answer_of(arriving.message, expect), self._complete(arriving)
         if arriving is not None:
             answer = m.decode(self._complete(arriving).numpy().data, at="rank", channel=m.DATA)
-        rest = self._rest
+        rest = self._besides
         memory, room = self._awaited or (None, None)
         if memory is not None:
             self._offered.discard(memory)
