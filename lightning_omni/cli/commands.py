@@ -316,7 +316,7 @@ LOOPBACK, SAVE_EVERY = "127.0.0.1", 30.0
 
 
 def serve(
-    host: str = LOOPBACK,
+    host: str | None = None,
     port: int = 5555,
     data_port: int = 0,
     key_file: Path | None = None,
@@ -345,7 +345,7 @@ def serve(
     The server takes one run at a time; when all its ranks have left, the next one may join. Stop it with Ctrl-C.
 
     Args:
-        host: Address to listen on. With the default, loopback, other machines cannot connect.
+        host: Address to listen on. By default loopback, or with --number the one that the coordinator reaches.
         port: Port of the control socket; 0 selects a free one.
         data_port: Port of the data socket; 0 selects a free one.
         key_file: File with the shared key, created on first use. Copy it to the machines that train.
@@ -384,7 +384,7 @@ def serve(
     from lightning_omni.transport.zeromq.keys import load_or_create
 
     for option, given in (("--host", host), ("--http-host", http_host)):
-        if not given:
+        if given == "":
             raise ConfigurationError(f"{option} '': pass an address; is a variable of the shell empty?")
     _check_ports({"--port": port, "--data-port": data_port, "--http": http})
     check_above_zero({"threads": threads})
@@ -400,7 +400,7 @@ def serve(
     key, where = load_or_create(key_file)
     settings = ServerSettings(
         key=key.hex(),
-        host="" if number and host == LOOPBACK else host,  # then the one from which the coordinator is reached
+        host="" if number and host is None else host or LOOPBACK,  # "": the one that the coordinator reaches
         port=port,
         heartbeat_timeout=silence,
         joined_heartbeat_timeout=JOINED_HEARTBEAT_TIMEOUT if heartbeat_timeout is None else silence,

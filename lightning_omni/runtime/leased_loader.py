@@ -192,8 +192,8 @@ class LeasedBatchSampler:
     @batch_size.setter
     def batch_size(self, batch_size: int) -> None:
         raise ConfigurationError(
-            f"batch_sampler.batch_size = {batch_size}: batches of this size are leased to all ranks; return another"
-            ' loader from train_dataloader() with reload_dataloaders_every_n_epochs=1, or use data="static"'
+            f"batch_sampler.batch_size = {batch_size}: batches of {self.batch_size} are leased to all ranks; return"
+            ' another loader from train_dataloader() with reload_dataloaders_every_n_epochs=1, or use data="static"'
         )
 
     def __len__(self) -> int:

@@ -410,12 +410,7 @@ class ServerExchange:
         if ask.optimizer in self._arrived:
             received = self._arrived.pop(ask.optimizer)
         else:
-            asked, self._travels = self._travels, None
-            try:
-                received = self._servers().receive(m.Weights, None if flat is None else split.memories(flat))
-            except (KeyboardInterrupt, SystemExit):
-                self._travels = asked  # the answer is still to come, before that to any other request
-                raise
+            received = self._receive_travelling(None if flat is None else split.memories(flat))
         check_alike(received)
         payloads = [payload for _, payload in received]
         if coded is not None:
@@ -449,9 +444,17 @@ class ServerExchange:
         """Return the data connections, after receiving the answer of an exchange in flight."""
         requests = self._servers()
         if self._travels is not None:
-            self._arrived[self._travels.optimizer] = requests.receive(m.Weights)
-            self._travels = None
+            optimizer = self._travels.optimizer
+            self._arrived[optimizer] = self._receive_travelling()
         return requests
+
+    def _receive_travelling(self, into: Sequence[Tensor | None] | None = None) -> list[tuple[m.Weights, Tensor]]:
+        asked, self._travels = self._travels, None
+        try:
+            return self._servers().receive(m.Weights, into)
+        except (KeyboardInterrupt, SystemExit):
+            self._travels = asked  # the answer is still to come, before that to any other request
+            raise
 
     def _servers(self) -> Requests:
         if self._requests is None:

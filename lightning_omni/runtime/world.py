@@ -395,7 +395,7 @@ class World(ParallelState):
         agree(found, self.rank, self.all_reduce_max, remedy)
 
     def check_step(self) -> None:
-        """Count a step; raise `ConfigurationError` if a loop without Lightning makes it after `enter_world`."""
+        """Count a step; raise `ConfigurationError` if it is made where groups are synchronized."""
         if self._leaving is not None:
             self._leaving.steps += 1
             if self._leaving.steps == 1 and self._samplers is not None:

@@ -355,9 +355,10 @@ class Coordinator(_PartitionedReplication):
         return self._end(f"{reason} with it; the run cannot go on") + self._answers_due()
 
     def fail(self, sender: Sender, message: sm.FollowerFailed, payload: Payload) -> list[Out]:
+        number = self._number_of(sender)
         if message.of_run:
             return self._end(message.reason) + self._answers_due()
-        return self._lose(self._number_of(sender), f"failed: {message.reason}")
+        return self._lose(number, f"failed: {message.reason}")
 
     def commands_done(self, sender: Sender, message: sm.CommandsDone, payload: Payload) -> list[Out]:
         link = self._links[self._number_of(sender)]

@@ -132,6 +132,7 @@ class _Again:
             received = self._receive(expect, memories)
             if self._largest(int(received is None)) == 0:
                 assert received is not None
+                self._got = []
                 return received
             assert self._server_epoch is not None
             self._control.wait_for_server_epoch(self._server_epoch + 1)

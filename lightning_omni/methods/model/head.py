@@ -98,10 +98,12 @@ class MergedHead:
             self._inputs, self._outputs, self._modes = inputs, tensors_of(output), training
         return with_tensors(output, [tensor.detach() for tensor in tensors_of(output)])
 
-    def backward(self, gradients: Sequence[Tensor | None], scale: float = 1.0) -> HeadBackwardPass:
+    def backward(
+        self, gradients: Sequence[Tensor | None], scale: float = 1.0, copies: bool = False
+    ) -> HeadBackwardPass:
         """End the access with a gradient for each tensor of the output; None where it took no part in the loss.
 
-        ``scale`` multiplies only the gradients of the parameters.
+        ``scale`` multiplies only the gradients of the parameters, which are ``copies`` if they will be written.
         """
         inputs, outputs = self._inputs, self._outputs
         self.abandon()
@@ -121,7 +123,8 @@ class MergedHead:
         into = [next(given) if tensor.requires_grad else None for tensor in inputs]
         own = [next(given) if parameter.requires_grad else None for parameter in self._ordered]
         # Copies: autograd may return one tensor for several parameters, or an expanded one, and `clip` writes to them.
-        own = [None if gradient is None else gradient * scale for gradient in own]
+        if copies or scale != 1.0:
+            own = [None if gradient is None else gradient * scale for gradient in own]
         return HeadBackwardPass(into, own)
 
     def abandon(self) -> None:

@@ -119,6 +119,7 @@ class StateTransfer:
             if self._saved.groups > 1:  # a tuner forms them before the first batch
                 self.resume(self._saved)
             self.hand_out()
+            self.forget()
             return ()
         if self._parallel.steps_at_worker:
             self._share(self._parallel.parts)

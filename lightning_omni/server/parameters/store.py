@@ -147,7 +147,7 @@ class ServedHead(ServedParameters):
         if self.holder != group:
             raise ProtocolError(f"group {group} has no access to the merged head; the holder is {self.holder}")
         try:
-            passed = self._head.backward(list(gradients), message.scale)
+            passed = self._head.backward(list(gradients), message.scale, copies=bool(message.clip))
             with torch.no_grad():
                 clip(passed.parameters, message.clip, message.clip_algorithm)
             push = PushMessage(

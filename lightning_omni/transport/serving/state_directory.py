@@ -122,8 +122,8 @@ class StateDirectory:
                 f" {len(shares) + 1}, or another directory"
             )
         for folder in (self._path, *shares):
-            for begun in folder.glob(f"{NEW}-[0-9]*"):  # by a server that was killed while writing
-                begun.unlink(missing_ok=True)
+            for writer in numbers_in(folder, f"{NEW}-"):  # a server that was killed while writing
+                (folder / f"{NEW}-{writer}").unlink(missing_ok=True)
         for folder in shares[servers - 1 :]:  # left by a run that is over
             with contextlib.suppress(OSError):
                 folder.rmdir()
@@ -221,7 +221,8 @@ class StateDirectory:
         with contextlib.suppress(OSError):
             if core.over and (saves := numbers_in(self._path, SAVED)):  # its weights may still be of use
                 self._keep_ended(saves[-1])
-            elif core.is_over and not core.over:  # it has ended in good order: nothing of an earlier one stays
+            elif not core.over and core.generation and (core.roster.finished or not core.roster.lost):
+                # It has ended in good order: nothing of an earlier one stays.
                 (self._path / ENDED).unlink(missing_ok=True)
             self._remove_before(self._number + 1)
         # Another server may still be writing the last save, so its number is not used again.

@@ -225,7 +225,7 @@ def _remove_if_abandoned(path: Path) -> None:
 
 def _is_ours(path: Path) -> bool:
     """Return whether a directory holds what a server puts there: another of the user's may have such a name."""
-    is_private_to_user = stat.S_IMODE(path.stat().st_mode) == 0o700
+    is_private_to_user = stat.S_IMODE(path.stat().st_mode) & 0o777 == 0o700  # setgid is inherited
     return is_private_to_user and all(each.is_socket() or each.name == "state" for each in path.iterdir())
 
 

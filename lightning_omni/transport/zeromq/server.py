@@ -185,7 +185,7 @@ class ZeroMQServer:
     """A parameter server on two sockets: control and data.
 
     Args:
-        host: address to bind, an IP or a name; loopback by default, so that no other machine can connect.
+        host: IP address or interface to bind; loopback by default, so that no other machine can connect.
         port: port of the control socket; 0 takes a free one, as for ``data_port``.
         directory: directory to listen in instead of on TCP ports; it is removed when the server closes.
         encryption: ``"curve"`` or ``"off"`` for TCP. With ``"off"``, strangers can read and alter the network traffic,

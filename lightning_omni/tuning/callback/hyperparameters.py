@@ -94,9 +94,10 @@ class Hyperparameters:
         """Set the momentum (or β1) of all parameter groups, unless a scheduler changes it or it is set already."""
         if not self.has_momentum or self._is_momentum_scheduled or momentum == self.momentum:
             return
-        if not self._has_betas and self.momentum == 0:  # torch has not followed the buffers since it was set to 0
+        if not self._has_betas and momentum == 0:  # torch does not follow the buffers of one group from here on
             for values in dict.values(self._optimizer.state):
-                values.pop("momentum_buffer", None)
+                if isinstance(buffer := values.get("momentum_buffer"), Tensor):
+                    buffer.zero_()
         for group in self._optimizer.param_groups:
             if "betas" in group:
                 first, *others = group["betas"]

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_omni.errors import ConfigurationError, OmniError
 from lightning_omni.runtime.balance import Balance, gather_values
@@ -60,6 +61,11 @@ class TimedStep:
     squares: tuple[float, ...] = ()
 
 
+def _rate_of(optimizers: Sequence[Optimizer]) -> float:
+    group = optimizers[0].param_groups[0]
+    return float(group.get("initial_lr", group["lr"]))  # which a scheduler that a hook steps multiplies
+
+
 class FirstBatches:
     """The timing of a run's first steps, on every rank of one group.
 
@@ -79,7 +85,7 @@ class FirstBatches:
         self._steps: list[TimedStep] = []
         self._losses: list[Tensor] = []
         self._count = self._measured = 0
-        self._loaded = 0.0
+        self._loaded, self.lr = 0.0, math.nan  # the rate after the first of these steps
         self._moments = list(DECISION_STEPS[1:] if before else DECISION_STEPS)
         self._seen = 0
         batch = batch_size_of(loader_of(strategy.parts.trainer))
@@ -101,6 +107,8 @@ class FirstBatches:
             is_known = self._has_means and len(batches) == 1  # accumulated gradients are sums
             squares = tuple(each / scale**2 for each in self._balance.squares.tolist()) if is_known else ()
             self._steps.append(TimedStep(int(samples), own, seconds, mean, loading, squares))
+        if not self._count:
+            self.lr = _rate_of(self._strategy.optimizers)
         self._measured, self._loaded, self._losses = len(self._balance.measured), self._balance.loading, []
         self._count += 1
 
@@ -324,7 +332,7 @@ class OnlineTuner:
     def _begin_to_decide(self, batches: FirstBatches) -> None:
         """Start a decision on every rank; all ranks keep training until rank 0 has decided."""
         began, run = time.perf_counter(), self._run
-        if not run.trainer.lr_scheduler_configs and not math.isclose(run.hyperparameters().lr, run.own.lr):
+        if not run.trainer.lr_scheduler_configs and not math.isclose(_rate_of(run.trainer.optimizers), batches.lr):
             if batches.spec.space.groups != (1,):
                 run.info("OmniTuner: groups are not tried: a hook sets the learning rate; use a scheduler")
             batches.spec = replace(batches.spec, space=replace(batches.spec.space, groups=(1,)))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_omni.checks import plain
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.methods import METHODS, method_named, text_of, with_period
+from lightning_omni.methods import METHODS, Method, method_named, text_of, with_period
 from lightning_omni.runtime.balance import Balance
 from lightning_omni.runtime.parallel_state import Communication
 from lightning_omni.runtime.state.checkpoint import RollbackPoint
@@ -211,11 +211,7 @@ def communicate(strategy: OmniStrategyHooks, wanted: Communication) -> bool:
     If all ranks are one group, its members average in the new format at once.
     """
     world = strategy.world
-    before = world.communication
-    if type(before.method) is not type(wanted.method):  # a residual has the units of what its method pushes
-        world.residuals.warn_of_remainder("groups exchange by another method from here on")
-        world.residuals.forget()
-    world.communication = wanted
+    before, world.communication = world.communication, wanted
     if before.all_reduce != wanted.all_reduce and not world.executor.exchanges:
         strategy.parts.grouping.wrap()
     return before != wanted
@@ -235,6 +231,7 @@ class AppliedSetting:
         self._guard: DivergenceGuard | None = None
         self.rollback_point: RollbackPoint | None = None
         self._exchanged = 0.0
+        self._pushes: type[Method] | None = None  # the method of the latest groups
 
     # --- Applying -----------------------------------------------------------------------------------------------------
 
@@ -256,6 +253,11 @@ class AppliedSetting:
         """Form the groups of a setting, with its exchange and its split of batches. All ranks call it."""
         strategy, world, began = self._run.strategy, self._run.world, time.perf_counter()
         communicates = communicate(strategy, communication_of(setting, world.communication)) and setting.groups > 1
+        if setting.groups > 1:
+            if self._pushes not in (None, type(world.method)):  # a residual has the units of what its method pushes
+                world.residuals.warn_of_remainder("groups exchange by another method from here on")
+                world.residuals.forget()
+            self._pushes = type(world.method)
         is_due = apply_further(self._run.options.further, world, setting)
         if setting.rebalance:
             self.split_by_speed()

@@ -228,7 +228,7 @@ class TunedRun:
             losses=TrainingLosses(math.nan),
             forgotten=self.spent,
         )
-        self.rounds = []
+        self.rounds, self.choice = [], None
 
     # --- Time ---------------------------------------------------------------------------------------------------------
 
@@ -348,8 +348,6 @@ class TunerReports:
         """Report a new setting. All ranks call it."""
         run, setting = self._run, command.setting
         run.info(f"OmniTuner: trains with {setting}: {command.why}")
-        if run.state.is_final and run.choice is not None and run.choice.setting != setting:
-            run.choice = Choice(setting, command.why)
         metrics = {
             "omni/groups": float(setting.groups),
             "omni/momentum": setting.momentum,
