@@ -275,8 +275,9 @@ def _evaluated(world: World, module: Module, snapshot: ServerSnapshot) -> dict[T
     return {
         own: value
         for part, theirs in zip(world.parts, snapshot.parts, strict=True)
+        for own_frozen in [part.replica.own_frozen()]
         for name, value in theirs["weights"].items()
-        if name not in part.replica.own_frozen()
+        if name not in own_frozen
         if (own := part.replica.parameters.get(name, mine.get(name))) is not None
     }
 

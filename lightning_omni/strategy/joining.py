@@ -89,7 +89,7 @@ class RunStates:
     """The state of a run, made by the recorder's group for joining groups.
 
     Attributes:
-        is_described: whether a checkpoint that is made now is to have no weights and optimizer state.
+        is_described: whether a checkpoint is made for groups that join: without optimizer state, its weights for hooks.
     """
 
     def __init__(self, parts: SharedParts) -> None:
@@ -161,8 +161,9 @@ class RunStates:
         served = {
             id(each)
             for replica in (part.replica for part in parts.world.parts)
+            for own_frozen in [replica.own_frozen()]
             for name, each in replica.parameters.items()
-            if name not in replica.own_frozen()
+            if name not in own_frozen
         }
         entries = tensors_of(parts.pl_module).items()
         own = {name: each for name, each in entries if isinstance(each, Tensor) and id(each) not in served}

@@ -44,7 +44,10 @@ LONG_WAIT = 60.0
 _POLL_SECONDS = 0.25
 """Seconds between two polls of the flags."""
 _HELD = 10.0
-"""Seconds for which the other groups are not told of a SIGTERM that torchrun may have sent because a worker died."""
+"""Seconds for which heartbeats do not pass on a SIGTERM that torchrun may have sent because a worker died.
+
+Meanwhile the dead worker's group is evicted; another group of that node still ends the run.
+"""
 
 # Codes that ranks exchange before a batch, and send to the server with heartbeats; the maximum over ranks applies.
 _NOTHING, _REQUEUE, _TERMINATE = range(3)

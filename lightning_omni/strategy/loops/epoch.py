@@ -114,9 +114,9 @@ class LeasedData:
         ``objection`` returns why a loader's use forbids leases, or "".
         """
         world = self._world
+        loader = getattr(loader, "unleased", loader)  # Lightning has put a leased one into the user's CombinedLoader
         if self.kind == "static" or world is None:
             return loader
-        loader = getattr(loader, "unleased", loader)  # Lightning has put a leased one into the user's CombinedLoader
         why = why_not_leased(loader)
         if isinstance(loader, DataLoader) and not why:
             why = objection(loader)
@@ -197,7 +197,9 @@ class LeasedData:
     def assign(self, shares: Sequence[int] = ()) -> None:
         world = self._world
         if self.leases is not None and world is not None:
-            self.leases.assign(*world.data_rank, world.executor.control, world.generation, shares)
+            member, members = world.data_rank
+            own = shares if len(shares) == members else ()  # other groups were formed since the loader was made
+            self.leases.assign(member, members, world.executor.control, world.generation, own)
 
     def weigh(self, loss: Tensor) -> Tensor:
         weight = self.leases.weight if self.leases is not None else 1.0

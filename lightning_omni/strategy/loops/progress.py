@@ -115,13 +115,17 @@ class RunProgress:
     def _count_resumed(self) -> int:
         """Count the batches that other ranks have trained as those of this run's, and return their samples, or 0."""
         leases, trainer, ranks = self._data.leases, self.trainer, self._resumed_ranks
-        if leases is not None and trainer.fit_loop.restarted_mid_epoch and self._fits(trainer.current_epoch):
-            self._count_spans(leases)
+        is_of_groups = self.resumed.epoch != -1
+        if leases is None or not trainer.fit_loop.restarted_mid_epoch:
             return 0
-        if leases is None or ranks in (0, leases.world_size) or not trainer.fit_loop.restarted_mid_epoch:
+        if not is_of_groups and ranks in (0, leases.world_size):
             return 0
-        if is_at_last_batch(trainer):
+        if is_at_last_batch(trainer):  # at its end, where Lightning has counted the epoch already
             recount(trainer, int(trainer.num_training_batches))
+            return 0
+        if is_of_groups:
+            if self._fits(trainer.current_epoch):
+                self._count_spans(leases)
             return 0
         samples, reference = batches_trained(trainer) * ranks * leases.batch_size, self.limits.reference(leases)
         recount(trainer, samples // reference.samples * reference.window)
@@ -132,8 +136,7 @@ class RunProgress:
         trainer, reference = self.trainer, self.limits.reference(leases)
         trained, whole = size_of(self.trained_spans(trainer.current_epoch)), int(trainer.num_training_batches)
         batches = max(1, trained // reference.samples) * reference.window
-        is_over = is_at_last_batch(trainer) or trained >= leases.total
-        recount(trainer, whole if is_over else min(batches, whole - 1))
+        recount(trainer, whole if trained >= leases.total else min(batches, whole - 1))
 
     def forget(self) -> None:
         self.progress, self.resumed, self._trainer, self._world = None, SnapshotId(), None, None
