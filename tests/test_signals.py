@@ -228,7 +228,7 @@ def test_ctrl_c_leaves_rank_0_the_time_to_save_and_blames_no_other(to_all: bool)
     assert "SIGKILL" not in finished.output
 
 
-INTERRUPTED_WHILE_IT_STARTS = """
+ASKED = """
 import signal, subprocess, sys
 from lightning_omni.strategy import launcher
 
@@ -240,6 +240,10 @@ class Asked:
         return False
 
 launcher.GRACE, asked = 0.1, Asked()
+"""
+
+
+INTERRUPTED_WHILE_IT_STARTS = f"""{ASKED}
 kill = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
 child = subprocess.Popen([sys.executable, "-c", kill], stderr=subprocess.DEVNULL)
 observer = launcher.ChildObserver([child], asked.can_continue, asked.is_writing)
@@ -248,18 +252,7 @@ observer.join(60)
 """
 
 
-FAILED_WITHOUT_A_STRATEGY = """
-import subprocess, sys
-from lightning_omni.strategy import launcher
-
-class Asked:
-    def can_continue(self, rank, code):
-        return False
-
-    def is_writing(self):
-        return False
-
-launcher.GRACE, asked = 0.1, Asked()
+FAILED_WITHOUT_A_STRATEGY = f"""{ASKED}
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5); raise SystemExit(3)"])
 observer = launcher.ChildObserver([child], asked.can_continue, asked.is_writing)
 del asked

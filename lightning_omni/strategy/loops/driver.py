@@ -567,16 +567,18 @@ class EpochDriver:
             return self.published.run(run, self.run.now())
         if self._world is None or not self.is_open:
             return run()
-        before = cached_metrics(self.trainer)
         if self._world.executor.control is None:
+            before = cached_metrics(self.trainer)
             returned = self._divided(run, *self._world.data_rank)  # ranks may have been lost
             self._step_plateaus(before, self._epoch.is_over)
             return returned
         self.before_validation(self.trainer.lightning_module)
         if self._epoch.has_ended:
             return []
-        before, ranks = cached_metrics(self.trainer), tuple(self.world.process_groups.live.ranks)
-        returned = self._validate_together(run)
+        live = self.world.process_groups.live  # all ranks have just agreed on it
+        before, ranks = cached_metrics(self.trainer), tuple(live.ranks)
+        alike = self.world.tensor_parallel  # number of neighbours that get the same samples
+        returned = self._divided(run, live.rank() // alike, live.size() // alike)
         lost = [rank for rank in ranks if rank in self.world.lost]
         if lost and self.world.rank == min(set(ranks).difference(lost)):  # it may not be global zero yet
             _log.warning(
@@ -587,11 +589,6 @@ class EpochDriver:
             self.after_validation()
         self._step_plateaus(before, self._epoch.is_over)
         return returned
-
-    def _validate_together(self, run: Callable[[], Any]) -> Any:
-        live = self.world.process_groups.live  # all ranks have just agreed on it
-        alike = self.world.tensor_parallel  # number of neighbours that get the same samples
-        return self._divided(run, live.rank() // alike, live.size() // alike)
 
     def _divided(self, run: Callable[[], Any], part: int, parts: int) -> Any:
         is_whole = parts * self.world.tensor_parallel == self.world.size and self.world.registration is None
