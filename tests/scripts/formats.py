@@ -112,6 +112,7 @@ def gather_group_state(world: World) -> bool:
     if world.rank == 0:
         groups = world.exchange.store.snapshot().groups
         world.states.resume(RunCheckpoint(groups=3, states=groups))  # of other groups: it says so, and takes nothing
+        world.states.forget_saved()
         saved = groups[world.group][0]
         before = world.core.sender_state(0)["residual"]
         world.core.load_sender_state(0, {})
