@@ -117,7 +117,7 @@ class Replace(pl.Callback):
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if trainer.current_epoch == 1:
-            old, new = pl_module.head[2], nn.Linear(16 // 2, 3)
+            old, new = pl_module.head[2], nn.Linear(8, 3, device=pl_module.device)
             news = dict(zip(old.parameters(), new.parameters(), strict=True))
             pl_module.head[2] = new
             for group in trainer.optimizers[0].param_groups:
