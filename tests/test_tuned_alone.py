@@ -344,6 +344,20 @@ def test_a_run_that_is_resumed_with_one_more_dimension_is_searched_again(tmp_pat
     assert later.problem == "one rank is one group"
 
 
+def test_a_run_of_groups_that_had_joined_is_searched_again_where_ranks_are_started_together(tmp_path: Path) -> None:
+    class Saves(pl.Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            state = first._fit.run.state  # type: ignore[union-attr]
+            state.own = state.setting = Setting(1, 0.9, 0.01)
+            state.ranks = 0  # groups that join do not know how many there are
+            trainer.save_checkpoint(tmp_path / "joined.ckpt")
+
+    first, later = tuner_of(), tuner_of()
+    trainer_of(first, Saves(), max_epochs=1).fit(Line())
+    trainer_of(later).fit(Line(), ckpt_path=tmp_path / "joined.ckpt")
+    assert later.problem == "one rank is one group"
+
+
 def test_the_time_of_a_run_ends_with_it_and_what_was_final_for_other_ranks_does_not_stay() -> None:
     fit = asked(tuner_of(), lambda fit, trainer: setattr(fit.run.state, "is_final", True))
     before = fit.run.seconds

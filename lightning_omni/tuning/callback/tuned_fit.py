@@ -214,7 +214,7 @@ class TunedFit(Fit):
             return
         known = [rank for rank, _ in run.state.speeds] or list(range(run.state.ranks))
         if run.state.setting is not None and known != list(range(run.world.size)):
-            self._prepare_new_search(hyperparameters, f"with {run.world.size} ranks instead of {max(known) + 1}")
+            self._prepare_new_search(hyperparameters, "with other ranks than those of its settings")
         elif run.state.own is not None and {each.name for each in run.options.further} - dict(run.own.further).keys():
             self._prepare_new_search(hyperparameters, "with other dimensions in space=")
         if run.may_change_inside:  # the third window may show a flat loss
