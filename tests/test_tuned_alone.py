@@ -367,6 +367,21 @@ def test_the_time_of_a_run_ends_with_it_and_what_was_final_for_other_ranks_does_
     assert not fit.run.state.is_final
 
 
+def test_a_loss_scale_that_has_fallen_to_0_leaves_what_powersgd_has_not_sent() -> None:
+    kept = []
+
+    def ask(fit: Any, trainer: Any) -> None:
+        scaler, memory = torch.amp.GradScaler("cpu"), fit.run.world.reduction.memory
+        scaler.load_state_dict({**scaler.state_dict(), "scale": 0.0})
+        trainer.precision_plugin.scaler, memory["w"] = scaler, SimpleNamespace(error=torch.ones(1))
+        fit.run.strategy.parts.grouping.share_loss_scale()
+        kept.append(memory.pop("w").error.item())
+        del trainer.precision_plugin.scaler
+
+    asked(tuner_of(), ask)
+    assert kept == [1.0]
+
+
 def test_groups_of_the_users_are_not_formed_where_they_cannot_train() -> None:
     refused = []
 

@@ -39,10 +39,8 @@ def exchanges_of(
     methods: tuple[str, ...] = DEFAULT_METHODS
     wires: tuple[str, ...] = DEFAULT_WIRES
     if spec is not None:
-        own = (tuple(filter(None, [each])) for each in (spec.start.method, spec.start.wire))  # "" is unknown here
-        methods, wires = (
-            given or mine for given, mine in zip((spec.space.method, spec.space.compression), own, strict=True)
-        )
+        methods = spec.space.method or tuple(filter(None, [spec.start.method]))  # "" is unknown here
+        wires = spec.space.compression or tuple(filter(None, [spec.start.wire]))
     if method is not None:
         value = _as_option("method", lambda: method_named(method))
         methods = (text_of(value, without=("period",)),)

@@ -59,8 +59,8 @@ class _Compensate(ServerSide):
         corrected: list[Tensor | None] = []
         assert self.master.optimizer is not None
         directions = directions_of(self.master.optimizer)
-        if self.method.adaptive:  # also at a server that holds frozen parameters alone: all have the same groups
-            self._square.setdefault(push.group, [torch.zeros_like(weight) for weight in self.master.weights()])
+        if self.method.adaptive and push.group not in self._square:  # also where a server has frozen parameters alone
+            self._square[push.group] = [torch.zeros_like(weight) for weight in self.master.weights()]
         for index, (parameter, gradient, then) in enumerate(
             zip(self.master.parameters.values(), push.tensors, self._read[push.group], strict=True)
         ):

@@ -19,7 +19,7 @@ from lightning_omni.checks import check_kind
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.runtime._private import untraced
 from lightning_omni.runtime.model.sharded import state_like
-from lightning_omni.runtime.state.served_state import ServedState
+from lightning_omni.runtime.state.served_state import is_state_lost
 from lightning_omni.runtime.world import World
 
 _log = logging.getLogger(__name__)
@@ -119,8 +119,7 @@ class OmniOptimizer(Optimizer):
         rank 0 call it, and each gets the state of its share.
         """
         own: dict[str, Any] = self.optimizer.state_dict()
-        kept: Any = self.optimizer.state
-        if not self._is_at_server and isinstance(kept, ServedState) and not kept.is_written and self.world.is_recorder:
+        if not self._is_at_server and is_state_lost(self.optimizer) and self.world.is_recorder:
             _log.warning(
                 "optimizer.state_dict() has no state of %s: the parameter server had it, and the loop has failed; load"
                 " that of a checkpoint",

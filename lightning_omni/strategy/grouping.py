@@ -214,7 +214,7 @@ class Grouping:
         if len(world.members) > 1:
             dist.all_reduce(scale, op=dist.ReduceOp.MIN, group=world.compute_group)
         scaler.load_state_dict({**scaler.state_dict(), "scale": float(scale), "_growth_tracker": 0})
-        for unsent in world.reduction.memory.values():  # PowerSGD's, in units of the scale
+        for unsent in world.reduction.memory.values() if before else ():  # PowerSGD's, in units of the scale
             unsent.error.mul_(float(scale) / before)
 
     def set_batch_shares(self, speeds: Sequence[float]) -> None:

@@ -158,13 +158,7 @@ class RunStates:
             checkpoint = dump_checkpoint(trainer)
         finally:
             self.is_described = False
-        served = {
-            id(each)
-            for replica in (part.replica for part in parts.world.parts)
-            for own_frozen in [replica.own_frozen()]
-            for name, each in replica.parameters.items()
-            if name not in own_frozen
-        }
+        served = {id(each) for part in parts.world.parts for each in part.replica.served()}
         entries = tensors_of(parts.pl_module).items()
         own = {name: each for name, each in entries if isinstance(each, Tensor) and id(each) not in served}
         shared = {name: own.pop(name) for name in list(own) if is_part(own[name])}
@@ -250,11 +244,9 @@ class RunStates:
             tree["shared"] = parts.world.exchange.store.read_run_state(share=True)["shared"]
         self._take_over_module(tree)
         self._again = tree
-        schedule: dict[Any, Any] = {}
-        for config, state, base in zip(trainer.lr_scheduler_configs, tree["schedulers"], tree["schedule"], strict=True):
-            config.scheduler.load_state_dict(_like(vars(config.scheduler), state))
-            if base:
-                schedule[config.scheduler] = tuple(base)
+        self._load_schedulers(tree)
+        bases = zip(trainer.lr_scheduler_configs, tree["schedule"], strict=True)
+        schedule: dict[Any, Any] = {config.scheduler: tuple(base) for config, base in bases if base}
         entered = EntryPoint(
             plan=joined.plan,
             # The groups may have died before they stored the state of the epoch that had begun.
@@ -298,13 +290,16 @@ class RunStates:
         if (tree := self._again) is None:
             return
         self.take_over_optimizers()
-        for config, state in zip(self._parts.trainer.lr_scheduler_configs, tree["schedulers"], strict=True):
-            config.scheduler.load_state_dict(_like(vars(config.scheduler), state))
+        self._load_schedulers(tree)
         self._again = None
         load_callback_states(self._parts.trainer, tree)
         set_reload_epochs(self._parts.trainer, tree["reloads"])
         self._take_over_module(tree)
         self._parts.world.read_again()
+
+    def _load_schedulers(self, tree: Mapping[str, Any]) -> None:
+        for config, state in zip(self._parts.trainer.lr_scheduler_configs, tree["schedulers"], strict=True):
+            config.scheduler.load_state_dict(_like(vars(config.scheduler), state))
 
     def _take_over_module(self, tree: Mapping[str, Any]) -> None:
         """Load buffers and untrained parameters; each member loads its own shards."""

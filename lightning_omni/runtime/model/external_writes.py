@@ -77,11 +77,7 @@ class ExternalWrites:
         self.others_followed()
 
     def _others_written(self) -> list[BufferSync]:
-        loaded = {
-            id(parameter)
-            for part in self._parallel.parts
-            for parameter in set(part.replica.ordered) - {part.replica.parameters[n] for n in part.replica.own_frozen()}
-        }
+        loaded = {id(parameter) for part in self._parallel.parts for parameter in part.replica.served()}
         others = list(self.others())
         found = list(compress(others, self._all_reduce_max(self._are_written(others, loaded))))
         _check_whole(found)

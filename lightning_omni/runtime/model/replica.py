@@ -217,6 +217,11 @@ class ModelReplica(Replica):
         """Return the names of frozen weights that other code has written, so that they are this group's."""
         return self._writes.of_frozen(self.parameters)
 
+    def served(self) -> list[Parameter]:
+        """Return the parameters whose values are the server's, and no frozen ones of this group."""
+        own = self.own_frozen()
+        return [parameter for name, parameter in self.parameters.items() if name not in own]
+
     def gradients(self) -> list[Tensor | None]:
         """Return the gradients, in order; None where a parameter took no part in the loss.
 

@@ -134,6 +134,12 @@ class ServedState(defaultdict[Any, Any]):
         return defaultdict, (dict,), None, None, iter(self.items())
 
 
+def is_state_lost(optimizer: Optimizer) -> bool:
+    """Return whether a parameter server had the optimizer's state when its loop failed; call it outside of a loop."""
+    state: Any = optimizer.state
+    return isinstance(state, ServedState) and not state.is_written
+
+
 def _is_called_by_library() -> bool:
     frame: FrameType | None = sys._getframe(3)  # the caller of the method that calls `_read`
     while frame is not None and (package := frame.f_globals.get("__name__", "").partition(".")[0]) in _PASSING_ON:

@@ -27,7 +27,7 @@ from lightning_omni.runtime.model.sharded import here, in_order, load_state, par
 from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.runtime.server_exchange import ServerExchange, ServerSnapshot
 from lightning_omni.runtime.state.checkpoint import RunCheckpoint
-from lightning_omni.runtime.state.served_state import ServedState
+from lightning_omni.runtime.state.served_state import ServedState, is_state_lost
 from lightning_omni.topology import RECORDER
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack
@@ -175,8 +175,7 @@ class StateTransfer:
                 ServedState.install(part.optimizer, partial(self._warn_of_read, type(part.optimizer).__name__))
 
     def _warn_of_lost_state(self) -> None:
-        states = [(part.optimizer, part.optimizer.state) for part in self._parallel.parts]
-        lost = [each for each, state in states if isinstance(state, ServedState) and not state.is_written]
+        lost = [part.optimizer for part in self._parallel.parts if is_state_lost(part.optimizer)]
         if lost and self._parallel.is_recorder:
             _log.warning(
                 "%s begins without the state that it had in a loop that has failed: the parameter server of that loop"

@@ -124,12 +124,13 @@ class Listener:
     def begin_epoch(self, iterate: Callable[[], None]) -> None:
         """Separate the groups after the hooks of the epoch's start, common to all ranks."""
         parts, loop = self._parts, self._trainer.fit_loop
-        if self._nested.is_running or loop.restarted_mid_epoch or loop.restarted_on_epoch_end:
-            if not self._nested.is_running:
-                parts.epochs.resume_order()
+        if self._nested.is_running:
             iterate()
-            if not self._nested.is_running:
-                parts.epochs.go_on()
+            return
+        if loop.restarted_mid_epoch or loop.restarted_on_epoch_end:
+            parts.epochs.resume_order()
+            iterate()
+            parts.epochs.go_on()
             return
         self._has_begun = False  # the last batch has no end if a hook of its start has returned -1
         self._run_states.hooks_are_over()

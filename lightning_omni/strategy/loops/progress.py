@@ -243,11 +243,11 @@ class RunProgress:
             over = min(over, self.max_steps)  # max_steps may have ended the run inside the epoch
         if trained is not None:
             over = min(over, replace(self.progress, samples=trained).steps)
-        here = (over - self.progress.steps_before(epoch)) * self.progress.reference.window
-        batches = self.progress.batches_before(epoch) + min(self.progress.batches, here)
+        reference = self.progress.reference
+        here = (over - self.progress.steps_before(epoch)) * reference.window
         if trained is not None:
-            here = min(self.progress.batches, trained // self.progress.reference.batch)
-            batches = self.progress.batches_before(epoch) + here
+            here = trained // reference.batch
+        batches = self.progress.batches_before(epoch) + min(self.progress.batches, here)
         self.progress = self.past = replace(self.progress, epochs=epoch + 1, samples=0, past=over, past_batches=batches)
 
     # --- Positions ---------------------------------------------------------------------------------------------------

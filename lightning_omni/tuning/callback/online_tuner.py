@@ -112,6 +112,9 @@ class FirstBatches:
         self._measured, self._loaded, self._losses = len(self._balance.measured), self._balance.loading, []
         self._count += 1
 
+    def keep_one_group(self) -> None:
+        self.spec = replace(self.spec, space=replace(self.spec.space, groups=(1,)))
+
     def interrupted(self) -> None:
         self._timer.interrupt()
 
@@ -335,7 +338,7 @@ class OnlineTuner:
         if not run.trainer.lr_scheduler_configs and not math.isclose(_rate_of(run.trainer.optimizers), batches.lr):
             if batches.spec.space.groups != (1,):
                 run.info("OmniTuner: groups are not tried: a hook sets the learning rate; use a scheduler")
-            batches.spec = replace(batches.spec, space=replace(batches.spec.space, groups=(1,)))
+            batches.keep_one_group()
         decision = self._decision = _Decision(batches.seen())
         if run.is_rank_zero:
             decision.found = run_in_background(self._finding(decision, batches))
@@ -366,7 +369,7 @@ class OnlineTuner:
         assert batches is not None
         command = run.broadcast_command(self._command(decision, batches.spec))
         if command is not None and command.setting.groups > 1 and not self._space.join_server():
-            batches.spec = replace(batches.spec, space=replace(batches.spec.space, groups=(1,)))
+            batches.keep_one_group()
             if run.is_rank_zero:
                 run.rounds.pop()
                 decision.found = run_in_background(self._finding(decision, batches))

@@ -270,8 +270,7 @@ class AppliedSetting:
             and strategy.parts.epochs.leases is not None
         ):
             strategy.parts.grouping.set_batch_shares([speeds[rank] for rank in world.members])
-        if not strategy.parts.epochs.is_open:
-            world.enter_world(strategy.parts.pl_module)
+        strategy.parts.grouping.enter_world()
         if setting.groups > 1:
             self.seconds_to_form = time.perf_counter() - began
 

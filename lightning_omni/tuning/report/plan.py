@@ -144,8 +144,7 @@ class Plan:
 
     @cached_property
     def rows(self) -> list[PlanRow]:
-        possible = {each.groups for each in self._evidence.candidates}
-        return [self._row(groups) for groups in group_counts(self.cluster.profile.ranks) if groups in possible]
+        return [self._row(groups) for groups in self._evidence.possible_groups]
 
     def _row(self, groups: int) -> PlanRow:
         evidence = self._evidence

@@ -255,8 +255,7 @@ class SearchSummary:
 
     @property
     def groups(self) -> tuple[int, ...]:
-        possible = {each.groups for each in self.search.candidates}
-        return tuple(groups for groups in self.search.spec.space.groups if groups in possible)
+        return self.search.possible_groups
 
     # --- Times -------------------------------------------------------------------------------------------------------
 

@@ -370,6 +370,12 @@ class Evidence:
         ways = replace(space, all_reduce=tuple(formats)).ways(start, self.suggested)
         return tuple(each for each in ways if each.groups < profile.ranks or each.all_reduce == own)
 
+    @property
+    def possible_groups(self) -> tuple[int, ...]:
+        """Return the numbers of groups of the space that can exchange in some way."""
+        possible = {each.groups for each in self.candidates}
+        return tuple(groups for groups in self.spec.space.groups if groups in possible)
+
     def suggested(self, setting: Setting) -> Setting:
         """Return a setting with the best momentum and learning rate within the bounds."""
         best, holds = self.theory.suggested(setting), self.spec.space.holds
