@@ -105,7 +105,7 @@ TABLE = (
     # joining
     Row(m.RegisterGroup, CONTROL, Role.OBSERVER, Joining, Joining.register),
     Row(
-        m.StoreRunState, DATA, Role.RECORDER, Joining, Joining.store, Joining.check_state,
+        m.StoreRunState, DATA, Role.RECORDER, Joining, Joining.store, Joining.check_packed,
         keeps=True, resolves=True, does="says what groups that join are given",
     ),
     Row(m.ReadRunState, DATA, Role.RANK, Joining, Joining.read),
@@ -169,11 +169,11 @@ TABLE = (
     # merged head
     Row(
         m.HeadForward, DATA, Role.MEMBER, MergedHeadService, MergedHeadService.forward,
-        MergedHeadService.check_forward,
+        MergedHeadService.check_head,
     ),
     Row(
         m.HeadBackward, DATA, Role.LEADER, MergedHeadService, MergedHeadService.backward,
-        MergedHeadService.check_backward,
+        MergedHeadService.check_head,
     ),
     Row(m.HeadRelease, DATA, Role.LEADER, MergedHeadService, MergedHeadService.release),
 )  # fmt: skip

@@ -9,7 +9,7 @@ import msgspec
 from torch import Tensor
 
 from lightning_omni.errors import MalformedMessage, OmniError, ProtocolError
-from lightning_omni.methods import Method
+from lightning_omni.methods import REGISTRY, Method
 from lightning_omni.methods.model.modules import ResolveModule
 from lightning_omni.methods.model.server_optimizer import Resolve
 from lightning_omni.server.epochs.epoch import MOST_OPEN
@@ -20,7 +20,7 @@ from lightning_omni.server.service import Out, Payload, Sender, Service, as_tens
 from lightning_omni.server.training import Training
 from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.codec import Packed, check_specs, pack, unpack
+from lightning_omni.wire.codec import Packed, pack, unpack
 from lightning_omni.wire.journal import SavedEntry, SeededEntry
 from lightning_omni.wire.messages import SnapshotId
 
@@ -61,15 +61,11 @@ class Snapshots(Service):
 
     def load(self, state: dict[str, Any]) -> None:
         formed = msgspec.msgpack.decode(state["formed"], type=m.FormGroups)
-        self._formed, method = formed, m.method_from_wire(formed.method)
+        self._formed, method = formed, REGISTRY.from_wire(formed.method)
         self._method = method
         groups = self._roster.formed.history(len(formed.groups))
         self._store.hold([ServedParameters.from_state(part, method, groups, self._resolve) for part in state["parts"]])
         self._training.apply_settings(formed)
-
-    def check_packed(self, sender: Sender, message: m.UploadWeights | m.GroupState) -> int:
-        check_specs(message.packed.specs, message.nbytes)
-        return message.nbytes
 
     def seed(self, sender: Sender, message: m.UploadWeights, payload: Payload) -> list[Out]:
         if self._method is None or self._formed is None:

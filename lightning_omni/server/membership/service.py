@@ -13,6 +13,7 @@ import msgspec
 from torch import Tensor
 
 from lightning_omni.errors import ProtocolError, Refused, StepFailed
+from lightning_omni.methods import REGISTRY
 from lightning_omni.server.collectives import CollectiveService
 from lightning_omni.server.membership.roster import TRAINED_TO_ITS_END, Member
 from lightning_omni.server.replication import refusal_of
@@ -21,7 +22,7 @@ from lightning_omni.server.service import Out, Payload, Peer, Sender, Service, a
 from lightning_omni.server.status import StatusService
 from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.codec import Packed, check_specs
+from lightning_omni.wire.codec import Packed
 from lightning_omni.wire.formats.base import from_wire
 from lightning_omni.wire.journal import FormedEntry, JoinedEntry, LeftEntry, LostEntry, NumberedEntry
 from lightning_omni.wire.messages import servers as sm
@@ -97,7 +98,7 @@ class Membership:
             raise ProtocolError(
                 f"the groups {message.groups} are not a partition of the live ranks {self._roster.live}"
             )
-        method = m.method_from_wire(message.method)
+        method = REGISTRY.from_wire(message.method)
         from_wire(message.wire_format)  # refuses an unknown format before anything has changed
         if message.by_member and any(
             len(topology.members(group)) % self._replication.count for group in topology.alive
@@ -313,10 +314,6 @@ class Joining(Service):
             return self._admit(sender, message, payload)
         self._waiting[sender.rank] = sender, message
         return self.resolve_pending()
-
-    def check_state(self, sender: Sender, message: m.StoreRunState) -> int:
-        check_specs(message.packed.specs, message.nbytes)
-        return message.nbytes
 
     def store(self, sender: Sender, message: m.StoreRunState, payload: Payload) -> list[Out]:
         self._stored = message.packed, as_tensor(payload)

@@ -281,7 +281,7 @@ class ZeroMQServer:
                     self._receive_from(self._coordinator)
                 if self.core.due <= self._clock():
                     self._send(self.core.tick(self._clock()))
-                self._paced.send(self.core.attached)
+                self._paced.send(self.core.admission.attached)
                 if self._clock() >= due:
                     due = self._clock() + TICK
                     self._probe_connections()
@@ -296,7 +296,7 @@ class ZeroMQServer:
     def _receive_from(self, coordinator: CoordinatorLink) -> None:
         for message in coordinator.receive():
             self._send(self.core.follow(message))
-            self.core.handed_over()
+            self.core.status_service.end()
 
     def farewell(self, reason: str) -> None:
         self._send(self.core.lose(0, reason))
@@ -323,7 +323,7 @@ class ZeroMQServer:
             except zmq.Again:
                 return
             self._send(self.take(channel, peer.bytes, frames))
-            self.core.handed_over()
+            self.core.status_service.end()
 
     def take(self, channel: m.Channel, peer: bytes, frames: list[Any]) -> list[Out]:
         """Process a received message and return the messages to send. No message from a peer makes this raise."""
@@ -383,7 +383,7 @@ class ZeroMQServer:
 
     def _begin(self, peer: bytes, message: m.Message, places: MemoryRanges) -> Assembly:
         nbytes = self.core.check_payload(peer, message)
-        is_kept = self.core.keeps_payload(message)
+        is_kept = self.core.router.keeps_payload(message)
         buffer = _allocated(nbytes) if is_kept else self._buffer(peer, nbytes)
         assembly = Assembly(message, buffer, places)
         if not isinstance(
@@ -439,7 +439,7 @@ class ZeroMQServer:
         self._turned_away = refused
 
     def _forget_strangers(self) -> None:
-        attached = self.core.attached
+        attached = self.core.admission.attached
         for kept in (self._buffers, self._assemblies):  # an assembly whose payload is kept has no buffer
             for peer in kept.keys() - attached:
                 del kept[peer]
@@ -459,7 +459,7 @@ class ZeroMQServer:
             if item.channel == m.CONTROL:
                 parts = [part if isinstance(part, bytes) else part.numpy().tobytes() for part in item.payload]
                 multipart: list[Any] = [m.encode(item.message), *parts]
-                if self.core.is_watching(item.peer):
+                if self.core.observers.has(item.peer):
                     multipart = self._untaken.add(item.peer, multipart)
                 if multipart:
                     self._reach([item.peer, *multipart])

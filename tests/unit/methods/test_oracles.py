@@ -29,6 +29,7 @@ from lightning_omni.group.core import GroupCore, ServerRequest
 from lightning_omni.methods import (
     METHODS,
     PRESETS,
+    REGISTRY,
     AsyncDiLoCo,
     AsyncSGD,
     DecoupledDiLoCo,
@@ -57,6 +58,7 @@ from lightning_omni.methods import (
 from lightning_omni.methods.contract import GroupSide
 from lightning_omni.methods.model.replica import Pulled, Replica, all_finite
 from lightning_omni.methods.model.server_optimizer import describe, hyperparameters_of, resolver
+from lightning_omni.registry import to_wire
 from lightning_omni.server.parameters.served_parameters import ServedParameters
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.layout import Layout
@@ -1628,13 +1630,13 @@ def test_a_wrong_setting_that_arrives_is_a_malformed_message(
     name: str, arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(MalformedMessage, match=f"{name}.*{message}"):
-        m.method_from_wire({"name": name, **arguments})
+        REGISTRY.from_wire({"name": name, **arguments})
 
 
 @pytest.mark.parametrize(("name", "arguments", "message"), WRONG_WORDS)
 def test_a_wrong_word_that_arrives_is_a_malformed_message(name: str, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(MalformedMessage, match=name):
-        m.method_from_wire({"name": name, **arguments})
+        REGISTRY.from_wire({"name": name, **arguments})
 
 
 @pytest.mark.parametrize(
@@ -1723,7 +1725,7 @@ def _own_methods_forgotten() -> Iterator[None]:
 def test_a_method_of_ones_own_is_registered_travels_and_serves() -> None:
     assert register(SignSGD) is SignSGD
     assert register(SignSGD) is SignSGD  # a module that is imported twice does no harm
-    assert method_named("sign_sgd") == m.method_from_wire(m.method_to_wire(SignSGD())) == SignSGD()
+    assert method_named("sign_sgd") == REGISTRY.from_wire(to_wire(SignSGD())) == SignSGD()
 
     parameters = {"weight": Parameter(torch.zeros(2))}
     optimizer = torch.optim.SGD(parameters.values(), lr=0.5)

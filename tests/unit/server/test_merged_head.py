@@ -436,7 +436,7 @@ class Heads:
         form = m.FormGroups(
             generation=1,
             groups=((0,), (1,), (2,)),
-            method=m.method_to_wire(AsyncSGD()),
+            method=to_wire(AsyncSGD()),
             wire_format=to_wire(RAW),
         )
         self.link.control(0, form)
