@@ -220,7 +220,7 @@ class ServerCore:
         except StepFailed as error:  # it ends the run, as at the other servers, and no server
             replication.fail(str(error), of_run=True)
             out = []
-        replication.done()
+        replication.commands_executed += 1
         if isinstance(message, (sm.AdmitRank, sm.HandleMessage)):  # a rank waits for this report
             replication.report()
         return self._sent(out)

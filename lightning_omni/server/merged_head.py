@@ -47,7 +47,8 @@ class MergedHeadService(Service):
         head, group, number = self._store.head(message.optimizer), sender.group, message.optimizer
         spans = self._events.new_spans(group, message)
         try:
-            stepped = head.backward(group, message, unpack(message.packed, as_tensor(payload)), number)
+            of_output = unpack(message.packed, as_tensor(payload))
+            gradients, read_at, applied = head.backward(group, message, of_output, number)
         except ProtocolError as error:
             head.forget(group)
             return [Out(sender.peer, m.DATA, refusal_of(error)), *self._serve(number)]
@@ -55,20 +56,20 @@ class MergedHeadService(Service):
             "push",
             group,
             number,
-            read_at=stepped.read_at,
-            refused=not stepped.applied,
+            read_at=read_at,
+            refused=not applied,
             epoch=message.epoch,
             spans=spans[-1:],
             hyperparameters=message.hyperparameters,
             note=message.clip,
         )
         head.release(self._clock())
-        packed, buffer = pack(stepped.inputs)
+        packed, buffer = pack(gradients)
         answer = m.HeadGradients(
             packed=packed,
             nbytes=buffer.numel(),
             clock=head.master.clock,
-            applied=stepped.applied,
+            applied=applied,
             refused_in_row=head.counts.refused_in_row[group],
         )
         return [Out(sender.peer, m.DATA, answer, (buffer,)), *self._serve(number)]

@@ -95,7 +95,7 @@ class Restore:
         self._journal.write, self._journal.is_due = writes, True
 
     def redo(self, entry: Entry) -> None:
-        epochs = self._epochs
+        epochs, numbers = self._epochs, self._roster.numbers
         match entry:
             case OpenedEntry():
                 epochs.open(entry.plan)
@@ -126,7 +126,7 @@ class Restore:
             case RestructuredEntry():
                 self._training.redo(entry)
             case NumberedEntry():
-                self._roster.numbers.has_given(entry.numbered)
+                numbers.given = max(numbers.given, entry.numbered)
             case FormedEntry():
                 raise ConfigurationError(
                     "other groups were formed after the state was saved, and before it was saved again; this run"
@@ -148,6 +148,3 @@ def check_state(state: Mapping[str, Any]) -> None:
             f" {state.get('protocol')}, and this server reads {STATE} {STATE_VERSION} with protocol {m.VERSION};"
             " start the server in an empty directory"
         )
-
-
-__all__ = ["STATE", "STATE_VERSION", "Restore", "check_state"]

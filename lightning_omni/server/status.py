@@ -6,7 +6,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -213,7 +213,6 @@ class RunObservation(Service):
         self._over, self._description = over, description
         self._formed: m.FormGroups | None = None
         self._run_events: deque[RunEvent] = deque(maxlen=LONGEST_LOG)
-        self._counts: tuple[Any, ...] = (0, 0, 0, "")
         self._saves, self._saved_at = run.journal.saves, -math.inf
         self._joined: set[int] = set()
         self._lost: set[int] = set()
@@ -250,7 +249,7 @@ class RunObservation(Service):
         status = self._status_service.status(0.0)
         return m.Overview(
             run=roster.run,
-            age=now - roster.started_at if roster.run else 0.0,
+            age=now - roster.began if roster.run else 0.0,
             announced=roster.world_size,
             live=roster.live,
             missing=tuple(rank for rank in roster.live if rank not in roster.members),
@@ -322,10 +321,6 @@ class RunObservation(Service):
         roster = self._roster
         if self._journal.saves != self._saves:
             self._saves, self._saved_at = self._journal.saves, now
-        counts = (len(roster.members), len(roster.lost), len(roster.gone), self._over())
-        if counts == self._counts:
-            return
-        self._counts = counts
         if new := sorted(roster.members.keys() - self._joined):
             hosts = ", ".join(sorted({roster.members[rank].host for rank in new} - {""}))
             self._note(now, "joined", f"{ranks_text(new)} joined" + f" from {hosts}" * bool(hosts))

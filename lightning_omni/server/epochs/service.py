@@ -27,8 +27,8 @@ class LeaseService(Service):
 
     def join(self, group: int, ranks: tuple[int, ...]) -> None:
         self._epochs.join(group, ranks)
-        if self._roster.joining:  # the group holds a batch even before it requests one
-            self._epochs.draw_first(group)
+        if self._roster.joining and self._epochs.book is not None:  # it holds a batch even before it requests one
+            self._epochs.book.draw(group, 0)
 
     def evict(self, group: int, lost: bool) -> list[Out]:
         self._epochs.evict(group)

@@ -198,9 +198,6 @@ class RankNumbers:
         if self._claim is not None and self._claim[0] == peer:
             self._claim = None
 
-    def has_given(self, given: int) -> None:
-        self.given = max(self.given, given)
-
     @property
     def peers(self) -> list[bytes]:
         claim = [self._claim[0]] if self._claim is not None else []
@@ -248,6 +245,7 @@ class Roster:
     """The ranks of one run.
 
     Attributes:
+        began: time at which the first rank was admitted.
         joining: whether groups join on their own.
         can_continue: whether a group that joins can continue the run, even if no rank is left.
         barred: lost ranks whose group must not rejoin by itself.
@@ -257,7 +255,7 @@ class Roster:
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._first: Hello | None = None
-        self._began = 0.0
+        self.began = 0.0
         self.members: dict[int, Member] = {}
         self.lost: dict[int, str] = {}
         self.barred: set[int] = set()
@@ -271,10 +269,6 @@ class Roster:
     @property
     def run(self) -> str:
         return self._first.run if self._first else ""
-
-    @property
-    def started_at(self) -> float:
-        return self._began
 
     @property
     def world_size(self) -> int:
@@ -306,9 +300,6 @@ class Roster:
     @property
     def joined_groups(self) -> int:
         return len(self.groups) if self.joining else 0
-
-    def form(self, topology: Topology, names: Sequence[str] = (), by_member: bool = False) -> None:
-        self.formed.form(topology, names, by_member)
 
     def register(self, peer: bytes, ranks: int, run: str) -> tuple[int, int]:
         if self.finished:
@@ -396,7 +387,7 @@ class Roster:
 
     def add_member(self, peer: bytes, hello: Hello, challenge: bytes, now: float) -> None:
         if self._first is None:
-            self._first, self._began = hello, now
+            self._first, self.began = hello, now
             self.joining = hello.run.startswith(JOINS)
             self.numbers.begin()
         self.members[hello.rank] = Member(hello.rank, peer, session_key(self._key, hello, challenge), now)
@@ -420,7 +411,7 @@ class Roster:
         }
 
     def load(self, state: dict[str, Any], now: float) -> None:
-        self._first, self._began = msgspec.msgpack.decode(state["first"], type=Hello), now
+        self._first, self.began = msgspec.msgpack.decode(state["first"], type=Hello), now
         self.lost, self.gone, self.barred = dict(state["lost"]), set(state["gone"]), set(state["barred"])
         self.barred_hosts = set(state["barred_hosts"])
         self.joining, self.finished = state["joining"], state["finished"]
@@ -441,7 +432,7 @@ class Roster:
         for rank in self.live:
             member = self.members.get(rank)
             if member is None:
-                if now - self._began > join_timeout:
+                if now - self.began > join_timeout:
                     late.append((rank, f"rank {rank} did not join within {join_timeout:.0f} s"))
             elif now - member.last_seen > timeout:
                 late.append((rank, f"rank {rank} gave no sign of life for {timeout:.0f} s"))

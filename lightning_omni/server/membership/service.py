@@ -109,7 +109,7 @@ class Membership:
                 " servers: the size of each group must be a multiple of that"
             )
         formed = self._roster.formed
-        self._roster.form(topology, message.names, message.by_member)
+        formed.form(topology, message.names, message.by_member)
         self.generation = message.generation
         self._formed = message
         self._journal.note(FormedEntry())
@@ -148,10 +148,9 @@ class Membership:
             synchronizations=self._collective_service.completed,
         )
         out = [*self._send_to_everyone(self._status_service.status(-1.0)), Out(sender.peer, m.CONTROL, joined)]
-        if self._replication.count > 1:  # only now, because the request may have waited
-            self._replication.send_to_all(sm.HandleMessage(rank=sender.rank, message=m.encode(message)))
-            out = self._replication.when_done(out)
-        return out
+        # Only now, because the request may have waited.
+        self._replication.send_to_all(sm.HandleMessage(rank=sender.rank, message=m.encode(message)))
+        return self._replication.when_done(out)
 
     def _join(self, rank: int, message: m.Join) -> int:
         group = self._roster.join(message.ranks, message.name)
