@@ -34,7 +34,7 @@ from lightning_omni.transport.zeromq.addresses import (
     own_host,
     tcp_endpoint,
 )
-from lightning_omni.transport.zeromq.dialing import Dialed, SuspendAwareClock, dial, new_context
+from lightning_omni.transport.zeromq.dialing import Dialed, SuspendAwareClock, dial
 from lightning_omni.transport.zeromq.frames import (
     CHUNK_MARK,
     LARGEST_ANSWER_FRAME,
@@ -87,16 +87,15 @@ class CoordinatorLink:
             hello = core.follower_hello(address, secrets.token_bytes(handshake.NONCE_BYTES))
             return handshake.join_as_follower(request, core.key, hello, coordinator)
 
-        with new_context() as self._context:
-            self._dialed, welcome = dial(
-                lambda: Dialed(self._context, coordinator, keys, LARGEST_ANSWER_FRAME, m.CONTROL, decode=sm.decode),
-                shake_hands,
-                keys,
-                coordinator,
-                f"no parameter server answers at {coordinator}, which is to coordinate this one; check the address,"
-                " that it runs there with a --host that this machine can reach, and that no firewall is in between",
-                CONNECT_TIME,
-            )
+        self._dialed, welcome = dial(
+            lambda: Dialed(coordinator, keys, LARGEST_ANSWER_FRAME, m.CONTROL, decode=sm.decode),
+            shake_hands,
+            keys,
+            coordinator,
+            f"no parameter server answers at {coordinator}, which is to coordinate this one; check the address,"
+            " that it runs there with a --host that this machine can reach, and that no firewall is in between",
+            CONNECT_TIME,
+        )
         self._timeout, self._clock = welcome.heartbeat_timeout, SuspendAwareClock()
         self._last_received = self._clock()
         self._ended = False
@@ -126,7 +125,6 @@ class CoordinatorLink:
 
     def close(self) -> None:
         self._dialed.close()
-        self._context.term()
 
 
 def reachable(bound: str, coordinator: str) -> str:

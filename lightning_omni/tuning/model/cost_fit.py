@@ -128,7 +128,7 @@ class _Exchanges:
         crosses = np.array(self.crosses)
         links = np.repeat((link[:, None] * crosses)[:, :, None], 2, axis=2)
         think = self.think + away[:, None] * crosses
-        there = time_shared(think, self.variance, links, None, serve[:, None], np.ones(1))[:, crosses].mean(axis=1)
+        there = time_shared(think, self.variance, links, None, serve)[:, crosses].mean(axis=1)
         cycle, over = float(self.think[0].mean() + self.mean[0]), away + serve + 2 * link - self.least
         return [(away + there - self.mean) / cycle, (np.maximum(over, 0.0) + c.SHORTEST_EXCHANGE * over) / cycle]
 

@@ -245,8 +245,7 @@ class SharedStations:
         ring = self.ring[:, :, None]  # in both directions at once
         links = np.stack([self.seconds.push, self.seconds.pull], axis=2) + ring
         counted = np.divide(links - ring / 2, links, out=np.ones_like(links), where=links > 0)
-        service = self.seconds.serve[:, None]
-        return time_shared(think - self.ring, variance, links, counted, service, np.array([1])) - self.ring
+        return time_shared(think - self.ring, variance, links, counted, self.seconds.serve) - self.ring
 
 
 @dataclass(frozen=True)

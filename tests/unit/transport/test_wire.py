@@ -939,7 +939,7 @@ def test_where_no_more_files_may_be_opened_an_attempt_fails_and_leaves_nothing_t
         for _ in range(left):
             os.close(held.pop())
         with pytest.raises(zmq.ZMQError, match="Too many open files"):
-            Dialed(context, "tcp://127.0.0.1:9", RunKeys(KEY, "off"), CHUNK, m.CONTROL)
+            Dialed("tcp://127.0.0.1:9", RunKeys(KEY, "off"), CHUNK, m.CONTROL, context=context)
     finally:
         for each in held:
             os.close(each)

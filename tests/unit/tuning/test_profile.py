@@ -289,7 +289,7 @@ def test_groups_are_no_faster_than_what_they_share_and_no_slower_than_one_after_
     think: list[float], scatter: float, service: float
 ) -> None:
     times = np.array([think])
-    spent = residence(times, (scatter * times) ** 2, np.array([[service]]), np.ones(1))
+    spent = residence(times, (scatter * times) ** 2, np.array([service]))
     assert service * (1 - 1e-9) <= spent[0] <= len(think) * service * (1 + 1e-9)
     assert (1 / (times + spent)).sum() * service <= 1 + 2e-2  # what is left of it, the outcome cuts off
 
@@ -317,7 +317,7 @@ def test_a_queue_is_as_long_as_a_simulated_one(groups: int, load: float, cv: flo
     tail = over[len(over) // 5 :]
     truth = (tail[-1] - tail[0]) / (len(tail) - 1)
     one = np.full((1, groups), think)
-    cycle = think + residence(one, (cv * one) ** 2, np.ones((1, 1)), np.ones(1))[0]
+    cycle = think + residence(one, (cv * one) ** 2, np.ones(1))[0]
     assert cycle / groups == pytest.approx(truth, rel=0.07)
 
 
