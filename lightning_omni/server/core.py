@@ -354,7 +354,8 @@ class ServerCore:
 
     @property
     def generation(self) -> int:
-        return self.membership.generation
+        """Return the recorder's count of formings of groups."""
+        return self.roster.formed.message.generation if self.roster.formed.message is not None else 0
 
     @property
     def peers(self) -> list[Peer]:

@@ -41,7 +41,7 @@ from lightning_omni.wire.journal import (
 )
 from lightning_omni.wire.messages import servers as sm
 
-STATE, STATE_VERSION = "lightning_omni.server_state", 5
+STATE, STATE_VERSION = "lightning_omni.server_state", 6
 """Name and version of a saved state."""
 
 
@@ -72,7 +72,6 @@ class Restore:
             "version": STATE_VERSION,
             "protocol": m.VERSION,
             "roster": self._roster.state(),
-            "membership": self._membership.state(),
             "services": {name: state for name, state in services.items() if state is not None},
         }
 
@@ -83,7 +82,6 @@ class Restore:
             ConfigurationError: the run cannot continue from them.
         """
         self._roster.load(state["roster"], now)
-        self._membership.load(state["membership"])
         for service in self._services:
             if (saved := state["services"].get(type(service).__name__)) is not None:
                 service.load(saved)

@@ -23,7 +23,7 @@ from lightning_omni.errors import ProtocolError, Refused
 from lightning_omni.server.parameters.served_parameters import GroupHistory
 from lightning_omni.topology import RECORDER, GroupId, Topology
 from lightning_omni.wire.handshake import fingerprint_problem, session_key
-from lightning_omni.wire.messages import Heartbeat, Hello
+from lightning_omni.wire.messages import FormGroups, Heartbeat, Hello
 
 # --- Groups -----------------------------------------------------------------------------------------------------------
 
@@ -39,13 +39,13 @@ class FormedGroups:
     Attributes:
         topology: ranks of each group; None before groups are formed, and when none is left.
         incarnation: the last incarnation used.
-        by_member: as in `FormGroups`.
+        message: the recorder's, by which they were formed; None before.
     """
 
     def __init__(self) -> None:
         self.topology: Topology | None = None
         self.incarnation = 0
-        self.by_member = False
+        self.message: FormGroups | None = None
         self._places = 0  # numbers used so far, for when no group is left
         self._ended: dict[int, int] = {}  # groups that have ended, with the numbers used until then
         self._identities: dict[int, GroupId] = {}
@@ -59,11 +59,15 @@ class FormedGroups:
     def alive(self) -> tuple[int, ...]:
         return self.topology.alive if self.topology is not None else ()
 
-    def form(self, topology: Topology, names: Sequence[str], by_member: bool) -> None:
-        names = names or [str(group) for group in range(len(topology.groups))]
+    @property
+    def by_member(self) -> bool:
+        return self.message is not None and self.message.by_member
+
+    def form(self, topology: Topology, message: FormGroups) -> None:
+        names = message.names or [str(group) for group in range(len(topology.groups))]
         if len(names) != len(topology.groups) or len(set(names)) != len(names):
             raise ProtocolError(f"names={tuple(names)}: {len(topology.groups)} groups need as many different names")
-        self.topology, self.by_member = topology, by_member
+        self.topology, self.message = topology, message
         self.incarnation += 1
         self._ended.clear()
         self._identities = {group: GroupId(name, self.incarnation) for group, name in enumerate(names)}
@@ -125,7 +129,7 @@ class FormedGroups:
             "places": self._places,
             "ended": dict(self._ended),
             "incarnation": self.incarnation,
-            "by_member": self.by_member,
+            "formed": msgspec.msgpack.encode(self.message),
             "identities": {group: (each.name, each.incarnation) for group, each in self._identities.items()},
         }
 
@@ -133,7 +137,7 @@ class FormedGroups:
         groups = state["groups"]
         self.topology = Topology(tuple(tuple(members) for members in groups)) if groups is not None else None
         self._places, self._ended, self.incarnation = state["places"], dict(state["ended"]), state["incarnation"]
-        self.by_member = state["by_member"]
+        self.message = msgspec.msgpack.decode(state["formed"], type=FormGroups | None)
         self._identities = {group: GroupId(*each) for group, each in state["identities"].items()}
 
 

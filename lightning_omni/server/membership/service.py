@@ -35,7 +35,6 @@ class Membership:
         services: services to notify of changes of groups, in this order.
 
     Attributes:
-        generation: the recorder's count of formings of groups.
         over: why the run cannot continue, or "".
     """
 
@@ -51,8 +50,6 @@ class Membership:
         self._services = services
         self._waited_for = [each for each in services if type(each).resolve_pending is not Service.resolve_pending]
         self._status_service, self._collective_service = monitoring, synchronization
-        self._formed: m.FormGroups | None = None
-        self.generation = 0
         self.over = ""
 
     @property
@@ -61,13 +58,6 @@ class Membership:
         return [member.peer for rank, member in members if member.peer and rank not in self._roster.gone]
 
     # --- Saved state --------------------------------------------------------------------------------------------------
-
-    def state(self) -> dict[str, Any]:
-        return {"generation": self.generation, "formed": m.encode(self._formed) if self._formed is not None else b""}
-
-    def load(self, state: dict[str, Any]) -> None:
-        self.generation = state["generation"]
-        self._formed = msgspec.msgpack.decode(state["formed"], type=m.FormGroups)
 
     def redo(self, entry: LostEntry | LeftEntry | JoinedEntry) -> None:
         match entry:
@@ -109,9 +99,7 @@ class Membership:
                 " servers: the size of each group must be a multiple of that"
             )
         formed = self._roster.formed
-        formed.form(topology, message.names, message.by_member)
-        self.generation = message.generation
-        self._formed = message
+        formed.form(topology, message)
         self._journal.note(FormedEntry())
         self._journal.is_due = True
         for service in self._services:
@@ -134,16 +122,16 @@ class Membership:
         group = formed.group_of(sender.rank)
         if group < 0 or message.ranks != formed.members(group):  # else the answer was lost, and the rank repeats
             group = self._join(sender.rank, message)
-        assert self._formed is not None
+        assert formed.message is not None
         joined = m.Joined(
             group=group,
             incarnation=formed.identity(group).incarnation,
-            generation=self.generation,
+            generation=formed.message.generation,
             groups=self._roster.groups,
-            method=self._formed.method,
-            wire_format=self._formed.wire_format,
+            method=formed.message.method,
+            wire_format=formed.message.wire_format,
             plan=self._epochs.book.plan if self._epochs.book is not None else None,
-            overlap=self._formed.overlap,
+            overlap=formed.message.overlap,
             live=self._roster.live,
             synchronizations=self._collective_service.completed,
         )
