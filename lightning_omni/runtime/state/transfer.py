@@ -377,7 +377,7 @@ class Residuals:
         if not self._parallel.core.wire_format.pushes.is_stateful:
             return {}
         state = dict(self._parallel.core.sender_state(index))
-        return {"sender": {"format": to_wire(self._parallel.core.wire_format), "state": state}}
+        return {"sender": {"format": to_wire(self._parallel.core.wire_format.pushes), "state": state}}
 
     def resume(self, index: int, saved: Mapping[str, Any]) -> None:
         """Restore the sender's memory from the group's own state in a checkpoint, when training begins.
@@ -387,7 +387,7 @@ class Residuals:
         sender = saved.get("sender")
         if sender is None or not self._parallel.exchanges:
             return
-        if sender["format"] == to_wire(self._parallel.core.wire_format):
+        if sender["format"] == to_wire(self._parallel.core.wire_format.pushes):
             replica = self._parallel.parts[index].replica
             self._parallel.core.load_sender_state(index, replica.on_device(sender["state"]))
         elif _largest(sender["state"]):
