@@ -278,7 +278,6 @@ def fit_model(measured: Sequence[Measured], draws: int, seed: int) -> CostModel:
         period=several[0].period if several else 1,
         nbytes=nbytes,
         knows_overhead=len(sizes) > 1,
-        knows_exchange=bool(several),
         servers=servers,
         per_node=per_node,
         placement=placement,

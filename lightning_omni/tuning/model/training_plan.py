@@ -309,10 +309,6 @@ class Outcome:
         return bool(self._busy(1 / (self.compute + self.allreduce + alone))[0] >= 1 - 1e-9)
 
     @property
-    def is_busy(self) -> bool:
-        return bool(self._busy(self._rates)[0] > 1 - c.IDLE)
-
-    @property
     def bottleneck(self) -> str:
         names = ("serve", "link") if self.is_saturated else ("compute", "allreduce", "exchange")
         largest = max(names, key=self.parts.__getitem__)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import Run, run
+from simulated_measurements import measurements_of
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
@@ -236,7 +237,7 @@ def test_a_simulated_group_learns_nearly_as_much_in_a_part_of_the_time() -> None
 
 
 def test_a_forecast_of_an_all_reduce_is_what_the_simulator_takes() -> None:
-    profile = Profile.fit([Measured.of(trained())])
+    profile = Profile.fit([measurements_of(trained())])
     for format_ in ("bf16", "powersgd:2"):
         forecast = profile.predict(1, all_reduce=format_).seconds_per_update.value
         run = trained(compression=Compression(all_reduce=format_))
@@ -244,7 +245,7 @@ def test_a_forecast_of_an_all_reduce_is_what_the_simulator_takes() -> None:
 
 
 def test_what_ranks_compute_for_it_is_a_part_of_their_steps() -> None:
-    measured = Measured.of(trained())
+    measured = measurements_of(trained())
     known = replace(measured, averaging={"bf16": 0.05})
     free, dear = (Profile.fit([each]).predict(1, all_reduce="bf16").seconds_per_update for each in (measured, known))
     assert dear.value - free.value == pytest.approx(0.05, rel=0.05)
