@@ -32,7 +32,6 @@ __all__ = [
     "all_reduce_of",
     "resumed",
     "run_through",
-    "text_of",
 ]
 
 # --- Averages inside a group: exact, rounded, or as products of thin matrices -----------------------------------------
@@ -267,10 +266,6 @@ def all_reduce_of(given: str | AllReduce) -> AllReduce:
     raise ConfigurationError(
         f'all_reduce={given!r}: pass a name such as "powersgd:4", or a value such as PowerSGD(rank=4)'
     )
-
-
-def text_of(format_: AllReduce) -> str:
-    return _registry.text_of(format_)
 
 
 # --- All three --------------------------------------------------------------------------------------------------------
