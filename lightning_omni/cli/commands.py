@@ -124,7 +124,7 @@ def _speeds(text: str) -> tuple[float, ...]:
     """Return the speeds of ``"1,1,0.25"`` or ``"4x1,2x0.5"``."""
     found: list[float] = []
     try:
-        for part in text.replace(" ", "").split(","):
+        for part in text.split(","):
             count, times, speed = part.rpartition("x")
             found += [float(speed)] * (int(count) if times else 1)
     except ValueError as error:

@@ -23,7 +23,7 @@ from lightning_omni.checks import counted
 from lightning_omni.cli.console import CommandOutput
 from lightning_omni.errors import ConfigurationError, OmniError, Refused
 from lightning_omni.transport.zeromq.addresses import EVERYWHERE, check_address, directory_of, is_private
-from lightning_omni.transport.zeromq.keys import default_path, is_open_to_others, load_key
+from lightning_omni.transport.zeromq.keys import check_encryption, default_path, is_open_to_others, load_key
 from lightning_omni.transport.zeromq.observer import Observer
 from lightning_omni.transport.zeromq.server import versions
 from lightning_omni.wire import messages as m
@@ -92,6 +92,7 @@ class Checkup:
 
 def examine(checkup: Checkup, address: str, key_file: Path | None, mb: float, encryption: str) -> None:
     """Check the connection step by step; ``mb`` is the model's size in MB."""
+    check_encryption(encryption)
     with contextlib.suppress(Failed):
         key = _key(checkup, key_file)
         host, port = _address(checkup, address)

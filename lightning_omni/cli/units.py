@@ -62,7 +62,7 @@ def bytes_of(name: str, given: Quantity) -> int:
     """
     found = _RATE.fullmatch(str(given).strip())
     is_size = found is None or (found[3] == "B" and not found[4])
-    value = rate_of(name, given) if found and is_size else _plain(str(given))
+    value = float(found[1]) * _PREFIXES[(found[2] or "").lower()] if found and is_size else _plain(str(given))
     if found is None and 0 < value < _FEWEST:
         raise ConfigurationError(f"{name} {value:g}: bytes? pass a unit, as in {value:g}MB or {value:g}B")
     if not 1 <= value < math.inf:

@@ -199,6 +199,8 @@ def test_a_description_is_as_fast_as_it_says() -> None:
     ("changed", "message"),
     [
         ({"--speeds": "1,fast"}, "--speeds 1,fast: pass a number for each device"),
+        ({"--speeds": "1 1,1"}, "--speeds 1 1,1: pass a number for each device"),
+        ({"--model-size": "0MB"}, "--model-size 0MB: pass bytes, as in 50MB"),
         ({"--speeds": "1"}, "--speeds=(1.0,): pass the speeds of two devices or more"),
         ({"--link": "quick"}, "--link quick: pass bytes per second"),
         ({"--model-size": "50Mbit"}, "--model-size 50Mbit: pass bytes, as in 50MB"),

@@ -282,3 +282,8 @@ def test_answers_of_a_few_bytes_that_are_not_taken_are_bounded_too() -> None:
     for tracker in trackers:
         tracker.wait(timeout=30)
     assert untaken.add(b"observer", [b"few"])
+
+
+def test_an_encryption_that_there_is_not_is_no_fault_of_the_server(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "tcp://127.0.0.1:1", "--encryption", "tls"]) == 2
+    assert "encryption='tls': pass \"curve\"" in capsys.readouterr().err
