@@ -30,7 +30,7 @@ from lightning_omni.cli.console import (
 )
 from lightning_omni.cli.simulate_settings import SimulationSettings
 from lightning_omni.cli.units import Quantity, bytes_of, check_above_zero, rate_of, seconds_of, time_of
-from lightning_omni.errors import ConfigurationError
+from lightning_omni.errors import ConfigurationError, UnsupportedError
 
 # --- compare ----------------------------------------------------------------------------------------------------------
 
@@ -390,7 +390,7 @@ def serve(
     check_above_zero({"threads": threads})
     here = _check_servers(servers, servers_here, number, coordinator, record)
     if state is not None:
-        _check_state(servers if here < servers else 1, record, transport, port)
+        _check_state(servers, record, transport, port)
     silence = seconds_of("--heartbeat-timeout", HEARTBEAT_TIMEOUT if heartbeat_timeout is None else heartbeat_timeout)
     if silence < 2:
         raise ConfigurationError(f"--heartbeat-timeout {heartbeat_timeout}: pass 2s or more: a busy rank may be late")
@@ -464,8 +464,12 @@ def _check_servers(servers: int, here: int, number: int, coordinator: str, recor
 
 
 def _check_state(servers: int, record: Path | None, transport: str, port: int) -> None:
+    if servers > 1:
+        raise UnsupportedError(
+            f"--state --servers {servers}: several servers save no state; leave one of both out, and resume from a"
+            " checkpoint"
+        )
     for option, given, why in (
-        ("--servers-here or --number", servers > 1, "servers on several machines do not save their shares"),
         ("--record", record, "a record is of one server from beginning to end"),
         ("--transport", transport, "ranks find a server again where they speak to it over ZeroMQ"),
         ("--port 0", not port, "ranks look for the server at the same address: name a port"),

@@ -33,7 +33,6 @@ from lightning_omni.transport.serving.process import (
     raise_limit_of_files,
     supervise,
 )
-from lightning_omni.transport.serving.save_files import share_directory
 from lightning_omni.transport.serving.state_directory import StateDirectory
 from lightning_omni.transport.zeromq import ZeroMQ, server
 from lightning_omni.transport.zeromq.addresses import beside
@@ -162,7 +161,7 @@ class StandaloneServer:
         self._core.on_run_over = self._run_over
         self._states = None
         if settings.state:
-            self._states = StateDirectory(settings.state, settings.save_every, servers=settings.servers)
+            self._states = StateDirectory(settings.state, settings.save_every)
         raise_limit_of_files()
         self._transport: Any = custom[0]() if custom else ZeroMQ(encryption=options.encryption)
         self._web = StatusServer(options.http_host, options.http) if options.http is not None else None
@@ -185,9 +184,6 @@ class StandaloneServer:
         return self._transport.serve(self._core, *ports)
 
     def _start_share(self, settings: ServerSettings, number: int) -> ServerProcess:
-        state, restored = "", 0
-        if self._states is not None:
-            state, restored = str(share_directory(settings.state, number)), self._states.restored
         return ServerProcess(
             msgspec.structs.replace(
                 settings,
@@ -196,8 +192,6 @@ class StandaloneServer:
                 transport=registry.to_wire(self._transport),
                 number=number,
                 coordinator=beside(self._server.address, "tcp://127.0.0.1:0"),
-                state=state,
-                restore=restored,
             )
         )
 
@@ -260,7 +254,7 @@ class StandaloneServer:
 
     def _close(self) -> None:
         if self._states is not None:
-            self._states.close(self._core if not self._core.lost_server else None)
+            self._states.close(self._core)
         self._server.close()
         for process in self._others:  # they end when this server's connections do
             process.stop()

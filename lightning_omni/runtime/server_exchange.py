@@ -445,9 +445,8 @@ class ServerExchange:
     def _servers(self) -> Requests:
         if self._requests is None:
             timeout, by_member = self._parallel.options.timeout.total_seconds(), self._parallel.share is not None
-            largest = self.members.largest if by_member else int
             share = None if self._parallel.share is None else self._parallel.share[0]
-            self._requests = Requests(self._parallel.joined.attach_all(timeout, share), by_member, largest)
+            self._requests = Requests(self._parallel.joined.attach_all(timeout, share), by_member)
         return self._requests
 
 

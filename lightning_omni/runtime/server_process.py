@@ -294,9 +294,7 @@ class RunServer:
         """Create the directory for the server's saved state; return None if the run ends with its server."""
         server = self._options.server
         goes_on = type(self.transport).serve_again is not Transport.serve_again
-        if server.save is None or server.record or not goes_on or any(part.head for part in parts):
-            return None
-        if self.count > 1:
+        if server.save is None or server.record or not goes_on or self.count > 1 or any(part.head for part in parts):
             return None
         try:
             return PrivateDirectory()

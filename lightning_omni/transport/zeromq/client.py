@@ -130,7 +130,7 @@ class ControlConnection(Control):
             raise
         self._wire, self._monitor = self._dialed.wire, self._dialed.monitor
         self.heartbeat_timeout, self.servers = welcome.heartbeat_timeout, welcome.servers
-        self.reconnect_timeout, self.server_epoch = welcome.reconnect_timeout, welcome.started_at_ms
+        self.reconnect_timeout = welcome.reconnect_timeout
         self.data_address = data_address(address, welcome.data_port)
         shares = shared_memory and is_private(address) and can_share_memory()
         self.session = Session(self.data_address, rank, self._secret, self.keys, memory_path(address) if shares else "")
@@ -192,11 +192,6 @@ class ControlConnection(Control):
             self.check()
             time.sleep(_PAUSE)
         self.check()
-
-    def wait_for_server_epoch(self, server_epoch: int) -> None:
-        while self.server_epoch < server_epoch:
-            self.check()
-            time.sleep(_PAUSE)
 
     def empty(self, nbytes: int) -> Tensor:
         if self.session.memory:

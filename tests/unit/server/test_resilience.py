@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
 import threading
-import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -608,18 +606,6 @@ def test_a_save_in_which_a_bit_has_changed_is_refused(tmp_path: Path, place: int
     file.write_bytes(data)
     with pytest.raises(ConfigurationError, match="state-00000001: no saved state: it is damaged or incomplete"):
         saved_weights(tmp_path)
-
-
-def test_a_server_was_started_after_those_before_it_also_if_the_clock_was_set_back_since(tmp_path: Path) -> None:
-    ahead, began = time.time() + 3600, list[int]()
-    for _ in range(3):
-        states, core = StateDirectory(tmp_path), ServerCore(KEY, secrets.token_bytes)
-        states.restore(core)
-        began.append(core.started_at_ms)
-        states.close()
-        if len(began) == 1:
-            os.utime(tmp_path / "lock", (ahead, ahead))  # as if the clock had been an hour ahead then
-    assert began[0] < 1000 * ahead < began[1] < began[2]
 
 
 def test_a_state_that_cannot_be_read_is_named_and_one_that_cannot_be_written_ends_no_run(
