@@ -89,7 +89,9 @@ class ServerStore:
         ``parts`` are those of `Snapshots.seed`.
         """
         requests = self._connections()
-        parts = [self._cut_again(self._parallel.parts[index], part, requests.count) for index, part in enumerate(parts)]
+        for part, seed in zip(self._parallel.parts, parts, strict=False):
+            if seed.get("method") is not None and self._parallel.share is None:
+                self._parallel.split_of(part, requests.count).check_fragments(seed["method"])
         seeds = []
         for server in range(requests.count):
             tree = [
@@ -101,11 +103,6 @@ class ServerStore:
             packed, buffer = pack({"parts": tree})
             seeds.append(Outgoing(m.UploadWeights(packed=packed, nbytes=buffer.numel()), buffer))
         requests.exchange(seeds, m.WeightsUploaded)
-
-    def _cut_again(self, part: Part, seed: dict[str, Any], servers: int) -> dict[str, Any]:
-        if seed.get("method") is None or self._parallel.share is not None:
-            return seed
-        return {**seed, "method": self._parallel.split_of(part, servers).recut(seed["method"])}
 
     def store_group_state(self, packed: Packed, buffer: Tensor) -> None:
         """Store the state that only this group has, or this rank's share of it, for the next snapshot."""

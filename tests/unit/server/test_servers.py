@@ -29,10 +29,16 @@ from torch.nn import Parameter
 
 import lightning_omni as omni
 from lightning_omni.cli.commands import serve
-from lightning_omni.errors import ConfigurationError, MalformedMessage, ProtocolError, RankLost, Refused
+from lightning_omni.errors import (
+    ConfigurationError,
+    MalformedMessage,
+    ProtocolError,
+    RankLost,
+    Refused,
+    UnsupportedError,
+)
 from lightning_omni.group.core import Outgoing, ServerRequest
 from lightning_omni.methods import AsyncSGD, Gradient, Master, Method, Push, Replica, method_named
-from lightning_omni.methods.contract import Total
 from lightning_omni.methods.model.fragments import UNIT, read, write
 from lightning_omni.methods.model.server_optimizer import hyperparameters_of, resolver
 from lightning_omni.server.core import ServerCore
@@ -227,33 +233,16 @@ def test_what_is_remembered_of_fragments_is_put_together_and_divided_by_their_ow
     assert same(split.tree_parts(merged), trees)
 
 
-@given(layouts, st.integers(1, 4), st.integers(1, 4), st.integers(2, 3))
-@settings(max_examples=40, deadline=None)
-def test_momentum_of_fragments_is_cut_again_for_another_number_of_servers(
-    specs: list[tuple[tuple[int, ...], str]], servers: int, others: int, of: int
-) -> None:
-    tensors = tensors_of(specs)
-    splits = [Partition.of(Layout.of(tensors), count, elementwise=True) for count in (servers, others)]
-
-    def by_cuts_of(split: Partition) -> dict[str, Any]:
-        pieces = [read(list(tensors.values()), split.layout.pieces(number, of)) for number in range(of)]
-        states = [
-            {
-                "total": Total().state(),
-                "momentum": each,
-                "outer": {place: {"momentum_buffer": piece} for place, piece in enumerate(each)},
-                "merged_at": number,
-            }
-            for number, each in enumerate(pieces)
-        ]
-        return {"step_times": {0: 1.5}, "fragments": states, "servers": len(split.shares)}
-
-    here, there = map(by_cuts_of, splits)
-    assert same(splits[1].recut(here), there)
-    assert same(splits[0].recut(there), here)
-    here["fragments"][0]["total"] = {"count": 1, "weight": 1.0, "sum": here["fragments"][0]["momentum"], "counts": []}
-    assert same(splits[1].recut(here), there) == (servers != others)
-    assert splits[1].recut({"total": 1}) == {"total": 1}
+def test_states_of_fragments_of_another_number_of_servers_are_refused_by_name() -> None:
+    one, three = (Partition.of(Layout.of({"w": torch.ones(64)}), count, elementwise=True) for count in (1, 3))
+    fragments = [{"merged_at": 0}, {"merged_at": 0}]
+    for split, tree in ((one, {"fragments": fragments}), (three, {"fragments": fragments, "servers": 3})):
+        split.check_fragments(tree)
+        split.check_fragments({"total": 1})
+    with pytest.raises(UnsupportedError, match=r"1 server, .* 2 fragments, and this run has 3: pass Server\(count=1\)"):
+        three.check_fragments({"fragments": fragments})
+    with pytest.raises(UnsupportedError, match=r"saved with 3 servers, .* this run has 1: .* serve --servers 3"):
+        one.check_fragments({"fragments": fragments, "servers": 3})
 
 
 def test_groups_that_are_remembered_are_not_taken_for_numbers_of_as_many_parameters() -> None:
