@@ -284,37 +284,6 @@ def test_a_run_whose_server_and_groups_are_all_gone_is_trained_on_and_saved_by_a
         run.close()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
-@pytest.mark.parametrize("place", [pytest.param("setup", marks=pytest.mark.exhaustive), "start"])
-def test_groups_whose_server_dies_before_it_has_saved_anything_begin_the_run_again(place: str, tmp_path: Path) -> None:
-    """While the first group sets up, and no rank has come to the server; or when one of its ranks has, and one not."""
-    run = Saving(tmp_path)
-    try:
-        options = {"epochs": 2, "samples": 64, "hold": [1], "hold_in": [f"a1-{place}"]}
-        first = run.start("a", {**options, "devices": 2})
-        run.wait_for(f"a1-in-{place}")
-        wait_for(lambda: bool(list((tmp_path / "state").glob(f"begun-*{'' if place == 'setup' else '+'}"))))
-        second = run.start("b", options, seed=2)
-        if place == "start":
-            run.wait_for("b0-in-setup")
-        (serving,) = children(run.server.pid)
-        os.kill(serving, signal.SIGKILL)
-        run.server.expect("another one continues$", PATIENCE)
-        run.server.expect(LISTENS, PATIENCE)
-        run.go(place)
-        for name in ("a0", "a1", "b0"):
-            run.wait_for(f"{name}-in-1")
-        run.go(1)
-        for each in (first, second):
-            assert each.end(PATIENCE) == 0, each.output
-        assert run.server.end(PATIENCE) == 0, run.server.output
-        assert set(run.trained) == {(epoch, sample) for epoch in range(2) for sample in range(64)}
-        assert [path.name for path in (tmp_path / "state").iterdir()] == ["lock"]
-        assert place == "setup" or "joins again in 1 s" in first.output
-    finally:
-        run.close()
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

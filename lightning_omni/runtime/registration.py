@@ -159,10 +159,8 @@ def ask_for_all(broadcast_text: Callable[[str], str], asks: bool, ask: Callable[
 
 
 def _check_same(run: str, options: WorldOptions) -> None:
-    from lightning_omni.server.membership.roster import origin
-
     name, *_ = comes_back_to()
-    if name and origin(run) != origin(name):
+    if name and run != name:
         raise Refused(
             "gone",
             f"this group was evicted from the run {name}, which is over: the server at {options.server.address} knows"

@@ -143,15 +143,8 @@ class FormedGroups:
 
 JOINS = "joins-"
 """Prefix of the names of runs that groups join on their own. The server recognizes such a run by it."""
-AGAIN = "+"
-"""Separator in the name of a run that begins again because its server ended before the first save."""
 MOST_RANKS = 1 << 16
 """The most rank numbers of a run."""
-
-
-def origin(run: str) -> str:
-    """Return the original name of a run, the same for all runs that replaced it."""
-    return run.partition(AGAIN)[0]
 
 
 class RankNumbers:
@@ -159,12 +152,10 @@ class RankNumbers:
 
     Attributes:
         given: numbers from this one on are free, except announced ones.
-        lost: name of the run that groups were about to join at an earlier server, which has saved none of it: the next
-            run is this one, begun again; with `AGAIN` if a rank had joined.
     """
 
     def __init__(self) -> None:
-        self.given, self.lost = 0, ""
+        self.given = 0
         self._claim: tuple[bytes, str] | None = None  # the connection that begins the run, and its name
         self._enlisted: dict[bytes, tuple[int, int]] = {}
 
@@ -186,8 +177,7 @@ class RankNumbers:
         if peer in self._enlisted:
             return self._enlisted[peer]
         if not announced:
-            name = f"{origin(self.lost)}{AGAIN}{run}" if self.lost else JOINS + run
-            self._claim = self._claim or (peer, name)
+            self._claim = self._claim or (peer, JOINS + run)
             return (0 if self._claim[0] == peer else -1), 0
         self.given = first + ranks
         self._enlisted[peer] = first, announced
@@ -345,9 +335,13 @@ class Roster:
         Raises:
             Refused: another run, another model, an invalid rank, or an unknown run of an earlier server.
         """
-        if problem := self._gone_with_its_server(hello):
-            raise Refused("gone", problem)
         joins = hello.run.startswith(JOINS)
+        if hello.run != self.run and (hello.returns or (joins and (self.joining or not hello.world_size))):
+            raise Refused(
+                "gone",
+                "this server knows nothing of the run: the one before it had saved nothing yet, or what it had saved is"
+                " not there; start the server with the same --state, or the run again: each of its groups",
+            )
         if joins and self._first is None and self.numbers.claimed not in ("", hello.run):
             raise Refused(
                 "busy",
@@ -374,20 +368,6 @@ class Roster:
         if problem := fingerprint_problem(hello, first):
             raise Refused("fingerprint", problem)
         self.add_member(peer, hello, challenge, now)
-
-    def _gone_with_its_server(self, hello: Hello) -> str:
-        """Return why a rank cannot continue the run that it joined at an earlier server, or ""."""
-        joins = hello.run.startswith(JOINS)
-        is_unknown = self._first is None and (hello.returns or (joins and not hello.world_size))
-        here = self.run or self.numbers.claimed or self.numbers.lost
-        if joins and origin(hello.run) == origin(here) and (is_unknown or hello.run != here):
-            return "the server before this one was gone before it had saved anything; the run is begun again"
-        if is_unknown:
-            return (
-                "this server knows nothing of the run: what the one before it had saved is not there; start it with the"
-                " same --state"
-            )
-        return ""
 
     def add_member(self, peer: bytes, hello: Hello, challenge: bytes, now: float) -> None:
         if self._first is None:

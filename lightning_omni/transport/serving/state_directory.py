@@ -16,7 +16,6 @@ import errno
 import fcntl
 import logging
 import os
-import re
 import threading
 import time
 from collections.abc import Iterator
@@ -27,7 +26,6 @@ from torch import Tensor
 
 from lightning_omni.errors import ConfigurationError, OmniError
 from lightning_omni.server.core import ServerCore
-from lightning_omni.server.membership.roster import AGAIN
 from lightning_omni.transport.serving.save_files import (
     ENDED,
     JOURNAL,
@@ -53,8 +51,6 @@ EMBEDDED_RECONNECT_TIMEOUT = 60.0
 LARGEST_FRACTION = 0.02
 """The largest fraction of its time that the server spends on saves; it saves a larger state less often."""
 _LOCK = "lock"
-_BEGUN = "begun-"
-"""Prefix of an empty file that names a run whose groups join on their own, until it is saved: see `_as_begun`."""
 _GAP = "gap-"
 """Prefix that a journal gets when an entry could not be written: renaming needs no space on the disk."""
 _PAUSE = 0.25
@@ -69,8 +65,6 @@ _LOST = (
     "what ranks are told could not be written in %s: until the server's state is saved again, its loss would end the"
     " run: %s"
 )
-_NAME = re.compile(r"[\w+-]{1,200}", re.ASCII)
-"""Names of runs that are valid as file names."""
 
 
 class StateDirectory:
@@ -107,14 +101,12 @@ class StateDirectory:
         self._writer: threading.Thread | None = None
         self._due = self._latest = self._asked = 0.0
         self._went_on = False
-        self._begun = ""  # name of the run in the last `_BEGUN` file
 
     def restore(self, core: ServerCore) -> str:
         """Continue the saved run, if any; return a sentence about it, or ""."""
         core.reconnect_timeout = self._reconnect_timeout
         saves = numbers_in(self._path, SAVED)
         if not saves:
-            core.roster.numbers.lost = self._lost()
             return ""
         if max(numbers_in(self._path, _GAP), default=0) >= saves[-1]:
             self._keep_ended(saves[-1])
@@ -132,7 +124,7 @@ class StateDirectory:
         core.load(state, entries, time.monotonic())
         for member in core.roster.members.values():  # loading may have taken longer than they may be silent
             member.last_seen = time.monotonic()
-        self._went_on, self._begun = True, _as_begun(core)
+        self._went_on = True
         age = time.time() - path.stat().st_mtime
         return (
             f"goes on with a run of {core.roster.world_size} ranks, from a state that was saved {age:.1f} s before:"
@@ -142,7 +134,6 @@ class StateDirectory:
     def poll(self, core: ServerCore) -> None:
         """Save the state if it is due; call this often, between two messages."""
         try:
-            self._note_begun(core)
             self._poll(core)
         except OSError as error:  # the directory is not even readable
             self._failures.write(_NOT_SAVED, error)
@@ -175,8 +166,6 @@ class StateDirectory:
         self.wait()
         core.journal.write, core.journal.is_due = None, False
         self._close_journal()
-        if core.roster.run:
-            self._forget_begun()
         with contextlib.suppress(OSError):
             if core.over and (saves := numbers_in(self._path, SAVED)):  # its weights may still be of use
                 self._keep_ended(saves[-1])
@@ -211,7 +200,6 @@ class StateDirectory:
             if self._journal is None or core.journal.write is None:  # else the last save's journal is of use
                 self._lose(core, error)
             self._failures.write(_NOT_SAVED, error)
-            self._forget_begun()
             return
         self._is_written = False
         took = time.monotonic() - began
@@ -223,9 +211,7 @@ class StateDirectory:
         self._writer.start()
 
     def _write(self, number: int, packed: Packed, buffer: Tensor) -> None:
-        error = write_save(self._path, number, packed, buffer)
-        self._forget_begun()
-        if error:
+        if error := write_save(self._path, number, packed, buffer):
             self._failures.write(_NOT_SAVED, error)
         else:
             with contextlib.suppress(OSError):
@@ -261,25 +247,6 @@ class StateDirectory:
                     if number < self._gap:
                         file_of(self._path, kind, number).unlink()
         self._failures.write(_LOST, error)
-
-    def _note_begun(self, core: ServerCore) -> None:
-        """Record a run that groups join on their own: if this server is lost now, they begin it again."""
-        begun = _as_begun(core)
-        if begun == self._begun or not _NAME.fullmatch(begun):  # ranks choose the name, which may be any text
-            return
-        self._forget_begun()
-        self._begun = begun
-        with contextlib.suppress(OSError):  # without the file the run is not begun again, which is safe
-            (self._path / f"{_BEGUN}{begun}").touch(mode=0o600)
-
-    def _forget_begun(self) -> None:
-        with contextlib.suppress(OSError):
-            for begun in self._path.glob(f"{_BEGUN}*"):
-                begun.unlink()
-
-    def _lost(self) -> str:
-        names = [begun.name.removeprefix(_BEGUN) for begun in self._path.glob(f"{_BEGUN}*")]
-        return names[0] if names else ""
 
     def _keep_ended(self, number: int) -> None:
         with contextlib.suppress(OSError):
@@ -334,11 +301,6 @@ class _FailureLog:
         if self._said:
             self._said.clear()
             _log.warning("the server's state is saved in %s again", self._folder)
-
-
-def _as_begun(core: ServerCore) -> str:
-    """Return the name of the run that groups join on their own, with `AGAIN` once a rank has joined."""
-    return f"{core.roster.run}{AGAIN}" if core.roster.joining else core.roster.numbers.claimed
 
 
 def _take(lock: int) -> None:
