@@ -134,10 +134,9 @@ def new_figure(width: float, height: float, **options: Any) -> Any:
     Raises:
         ConfigurationError: matplotlib is missing.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigurationError(_MISSING) from error
+    check_can_draw()
+    from matplotlib.figure import Figure
+
     return Figure(figsize=(width, height), layout="constrained", **options)
 
 

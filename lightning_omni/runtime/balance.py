@@ -52,10 +52,6 @@ class Balance:
         only_measures: bool = False,
         clock: Clock | None = None,
     ) -> None:
-        if rebalance not in ("off", "auto"):
-            raise ConfigurationError(
-                f'rebalance={rebalance!r}: pass "auto" to split a group\'s batch by the speeds of its ranks, or "off"'
-            )
         self.is_on = rebalance == "auto"
         self.measured: list[tuple[int, float]] = []
         self.loading = 0.0
@@ -149,7 +145,7 @@ class Balance:
                 self._own.work()
 
     def backward_done(self) -> None:
-        """Exclude the wait for the group after a backward pass; measure its gradient. A second call changes nothing."""
+        """Exclude the wait for the group after a backward pass; measure its gradient."""
         if self._world is not None and self._own.pause_since_gradient():
             self._own.work()
             exchanged = self._world.exchange.traffic.seconds - self._exchanged

@@ -277,19 +277,15 @@ class Exchanging(Executor):
             self._parameter_groups.follow(index)
             are_needed = not self._parallel.steps_at_worker
             hyperparameters = hyperparameters_of(optimizer, part.replica.ever_held, are_needed)
-            with evaluating(part.replica, closure, loss, arguments), self._stepping():
-                gradients = part.replica.gradients()
-                self._advance(index, Gradient(gradients, hyperparameters))
-                gradients.clear()  # the method may still refer to them, and the next ones need this memory
+            self.is_stepping = True
+            try:
+                with evaluating(part.replica, closure, loss, arguments):
+                    gradients = part.replica.gradients()
+                    self._advance(index, Gradient(gradients, hyperparameters))
+                    gradients.clear()  # the method may still refer to them, and the next ones need this memory
+            finally:
+                self.is_stepping = False
         return loss
-
-    @contextmanager
-    def _stepping(self) -> Iterator[None]:
-        self.is_stepping = True
-        try:
-            yield
-        finally:
-            self.is_stepping = False
 
     def _advance(self, index: int, gradient: Gradient) -> None:
         core, exchange = self._parallel.core, self._exchange

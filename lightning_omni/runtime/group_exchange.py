@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_omni.errors import MalformedMessage
 from lightning_omni.methods import Inbox
 from lightning_omni.runtime.model.replica import Part
 from lightning_omni.runtime.parallel_state import ParallelState
@@ -75,12 +76,10 @@ class GroupBroadcast:
             return note
         return _broadcast_bytes(note if self._parallel.is_leader else None, self.broadcast)
 
-    def broadcast_tree_to_replicas(self, tree: Any) -> Any:
-        if self._parallel.replicas == 1:
-            return tree
+    def broadcast_tree_to_replicas(self, tree: Any) -> tuple[Any, str]:
         return _broadcast_tree(tree, self._parallel.exchanges, self.broadcast_to_replicas)
 
-    def broadcast_tree_to_all(self, tree: Any, source: int) -> Any:
+    def broadcast_tree_to_all(self, tree: Any, source: int) -> tuple[Any, str]:
         live = self._parallel.process_groups.live
         place = live.ranks.index(source)
 
@@ -89,19 +88,24 @@ class GroupBroadcast:
 
         return _broadcast_tree(tree, self._parallel.rank == source, broadcast)
 
-    def largest(self, numbers: Sequence[int]) -> list[int]:
-        """Return the largest of each number over the ranks with which this one holds a replica."""
-        return self._parallel.process_groups.largest(numbers, self._parallel.holder_group)
+    def largest(self, number: int) -> int:
+        """Return the largest of a number over the ranks with which this one holds a replica."""
+        return self._parallel.process_groups.largest([number], self._parallel.holder_group)[0]
 
 
-def _broadcast_tree(tree: Any, is_source: bool, broadcast: Callable[[Tensor], None]) -> Any:
-    packed, buffer = pack(tree if is_source else {})
-    mine = msgspec.msgpack.encode((packed, buffer.numel())) if is_source else None
-    packed, size = msgspec.msgpack.decode(_broadcast_bytes(mine, broadcast), type=tuple[Packed, int])
+def _broadcast_tree(tree: Any, is_source: bool, broadcast: Callable[[Tensor], None]) -> tuple[Any, str]:
+    """Return one rank's ``tree`` on all ranks of a process group, or the reason why it cannot be sent."""
+    refused, (packed, buffer) = "", pack({})
+    try:
+        packed, buffer = pack(tree if is_source else {})
+    except MalformedMessage as error:
+        refused = str(error)
+    mine = msgspec.msgpack.encode((refused, packed, buffer.numel())) if is_source else None
+    refused, packed, size = msgspec.msgpack.decode(_broadcast_bytes(mine, broadcast), type=tuple[str, Packed, int])
     flat = buffer if is_source else torch.empty(size, dtype=torch.uint8)
     if size:
         broadcast(flat)
-    return tree if is_source else unpack(packed, flat, copy=True)
+    return tree if is_source else unpack(packed, flat, copy=True), refused
 
 
 def _broadcast_bytes(note: bytes | None, broadcast: Callable[[Tensor], None]) -> bytes:
@@ -206,10 +210,9 @@ class PeerExchange:
         self.close()
         if not self._parallel.method.talks_to_peers or self._parallel.is_synchronous:
             return
-        assert self._parallel.control is not None
         mine = b""
         if self._parallel.exchanges:
-            self._peers = self._listen(self._parallel.control)
+            self._peers = self._listen(self._parallel.joined)
             address = self._parallel.server.published(self._peers.address)
             mine = msgspec.json.encode(Address(self._parallel.group, address))
         addresses = self._synchronize("peers", mine)

@@ -220,16 +220,14 @@ class GroupJoin:
         parallel.core.form(GroupId(str(joined.group), joined.incarnation))
         parallel.is_entering = parallel.joined_since_sync = True
         parallel.registration.close()
-        assert parallel.control is not None
-        parallel.control.report_progress(is_expected=True)  # the others wait for the batch that the group has by now
+        parallel.joined.report_progress(is_expected=True)  # the others wait for the batch that the group has by now
         return joined
 
     def _ask_to_join(self) -> str:
         parallel = self._parallel
-        assert parallel.control is not None
         _log.info("waiting to join the run until its groups train again")
         timeout = parallel.options.timeout.total_seconds()
-        return m.encode(parallel.control.request(m.Join(ranks=parallel.members), m.Joined, timeout=timeout)).hex()
+        return m.encode(parallel.joined.request(m.Join(ranks=parallel.members), m.Joined, timeout=timeout)).hex()
 
     def _check_alike(self, joined: m.Joined) -> None:
         core = self._parallel.core
@@ -280,7 +278,6 @@ class GroupFormation:
         formed. With ``keeps_epoch`` the new groups continue the epoch.
         """
         parallel = self._parallel
-        assert parallel.control is not None
         parallel.barrier()
         mine = b""
         if parallel.is_recorder:
@@ -288,14 +285,14 @@ class GroupFormation:
             mine = json.dumps([topology.groups, incarnation]).encode()
         text = dict(self._exchange.synchronize("topology", mine)).get(RECORDER)
         if text is None:  # the rank that forms the groups has failed meanwhile, and the run ends with it
-            raise parallel.control.wait_for_end(LEARN) or RankLost(
+            raise parallel.joined.wait_for_end(LEARN) or RankLost(
                 f"rank {RECORDER} is gone before it has formed groups"
             )
         formed, incarnation = json.loads(text)
         parallel.topology = Topology(tuple(tuple(members) for members in formed))
         parallel.generation += 1
         if parallel.rank not in parallel.topology.ranks:
-            parallel.control.check()
+            parallel.joined.check()
         parallel.make_groups(self._exchange.gather)
         for part in parallel.parts:
             # As formed, not as alive: peers learn of a loss at different times, and must draw the same peer.
@@ -331,12 +328,11 @@ class GroupFormation:
                     raise
 
     def _request(self, message: m.Message, expect: type[Answer]) -> Answer:
-        assert self._parallel.control is not None
         data = m.encode(message)
         if len(data) > m.LARGEST_INLINE:
             self._exchange.bring(data)
             message = m.ReadUpload()
-        return self._parallel.control.request(message, expect)
+        return self._parallel.joined.request(message, expect)
 
     def _topology_of_the_living(self, groups: int, speeds: Mapping[int, float] | None) -> Topology:
         parallel = self._parallel

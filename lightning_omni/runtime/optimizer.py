@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_omni.checks import check_kind
 from lightning_omni.errors import ConfigurationError, UnsupportedError
-from lightning_omni.runtime._private import untraced
+from lightning_omni.runtime._private import hooks_of, untraced
 from lightning_omni.runtime.model.sharded import state_like
 from lightning_omni.runtime.state.served_state import is_state_lost
 from lightning_omni.runtime.world import World
@@ -72,7 +71,8 @@ class OmniOptimizer(Optimizer):
         world.executor.check_optimizer(optimizer)
         self.optimizer = optimizer
         self.world = world
-        self._state_dict_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        # Hooks are registered on the wrapped optimizer, and get that; those that get a state_dict get this one.
+        vars(self).update(hooks_of(optimizer), _optimizer_state_dict_post_hooks=OrderedDict())
         merged = set(merged)
         names_now = names if callable(names) else lambda: names or {}
         parameters = _named(optimizer, names_now(), merged)
@@ -128,7 +128,7 @@ class OmniOptimizer(Optimizer):
         if self._is_at_server and self.world.owns_state:
             state = self.world.states.whole(self.optimizer, self.world.exchange.store.snapshot().parts)
             own["state"] = state_like(state, self.optimizer)
-        for hook in self._state_dict_hooks.values():
+        for hook in self._optimizer_state_dict_post_hooks.values():
             changed = hook(self, own)
             own = own if changed is None else changed
         return own
@@ -164,36 +164,6 @@ class OmniOptimizer(Optimizer):
         The parameters take the values that the server has for them, or this group's if it is the first to add them.
         """
         self.optimizer.add_param_group(param_group)
-
-    # --- Hooks; all but the last kind get the wrapped optimizer -------------------------------------------------------
-
-    def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Register ``hook(optimizer, args, kwargs)``, to be called before each step."""
-        return self.optimizer.register_step_pre_hook(hook)
-
-    def register_step_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Register ``hook(optimizer, args, kwargs)``, to be called after each step."""
-        return self.optimizer.register_step_post_hook(hook)
-
-    def register_load_state_dict_pre_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
-        """Register ``hook(optimizer, state_dict)``, to be called before a state_dict is loaded."""
-        return self.optimizer.register_load_state_dict_pre_hook(hook, prepend)
-
-    def register_load_state_dict_post_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
-        """Register ``hook(optimizer)``, to be called after a state_dict was loaded."""
-        return self.optimizer.register_load_state_dict_post_hook(hook, prepend)
-
-    def register_state_dict_pre_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
-        """Register ``hook(optimizer)``, to be called before a state_dict is made."""
-        return self.optimizer.register_state_dict_pre_hook(hook, prepend)
-
-    def register_state_dict_post_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
-        """Register ``hook(self, state_dict)``, to be called with the result of `state_dict`, which it may replace."""
-        handle = RemovableHandle(self._state_dict_hooks)
-        self._state_dict_hooks[handle.id] = hook
-        if prepend:
-            self._state_dict_hooks.move_to_end(handle.id, last=False)
-        return handle
 
     def __repr__(self) -> str:
         return f"OmniOptimizer({self.optimizer!r})"

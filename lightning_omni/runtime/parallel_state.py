@@ -393,10 +393,15 @@ class ParallelState:
             part.split = Partition.of(layout, servers, is_elementwise(self.method, at_servers))
         return part.split
 
+    @property
+    def joined(self) -> Control:
+        """Return the connection to the server, which this rank has joined."""
+        assert self.control is not None
+        return self.control
+
     def empty(self, nbytes: int) -> Tensor:
         """Return memory for exchanges with the server: see `Control.empty`."""
-        assert self.control is not None
-        return self.control.empty(nbytes)
+        return self.joined.empty(nbytes)
 
     def learn_names(self, module: Module) -> None:
         """Record a module's names of its parameters, made unique among modules."""
@@ -447,4 +452,4 @@ class ParallelState:
 
     def barrier(self) -> None:
         """Wait until all live ranks call this."""
-        self.process_groups.barrier()
+        self.process_groups.live.barrier()

@@ -28,25 +28,20 @@ _CONNECT_TIME = 5.0
 """Seconds in which a machine must accept or reject a connection."""
 COMES_BACK = "OMNI_COMES_BACK_TO"
 """The environment variable of a process that restarts its command for an evicted group; `return_to` makes its value."""
-_UNSAVED = "unsaved"
 
 
-def comes_back_to() -> tuple[str, int]:
-    """Return the run that this group rejoins, and its rejoins in a row, this one included; or "" and 0."""
-    name, count, *_ = [*os.environ.get(COMES_BACK, "").split(" "), ""]
-    return name, int(count or 0)
+def comes_back_to() -> tuple[str, int, bool]:
+    """Return the run that this group rejoins, its rejoins in a row, and whether the run is saved; or "", 0 and True.
+
+    Another server could continue a run that is saved. This rejoin is one of those in a row.
+    """
+    name, count, unsaved, *_ = [*os.environ.get(COMES_BACK, "").split(" "), "", ""]
+    return name, int(count or 0), not unsaved
 
 
 def return_to(run: str, count: int, is_saved: bool) -> str:
-    """Return the value of `COMES_BACK` for a group that rejoins a run for the ``count``-th time in a row.
-
-    With ``is_saved``, another server could continue the run.
-    """
-    return f"{run} {count}" if is_saved else f"{run} {count} {_UNSAVED}"
-
-
-def run_is_saved() -> bool:
-    return _UNSAVED not in os.environ.get(COMES_BACK, "").split(" ")[2:]
+    """Return the value of `COMES_BACK` for a group that rejoins a run for the ``count``-th time in a row."""
+    return f"{run} {count}" if is_saved else f"{run} {count} unsaved"
 
 
 class GroupRegistration:
@@ -106,10 +101,10 @@ class GroupRegistration:
         try:
             self._observer = Observer(options.server.address, load_key(), transport.encryption)
         except ConnectionLost as error:
-            name, _ = comes_back_to()
+            name, _, is_saved = comes_back_to()
             if not name:
                 raise
-            if not run_is_saved() and _rejects_connections(options.server.address):
+            if not is_saved and _rejects_connections(options.server.address):
                 raise RankLost(
                     f"the run {name}, which this group was evicted from, is over: no process listens at"
                     f" {options.server.address} any more, and its server has saved no state for another one (serve"
@@ -166,7 +161,7 @@ def ask_for_all(broadcast_text: Callable[[str], str], asks: bool, ask: Callable[
 def _check_same(run: str, options: WorldOptions) -> None:
     from lightning_omni.server.membership.roster import origin
 
-    name, _ = comes_back_to()
+    name, *_ = comes_back_to()
     if name and origin(run) != origin(name):
         raise Refused(
             "gone",

@@ -19,7 +19,6 @@ from lightning_omni.runtime.group_exchange import PREFIX, EncodedAnswer, GroupBr
 from lightning_omni.runtime.model.replica import Part
 from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.runtime.timing import Clock, clock_of
-from lightning_omni.transport.connections import Control
 from lightning_omni.transport.requests import Requests, check_alike
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, pack, unpack
@@ -174,28 +173,22 @@ class Traffic:
     """The time and bytes of this rank's exchanges in a run; ``clock`` is that of the device of the weights.
 
     Attributes:
+        spans: start and end of exchanges on the device: without what it had to do before.
         moved: bytes of tensors to and from the server or other groups; only ranks that exchange move any.
         shared: the part of them that rank and server passed in shared memory.
     """
 
     def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+        self.clock = clock
         self._seconds, self.moved, self.shared = 0.0, 0, 0
-        self._spans: list[tuple[Any, Any]] = []
+        self.spans: list[tuple[Any, Any]] = []
 
     @property
     def seconds(self) -> float:
         """Return the time spent in exchanges, after waiting for the device to end the last one."""
-        while self._spans:
-            self._seconds += self._clock.wait(*self._spans.pop())
+        while self.spans:
+            self._seconds += self.clock.wait(*self.spans.pop())
         return self._seconds
-
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        """Count the time in this context, on the device: without what the device had to do before."""
-        began = self._clock.mark()
-        yield
-        self._spans.append((began, self._clock.mark()))
 
 
 class ServerExchange:
@@ -285,7 +278,38 @@ class ServerExchange:
         return ask if self._parallel.is_leader else ask._replace(epoch=-1, trained=0)
 
     def receive(self, index: int) -> Pulled:
-        return self._share(*self._under_way.pop(index))
+        """Return the server's answer on all members of the group, with tensors on the device of the weights."""
+        ask, route = self._under_way.pop(index)
+        parallel, part, answer = self._parallel, self._parallel.parts[ask.optimizer], None
+        layout, coded, by_member = route.part.layout, route.coded, parallel.share is not None
+        letter = self.members.letter(part)[: PREFIX + (layout.nbytes if route.pulls else 0)]
+        prefix, weights, payloads = letter[:PREFIX], letter[PREFIX:], None
+        with self.timed():
+            if parallel.exchanges:
+                answer, payloads = self._receive(ask, route, weights)
+                if parallel.is_leader and len(parallel.members) > 1:
+                    prefix.copy_(_prefix_of(answer))
+            part.handed = part.handed or Memory(zeros_on(parallel.device))
+            if coded is not None and payloads is not None and not route.is_passed_on:
+                coded.decode(payloads, weights, part.handed)
+            self.members.broadcast(prefix if by_member or route.is_passed_on else letter)
+            over = self.members.broadcast_to_replicas if by_member else self.members.broadcast
+            if coded is not None and route.is_passed_on:
+                coded.decode(payloads, weights, part.handed, over)
+            elif by_member and route.pulls:
+                over(weights)
+        if answer is not None and parallel.is_leader:
+            clock, received, note = answer.clock, LastAnswer.of(answer), answer.note
+        else:
+            clock, received, note = _read(prefix.cpu())
+        if by_member and answer is not None and answer.clock != clock:
+            raise ProtocolError(f"servers have applied {answer.clock} and {clock} updates to the shares of a group")
+        if received.staleness >= 0:
+            part.staleness[received.staleness] += 1
+        tensors = layout.views(weights) if route.pulls else ()
+        pulled = parallel.core.receive(received, tensors, clock, note, ask.fragment)
+        self.warn_of_refusal(received.applied, received.refused_in_row)
+        return pulled
 
     def _rooms(self, ask: ServerRequest, part: Part, route: Route) -> Sequence[Tensor | None] | None:
         """Return memory for all servers' answers, encoded or not; None if it is allocated when they arrive."""
@@ -324,18 +348,17 @@ class ServerExchange:
 
         ``what`` describes the collective, the same on all ranks.
         """
-        assert self._parallel.control is not None
         brought = len(payload) > m.LARGEST_INLINE
         message = m.Contribute(number=self.synchronizations, what=what, uploaded=brought, where=self._parallel.where())
         self.synchronizations += 1
-        gathered, parts = self._contribute(self._parallel.control, message, payload)
+        gathered, parts = self._contribute(message, payload)
         if gathered.must_download:
             _, payload_of_all = self.ask(m.Download(number=gathered.number), m.Downloaded)
             parts = [part.numpy().tobytes() for part in payload_of_all.split(list(gathered.sizes))]
         return list(zip(gathered.ranks, parts, strict=True))
 
-    def _contribute(self, control: Control, message: m.Contribute, payload: bytes) -> tuple[m.Gathered, list[bytes]]:
-        timeout = self._parallel.options.timeout.total_seconds()
+    def _contribute(self, message: m.Contribute, payload: bytes) -> tuple[m.Gathered, list[bytes]]:
+        control, timeout = self._parallel.joined, self._parallel.options.timeout.total_seconds()
         while message.uploaded:
             self.bring(payload)
             try:
@@ -352,10 +375,10 @@ class ServerExchange:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        requests, between = self._requests, self.peers.moved
+        requests, between, began = self._requests, self.peers.moved, self.traffic.clock.mark()
         moved, shared = (requests.moved, requests.shared) if requests is not None else (0, 0)
-        with self.traffic.timed():
-            yield
+        yield
+        self.traffic.spans.append((began, self.traffic.clock.mark()))
         if self._requests is not None:
             self.traffic.moved += self._requests.moved - moved
             self.traffic.shared += self._requests.shared - shared
@@ -367,39 +390,6 @@ class ServerExchange:
                 "group %d made a push that is not finite; it was refused, and the weights did not change",
                 self._parallel.group,
             )
-
-    def _share(self, ask: ServerRequest, route: Route) -> Pulled:
-        """Return the server's answer on all members of the group, with tensors on the device of the weights."""
-        parallel, part, answer = self._parallel, self._parallel.parts[ask.optimizer], None
-        layout, coded, by_member = route.part.layout, route.coded, parallel.share is not None
-        letter = self.members.letter(part)[: PREFIX + (layout.nbytes if route.pulls else 0)]
-        prefix, weights, payloads = letter[:PREFIX], letter[PREFIX:], None
-        with self.timed():
-            if parallel.exchanges:
-                answer, payloads = self._receive(ask, route, weights)
-                if parallel.is_leader and len(parallel.members) > 1:
-                    prefix.copy_(_prefix_of(answer))
-            part.handed = part.handed or Memory(zeros_on(parallel.device))
-            if coded is not None and payloads is not None and not route.is_passed_on:
-                coded.decode(payloads, weights, part.handed)
-            self.members.broadcast(prefix if by_member or route.is_passed_on else letter)
-            over = self.members.broadcast_to_replicas if by_member else self.members.broadcast
-            if coded is not None and route.is_passed_on:
-                coded.decode(payloads, weights, part.handed, over)
-            elif by_member and route.pulls:
-                over(weights)
-        if answer is not None and parallel.is_leader:
-            clock, received, note = answer.clock, LastAnswer.of(answer), answer.note
-        else:
-            clock, received, note = _read(prefix.cpu())
-        if by_member and answer is not None and answer.clock != clock:
-            raise ProtocolError(f"servers have applied {answer.clock} and {clock} updates to the shares of a group")
-        if received.staleness >= 0:
-            part.staleness[received.staleness] += 1
-        tensors = layout.views(weights) if route.pulls else ()
-        pulled = parallel.core.receive(received, tensors, clock, note, ask.fragment)
-        self.warn_of_refusal(received.applied, received.refused_in_row)
-        return pulled
 
     def _receive(self, ask: ServerRequest, route: Route, into: Tensor) -> tuple[m.Weights, Sequence[Tensor] | None]:
         """Receive the servers' answer, and its payloads if it is encoded; other tensors into ``into``."""
@@ -436,10 +426,6 @@ class ServerExchange:
         for part in self._parallel.parts:
             part.release()
 
-    @property
-    def is_free(self) -> bool:
-        return self._travels is None
-
     def _free_connections(self) -> Requests:
         """Return the data connections, after receiving the answer of an exchange in flight."""
         requests = self._servers()
@@ -458,15 +444,11 @@ class ServerExchange:
 
     def _servers(self) -> Requests:
         if self._requests is None:
-            assert self._parallel.control is not None
             timeout, by_member = self._parallel.options.timeout.total_seconds(), self._parallel.share is not None
-            largest = self._largest_in_replica if by_member else int
+            largest = self.members.largest if by_member else int
             share = None if self._parallel.share is None else self._parallel.share[0]
-            self._requests = Requests(self._parallel.control.attach_all(timeout, share), by_member, largest)
+            self._requests = Requests(self._parallel.joined.attach_all(timeout, share), by_member, largest)
         return self._requests
-
-    def _largest_in_replica(self, number: int) -> int:
-        return self.members.largest([number])[0]
 
 
 def _prefix_of(answer: m.Weights) -> Tensor:

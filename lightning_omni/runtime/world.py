@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
@@ -47,8 +46,8 @@ from lightning_omni.runtime.model.sharded import (
     check_sharded,
     reshard,
 )
-from lightning_omni.runtime.model.tensor_sync import agree
-from lightning_omni.runtime.model.wrapping import ModelWrapper, ReductionCheck, take_from_rank_zero
+from lightning_omni.runtime.model.tensor_sync import agree, take_from_rank_zero
+from lightning_omni.runtime.model.wrapping import ModelWrapper, ReductionCheck
 from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.runtime.process_groups import is_of_a_collective, is_of_a_loss, outlive
@@ -249,10 +248,6 @@ class World(ParallelState):
         """Agree in a sharded group whether it has the recorder, which may change meanwhile. All members call it."""
         if self.registration is not None and self.share is not None and self.is_computing:
             self._is_with_recorder = self.exchange.members.broadcast_bytes(str(self.is_recorder).encode()) == b"True"
-
-    def wait_for_members(self) -> None:
-        """Wait until all members of this rank's group call this."""
-        dist.barrier(group=self.compute_group)
 
     def read_again(self) -> None:
         """Load the server's weights again, if hooks have written this group's weights since it joined.
@@ -552,13 +547,9 @@ class World(ParallelState):
             self.wrapper.shard(module)
             self.wrapper.share_initial()
         else:
-            self.broadcast_initial(module)
+            self.wrapper.broadcast_initial(module)
         self.learn_names(module)
         return module if self.options.is_sharded else self.wrapper.wrap(module, ddp_options)
-
-    def broadcast_initial(self, module: Module) -> None:
-        """Broadcast parameters and buffers: see `ModelWrapper.broadcast_initial`."""
-        self.wrapper.broadcast_initial(module)
 
     # --- Regrouping --------------------------------------------------------------------------------------------------
 

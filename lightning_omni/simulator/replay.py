@@ -131,6 +131,7 @@ def trace_of(events: Iterable[Event], optimizer: int | None = None) -> Trace:
         now = event.time - began
         if event.kind in ("seed", "form"):
             meta = {"method": event.method, "groups": [list(ranks) for ranks in event.groups]}
+            untold.clear()
         spans = untold.setdefault(event.group, [])
         spans.extend(event.spans)
         if event.kind == "push" and not event.refused:

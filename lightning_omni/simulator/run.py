@@ -96,7 +96,7 @@ class Simulation:
         clock = None if formation.method.talks_to_peers else lambda: self.server.core.clock
         self._monitor = Monitor(self._engine, limits, evaluation, metrics, clock, len(self._samples))
         self._monitor.moves_between_updates = formation.method.evaluated == "mean"
-        self._network.expired = self._monitor.check
+        self._network.delivered = self._monitor.check
         self.groups: dict[int, SimulatedGroup] = {}
         self._homes: dict[int, SimulatedGroup] = {}
         self._barrier = EpochBarrier(self._engine, self.groups)

@@ -304,14 +304,14 @@ class SimulatedNetwork:
 
     Attributes:
         processes: the process that receives the server's messages, by group number.
-        expired: called after the method handled a moment that it had requested.
+        delivered: called after each delivery, since the server may have made an update.
         exchanges: processes that receive weights instead: the groups' exchanges under way, by group number.
     """
 
     def __init__(self, engine: Engine, between: Link, server: SimulatedServer, costs: Exchanges) -> None:
         self._engine, self._between, self._server, self.costs = engine, between, server, costs
         self.processes: dict[int, Process] = {}
-        self.expired: Callable[[], None] = lambda: None
+        self.delivered: Callable[[], None] = lambda: None
         self._due = math.inf
         self.exchanges: dict[int, Process] = {}
 
@@ -330,6 +330,7 @@ class SimulatedNetwork:
         if (due := self._server.core.due) < self._due:
             self._due = due
             self._engine.start(self._expire(due))
+        self.delivered()
 
     def _send(self, group: int, process: Process, answer: tuple[m.Weights, list[Tensor]]) -> Timeline:
         yield from self.costs.answer(group, answer[0].nbytes)
@@ -342,7 +343,6 @@ class SimulatedNetwork:
         if self._server.away_until is not None:  # it checks the time when it is available again
             return
         self.deliver(self._server.tick() if self._server.core.due <= self._engine.now else [])
-        self.expired()
 
     # --- From group to group -----------------------------------------------------------------------------------------
 

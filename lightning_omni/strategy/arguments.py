@@ -43,7 +43,6 @@ _PREFIX = "LIGHTNING_OMNI_"
 _SPELLING = 0.75
 """Least ratio of difflib for a misspelt variable; that of Kubernetes' LIGHTNING_OMNI_SERVER_PORT is lower."""
 
-_DATA: tuple[Literal["dynamic"], Literal["static"]] = ("dynamic", "static")
 _NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "omni": ("Synchronous inside compute groups, asynchronous across them", {}),
     **{f"omni_{groups}": (f"OmniStrategy with {groups} groups", {"groups": groups}) for groups in (2, 4, 8, 16, 32)},
@@ -132,6 +131,8 @@ class FitOptions:
     def __post_init__(self) -> None:
         keep_plain(self)
         check_kind("merged", self.merged, (str, type(None)), "the name of a submodule, or None")
+        check_choice("data", self.data, ("dynamic", "static"))
+        check_choice("rebalance", self.rebalance, ("auto", "off"))
         check_choice("validation", self.validation, ("wait", "published"))
 
     @property
@@ -208,8 +209,6 @@ class RequestedOptions:
         ConfigurationError: LIGHTNING_OMNI_GROUPS is no number, a variable is misspelt, or an argument is wrong.
     """
 
-    data: Literal["dynamic", "static"]
-
     def __init__(
         self,
         groups: int | None,
@@ -222,7 +221,7 @@ class RequestedOptions:
         self._variables: list[str] = []
         self.groups = self._number_of_groups() if groups is None else groups
         self.method = self._said(METHOD, "async_sgd") if method is None else method
-        self.data = self._checked(self._said(DATA, "dynamic") if data is None else data)
+        self.data: Any = self._said(DATA, "dynamic") if data is None else data
         self.server, self.elastic = Server.of(server), Elastic.of(elastic)
         self.names_server = self.server.address is not None
         if not self.names_server and (address := self._said(SERVER, "")):
@@ -239,13 +238,6 @@ class RequestedOptions:
             raise ConfigurationError(
                 f"{GROUPS}={text!r} in the environment: set it to a number of groups, such as 2, or unset it"
             ) from None
-
-    def _checked(self, data: str) -> Literal["dynamic", "static"]:
-        with self.naming_variables():
-            for known in _DATA:
-                if data == known:
-                    return known
-            raise ConfigurationError(f'data={data!r}: pass "dynamic" or "static"')
 
     def _said(self, variable: str, otherwise: str) -> str:
         text = os.environ.get(variable, "").strip()

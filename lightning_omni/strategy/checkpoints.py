@@ -260,7 +260,7 @@ def _count_as_ddp(checkpoint: dict[str, Any], progress: Progress, is_of_validati
     if has_begun and batches < progress.batches:
         if is_of_validation:
             checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
-        go_on_after(checkpoint["loops"], batches)
+        set_batches(checkpoint["loops"], batches)
 
 
 def _without_tensors(world: World, trees: Sequence[Any], tensors: dict[str, Any]) -> list[Any]:
@@ -350,14 +350,15 @@ def write_whole(checkpoint: dict[str, Any], path: str | Path) -> None:
         raise OSError(error.errno, reason, str(final)) from error
 
 
-def end_whole_epoch(loops: Mapping[str, Any], batches: int) -> None:
-    """Set the batch count after an epoch's last batch to that of DDP, in place.
+def set_batches(loops: Mapping[str, Any], batches: int, is_over: bool = False) -> None:
+    """Set the batch count of an epoch to that of DDP, in place, if its last batch is over, or is not.
 
     From a group's own count Lightning would not recognize that the epoch is over.
     """
     progress = loops["fit_loop"]["epoch_loop.batch_progress"]
-    if progress["is_last_batch"]:
-        _count(progress["current"], batches)
+    if progress["is_last_batch"] == is_over:
+        current = progress["current"]
+        current.update({name: count - current["processed"] + batches for name, count in current.items()})
 
 
 def cut_short(loops: Mapping[str, Any], batches: int) -> None:
@@ -366,21 +367,11 @@ def cut_short(loops: Mapping[str, Any], batches: int) -> None:
     Otherwise a resumed run with more steps would begin the next epoch.
     """
     loops["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
-    go_on_after(loops, batches)
+    set_batches(loops, batches)
 
 
 def batches_in(loops: Mapping[str, Any]) -> int:
     return int(loops["fit_loop"]["epoch_loop.batch_progress"]["current"]["ready"])
-
-
-def go_on_after(loops: Mapping[str, Any], batches: int) -> None:
-    progress = loops["fit_loop"]["epoch_loop.batch_progress"]
-    if not progress["is_last_batch"]:
-        _count(progress["current"], batches)
-
-
-def _count(current: dict[str, int], batches: int) -> None:
-    current.update({name: count - current["processed"] + batches for name, count in current.items()})
 
 
 # --- Hooks of the strategy --------------------------------------------------------------------------------------------
@@ -490,7 +481,7 @@ class CheckpointHooks:
         if parts.epochs.run.is_whole and "loops" in checkpoint:
             batches = parts.trainer.fit_loop.max_batches
             if math.isfinite(batches):
-                end_whole_epoch(checkpoint["loops"], int(batches))
+                set_batches(checkpoint["loops"], int(batches), is_over=True)
         if parts.epochs.is_cut_short and "loops" in checkpoint:
             cut_short(checkpoint["loops"], parts.epochs.batches_cut_short)
         if self.saves_folders:

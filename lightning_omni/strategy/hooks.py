@@ -347,7 +347,7 @@ class OmniStrategyHooks(_Base):
             self.parts.grouping.wrap()
             return
         if self.world.executor.exchanges:
-            self.world.broadcast_initial(self.parts.pl_module)
+            self.world.wrapper.broadcast_initial(self.parts.pl_module)
             self.parts.grouping.wrap()
             return
         set_ddp_options(self, self.ddp_options)
@@ -427,9 +427,7 @@ class OmniStrategyHooks(_Base):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        loss: Tensor = super().backward(self.parts.epochs.data.weigh(closure_loss), optimizer, *args, **kwargs)
-        self.parts.balance.backward_done()  # the listener may have called it already
-        return loss
+        return super().backward(self.parts.epochs.data.weigh(closure_loss), optimizer, *args, **kwargs)
 
     @override
     def on_validation_end(self) -> None:

@@ -30,7 +30,7 @@ from lightning_omni.runtime import names_of
 from lightning_omni.runtime.model.replica import fingerprints
 from lightning_omni.runtime.model.sharded import fill, is_part, local_of, reshard, tensors_of
 from lightning_omni.runtime.model.tensor_sync import write
-from lightning_omni.runtime.registration import COMES_BACK, comes_back_to, return_to, run_is_saved
+from lightning_omni.runtime.registration import COMES_BACK, comes_back_to, return_to
 from lightning_omni.strategy import launcher
 from lightning_omni.strategy.lightning_internals.callbacks import (
     averaged_models,
@@ -143,7 +143,7 @@ class RunStates:
         if tree["shared"]:
             if world.exchanges and not world.is_leader:
                 world.exchange.store.store_run_state(*pack({"shared": tree["shared"]}))
-            world.wait_for_members()  # other groups may join as soon as the leader has stored its part
+            dist.barrier(group=world.compute_group)  # other groups may join as soon as the leader has stored its part
         if world.is_leader:
             try:
                 packed, buffer = pack(tree)
@@ -489,8 +489,7 @@ class Rejoining:
     """
 
     def __init__(self) -> None:
-        self._run, self._count = comes_back_to()
-        self._is_saved = run_is_saved()
+        self._run, self._count, self._is_saved = comes_back_to()
         self._began = math.inf
         self._error: BaseException | None = None
         self._reason = ""

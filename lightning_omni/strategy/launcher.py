@@ -104,8 +104,11 @@ class OmniLauncherHooks(_Base):
         global _observer
         _environment.update({} if _environment else os.environ)
         if not self.cluster_environment.creates_processes_externally:
-            with _named_to_children():
+            os.environ[_LAUNCHER] = str(os.getpid())
+            try:
                 self._call_children_scripts()
+            finally:
+                del os.environ[_LAUNCHER]
             _observer = ChildObserver(self.procs, self.on_death, self.is_writing)
             _observer.start()
             atexit.register(_observer.finish)
@@ -129,17 +132,6 @@ class OmniLauncherHooks(_Base):
     def __getstate__(self) -> dict[str, Any]:  # type: ignore[explicit-override, unused-ignore]  # from Python 3.11
         own = ("on_death", "is_writing", "failures", "on_launch")
         return {name: value for name, value in vars(self).items() if name not in own} | {"procs": []}
-
-
-@contextmanager
-def _named_to_children() -> Iterator[None]:
-    before = os.environ.get(_LAUNCHER)
-    os.environ[_LAUNCHER] = str(os.getpid())
-    try:
-        yield
-    finally:
-        del os.environ[_LAUNCHER]
-        os.environ.update({} if before is None else {_LAUNCHER: before})
 
 
 @contextmanager

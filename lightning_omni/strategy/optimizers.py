@@ -151,8 +151,7 @@ class MergedSubmodule:
         self._head = world.attach_head(self.name, module, optimizers)
         side = self._head.side
         side.clip = float(trainer.gradient_clip_val or 0.0)
-        how = trainer.gradient_clip_algorithm
-        side.clip_algorithm = "value" if how is not None and how.value == "value" else "norm"
+        side.clip_algorithm = "value" if trainer.gradient_clip_algorithm == "value" else "norm"
 
     def step_done(self) -> None:
         if self._head is not None:

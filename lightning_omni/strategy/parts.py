@@ -53,8 +53,7 @@ class FitParts(SharedParts):
         self.on_ready: list[Callable[[], None]] = []
 
     def begin(self, trainer: Trainer) -> None:
-        failures = self.failures.note, self.failures.report
-        self.listener = Listener(self, trainer, self.grouping, self.run_states, self.nested, *failures)
+        self.listener = Listener(self, trainer, self.grouping, self.run_states, self.nested, self.failures)
 
     def finish(self) -> None:
         self.failures.at, self.is_evaluating = None, False

@@ -60,6 +60,7 @@ class Signals:
 
     Attributes:
         is_stopping: whether this rank ends as agreed with others.
+        is_told_to_end: whether this rank has received SIGTERM.
     """
 
     def __init__(self, terminated: type[SystemExit]) -> None:
@@ -70,7 +71,7 @@ class Signals:
         self._world: World | None = None
         self._leave: Callable[[], None] = lambda: None
         self._waiting: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._terminates = self._requeues = self._requeued = False
+        self.is_told_to_end = self._requeues = self._requeued = False
         self._progress = self._longest = 0.0
         self._watcher: threading.Thread | None = None
         self.is_stopping = False
@@ -85,7 +86,7 @@ class Signals:
 
     def prepare(self, requeue: int | None) -> None:
         """Store the present handlers, before Lightning registers its own."""
-        self.is_stopping = self._terminates = self._requeues = self._requeued = False
+        self.is_stopping = self.is_told_to_end = self._requeues = self._requeued = False
         self._before = {number: signal.getsignal(number) for number in (signal.SIGTERM, requeue) if number is not None}
 
     def install(
@@ -128,12 +129,8 @@ class Signals:
             set_batch_agreement(self._trainer, None)
         self._trainer, self._world = None, None
 
-    @property
-    def is_told_to_end(self) -> bool:
-        return self._terminates
-
     def _on_terminate(self, number: int, frame: FrameType | None) -> None:
-        self._terminates = True
+        self.is_told_to_end = True
         if callable(theirs := self._before.get(number)):
             theirs(number, frame)
 
@@ -196,7 +193,7 @@ class Signals:
         requeues = (self._requeues or others == _REQUEUE) and not self._requeued
         if requeues and (RECORDER in world.members or world.registration is not None):  # this group saves
             return _REQUEUE
-        return _TERMINATE if self._terminates or others == _TERMINATE else _NOTHING
+        return _TERMINATE if self.is_told_to_end or others == _TERMINATE else _NOTHING
 
     # --- While the rank is elsewhere ----------------------------------------------------------------------------------
 
@@ -217,9 +214,9 @@ class Signals:
             now = time.monotonic()
             if world.control is not None and world.registration is None:
                 # torchrun ends the other workers of a node when one has died, which the server may not know yet.
-                is_told = self._terminates and (not dist.is_torchelastic_launched() or now - since > _HELD)
+                is_told = self.is_told_to_end and (not dist.is_torchelastic_launched() or now - since > _HELD)
                 world.control.signal = _TERMINATE if is_told else _REQUEUE if self._requeues else _NOTHING
-            if self._terminates and now < since:
+            if self.is_told_to_end and now < since:
                 since = now
                 ends = "the run ends" if world.registration is None else "its group leaves the run"
                 _log.warning("rank %d was told to end by SIGTERM; %s at the start of a batch", world.rank, ends)
@@ -232,7 +229,7 @@ class Signals:
                 if has_said:
                     _log.warning(waiting_sentence(world.rank, silent, where))
             is_blocked = min(silent, now - since) > max(GRACE, 2 * self._longest)
-            if self._terminates and not self.is_stopping and is_blocked:
+            if self.is_told_to_end and not self.is_stopping and is_blocked:
                 _log.critical("rank %d ends: SIGTERM, and for %.0f s no batch has begun or ended", world.rank, silent)
                 os._exit(128 + signal.SIGTERM)
 

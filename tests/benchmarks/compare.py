@@ -160,7 +160,7 @@ def train(rank: int, store: str, nbytes: int, count: int, asked: Any, parent: in
     world = World(2, options=WorldOptions(groups=2))
     tensors = 1 if nbytes < TENSORS * 4 else TENSORS
     model = torch.nn.ParameterList([torch.zeros(nbytes // 4 // tensors) for _ in range(tensors)])
-    world.broadcast_initial(model)
+    world.wrapper.broadcast_initial(model)
     optimizer = OmniOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), world)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)

@@ -59,7 +59,7 @@ class Group:
         )
         world = World(options=options)
         weight = nn.Parameter(torch.zeros(self.numbers))
-        world.broadcast_initial(nn.ParameterList([weight]))
+        world.wrapper.broadcast_initial(nn.ParameterList([weight]))
         optimizer = OmniOptimizer(torch.optim.SGD([weight], lr=1e-3, momentum=0.9), world)
         took = []
         with world.training():

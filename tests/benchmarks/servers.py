@@ -83,7 +83,7 @@ def worker(way: str, address: str, encryption: str, rank: int, period: int, exch
             server=Server(count=1 if way == "one" else "per-node", encryption=encryption),  # type: ignore[arg-type]
         )
         world = World(HOSTS, options=options, ranks_per_node=[1] * HOSTS)
-        world.broadcast_initial(model)
+        world.wrapper.broadcast_initial(model)
         optimizer = OmniOptimizer(plain, world)
         with world.training():
             train(optimizer.step, lambda: world.exchange.traffic.seconds)

@@ -45,7 +45,7 @@ class ValidatedWeights:
             return list(weights.values())
         if world.method.evaluated == "mean":
             weights = self._mean(world)
-        elif not (world.exchange.is_free or world.heads):
+        elif not (world.exchange._travels is None or world.heads):
             if world.method.steps_at == "server":  # from which these were read, one exchange ago
                 return list(weights.values())
             self._late += 1

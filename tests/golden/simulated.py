@@ -262,7 +262,7 @@ def replay_of(events: Iterable[Event], model: nn.Module, first: Outcome | None =
 
 def _batches(epoch: int, positions: range) -> tuple[Tensor, ...]:
     order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(SEED + epoch))
-    indices = order[positions.start : positions.stop : positions.step]
+    indices = order[[place % SAMPLES for place in positions]]
     return tuple(tensor[indices] for tensor in data().tensors)
 
 

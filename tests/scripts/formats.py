@@ -49,7 +49,7 @@ def train(rank: int) -> dict[str, object]:
     own = list(model.parameters())
     own[1].data = torch.zeros(5, dtype=torch.float64, device=device)
     world = World(PHASES[0], device, WorldOptions(groups=PHASES[0], compression=WIRE or TopK(fraction=0.2)))
-    world.broadcast_initial(model)
+    world.wrapper.broadcast_initial(model)
     optimizer = OmniOptimizer(torch.optim.SGD(own, lr=LR), world)
     given = [torch.zeros_like(parameter) for parameter in own]
     gathered = False

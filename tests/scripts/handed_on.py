@@ -34,7 +34,7 @@ def train(rank: int) -> dict[str, object]:
         **values_in({"compression": TOLD["wire"], "server": {"count": TOLD["servers"]}}),
     )
     world = World(2, device, options)
-    world.broadcast_initial(model)
+    world.wrapper.broadcast_initial(model)
     optimizer = OmniOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), world)
     sent, broadcast = 0, dist.broadcast
 

@@ -426,7 +426,7 @@ def accompany(method: str) -> dict[str, Any]:
         "in none": copy.deepcopy(net["query"]).requires_grad_(False),
         "an average": AveragedModel(net["query"]),
     }
-    world.broadcast_initial(net)
+    world.wrapper.broadcast_initial(net)
     everything = torch.nn.ModuleList([net, *beside.values()])
     optimizer = OmniOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), world)
     found: dict[str, Any] = {name: [] for name in beside}

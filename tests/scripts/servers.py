@@ -49,7 +49,7 @@ def train(
     )
     nodes = [1] * RANKS if servers == "per-node" else [RANKS]
     world = World(RANKS, device, options, ranks_per_node=nodes)
-    world.broadcast_initial(model)
+    world.wrapper.broadcast_initial(model)
     stepped = OmniOptimizer(OPTIMIZERS[optimizer](model.parameters()), world)
     torch.manual_seed(1 + world.rank)
     losses, shares, refused = [], 0, 0

@@ -27,7 +27,7 @@ def train(method: str) -> dict[str, object]:
     device = own_device(dist.get_rank())
     model = torch.nn.Linear(4, 1).to(device)
     world = World(2, device, WorldOptions(groups=2, method=method, server=Server(transport=Stream())))
-    world.broadcast_initial(model)
+    world.wrapper.broadcast_initial(model)
     optimizer = OmniOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), world)
     target = torch.linspace(-1, 1, 4).to(device)
     torch.manual_seed(world.rank)

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from itertools import compress
 from typing import Any
 
-import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -22,7 +20,7 @@ from lightning_omni.methods.model.server_optimizer import plain_attributes_of
 from lightning_omni.runtime.model.buffer_sync import BufferSync, buffers_of, merge, parameters_of
 from lightning_omni.runtime.model.meshes import shown
 from lightning_omni.runtime.model.replica import Part, fingerprints
-from lightning_omni.runtime.model.tensor_sync import contiguous
+from lightning_omni.runtime.model.tensor_sync import take_from_rank_zero
 from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.runtime.server_exchange import ServerExchange
 from lightning_omni.runtime.state.served_state import ServedState
@@ -108,7 +106,8 @@ class ExternalWrites:
             self._hand_over(keep_states=True)
         elif weights:
             parts = [part.replica for part in self._parallel.parts]
-            self._share(named for part in parts for named in zip(part.parameters, part.weights(), strict=True))
+            named = (each for part in parts for each in zip(part.parameters, part.weights(), strict=True))
+            take_from_rank_zero(named, self._parallel.process_groups.live)
         if loose:
             self._share_loose()
 
@@ -223,17 +222,12 @@ class ExternalWrites:
         trained = {id(parameter) for part in self._parallel.parts for parameter in part.replica.ordered}
         _check_whole(compress(others, self._are_written(others, trained)))
         whole = [*self.buffers(), *(each for each in others if not isinstance(each.tensor, DTensor))]
-        self._share((each.name, each.tensor) for each in whole)
+        take_from_rank_zero(((each.name, each.tensor) for each in whole), self._parallel.process_groups.live)
 
     def _are_written(self, others: Sequence[BufferSync], known: Set[int]) -> list[bool]:
         seen = self._others_seen if len(self._others_seen) == len(others) else [0] * len(others)
         marks = iter(_marks(each for each in others if id(each.tensor) not in known))
         return [id(each.tensor) not in known and next(marks) != then for each, then in zip(others, seen, strict=True)]
-
-    def _share(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        for name, tensor in named:
-            with contiguous(tensor, name) as memory:
-                dist.broadcast(memory, src=0, group=self._parallel.process_groups.live)
 
     def _all_reduce_max(self, numbers: Sequence[int]) -> list[int]:
         return self._parallel.all_reduce_max(numbers) if numbers else []

@@ -140,8 +140,7 @@ class ParameterGroups:
         if part.arranged == arrangement:
             return False
         self._exchange.finish_exchanges()  # they have the earlier layout
-        assert self._parallel.control is not None
-        if self._parallel.control.servers > 1:
+        if self._parallel.joined.servers > 1:
             instead = "Server(count=1)" if self._parallel.share is None else "model_parallel=None"
             raise UnsupportedError(
                 "parameter groups cannot change in mid-run where several servers hold a partition each: pass"

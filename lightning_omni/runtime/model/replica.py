@@ -381,9 +381,8 @@ class Writes:
     def forget(self) -> None:
         self._loaded = []
 
-    def remember(self, parameters: Iterable[Parameter], loaded: Sequence[Tensor]) -> None:
+    def remember(self, parameters: Sequence[Parameter], loaded: Sequence[Tensor]) -> None:
         """Record the loaded tensors, which the parameters now equal; they are kept, not copied."""
-        parameters = list(parameters)
         self._loaded = list(loaded)
         self.mark(parameters)
 

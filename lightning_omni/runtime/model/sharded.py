@@ -28,7 +28,7 @@ from lightning_omni.methods.model.replica import load_optimizer_state
 from lightning_omni.methods.model.server_optimizer import held_by
 from lightning_omni.runtime._private import all_reduce_hook_of, root_mesh
 from lightning_omni.runtime.model.meshes import DATA, TENSOR, Sharding, shown
-from lightning_omni.runtime.model.tensor_sync import contiguous
+from lightning_omni.runtime.model.tensor_sync import contiguous, take_from_rank_zero
 from lightning_omni.topology import RECORDER, Topology
 
 # --- The module ------------------------------------------------------------------------------------------------------
@@ -210,9 +210,7 @@ def share_initial(module: Module, holders: Topology, rank: int) -> None:
                         dist.send(part, holders.members(replica)[index])
             else:
                 dist.recv(part, first[index])
-    for name, buffer in module.named_buffers():
-        with contiguous(buffer, name) as memory:
-            dist.broadcast(memory, src=RECORDER)
+    take_from_rank_zero(module.named_buffers())
 
 
 # --- Tensors ---------------------------------------------------------------------------------------------------------

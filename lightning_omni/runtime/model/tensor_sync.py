@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
@@ -47,6 +49,13 @@ def contiguous(tensor: Tensor, name: str) -> Iterator[Tensor]:
     memory = _copy(own, own)
     yield memory
     write(own, memory, name)
+
+
+def take_from_rank_zero(named: Iterable[tuple[str, Tensor]], group: Any = None) -> None:
+    """Overwrite tensors by those of rank 0 of a process group, by default the default one. All its ranks call it."""
+    for name, tensor in named:
+        with contiguous(tensor, name) as memory:
+            dist.broadcast(memory, src=0, group=group)
 
 
 def write(tensor: Tensor, values: Tensor, name: str = "a tensor") -> None:

@@ -22,7 +22,7 @@ from lightning_omni.runtime._private import ignored_by_ddp
 from lightning_omni.runtime.model.buffer_sync import check_dense
 from lightning_omni.runtime.model.meshes import FSDP
 from lightning_omni.runtime.model.sharded import average_over_replicas, is_sharded, shard, share_initial
-from lightning_omni.runtime.model.tensor_sync import check_all_shared, contiguous, make_alike
+from lightning_omni.runtime.model.tensor_sync import check_all_shared, make_alike, take_from_rank_zero
 from lightning_omni.runtime.parallel_state import ParallelState
 
 
@@ -112,12 +112,6 @@ class ModelWrapper:
         is_whole = dist.get_world_size() == parallel.size
         if self.sharded is not None and not is_alone and parallel.control is None and is_whole:
             share_initial(self.sharded, parallel.holders, parallel.torch_rank)
-
-
-def take_from_rank_zero(named: Iterable[tuple[str, Tensor]]) -> None:
-    for name, tensor in named:
-        with contiguous(tensor, name) as memory:
-            dist.broadcast(memory, src=0)
 
 
 @contextmanager

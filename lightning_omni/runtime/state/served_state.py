@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, MutableMapping
 from types import FrameType
 from typing import Any
 
@@ -94,44 +94,21 @@ class ServedState(defaultdict[Any, Any]):
         return values
 
     @override
-    def __contains__(self, parameter: Any) -> bool:
-        self._read()
-        return super().__contains__(parameter)
-
-    @override
-    def __len__(self) -> int:
-        self._read()
-        return super().__len__()
-
-    @override
-    def __iter__(self) -> Iterator[Any]:
-        self._read()
-        return super().__iter__()
-
-    @override
-    def get(self, parameter: Any, default: Any = None) -> Any:
-        self._read()
-        return super().get(parameter, default)
-
-    @override
-    def keys(self) -> Any:
-        self._read()
-        return super().keys()
-
-    @override
-    def values(self) -> Any:
-        self._read()
-        return super().values()
-
-    @override
-    def items(self) -> Any:
-        self._read()
-        return super().items()
-
-    @override
     def __reduce__(self) -> Any:
         self._read()
         return defaultdict, (dict,), None, None, iter(self.items())
+
+
+def _noting(name: str) -> Callable[..., Any]:
+    def read(self: ServedState, *arguments: Any) -> Any:
+        self._read()
+        return getattr(super(ServedState, self), name)(*arguments)
+
+    return read
+
+
+for _name in ("__contains__", "__len__", "__iter__", "get", "keys", "values", "items"):
+    setattr(ServedState, _name, _noting(_name))
 
 
 def is_state_lost(optimizer: Optimizer) -> bool:

@@ -127,7 +127,9 @@ class StateTransfer:
             return ()
         for part in self._parallel.parts:
             part.release()
-        return self._take_back_everywhere()
+        mine = self.take_back_in_groups()
+        spans = self._exchange.members.broadcast_bytes(msgspec.msgpack.encode(mine))
+        return msgspec.msgpack.decode(spans, type=tuple[tuple[int, int], ...])
 
     def agree(self) -> None:
         """Load the optimizer state of a group's first replica into members with another one, as a loop begins.
@@ -201,13 +203,6 @@ class StateTransfer:
             for part, clock in zip(self._parallel.parts, snapshot.cut.clocks, strict=True):
                 part.replica.clock = clock
 
-    def _take_back_everywhere(self) -> tuple[tuple[int, int], ...]:
-        if self._parallel.share is None:
-            return self.take_back()
-        mine = self.take_back_in_groups()
-        spans = self._exchange.members.broadcast_bytes(msgspec.msgpack.encode(mine))
-        return msgspec.msgpack.decode(spans, type=tuple[tuple[int, int], ...])
-
     def bring_to_all(self) -> None:
         """Load one state and the same hyperparameters of each optimizer on all live ranks, where several groups end.
 
@@ -230,18 +225,18 @@ class StateTransfer:
         mine = parallel.holders.members(parallel.holders.group_of(parallel.rank)).index(parallel.rank)
         state: dict[Any, Any] = {}
         for share, rank in enumerate(first):
-            tree = _sendable(optimizer) if rank == parallel.rank else {}
-            found = self._exchange.members.broadcast_tree_to_all(tree, rank)
-            if found["refused"]:
+            tree = parts_of(optimizer_state_of(optimizer)) if rank == parallel.rank else {}
+            found, refused = self._exchange.members.broadcast_tree_to_all(tree, rank)
+            if refused:
                 if parallel.is_recorder:
                     _log.warning(
                         "each group keeps its own state of %s, which cannot be sent to others: %s; plain"
                         " DistributedDataParallel with it would train other weights on each rank",
                         type(optimizer).__name__,
-                        found["refused"],
+                        refused,
                     )
                 return
-            state = found["state"] if share == mine else state
+            state = found if share == mine else state
         # Members of a group load together, for a sharded state takes collectives among them. The recorder's group loads
         # its own, too, since torch converts what it loads.
         load_state(optimizer, state)
@@ -353,25 +348,16 @@ class StateTransfer:
             return
         for part in parts:
             exchanges = self._parallel.exchanges
-            found = self._exchange.members.broadcast_tree_to_replicas(_sendable(part.optimizer) if exchanges else {})
-            if found["refused"]:
+            tree = parts_of(optimizer_state_of(part.optimizer)) if exchanges else {}
+            found, refused = self._exchange.members.broadcast_tree_to_replicas(tree)
+            if refused:
                 raise UnsupportedError(
                     "the ranks of a new group need one state, and a message cannot hold what an optimizer keeps in its"
-                    f" state ({type(part.optimizer).__name__}: {found['refused']}); leave out regroup() and OmniTuner,"
+                    f" state ({type(part.optimizer).__name__}: {refused}); leave out regroup() and OmniTuner,"
                     " or use another optimizer"
                 )
             if not exchanges:
-                load_state(part.optimizer, found["state"])
-
-
-def _sendable(optimizer: Optimizer) -> dict[str, Any]:
-    """Return an optimizer's state as a tree for other ranks, or the reason why it cannot be sent."""
-    state = parts_of(optimizer_state_of(optimizer))
-    try:
-        pack(state)
-    except MalformedMessage as error:
-        return {"state": {}, "refused": str(error)}
-    return {"state": state, "refused": ""}
+                load_state(part.optimizer, found)
 
 
 class Residuals:
@@ -392,7 +378,7 @@ class Residuals:
         if not self._parallel.core.wire_format.pushes.is_stateful:
             return {}
         state = dict(self._parallel.core.sender_state(index))
-        return {"sender": {"format": to_wire(self._parallel.core.wire_format), "state": state}}
+        return {"sender": {"format": to_wire(self._parallel.core.wire_format.pushes), "state": state}}
 
     def resume(self, index: int, saved: Mapping[str, Any]) -> None:
         """Restore the sender's memory from the group's own state in a checkpoint, when training begins.
@@ -402,7 +388,7 @@ class Residuals:
         sender = saved.get("sender")
         if sender is None or not self._parallel.exchanges:
             return
-        if sender["format"] == to_wire(self._parallel.core.wire_format):
+        if sender["format"] == to_wire(self._parallel.core.wire_format.pushes):
             replica = self._parallel.parts[index].replica
             self._parallel.core.load_sender_state(index, replica.on_device(sender["state"]))
         elif _largest(sender["state"]):

@@ -111,5 +111,4 @@ class ValidationSnapshots:
             self._ask(m.ReleaseVersion(number=number), m.VersionReleased)
 
     def _ask(self, message: m.Message, expect: type[_Answer]) -> _Answer:
-        assert self._parallel.control is not None
-        return self._parallel.control.request(message, expect)
+        return self._parallel.joined.request(message, expect)

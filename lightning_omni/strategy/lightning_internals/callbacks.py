@@ -135,7 +135,7 @@ class _CallbackRelay:
             self.call_callbacks(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
         except BaseException:
             if hook_name == "on_exception" and trainer in self.listeners:  # Lightning does not call the strategy's then
-                self.listeners[trainer].callbacks_have_failed(*args)
+                self.listeners[trainer].failures.report(*args)
             raise
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
@@ -135,69 +135,16 @@ def seed_workers(trainer: Trainer, loader: object, rank: int) -> None:
         sys.modules[f"{package}.connectors.data_connector"]._auto_add_worker_init_fn(loader, rank)
 
 
-class LoopControl(Protocol):
-    """The decisions about the loops: when epochs begin and end, and when to validate."""
-
-    @property
-    def step_limit(self) -> int | None:
-        """Return the loops' max_steps; None for their own."""
-
-    @property
-    def is_open_ended(self) -> bool:
-        """Return whether `set_last_batch`, and no number of batches, ends an epoch."""
-
-    @property
-    def is_cut_short(self) -> bool:
-        """Return whether max_steps end the epoch early, so that schedules by epoch do not count it."""
-
-    @property
-    def paces_schedules(self) -> bool:
-        """Return whether `stepped_by_batches` and `step_schedule` change the loop's steps of schedulers."""
-
-    def run(self, run: Callable[[], None]) -> None:
-        """Run the fit loop."""
-
-    def begin_setup(self) -> None:
-        """Prepare for the making of loaders, perhaps again."""
-
-    def begin_epoch(self, iterate: Callable[[], None]) -> None:
-        """Begin an epoch; ``iterate`` starts the loader."""
-
-    def epoch_has_ended(self) -> None:
-        """End an epoch after its hooks, before the loop checks for the end of training."""
-
-    def begin_fetch(self) -> None:
-        """Prepare to fetch a batch."""
-
-    def end_fetch(self) -> None:
-        """Note that the fetch is done or failed."""
-
-    def validates(self, is_due: Callable[[], bool]) -> bool:
-        """Return whether to validate after this batch; ``is_due`` returns the loop's own decision."""
-
-    def validate(self, run: Callable[[], Any]) -> Any:
-        """Run the validation loop."""
-
-    def stepped_by_batches(self, configs: list[Any]) -> list[Any]:
-        """Return the schedulers that the loop steps by the number of this rank's batch."""
-
-    def step_schedule(self, scheduler: Any, step: Callable[[], Any]) -> None:
-        """Make ``step``, the loop's call of ``lr_scheduler_step``."""
-
-    def own_batches(self, batches: float) -> float:
-        """Return the ``num_training_batches`` for user code in an open-ended epoch, from Lightning's."""
-
-
 class _ControlledTrainer(_Trainer):
-    _control: LoopControl
+    _control: Any
 
     @property
     @override
     def num_training_batches(self) -> float:
         batches = super().num_training_batches
-        if not self._control.is_open_ended or "_estimates" in vars(self):
-            return batches
-        return self._control.own_batches(batches)
+        if "_estimates" not in vars(self):
+            batches = self._control.parts.epochs.own_batches(batches)
+        return batches
 
     @property
     @override
@@ -210,7 +157,7 @@ class _ControlledTrainer(_Trainer):
 
 
 class _ControlledFitLoop(_FitLoop):
-    _control: LoopControl
+    _control: Any
 
     @override
     def run(self) -> None:
@@ -230,7 +177,7 @@ class _ControlledFitLoop(_FitLoop):
     @property
     @override
     def done(self) -> bool:
-        loop, limit = self.epoch_loop, self._control.step_limit
+        loop, limit = self.epoch_loop, self._control.parts.epochs.run.step_limit
         is_reached = limit is not None and -1 < limit <= loop.global_step
         if is_reached and self.max_batches != 0 and (loop.max_steps == -1 or self.trainer.should_stop):
             return True  # another group has stopped the run, and Lightning's message would say that max_steps have
@@ -239,7 +186,7 @@ class _ControlledFitLoop(_FitLoop):
 
 
 class _ControlledEpochLoop(_TrainingEpochLoop):
-    _control: LoopControl
+    _control: Any
 
     @override
     def on_run_start(self, data_fetcher: Any) -> None:
@@ -258,40 +205,41 @@ class _ControlledEpochLoop(_TrainingEpochLoop):
     @property
     @override
     def _is_training_done(self) -> bool:
-        if (limit := self._control.step_limit) is None:
+        if (limit := self._control.parts.epochs.run.step_limit) is None:
             return super()._is_training_done
         with _with_max_steps(self, limit):
             return super()._is_training_done
 
     @override
     def _num_ready_batches_reached(self) -> bool:
-        if self._control.is_open_ended:
+        if self._control.parts.epochs.is_open_ended:
             return self.batch_progress.is_last_batch
         return super()._num_ready_batches_reached()
 
     @override
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
-        if interval == "epoch" and self._control.is_cut_short:
+        epochs = self._control.parts.epochs
+        if interval == "epoch" and epochs.is_cut_short:
             return
-        if not self._control.paces_schedules:
+        if not epochs.paces_schedules:
             super().update_lr_schedulers(interval, update_plateau_schedulers)
             return
         configs = self.trainer.lr_scheduler_configs
-        due = self._control.stepped_by_batches(configs) if interval == "step" else configs
-        with with_schedulers(self.trainer, due), intercept_scheduler_steps(self.trainer, self._control.step_schedule):
+        due = epochs.stepped_by_batches(configs) if interval == "step" else configs
+        with with_schedulers(self.trainer, due), intercept_scheduler_steps(self.trainer, epochs.schedulers.step):
             super().update_lr_schedulers(interval, update_plateau_schedulers)
 
     @override
     def _should_check_val_fx(self, data_fetcher: Any) -> bool:
-        return self._control.validates(partial(super()._should_check_val_fx, data_fetcher))
+        return bool(self._control.parts.epochs.validates(partial(super()._should_check_val_fx, data_fetcher)))
 
 
 class _ControlledValidationLoop(_EvaluationLoop):
-    _control: LoopControl
+    _control: Any
 
     @override
     def run(self) -> Any:
-        return self._control.validate(super().run)
+        return self._control.parts.epochs.validate(super().run)
 
 
 @contextmanager
@@ -330,8 +278,8 @@ def _with_max_steps(epoch_loop: Any, max_steps: int | None) -> Iterator[None]:
         epoch_loop.max_steps = before
 
 
-def control_loops(trainer: Trainer, control: LoopControl) -> None:
-    """Install ``control`` for the Trainer's loops."""
+def control_loops(trainer: Trainer, control: Any) -> None:
+    """Let a listener, and the driver of its epochs, control the Trainer's loops."""
     epoch_loop = trainer.fit_loop.epoch_loop
     for loop, mixin in (
         (trainer, _ControlledTrainer),
@@ -382,8 +330,7 @@ def batches_resumed(trainer: Trainer) -> int:
     """Return the batches trained in the epoch that a fit resumes, or 0."""
     if not trainer.fit_loop.restarted_mid_epoch:
         return 0
-    progress: Any = trainer.fit_loop.epoch_loop.batch_progress
-    batches = int(progress.current.processed)
+    batches = batches_trained(trainer)
     return batches if batches < trainer.num_training_batches else 0
 
 

@@ -175,11 +175,6 @@ class EpochDriver:
     def leases(self) -> RankLeases | None:
         return self.data.leases
 
-    @leases.setter
-    def leases(self, leases: RankLeases | None) -> None:
-        self.data.leases = leases
-        self.data.start()
-
     # --- An epoch ----------------------------------------------------------------------------------------------------
 
     def begin(self, epoch: int) -> None:
@@ -385,6 +380,10 @@ class EpochDriver:
         if plan is None or self.leases is None or not self.is_open_ended:
             return None
         return done if self._epoch.is_over else self.run.expected_batches(plan, done)
+
+    @property
+    def paces_schedules(self) -> bool:
+        return self.is_open_ended or self.schedulers.are_paced
 
     def stepped_by_batches(self, configs: list[Any]) -> list[Any]:
         if not (self.is_open and self.is_open_ended and self._epoch.plan is not None):

@@ -13,6 +13,7 @@ import torch
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.metrics import Staleness
 from lightning_omni.runtime.balance import Balance
+from lightning_omni.strategy.failures import Failures
 from lightning_omni.strategy.grouping import Grouping
 from lightning_omni.strategy.joining import RunStates
 from lightning_omni.strategy.lightning_internals.callbacks import (
@@ -43,10 +44,10 @@ if TYPE_CHECKING:
 
 
 class Listener:
-    """A listener to one fit, called before any callback, with its decisions for the loops (`LoopControl`).
+    """A listener to one fit, called before any callback, with its decisions for the loops.
 
-    ``fails`` is called with the error of a fit, before any callback receives it; ``callbacks_have_failed`` if one has
-    then raised another.
+    Attributes:
+        failures: notes the error of a fit before any callback receives it, and reports it if one then raises another.
     """
 
     def __init__(
@@ -56,12 +57,10 @@ class Listener:
         grouping: Grouping,
         run_states: RunStates,
         nested: NestedRuns,
-        fails: Callable[[BaseException], None],
-        callbacks_have_failed: Callable[[BaseException], None],
+        failures: Failures,
     ) -> None:
-        self._parts, self._trainer = parts, trainer
-        self._fails, self.callbacks_have_failed = fails, callbacks_have_failed
-        self._grouping, self._run_states, self._nested = grouping, run_states, nested
+        self.parts, self._trainer = parts, trainer
+        self._grouping, self._run_states, self._nested, self.failures = grouping, run_states, nested, failures
         self._staleness = Staleness()
         self._has_begun = False  # the present batch
         self._display = ProgressDisplay()
@@ -80,50 +79,19 @@ class Listener:
 
     # --- Control of the loops ----------------------------------------------------------------------------------------
 
-    @property
-    def step_limit(self) -> int | None:
-        return self._parts.epochs.run.step_limit
-
-    @property
-    def is_open_ended(self) -> bool:
-        return self._parts.epochs.is_open_ended
-
-    @property
-    def is_cut_short(self) -> bool:
-        return self._parts.epochs.is_cut_short
-
-    @property
-    def paces_schedules(self) -> bool:
-        return self.is_open_ended or self._parts.epochs.schedulers.are_paced
-
-    def validates(self, is_due: Callable[[], bool]) -> bool:
-        return self._parts.epochs.validates(is_due)
-
-    def validate(self, run: Callable[[], Any]) -> Any:
-        return self._parts.epochs.validate(run)
-
-    def stepped_by_batches(self, configs: list[Any]) -> list[Any]:
-        return self._parts.epochs.stepped_by_batches(configs)
-
-    def step_schedule(self, scheduler: Any, step: Callable[[], Any]) -> None:
-        self._parts.epochs.schedulers.step(scheduler, step)
-
-    def own_batches(self, batches: float) -> float:
-        return self._parts.epochs.own_batches(batches)
-
     def run(self, run: Callable[[], None]) -> None:
         if is_inside_hook(self._trainer):
             self._nested.run(run)
         else:
-            self._parts.epochs.run.restored()
+            self.parts.epochs.run.restored()
             run()
 
     def begin_setup(self) -> None:
-        self._parts.epochs.data.expect_others()
+        self.parts.epochs.data.expect_others()
 
     def begin_epoch(self, iterate: Callable[[], None]) -> None:
         """Separate the groups after the hooks of the epoch's start, common to all ranks."""
-        parts, loop = self._parts, self._trainer.fit_loop
+        parts, loop = self.parts, self._trainer.fit_loop
         if self._nested.is_running:
             iterate()
             return
@@ -147,15 +115,15 @@ class Listener:
 
     def epoch_has_ended(self) -> None:
         if not self._nested.is_running:
-            self._parts.epochs.after_hooks_of_end()
+            self.parts.epochs.after_hooks_of_end()
 
     def begin_fetch(self) -> None:
-        self._parts.epochs.data.begin_fetch()
-        self._parts.balance.begin_fetch()
+        self.parts.epochs.data.begin_fetch()
+        self.parts.balance.begin_fetch()
 
     def end_fetch(self) -> None:
-        self._parts.balance.end_fetch()
-        self._parts.epochs.data.end_fetch()
+        self.parts.balance.end_fetch()
+        self.parts.epochs.data.end_fetch()
 
     # --- Hooks of callbacks ------------------------------------------------------------------------------------------
 
@@ -168,7 +136,7 @@ class Listener:
         if self._nested.is_running:
             return
         self._has_begun = True
-        parts, traffic = self._parts, self._parts.world.exchange.traffic
+        parts, traffic = self.parts, self.parts.world.exchange.traffic
         parts.signals.agree_alone()
         self._grouping.follow_recorder()
         self._grouping.hooks.begin_batch()
@@ -178,7 +146,7 @@ class Listener:
         parts.epochs.begin_batch()
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._parts.balance.backward_done()
+        self.parts.balance.backward_done()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         self._grouping.hooks.check_gradients()
@@ -194,7 +162,7 @@ class Listener:
             if trainer.is_last_batch and not was_last:  # the loop did not know when it stepped schedules
                 step_schedules_by_epoch(trainer)
         self._has_begun = False
-        parts, world = self._parts, self._parts.world
+        parts, world = self.parts, self.parts.world
         parts.merged.step_done()
         if world.control is not None:
             parts.step_times.end(world.exchange.traffic.seconds, world.exchange.traffic.moved)
@@ -215,42 +183,42 @@ class Listener:
                 pl_module.log(name, value, batch_size=1)  # Lightning needs it where training_step draws its batches
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._fails(exception)
+        self.failures.note(exception)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
             forget_old_results(trainer)
-            self._parts.epochs.before_validation(pl_module)
+            self.parts.epochs.before_validation(pl_module)
             self._grouping.follow_recorder()
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        world = self._parts.world
+        world = self.parts.world
         if world.control is not None and not world.is_computing:
             world.barrier()  # from here on torch.distributed has the ranks that are left
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._nested.is_running:
             return
-        self._parts.epochs.end(pl_module)
+        self.parts.epochs.end(pl_module)
         self._grouping.follow_recorder()
-        control = self._parts.world.control
+        control = self.parts.world.control
         if control is None:
             return
         self._watch_staleness()
         self._log_together()
-        if self._parts.world.executor.exchanges:
+        if self.parts.world.executor.exchanges:
             # A collective computes it, and NCCL accepts no CPU tensors.
-            for name, value in self._staleness.to(self._parts.world.device).compute().items():
+            for name, value in self._staleness.to(self.parts.world.device).compute().items():
                 if name in ("mean", "max"):
                     pl_module.log(f"omni/staleness_{name}", value.float(), sync_dist=True, batch_size=1)
             self._staleness.to("cpu")
-        cannot_rebalance = self._parts.balance.is_on or self._parts.world.is_sharded
-        can_rebalance = self._parts.epochs.leases is not None and not cannot_rebalance
+        cannot_rebalance = self.parts.balance.is_on or self.parts.world.is_sharded
+        can_rebalance = self.parts.epochs.leases is not None and not cannot_rebalance
         if control.status is not None and (sentence := straggler_sentence(control.status, can_rebalance)):
-            self._parts.namespace.info(f"OmniStrategy: {sentence}")
+            self.parts.namespace.info(f"OmniStrategy: {sentence}")
 
     def _log_together(self) -> None:
-        world = self._parts.world
+        world = self.parts.world
         forget_old_results(self._trainer)
         mine = collective_metrics(self._trainer, world.compute_group)
         # `enc_hook` converts NumPy's booleans.
@@ -260,7 +228,7 @@ class Listener:
         align_collective_metrics(self._trainer, world.compute_group, [msgspec.json.decode(each) for _, each in of_all])
 
     def _watch_staleness(self) -> None:
-        world = self._parts.world
+        world = self.parts.world
         for part in world.parts:
             if world.is_leader:  # its peers receive the same numbers
                 self._staleness.update(torch.tensor(list(part.staleness.elements())))

@@ -244,9 +244,8 @@ class RunProgress:
         if trained is not None:
             over = min(over, replace(self.progress, samples=trained).steps)
         reference = self.progress.reference
-        here = (over - self.progress.steps_before(epoch)) * reference.window
-        if trained is not None:
-            here = trained // reference.batch
+        steps = over - self.progress.steps_before(epoch)
+        here = steps * reference.window if trained is None else trained // reference.batch
         batches = self.progress.batches_before(epoch) + min(self.progress.batches, here)
         self.progress = self.past = replace(self.progress, epochs=epoch + 1, samples=0, past=over, past_batches=batches)
 

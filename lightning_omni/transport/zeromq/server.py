@@ -240,7 +240,8 @@ class ZeroMQServer:
         core.started_at_ms = core.started_at_ms or time.time_ns() // 1_000_000
         core.data_port = urlsplit(self._sockets[m.DATA].getsockopt_string(zmq.LAST_ENDPOINT)).port or 0
         self.shared = SharedMemory(
-            core.data_connection, lambda: sum(served.buffer.numel() for served in core.optimizers)
+            core.data_connection,  # a leader's memory for answers is one segment for all servers
+            lambda: core.replication.count * sum(served.buffer.numel() for served in core.optimizers),
         )
         if directory is not None and shared_memory and can_share_memory():
             self._segment_socket = SegmentSocket(memory_path(self.address), self.shared)

@@ -13,8 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_omni.errors import ConfigurationError
-from lightning_omni.runtime.balance import Balance, OwnTime
+from lightning_omni.runtime.balance import OwnTime
 from lightning_omni.runtime.timing import EventClock
 from lightning_omni.strategy.loops.live_metrics import SMOOTHING, StepTimes
 from lightning_omni.tuning.model import constants as c
@@ -362,11 +361,6 @@ def test_a_batch_counts_once_the_device_has_reached_its_end(clock: Hands) -> Non
 
 
 # --- What is said ----------------------------------------------------------------------------------------------------
-
-
-def test_an_unknown_way_to_rebalance_is_named() -> None:
-    with pytest.raises(ConfigurationError, match=r"rebalance='sometimes': pass \"auto\""):
-        Balance("sometimes", print)  # type: ignore[arg-type]
 
 
 def test_a_straggler_is_named_with_the_remedy_where_there_is_one() -> None:

@@ -597,7 +597,7 @@ def test_no_group_joins_again_a_run_that_is_finished_and_its_process_may_train_i
     rejoining.finished()
     error = ConnectionLost("gone")
     assert not rejoining.arm(error, error, most=10, ranks=1)
-    assert comes_back_to() == ("", 0)
+    assert comes_back_to() == ("", 0, True)
 
 
 def test_an_error_after_a_later_run_has_ended_well_starts_no_command_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -674,7 +674,7 @@ def test_no_group_comes_back_to_a_run_that_was_not_saved_and_whose_server_has_en
     monkeypatch.setenv("LIGHTNING_OMNI_KEY", "ab" * 32)
     monkeypatch.setattr("lightning_omni.transport.zeromq.observer.Observer", partial(Observer, timeout=0.1))
     monkeypatch.setenv(COMES_BACK, return_to("a-run", 1, is_saved))
-    assert comes_back_to() == ("a-run", 1)
+    assert comes_back_to() == ("a-run", 1, is_saved)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         if listens:

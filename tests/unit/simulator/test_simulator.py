@@ -784,6 +784,18 @@ def test_evaluations_come_when_they_are_due_and_at_the_end() -> None:
     assert own.evaluations()["time"][-1] == own.seconds, "groups have stepped since the last mean"
 
 
+def test_an_update_upon_a_question_or_a_death_is_evaluated_when_it_is_made() -> None:
+    events: list[Event] = []
+    how: dict[str, Any] = {"batch_size": 11, "evaluate": accuracy, "evaluation": Evaluation(every=1)}
+    slow = Cluster.with_straggler(3, events=(Failure(2, 0.4),))
+    trace = run("local_sgd:period=4", 3, slow, limits=Limits(updates=8), record=events.append, **how)
+    made: dict[int, Event] = {}
+    for event in events:
+        made.setdefault(event.clock, event)
+    assert trace.evaluations()["time"].tolist() == [made[update].time for update in range(1, 9)]
+    assert {made[update].kind for update in range(1, 9)} == {"push", "rest", "retire"}
+
+
 def test_a_model_in_bfloat16_is_traced() -> None:
     trace = run(model=new_model().bfloat16(), loss=in_bfloat16, limits=Limits(updates=3))
     assert {each.dtype for each in trace.weights.values()} == {np.dtype(np.float32)}
@@ -875,6 +887,13 @@ def test_a_record_gives_the_trace_that_was_simulated_but_for_losses() -> None:
     for name in ("group", "read", "write", "staleness", "samples", "epoch", "steps", "time"):
         assert np.array_equal(again.rows[name], trace.rows[name]), name
     assert (again.updates, again.meta["method"]) == (trace.updates, trace.meta["method"])
+
+
+def test_groups_that_are_formed_anew_are_traced_without_batches_of_others() -> None:
+    batch = Event(kind="train", time=1.0, clock=3, group=0, spans=((0, 8),))
+    form = Event(kind="form", time=2.0, clock=3, groups=((0, 1),))
+    trace = trace_of([batch, form, Event(kind="push", time=3.0, clock=4, group=0, read_at=3, spans=((8, 12),))])
+    assert (trace.rows["samples"].tolist(), trace.rows["steps"].tolist()) == ([4], [1])
 
 
 def test_a_record_that_contradicts_the_method_is_refused() -> None:

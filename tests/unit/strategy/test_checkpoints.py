@@ -15,7 +15,7 @@ from runs import Run, run
 from lightning_omni.runtime.leased_loader import RankLeases
 from lightning_omni.runtime.server_exchange import ServerSnapshot
 from lightning_omni.runtime.state.checkpoint import RunCheckpoint
-from lightning_omni.strategy.checkpoints import CheckpointHooks, Checkpoints, end_whole_epoch, go_on_after
+from lightning_omni.strategy.checkpoints import CheckpointHooks, Checkpoints, set_batches
 from lightning_omni.strategy.lightning_internals.loops import progress_counters
 from lightning_omni.strategy.loops.progress import RunProgress
 from lightning_omni.wire.messages import SnapshotId
@@ -110,10 +110,10 @@ def test_ddp_trains_the_rest_of_an_epoch_in_which_groups_were_saved(saved: Run) 
 def test_an_epoch_whose_last_batch_is_trained_stays_over_and_another_goes_on_where_ddp_would(is_last: bool) -> None:
     counted = {"ready": 9, "started": 9, "processed": 9, "completed": 8}
     loops = {"fit_loop": {"epoch_loop.batch_progress": {"is_last_batch": is_last, "current": dict(counted)}}}
-    (end_whole_epoch if is_last else go_on_after)(loops, 6)
+    set_batches(loops, 6, is_over=is_last)
     moved: Any = {"ready": 6, "started": 6, "processed": 6, "completed": 5}
     assert loops["fit_loop"]["epoch_loop.batch_progress"]["current"] == moved
-    (go_on_after if is_last else end_whole_epoch)(loops, 4)
+    set_batches(loops, 4, is_over=not is_last)
     assert loops["fit_loop"]["epoch_loop.batch_progress"]["current"] == moved
 
 

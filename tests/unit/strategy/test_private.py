@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -211,21 +212,46 @@ def recorder(said: list[str], who: str, *bases: type) -> Any:
     return type(who, bases, {hook: lambda *_, hook=hook: said.append(f"{who} {hook}") for hook in HOOKS})()
 
 
-class Control:
+class Epochs:
     """Lets the loops decide, until it is told to."""
 
-    step_limit: int | None = None
-    batches = setups = 0
+    batches = 0
     is_open_ended = is_cut_short = False
     paces_schedules = True
     validation: bool | None = None
 
+    def __init__(self) -> None:
+        self.run = SimpleNamespace(step_limit=None)
+        self.schedulers = SimpleNamespace(step=self.step_schedule)
+        self.schedules: list[Any] = []
+
+    def validates(self, is_due: Callable[[], bool]) -> bool:
+        return is_due() if self.validation is None else self.validation
+
+    def validate(self, run: Callable[[], Any]) -> Any:
+        return run()
+
+    def own_batches(self, batches: float) -> float:
+        return self.batches or batches
+
+    def stepped_by_batches(self, configs: list[Any]) -> list[Any]:
+        return configs
+
+    def step_schedule(self, scheduler: Any, step: Callable[[], Any]) -> None:
+        self.schedules.append(scheduler)
+        step()
+
+
+class Control:
+    setups = 0
+
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
+        self.epochs = Epochs()
+        self.parts = SimpleNamespace(epochs=self.epochs)
         self.began: list[tuple[int, bool]] = []
         self.ended: list[int] = []
         self.fetches: list[str] = []
-        self.schedules: list[Any] = []
 
     def run(self, run: Callable[[], None]) -> None:
         assert not is_inside_hook(self.trainer)
@@ -244,24 +270,8 @@ class Control:
     def end_fetch(self) -> None:
         self.fetches.append("end")
 
-    def validates(self, is_due: Callable[[], bool]) -> bool:
-        return is_due() if self.validation is None else self.validation
-
-    def validate(self, run: Callable[[], Any]) -> Any:
-        return run()
-
-    def own_batches(self, batches: float) -> float:
-        return self.batches or batches
-
     def begin_setup(self) -> None:
         self.setups += 1
-
-    def stepped_by_batches(self, configs: list[Any]) -> list[Any]:
-        return configs
-
-    def step_schedule(self, scheduler: Any, step: Callable[[], Any]) -> None:
-        self.schedules.append(scheduler)
-        step()
 
 
 @pytest.fixture
@@ -355,14 +365,14 @@ def test_each_call_of_the_modules_hook_that_steps_a_schedule_is_controlled(fitti
     fitting.fit(module)
     schedule: Any = module.lr_schedulers()
     assert module.asked == [0, 0, 1, 1]
-    assert control.schedules == [schedule] * 4
+    assert control.epochs.schedules == [schedule] * 4
     assert schedule.last_epoch == 2
     assert "lr_scheduler_step" not in vars(module)
     module.lr_scheduler_step = lambda *_: None  # type: ignore[method-assign]
     own = vars(module)["lr_scheduler_step"]
     fitting.fit_loop.max_epochs = 3
     fitting.fit(module)
-    assert (len(module.asked), len(control.schedules)) == (4, 6)
+    assert (len(module.asked), len(control.epochs.schedules)) == (4, 6)
     assert vars(module)["lr_scheduler_step"] is own
     del module.lr_scheduler_step
     step_schedule(fitting, module.lr_schedulers())
@@ -371,7 +381,7 @@ def test_each_call_of_the_modules_hook_that_steps_a_schedule_is_controlled(fitti
 
 def test_steps_and_validations_are_controlled_without_the_users_noticing(fitting: Any) -> None:
     control = Control(fitting)
-    control.step_limit, control.validation = 3, True
+    control.epochs.run.step_limit, control.epochs.validation = 3, True
     control_loops(fitting, control)
     said: list[str] = []
     fitting.callbacks = [recorder(said, "callback", Callback)]
@@ -389,7 +399,7 @@ def test_the_message_at_a_controlled_limit_has_the_users_number_and_none_where_a
     fitting: Any, monkeypatch: pytest.MonkeyPatch, max_steps: int, should_stop: bool, message: str
 ) -> None:
     control, said = Control(fitting), list[str]()
-    control.step_limit = 3
+    control.epochs.run.step_limit = 3
     control_loops(fitting, control)
     loop = fitting.fit_loop
     fitting.fit(Tiny())
@@ -405,7 +415,7 @@ def test_a_number_of_batches_of_its_own_is_what_user_code_has_and_no_estimate_is
     control_loops(fitting, control)
     fitting.fit(Tiny())
     batches, steps = fitting.num_training_batches, fitting.estimated_stepping_batches
-    control.batches, control.is_open_ended = 3, True
+    control.epochs.batches, control.epochs.is_open_ended = 3, True
     assert (batches, fitting.num_training_batches, fitting.fit_loop.max_batches) == (4, 3, 4)
     assert fitting.estimated_stepping_batches == steps
     release_loops(fitting)
@@ -414,7 +424,7 @@ def test_a_number_of_batches_of_its_own_is_what_user_code_has_and_no_estimate_is
 
 def test_an_open_ended_epoch_does_not_end_with_a_number_of_batches(fitting: Any) -> None:
     control = Control(fitting)
-    control.is_open_ended = True
+    control.epochs.is_open_ended = True
     control_loops(fitting, control)
     loop = fitting.fit_loop.epoch_loop
     fitting.fit_loop.max_batches = loop.batch_progress.current.ready = 5
