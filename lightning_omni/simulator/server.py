@@ -106,7 +106,7 @@ class SavedState:
         """Make the saves that are due by now. The caller polls before each message, and before the server dies."""
         if core.has_state:
             due = self._changed if core.journal.is_due else self._due
-            moment = max(self._changed, due if core.is_quiet else self._latest)
+            moment = max(self._changed, due if core.training.all_answered else self._latest)
             if moment <= now:
                 self.save(core, moment + (now - moment) // self._every * self._every)
         self._changed = now
@@ -170,7 +170,7 @@ class SimulatedServer:
         form = m.FormGroups(
             generation=GENERATION,
             groups=self._topology.groups,
-            method=m.method_to_wire(method),
+            method=to_wire(method),
             wire_format=to_wire(wire_format),
             overlap=overlap,
         )

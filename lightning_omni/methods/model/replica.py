@@ -329,13 +329,14 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
 
 
-def all_finite(tensors: Sequence[Tensor] | None) -> bool:
-    """Return whether tensors are present and all finite: a peer that diverged must not spoil the others."""
-    if not tensors:
+def all_finite(tensors: Sequence[Tensor | None] | None) -> bool:
+    """Return whether there are tensors, and all are finite: a peer that diverged must not spoil the others."""
+    there = [tensor for tensor in tensors or () if tensor is not None]
+    if not there:
         return tensors is not None
     # The sum is fast, but in float16 it may overflow although all elements are finite. A device returns one number.
-    are_finite = torch.stack([torch.isfinite(tensor.sum()) for tensor in tensors]).all()
-    return bool(are_finite) or all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
+    are_finite = torch.stack([torch.isfinite(tensor.sum()) for tensor in there]).all()
+    return bool(are_finite) or all(bool(torch.isfinite(tensor).all()) for tensor in there)
 
 
 def minus(first: Sequence[Tensor], second: Sequence[Tensor]) -> list[Tensor]:

@@ -29,7 +29,6 @@ from lightning_omni.runtime.server_exchange import ServerExchange, ServerSnapsho
 from lightning_omni.runtime.state.checkpoint import RunCheckpoint
 from lightning_omni.runtime.state.served_state import ServedState, is_state_lost
 from lightning_omni.topology import RECORDER
-from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack
 from lightning_omni.wire.formats.base import RESIDUAL, to_wire
 
@@ -63,7 +62,7 @@ class StateTransfer:
             part.replica.clock = clock
         names = [list(part.replica.parameters) for part in self._parallel.parts]
         alike = (
-            saved.method == m.method_to_wire(self._parallel.method)
+            saved.method == to_wire(self._parallel.method)
             and len(saved.server) == len(self._parallel.parts)
             and saved.parameters == names
         )

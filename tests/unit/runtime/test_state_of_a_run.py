@@ -22,6 +22,7 @@ import lightning_omni
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.group.core import GroupCore
 from lightning_omni.methods import AsyncSGD, DiLoCo, Method, SoftSync
+from lightning_omni.registry import to_wire
 from lightning_omni.runtime.leased_loader import RankLeases
 from lightning_omni.runtime.model.replica import ModelReplica
 from lightning_omni.runtime.server_exchange import ServerSnapshot
@@ -38,7 +39,7 @@ from lightning_omni.strategy.checkpoints import Checkpoints
 from lightning_omni.strategy.loops.limits import FitLimits
 from lightning_omni.strategy.loops.progress import RunProgress
 from lightning_omni.wire.formats.base import PerDirection, WireFormat, wire_named
-from lightning_omni.wire.messages import SnapshotId, method_to_wire
+from lightning_omni.wire.messages import SnapshotId
 from lightning_omni.wire.steps_and_samples import Progress, ReferenceBatch
 
 
@@ -178,9 +179,7 @@ def test_validations_are_due_where_they_are_under_ddp_though_earlier_steps_had_m
 def test_a_sum_of_gradients_is_restored_with_any_number_of_groups(method: Method, groups: int, is_kept: bool) -> None:
     """Its samples count as trained."""
     own: Any = [{"memory": 1}]
-    saved = RunCheckpoint(
-        groups=4, method=method_to_wire(method), parameters=[["w"]], server=[{"total": 1}], states={0: own}
-    )
+    saved = RunCheckpoint(groups=4, method=to_wire(method), parameters=[["w"]], server=[{"total": 1}], states={0: own})
     part = SimpleNamespace(replica=SimpleNamespace(parameters={"w": None}))
     parallel: Any = SimpleNamespace(parts=[part], method=method, topology=SimpleNamespace(alive=range(groups)))
     left_out: list[Any] = []
