@@ -185,8 +185,13 @@ class Simulation:
                 raise
             self._monitor.ended = "interrupted"
         except StopSimulation:
-            self._monitor.ended = "stopped"
-        self._monitor.evaluate_at_end()
+            self._monitor.ended = self._monitor.ended or "stopped"
+        try:
+            self._monitor.evaluate_at_end()
+        except KeyboardInterrupt:
+            if not returns_if_interrupted:
+                raise
+            self._monitor.ended = "interrupted"
         return self._trace()
 
     def _start(self) -> None:

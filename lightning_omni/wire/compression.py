@@ -94,33 +94,27 @@ class AllReduce(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
         raise NotImplementedError(f"{type(self).__name__} cannot average")
 
 
-class Exact(AllReduce, frozen=True, kw_only=True, tag="fp32"):
+class _Whole(AllReduce, frozen=True, kw_only=True):
+    dtype: ClassVar[torch.dtype | None] = None
+
+    def nbytes(self, shapes: Iterable[Sequence[int]]) -> int:
+        return (2 if self.dtype else 4) * sum(map(math.prod, shapes))
+
+    def average(self, gradients: Sequence[Tensor], keys: Sequence[Hashable], memory: Memory) -> Steps:
+        _put((yield _flat(gradients, self.dtype or gradients[0].dtype)), gradients)
+
+
+class Exact(_Whole, frozen=True, kw_only=True, tag="fp32"):
     """The exact average: DistributedDataParallel's own all-reduce."""
 
-    def nbytes(self, shapes: Iterable[Sequence[int]]) -> int:
-        return 4 * sum(map(math.prod, shapes))
 
-    def average(self, gradients: Sequence[Tensor], keys: Sequence[Hashable], memory: Memory) -> Steps:
-        _put((yield _flat(gradients, gradients[0].dtype)), gradients)
-
-
-class _HalfPrecision(AllReduce, frozen=True, kw_only=True):
-    dtype: ClassVar[torch.dtype]
-
-    def nbytes(self, shapes: Iterable[Sequence[int]]) -> int:
-        return 2 * sum(map(math.prod, shapes))
-
-    def average(self, gradients: Sequence[Tensor], keys: Sequence[Hashable], memory: Memory) -> Steps:
-        _put((yield _flat(gradients, self.dtype)), gradients)
-
-
-class RoundedBF16(_HalfPrecision, frozen=True, kw_only=True, tag="bf16"):
+class RoundedBF16(_Whole, frozen=True, kw_only=True, tag="bf16"):
     """An average in bfloat16: the range of float32, and 8 bits of precision."""
 
     dtype: ClassVar[torch.dtype] = torch.bfloat16
 
 
-class RoundedFP16(_HalfPrecision, frozen=True, kw_only=True, tag="fp16"):
+class RoundedFP16(_Whole, frozen=True, kw_only=True, tag="fp16"):
     """An average in float16: 11 bits of precision, up to 65,504; larger elements become infinite."""
 
     dtype: ClassVar[torch.dtype] = torch.float16
@@ -173,11 +167,13 @@ class PowerSGD(AllReduce, frozen=True, kw_only=True, tag="powersgd"):
         ]
         matrices = [(each.to(dtype) + unsent.error).flatten(1) for each, unsent, _ in known]
         factors = [unsent.factor for _, unsent, _ in known]
-        left = [matrix @ factor for matrix, factor in zip(matrices, factors, strict=True)]
+        # DDP drops the mean of a parameter that no member has used, so without a gradient no residual is sent.
+        used = [each.any() for each, _, _ in known]
+        left = [matrix @ factor * is_used for matrix, factor, is_used in zip(matrices, factors, used, strict=True)]
         sent = torch.bfloat16 if self.dtype == "bf16" else dtype
         _put((yield _flat([*whole, *left], sent)), [*whole, *left])
         left = [torch.linalg.qr(each).Q for each in left]
-        factors = [matrix.T @ each for matrix, each in zip(matrices, left, strict=True)]
+        factors = [matrix.T @ each * is_used for matrix, each, is_used in zip(matrices, left, used, strict=True)]
         if not factors:
             return
         _put((yield _flat(factors, sent)), factors)
@@ -185,7 +181,7 @@ class PowerSGD(AllReduce, frozen=True, kw_only=True, tag="powersgd"):
             found = rows @ factor.T
             is_finite = found.isfinite().all()  # the same on all members; stays on the device, to avoid a wait
             error = torch.where(is_finite, matrix - found, unsent.error.flatten(1)).view(each.shape)
-            memory[key] = Unsent(error, torch.where(is_finite, factor, unsent.factor))
+            memory[key] = Unsent(error, torch.where(is_finite & factor.any(), factor, unsent.factor))
             each.copy_(found.view(each.shape))
 
     def _columns(self, shape: Sequence[int]) -> int:

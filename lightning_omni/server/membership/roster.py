@@ -301,8 +301,8 @@ class Roster:
         if self._first is not None and not self.joining:
             raise Refused(
                 "busy",
-                "this server is busy with a run whose ranks were all announced when it began; start a server for each"
-                " run",
+                "this server is busy with a run whose ranks were all announced when it began; wait until it is over, or"
+                " start a server for each run",
             )
         return self.numbers.register(peer, ranks, run, self.world_size)
 
@@ -339,8 +339,8 @@ class Roster:
         if hello.run != self.run and (hello.returns or (joins and (self.joining or not hello.world_size))):
             raise Refused(
                 "gone",
-                "this server knows nothing of the run: the one before it had saved nothing yet, or what it had saved is"
-                " not there; start the server with the same --state, or the run again: each of its groups",
+                "this server knows nothing of the run: it was not started with the same --state, nothing was saved yet,"
+                " or its log says why it cannot go on with what was; start the run again: each of its groups",
             )
         if joins and self._first is None and self.numbers.claimed not in ("", hello.run):
             raise Refused(
@@ -354,7 +354,9 @@ class Roster:
         comes_late = self._first is not None and not hello.world_size
         if hello.run != first.run or (hello.world_size != first.world_size and not comes_late):
             raise Refused(
-                "busy", f"this server is busy with another run of {first.world_size} ranks; start a server for each run"
+                "busy",
+                f"this server is busy with another run of {first.world_size} ranks; wait until it is over, a while"
+                " after its ranks have died, or start a server for each run",
             )
         allowed = range(first.world_size, MOST_RANKS) if comes_late else range(min(hello.world_size, MOST_RANKS))
         if hello.rank not in allowed or hello.rank in self.lost or hello.rank in self.gone:

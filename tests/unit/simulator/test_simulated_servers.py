@@ -329,7 +329,8 @@ def test_a_group_that_dies_and_comes_back_is_on_the_node_where_it_was(servers: A
         ({"servers": 0}, "servers=0"),
         ({"servers": "all"}, "servers='all'"),
         ({"servers": "per-node", "nodes": 3}, "nodes=3: 4 devices"),
-        ({"nodes": 5}, "nodes=5"),
+        ({"servers": "per-node", "nodes": 5}, "nodes=5"),
+        ({"nodes": 2}, 'nodes=2: it is for servers="per-node"'),
     ],
 )
 def test_servers_that_cannot_be_are_refused_by_name(cluster: dict[str, Any], says: str) -> None:

@@ -42,6 +42,7 @@ from lightning_omni.simulator import (
     Limits,
     Link,
     Slowdown,
+    StopSimulation,
     Workload,
     replay,
     simulate,
@@ -1018,6 +1019,25 @@ def test_an_interrupted_run_with_a_progress_bar_returns_what_it_has() -> None:
     interrupting.left = 10  # type: ignore[attr-defined]
     with pytest.raises(KeyboardInterrupt):
         run(loss=interrupting, computation=Computation(batched=False))
+
+
+def test_a_run_that_is_stopped_or_interrupted_at_its_end_is_traced_as_what_it_is() -> None:
+    def stops(done: float, text: str) -> None:
+        if done == 1:
+            raise StopSimulation
+
+    def interrupts(model: nn.Module) -> dict[str, float]:
+        raise KeyboardInterrupt
+
+    assert run(progress=stops).ended == "max_updates"
+    trace = run(progress=True, evaluate=interrupts)
+    assert (trace.ended, trace.updates) == ("interrupted", 30)
+
+
+def test_a_cluster_with_a_straggler_has_a_whole_number_of_devices_above_zero() -> None:
+    for size in (0, 2.5):
+        with pytest.raises(ConfigurationError, match=rf"size={size}: pass the number of devices, 1 or more"):
+            Cluster.with_straggler(size)  # type: ignore[arg-type]
 
 
 @pytest.mark.exhaustive  # the same as test_cli_simulate does with simulate, of which it is the picture

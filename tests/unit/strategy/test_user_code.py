@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -29,12 +30,14 @@ from lightning_omni.errors import ConfigurationError, OmniError, UnsupportedErro
 from lightning_omni.methods import LocalSGD
 from lightning_omni.methods.model.replica import Replica
 from lightning_omni.methods.model.server_optimizer import Master, check_servable, describe, hyperparameters_of, rebuild
+from lightning_omni.metrics import Staleness
 from lightning_omni.runtime import OmniOptimizer, World, WorldOptions, names_of
 from lightning_omni.runtime.balance import Balance
 from lightning_omni.runtime.executor import Exchanging, Executor, evaluating
 from lightning_omni.runtime.model.buffer_sync import buffers_of, merge
 from lightning_omni.runtime.model.external_writes import ExternalWrites
 from lightning_omni.runtime.model.reduction import Reduction
+from lightning_omni.runtime.model.replica import ModelReplica
 from lightning_omni.runtime.model.wrapping import ranks_elsewhere
 from lightning_omni.runtime.parallel_state import default_device
 from lightning_omni.runtime.process_groups import LiveWorld, device_types, register
@@ -42,6 +45,7 @@ from lightning_omni.runtime.state.transfer import StateTransfer
 from lightning_omni.strategy.launcher import Launching
 from lightning_omni.strategy.loops.driver import EpochDriver
 from lightning_omni.strategy.loops.epoch import LeasedData, split_of
+from lightning_omni.strategy.loops.listener import Listener
 from lightning_omni.strategy.loops.paced_schedulers import Pacer, arrive
 from lightning_omni.strategy.loops.run_schedulers import RunSchedulers
 from lightning_omni.strategy.optimizers import MergedSubmodule, Proxies, check_wrapped
@@ -425,6 +429,14 @@ def test_whole_numbers_in_an_optimizer_are_refused_where_weights_are_averaged(av
         else nullcontext()
     ):
         executor.check_parts()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn])
+def test_a_dtype_that_cannot_be_sent_is_refused_with_a_remedy(dtype: torch.dtype) -> None:
+    weights = {"w": Parameter(torch.zeros(2).to(dtype), requires_grad=False)}
+    replica = ModelReplica(weights, torch.optim.SGD(weights.values(), lr=0.1))
+    with pytest.raises(UnsupportedError, match=r"'w' has dtype torch\.\w+, which cannot be exchanged; leave it out of"):
+        replica.layout_with({})
 
 
 def test_an_optimizer_with_collectives_over_ranks_of_other_groups_is_refused(alone: None) -> None:
@@ -849,6 +861,15 @@ def test_training_data_that_are_iterated_in_a_hook_or_after_the_fit_are_not_for_
     assert (after, in_hook, in_loops, in_finder) == (True, True, False, False)
 
 
+@pytest.mark.parametrize("is_leader", [False, True])
+def test_every_member_computes_the_staleness_without_a_warning(is_leader: bool) -> None:
+    listener: Any = object.__new__(Listener)
+    world = SimpleNamespace(is_leader=is_leader, parts=[SimpleNamespace(staleness=Counter({3: 2}))])
+    listener.parts, listener._staleness = SimpleNamespace(world=world), Staleness()
+    listener._watch_staleness()
+    assert float(listener._staleness.compute()["count"]) == 2 * is_leader
+
+
 def test_loaders_that_are_made_again_are_divided_among_the_ranks_that_are_left() -> None:
     data = leased_data(exchanges=False)
     world: Any = data._world
@@ -1043,9 +1064,8 @@ def test_gradients_are_measured_before_on_after_backward_changes_them() -> None:
     balance.begin(World(), module, lambda: None, samples=1)
     balance.begin_batch()
     module(torch.tensor([[3.0, 4.0]])).sum().backward()
-    balance.backward_done()  # the strategy's listener
+    balance.backward_done()
     torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-    balance.backward_done()  # the strategy's backward()
     assert balance.squares.tolist() == [25.0, 25.0]
 
 

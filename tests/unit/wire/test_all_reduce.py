@@ -90,6 +90,18 @@ def test_with_other_columns_what_was_not_sent_is_sent_later_all_the_same() -> No
     torch.testing.assert_close(sent + memory[0].error, whole)
 
 
+def test_of_a_parameter_that_no_member_has_used_nothing_unsent_is_sent() -> None:
+    memories: list[Memory] = [{}, {}]
+    average(PowerSGD(rank=2), [gradients(0), gradients(1)], memories)
+    unused = [[each * (place > 0) for place, each in enumerate(gradients(seed))] for seed in (2, 3)]
+    before = [(memory[0].error, memory[0].factor) for memory in memories]
+    average(PowerSGD(rank=2), unused, memories)
+    assert not bool(unused[0][0].any())
+    for memory, (error, factor) in zip(memories, before, strict=True):
+        assert torch.equal(memory[0].error, error)
+        assert torch.equal(memory[0].factor, factor)
+
+
 def test_a_gradient_of_low_rank_comes_through_whole() -> None:
     random = torch.Generator().manual_seed(0)
     matrix = torch.randn(60, 2, generator=random) @ torch.randn(2, 50, generator=random)
