@@ -200,7 +200,7 @@ def plan(
         make_folder("--out", out)
         for each in of.files(out):
             check_file("--out", each)
-    planned = of.Plan(cluster, known, known.theory(momentum, lr), ways, has_lr)
+    planned = of.Plan(cluster, known, known.own(momentum, lr), ways, has_lr)
     show(*tables(planned, samples))
     for line in of.sentences(planned, samples):
         print_sentence(line)

@@ -267,8 +267,8 @@ def _heights(summary: SearchSummary) -> list[float]:
 
 def _letters(axes: Any, summary: SearchSummary, top: float) -> None:
     boxes: list[tuple[int, float, str]] = []
-    for letter, estimate in zip(_LETTERS, summary.systems.values(), strict=True):
-        groups, value = estimate.setting.groups, summary.ratio(estimate.setting)
+    for letter, setting in zip(_LETTERS, summary.systems.values(), strict=True):
+        groups, value = setting.groups, summary.ratio(setting)
         height, text = min(max(value, 0.05 * top), 0.94 * top), letter
         if groups not in summary.groups:
             continue  # the axis ends before
@@ -294,9 +294,8 @@ def _letters(axes: Any, summary: SearchSummary, top: float) -> None:
 
 
 def _systems(axes: Any, summary: SearchSummary) -> None:
-    names = ["the choice", *summary.systems]
-    settings = [summary.choice.setting, *(each.setting for each in summary.systems.values())]
-    values = [summary.speed_up_of(each) for each in settings]
+    systems = {"the choice": summary.choice.setting, **summary.systems}
+    names, values = list(systems), [summary.speed_up_of(each) for each in systems.values()]
     most = max(each.value for each in values)
     places = range(len(names))
     colours = [CHOSEN, YOURS, *[GREY] * (len(names) - 2)]
@@ -314,7 +313,7 @@ def _systems(axes: Any, summary: SearchSummary) -> None:
 
 
 def _of_systems(summary: SearchSummary) -> str:
-    others = {name: summary.ratio(each.setting) for name, each in list(summary.systems.items())[1:]}
+    others = {name: summary.ratio(each) for name, each in list(summary.systems.items())[1:]}
     best = max(others, key=lambda name: others[name])
     return f"Other systems: at most {times(others[best])}, with {best.partition(' (')[0]}"
 

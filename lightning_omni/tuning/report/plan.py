@@ -16,7 +16,7 @@ import msgspec
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.palette import CHOSEN, EXPECTED, can_draw, new_figure, plot_interval, png_of
 from lightning_omni.tuning.model.convergence import Estimate
-from lightning_omni.tuning.model.forecast import Scaling, Setting, Theory
+from lightning_omni.tuning.model.forecast import Scaling, Setting
 from lightning_omni.tuning.model.profile import BOTTLENECKS, Prediction, Profile
 from lightning_omni.tuning.report.summary import ReportOrigin, duration
 from lightning_omni.tuning.report.tuning import TextTable, templates
@@ -64,21 +64,14 @@ class PlanSource:
     def rebalance(self) -> bool:
         return self.search is None or self.search.spec.space.rebalance
 
-    def theory(self, momentum: float | None, lr: float | None) -> Theory:
-        """Return the file's theory of settings, with another momentum or learning rate for one group if given."""
-        theory: Theory = Theory(Setting(1, _USUAL_MOMENTUM, 1.0), Scaling())
-        if self.search is not None:
-            theory = self.search.theory
-        if momentum is not None or lr is not None:
-            alone = theory.setting(1)
-            base = replace(
-                alone,
-                momentum=alone.momentum if momentum is None else momentum,
-                lr=alone.lr if lr is None else lr,
-                period=1,
-            )
-            theory = replace(theory, start=base)
-        return theory
+    def own(self, momentum: float | None, lr: float | None) -> Setting:
+        """Return the file's setting of one group, with another momentum or learning rate if given."""
+        known = self.search.spec.start if self.search is not None else Setting(1, _USUAL_MOMENTUM, 1.0)
+        return Setting(1, known.momentum if momentum is None else momentum, known.lr if lr is None else lr)
+
+    @property
+    def scaling(self) -> Scaling:
+        return self.search.spec.scaling if self.search is not None else Scaling()
 
 
 @dataclass(frozen=True)
@@ -132,7 +125,7 @@ class Plan:
 
     cluster: PlannedCluster
     known: PlanSource
-    theory: Theory
+    own: Setting
     ways: Space
     has_lr: bool
 
@@ -149,8 +142,8 @@ class Plan:
     def _row(self, groups: int) -> PlanRow:
         evidence = self._evidence
         best = best_by_forecast(evidence, groups)
-        theory = evidence.forecast().theory
-        is_extrapolated = not evidence.theory.covers(best)
+        theory = evidence.theory
+        is_extrapolated = not theory.covers(best)
         return PlanRow(best, evidence.prediction(best), (theory(best), theory.error(best)), is_extrapolated)
 
     @cached_property
@@ -158,8 +151,7 @@ class Plan:
         profile, ways = self.cluster.profile, self.ways
         space = replace(ways, groups=tuple(group_counts(profile.ranks)), rebalance=self.known.rebalance)
         batch = max(1, round(profile.ranks * profile.batch_size))
-        start = replace(self.theory.setting(1), period=1)
-        return PlannedEvidence(SearchSpec(start, batch, batch, space, self.theory.scaling), profile)
+        return PlannedEvidence(SearchSpec(self.own, batch, batch, space, self.known.scaling), profile)
 
     @cached_property
     def best(self) -> PlanRow:

@@ -145,8 +145,7 @@ class Section:
     def systems(self) -> TextTable:
         summary = self.summary
         heads = ["system", "setting", "speed-up", "80 % interval"]
-        settings = {"the choice": summary.choice.setting}
-        settings |= {name: each.setting for name, each in summary.systems.items()}
+        settings = {"the choice": summary.choice.setting, **summary.systems}
         gains = {name: summary.speed_up_of(each) for name, each in settings.items()}
         rows = [
             [name, str(settings[name]), times(gain.value), f"{times(gain.low)} to {times(gain.high)}"]
