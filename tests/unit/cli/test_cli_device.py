@@ -160,7 +160,7 @@ def test_what_cannot_be_written_is_refused_before_the_model_is_even_made(
 
 
 def report(setting: DeviceSetting) -> DeviceReport:
-    return DeviceReport((), setting, setting, 1.0, 2.0, 2.0, 32)
+    return DeviceReport((), setting, 1.0, 2.0, 2.0, 32)
 
 
 def test_the_lines_to_paste_say_what_was_found() -> None:
