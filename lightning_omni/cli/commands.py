@@ -192,15 +192,15 @@ def plan(
     per_node = servers == "per-node"
     count = nodes or ranks or known.profile.ranks if per_node else servers
     changes = {"ranks": ranks, "bandwidth": rate, "latency": delay, "servers": count, "batch_size": batch_size}
-    given = {name: value for name, value in changes.items() if value is not None}
-    cluster = of.PlannedCluster(known.profile, {**given, "per_node": True} if per_node else given)
+    given: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
+    given |= {"per_node": True} if per_node else {}
     has_lr = known.search is not None or lr is not None
     ways = exchanges_of(known, method, compression, period, all_reduce)
     if out is not None:
         make_folder("--out", out)
         for each in of.files(out):
             check_file("--out", each)
-    planned = of.Plan(cluster, known, known.own(momentum, lr), ways, has_lr)
+    planned = of.Plan(known, given, known.own(momentum, lr), ways, has_lr)
     show(*tables(planned, samples))
     for line in of.sentences(planned, samples):
         print_sentence(line)

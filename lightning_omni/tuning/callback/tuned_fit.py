@@ -28,7 +28,7 @@ from lightning_omni.tuning.callback.online_tuner import OnlineTuner
 from lightning_omni.tuning.callback.plateau import PlateauGuard
 from lightning_omni.tuning.callback.settings import AppliedSetting, FitSpace
 from lightning_omni.tuning.callback.speed import ForecastCheck, SpeedRecord, samples_in
-from lightning_omni.tuning.callback.tuned_run import Command, TunedRun, TunerOptions, TunerReports
+from lightning_omni.tuning.callback.tuned_run import TunedRun, TunerOptions, TunerReports
 from lightning_omni.tuning.model.forecast import Scaling, Setting, explicit_for
 from lightning_omni.tuning.search import Space
 from lightning_omni.tuning.search import constants as c
@@ -348,8 +348,7 @@ class TunedFit(Fit):
         ``reason`` returns why to choose again, or "". Without ``may_change``, only a rollback is possible.
         """
         if self.applied.has_diverged:
-            self.applied.roll_back()
-            self.reports.chosen(Command(self.run.setting, why="the run has diverged with what was chosen"))
+            self.reports.chosen(self.applied.roll_back())
             self.speeds.changed(in_mid_epoch=not ends_epoch)
             return
         self.plateau.synchronized(ends_epoch)
@@ -474,14 +473,11 @@ class JoinedFit(Fit):
         hyperparameters.make_default()  # a group that joins later has the momentum that the others have by now
 
     def _tunable_hyperparameters(self) -> Hyperparameters:
-        run = self.run
-        method, optimizers = run.world.method, len(run.trainer.optimizers)
+        run, method = self.run, self.run.world.method
         if not run.options.budget:
             raise ConfigurationError("budget=0")
         if method.updates_per_batch(2) == 1:
             raise ConfigurationError(f"with {method} they do not depend on the number of groups")
-        if optimizers != 1:
-            raise ConfigurationError(f"it needs one optimizer, and there are {optimizers}")
         hyperparameters = Hyperparameters.of(run.trainer)
         hyperparameters.check_schedules()
         return hyperparameters

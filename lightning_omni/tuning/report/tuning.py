@@ -177,31 +177,6 @@ class Section:
         return TextTable(["rank", "samples/s"], rows, bars={1: [speed / max(speeds) for speed in speeds]})
 
 
-def page(
-    target: float | None,
-    monitor: str,
-    statement: str,
-    run: RunTimes | None,
-    sections: Sequence[Section],
-    written: ReportOrigin | None = None,
-) -> str:
-    overview = [each.overview for each in sections]
-    heads = ["epoch", "training before", "choice", "spent"]
-    return (
-        templates()
-        .get_template("tuning.html")
-        .render(
-            until="" if target is None else f" until {monitor} is {number(target)}",
-            statement=statement,
-            is_outside=sections[-1].summary.is_outside,
-            written=written.sentence if written is not None else "",
-            run=None if run is None else _run(run, target is not None),
-            searches=TextTable(heads, overview, len(overview) - 1) if len(overview) > 1 else None,
-            sections=list(reversed(sections)),  # the latest search is at the top
-        )
-    )
-
-
 @cache
 def templates() -> Environment:
     return Environment(
@@ -361,7 +336,21 @@ class TuningReport(Serializable):
             Section(place, *parts)
             for place, parts in enumerate(zip(self.rounds, self.summaries, pictures, strict=True))
         ]
-        return page(self.target, self.monitor, self.statement, self.times, sections, self.written)
+        overview, target = [each.overview for each in sections], self.target
+        heads = ["epoch", "training before", "choice", "spent"]
+        return (
+            templates()
+            .get_template("tuning.html")
+            .render(
+                until="" if target is None else f" until {self.monitor} is {number(target)}",
+                statement=self.statement,
+                is_outside=sections[-1].summary.is_outside,
+                written=self.written.sentence if self.written is not None else "",
+                run=None if self.times is None else _run(self.times, target is not None),
+                searches=TextTable(heads, overview, len(overview) - 1) if len(overview) > 1 else None,
+                sections=list(reversed(sections)),  # the latest search is at the top
+            )
+        )
 
     def _repr_html_(self) -> str:
         text = html.escape(self.html())
