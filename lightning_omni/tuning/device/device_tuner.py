@@ -220,33 +220,6 @@ class DeviceTunerHooks(_CallbackBase):
             (folder / "device.json").write_text(json.dumps(report.to_dict(), indent=1))
 
 
-class DeviceProbeHooks(DeviceTunerHooks):
-    """A `DeviceTuner` that ends the fit before its first batch, for the command line."""
-
-    trainer_class: Callable[..., Any]
-
-    @classmethod
-    def measure(
-        cls, module: LightningModule, data: Mapping[str, Any], batches: Sequence[Any] | None, **options: Any
-    ) -> DeviceReport:
-        """Measure in a Trainer of its own; ``data`` is as for ``Trainer.fit``."""
-        probe = cls(batches=batches)
-        probe._options = options
-        quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-        trainer = cls.trainer_class(
-            devices=1, max_epochs=1, num_sanity_val_steps=0, callbacks=[probe], **dict.fromkeys(quiet, False)
-        )
-        trainer.fit(module, **data)
-        if probe.report is None:
-            raise ConfigurationError(probe.problem or "the fit ended before its first batch; does the model have data?")
-        return probe.report
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._measure(trainer, pl_module)
-        trainer.should_stop = True
-
-
 def _skipped_steps(trainer: Trainer) -> dict[str, str]:
     skipped = {}
     precision = trainer.precision_plugin.precision

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -396,6 +398,33 @@ def test_curves_agree_within_the_tolerance_and_rounding() -> None:
     agrees, words = agreement(curve, curve, [2.0, 1.0, 2.0])
     assert not agrees
     assert "cannot be judged" in words
+
+
+# --- What is told -----------------------------------------------------------------------------------------------------
+
+
+def compared(low: float, high: float) -> Finding:
+    return Finding("step", "tried", "rejected", gain=(low + high) / 2, spread=(low, high))
+
+
+def test_nothing_is_said_to_be_no_faster_that_the_budget_had_no_time_for() -> None:
+    skipped = Finding("memory format", "channels_last", "skipped", "the budget of 5 s is used up")
+    for findings, said in (
+        ((skipped,), "nothing was compared with them"),
+        ((skipped, compared(0.8, 0.9)), "nothing faster was found"),
+    ):
+        stays = DeviceReport(findings, DeviceSetting(), 1.0, 1.0, None, 32)
+        assert stays.summary == f"1 samples/s with the defaults; {said}"
+
+
+def test_the_table_fits_a_terminal_of_80_columns() -> None:
+    file = io.StringIO()
+    setting = DeviceSetting(channels_last=True)
+    made = DeviceReport((compared(0.8, 1.3),) * 2, setting, 1.0, 2.0, 2.0, 32, spread=(0.7, 2.1))
+    Console(width=80, file=file).print(made.table())
+    assert "0.80–1.30" in file.getvalue()
+    assert max(map(len, file.getvalue().splitlines())) <= 80
+    assert "2.00 times, 0.70 to 2.10" in made.summary
 
 
 # --- The parts --------------------------------------------------------------------------------------------------------
