@@ -179,9 +179,6 @@ class Exchanges:
     def passed_on(self, nbytes: int, members: int) -> float:
         return self._cluster.group_link.broadcast_seconds(nbytes, members)
 
-    def begin_again(self) -> None:
-        self._servers = [_Server(self._engine, self._card) for _ in self._shares]
-
     def _away_from(self, group: int) -> list[int]:
         return [place for place in range(len(self._shares)) if not self._is_at_home(group, place)]
 
