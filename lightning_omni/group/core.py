@@ -117,8 +117,7 @@ Action = NextGradient | ServerRequest | Receive | Publish | SendPeer | ReadPeer 
 """An action for the driver: compute a gradient, send a request to the server, or communicate with other groups."""
 
 
-@dataclass
-class LastAnswer:
+class LastAnswer(msgspec.Struct, array_like=True):
     """The state of the run in the server's last answer, as in `lightning_omni.wire.messages.Weights`.
 
     Attributes:
@@ -137,16 +136,7 @@ class LastAnswer:
 
     @classmethod
     def of(cls, message: m.Weights) -> LastAnswer:
-        return cls(
-            message.staleness,
-            message.applied,
-            message.progress,
-            message.stop,
-            message.repeated,
-            message.refused_in_row,
-            message.validations,
-            message.groups,
-        )
+        return msgspec.convert(message, cls, from_attributes=True)
 
 
 @dataclass

@@ -26,7 +26,6 @@ from lightning_omni.wire.formats.base import RAW, Memory, check_size, zeros_on
 from lightning_omni.wire.layout import Layout
 from lightning_omni.wire.messages import SnapshotId
 from lightning_omni.wire.messages.collectives import UPLOADED_ELSEWHERE
-from lightning_omni.wire.messages.data import STOPS
 from lightning_omni.wire.partition import Partition
 
 # --- State of the run that the servers hold ---------------------------------------------------------------------------
@@ -145,8 +144,6 @@ class ServerStore:
 
 _log = logging.getLogger(__name__)
 
-_NUMBERS = 96
-"""Offset of the note in the prefix of an answer's tensors, in bytes; whole numbers precede it."""
 _Answer = TypeVar("_Answer", bound=m.Message)
 
 
@@ -452,16 +449,10 @@ class ServerExchange:
 
 
 def _prefix_of(answer: m.Weights) -> Tensor:
-    prefix = torch.zeros(PREFIX, dtype=torch.uint8)
-    applied, stop, repeated = int(answer.applied), STOPS.index(answer.stop), int(answer.repeated)
-    numbers = [answer.clock, answer.staleness, applied, answer.progress, stop, repeated, answer.refused_in_row]
-    numbers += [answer.validations, answer.groups]
-    prefix[: 8 * len(numbers)].view(torch.int64).copy_(torch.tensor(numbers))
-    prefix[_NUMBERS:].view(torch.float64)[0] = answer.note
-    return prefix
+    packed = msgspec.msgpack.encode((answer.clock, LastAnswer.of(answer), answer.note))
+    return torch.frombuffer(bytearray([len(packed), *packed]).ljust(PREFIX), dtype=torch.uint8)
 
 
 def _read(prefix: Tensor) -> tuple[int, LastAnswer, float]:
-    numbers, notes = prefix[:_NUMBERS].view(torch.int64), prefix[_NUMBERS:].view(torch.float64)
-    clock, staleness, applied, progress, stop, repeated, *counts = numbers[:9].tolist()
-    return clock, LastAnswer(staleness, bool(applied), progress, STOPS[stop], bool(repeated), *counts), float(notes[0])
+    packed = bytes(prefix.tolist())
+    return msgspec.msgpack.decode(packed[1 : 1 + packed[0]], type=tuple[int, LastAnswer, float])
