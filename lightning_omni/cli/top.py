@@ -265,19 +265,21 @@ _KEY = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1bO.|.", re.DOTALL)
 
 @dataclass(frozen=True)
 class View:
-    """The state of the display; ``asked`` is the group to evict if the next key confirms it."""
+    """The state of the display; ``asked`` is the group of ``run`` to evict if the next key confirms it."""
 
     chosen: int = 0
     asked: GroupStatus | None = None
+    run: str = ""
     bars: bool = False
     note: str = ""
     is_over: bool = False
 
 
 def press(view: View, key: str, overview: Overview | None, actions: _Connected) -> View:
-    groups = overview.groups if overview is not None else ()
+    run, groups = (overview.run, overview.groups) if overview is not None else ("", ())
     if view.asked is not None:
-        note = actions.evict(view.asked, view.bars) if key == YES else f"group {view.asked.name} stays"
+        is_confirmed = key == YES and run == view.run  # another run's groups have the same numbers
+        note = actions.evict(view.asked, view.bars) if is_confirmed else f"group {view.asked.name} stays"
         return replace(view, asked=None, note=note)
     if key == QUIT:
         return replace(view, is_over=True)
@@ -285,7 +287,7 @@ def press(view: View, key: str, overview: Overview | None, actions: _Connected) 
         step = 1 if key == DOWN else -1
         return replace(view, chosen=min(max(view.chosen + step, 0), len(groups) - 1), note="")
     if key in (EVICT, BAR) and groups:
-        return _ask(view, groups[min(view.chosen, len(groups) - 1)], bars=key == BAR)
+        return _ask(replace(view, run=run), groups[min(view.chosen, len(groups) - 1)], bars=key == BAR)
     if key == SAVE and groups:
         return replace(view, note=actions.save())
     return view

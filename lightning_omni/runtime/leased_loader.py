@@ -223,10 +223,14 @@ class _LeasedLoader:
         """Copy or pickle the loader that this one was made of: leases belong to one run."""
         return _itself, (self.unleased,)
 
+    @property
+    def for_user(self) -> DataLoader[Any]:
+        self.unleased.worker_init_fn = self.worker_init_fn  # type: ignore[attr-defined]  # set after it was leased
+        return self.unleased
+
     def __iter__(self) -> Iterator[Any]:
         if self.is_for_user():
-            self.unleased.worker_init_fn = self.worker_init_fn  # type: ignore[attr-defined]  # set after it was leased
-            return iter(self.unleased)
+            return iter(self.for_user)
         # With one group, as eager as the loader itself, so that random numbers are drawn as under DDP; with several
         # groups no samples may be drawn before the epoch is open.
         iterator = super().__iter__() if self.leases.is_local else None  # type: ignore[misc]

@@ -32,15 +32,15 @@ class Server:
             server, a process beside rank 0.
         count: number of embedded servers, each with a partition of the parameters: a number, all on rank 0's node; or
             ``"per-node"``, one on each node. See :doc:`/how-to/servers`.
-        host: address that the embedded server binds. None uses no port at all on one node (sockets in a directory that
+        host: address that the embedded server binds. None uses no port on one node (sockets in a directory that
             only this user may enter), and MASTER_ADDR on several.
         encryption: ``"curve"``, or ``"off"`` on a network whose every user you trust. A running server must use the
             same.
         save: seconds between two saves of the embedded server's state, from the last of which rank 0 restarts a server
             that died: see :doc:`/explanation/resilience`. With None, several servers, a record or a merged head,
             nothing is saved, and the run ends if a server dies.
-        record: file in which the embedded server records all that changes the weights, for
-            `lightning_omni.simulator.replay`.
+        record: the embedded server's file of all that changes the weights, for `lightning_omni.simulator.replay`; each
+            fit overwrites it.
         max_nonfinite_pushes: pushes in a row with NaN or infinite elements after which a group fails.
         threads: threads for the embedded server's arithmetic.
         transport: the connection between ranks and server; None is ZeroMQ.
@@ -99,7 +99,7 @@ class Server:
         if self.record is not None:
             raise ConfigurationError(
                 f"Server(record={self.record!r}): the server at {address} runs already; start it with"
-                " lightning-omni serve --record FILE"
+                " lightning-omni serve --once --record FILE"
             )
         if self.count != 1:
             raise ConfigurationError(

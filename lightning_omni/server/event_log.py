@@ -84,7 +84,7 @@ Recorder = Callable[[Event], None]
 
 
 class RecordFile:
-    """A record on disk, one event per line of JSON, which overwrites an existing file.
+    """A record on disk, one event per line of JSON; the first overwrites an existing file.
 
     If a write fails, a warning is logged, and the record ends after its last whole line.
 
@@ -96,7 +96,7 @@ class RecordFile:
         self._path = str(path)
         self._file: io.FileIO | None
         try:
-            self._file = Path(path).open("wb", buffering=0)  # noqa: SIM115  # open for as long as the server runs
+            self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115  # open for as long as the server runs
         except OSError as error:
             raise ConfigurationError(
                 f"record={str(path)!r}: {error.strerror}; pass a file that can be written"
@@ -109,6 +109,8 @@ class RecordFile:
             return
         line = msgspec.json.encode(event) + b"\n"
         try:
+            if not self._written:
+                Path(self._path).write_bytes(b"")  # of an earlier run, which one without events leaves
             if self._file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._written += len(line)

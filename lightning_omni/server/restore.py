@@ -125,15 +125,10 @@ class Restore:
                 self._training.redo(entry)
             case NumberedEntry():
                 numbers.given = max(numbers.given, entry.numbered)
-            case FormedEntry():
+            case FormedEntry() | SeededEntry():
                 raise ConfigurationError(
-                    "other groups were formed after the state was saved, and before it was saved again; this run"
-                    " cannot go on: resume it from a checkpoint"
-                )
-            case SeededEntry():
-                raise ConfigurationError(
-                    "weights were handed over after the state was saved, as when several groups are formed of one, and"
-                    " before it was saved again; this run cannot go on: resume it from a checkpoint"
+                    "other groups were formed, or weights were handed over after the state was saved, and before it was"
+                    " saved again; this run cannot go on: resume it from a checkpoint"
                 )
             case RestartedEntry():
                 epochs.go_back()

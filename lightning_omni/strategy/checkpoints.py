@@ -524,12 +524,13 @@ class CheckpointHooks:
     def load(self, path: Any, read: Callable[[], dict[str, Any]], **options: Any) -> dict[str, Any]:
         """Read a checkpoint: a file by ``read``, or a folder, with ``options`` of ``torch.load`` for its metadata."""
         parts = self._parts
-        self.contents.folder = None
+        before, self.contents.folder = self.contents.folder, None
         load = partial(self.contents.open_folder, Path(path), parts.pl_module, **options) if is_folder(path) else read
         checkpoint = load()
-        if parts.current_world is None:  # there is no run in this process, for example after one in other processes
-            return checkpoint
-        self.contents.read(checkpoint)
-        if is_fitting(parts.trainer):  # a checkpoint that is only evaluated does not affect later fits
+        # Without a world there is no run in this process (after one in others), and the module may have no Trainer.
+        if parts.current_world is None or path != parts.trainer.ckpt_path:  # the user's code loads it
+            self.contents.folder = before
+        elif is_fitting(parts.trainer) and not parts.world.is_begun:  # neither an evaluation nor a finder resumes
+            self.contents.read(checkpoint)
             parts.epochs.resume(self.contents.resumed)
         return checkpoint

@@ -5,6 +5,7 @@ With one group, `OneGroup` leaves Lightning's hooks as they are under DDPStrateg
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -32,11 +34,10 @@ from lightning_omni.strategy.lightning_internals.callbacks import (
     call_rank_zero_hooks,
     callbacks_of,
     show_progress_bar,
-    without_rank_zero_only,
+    use_own_folders,
 )
 from lightning_omni.strategy.lightning_internals.loops import is_fitting, validates_by_time, will_step
 from lightning_omni.strategy.lightning_internals.strategies import has_model_averaging, set_ddp_options, set_rank
-from lightning_omni.strategy.optimizers import check_wrapped
 from lightning_omni.strategy.shared_parts import SharedParts
 from lightning_omni.topology import Topology
 from lightning_omni.wire.compression import Compression
@@ -52,13 +53,13 @@ class Grouping:
 
     Attributes:
         has_had_groups: whether this rank has trained in one of several groups, in any fit.
+        took_over: whether it has become the recorder in this fit.
     """
 
     def __init__(self, parts: SharedParts, ddp_options: dict[str, Any], wrap: Callable[[], None]) -> None:
         self._parts, self.ddp_options, self._wrap_in_ddp = parts, ddp_options, wrap
         self._one, self._several = OneGroup(parts, self), SeveralGroups(parts, self)
-        self._is_told_to_record = self._took_over = False
-        self.has_had_groups = False
+        self.has_had_groups = self.took_over = False
 
     @property
     def hooks(self) -> OneGroup:
@@ -164,18 +165,16 @@ class Grouping:
 
     def follow_recorder(self) -> None:
         parts, world = self._parts, self._parts.world
-        if world.registration is not None and world.follow_recorder() and not self._is_told_to_record:
-            self._is_told_to_record = self._took_over = True
+        if world.registration is not None and world.follow_recorder() and rank_zero_only.rank:  # type: ignore[attr-defined]
+            self.took_over = True
+            use_own_folders(parts.trainer)
             set_rank(0)
             parts.namespace.info("OmniStrategy: the group that logged and saved is gone; this group does so now")
             call_rank_zero_hooks(parts.trainer)
             show_progress_bar(parts.trainer, parts.epochs.is_open)
 
-    def joined(self, is_recorder: bool) -> None:
-        self._is_told_to_record, self._took_over = is_recorder, False
-
     def explain_take_over(self, exception: BaseException) -> None:
-        if self._took_over and isinstance(exception, Exception) and not isinstance(exception, OmniError):
+        if self.took_over and isinstance(exception, Exception) and not isinstance(exception, OmniError):
             _log.error(
                 "OmniStrategy: this rank logs and saves since the group is gone that did: what a callback prepares only"
                 " where trainer.is_global_zero is true, it does not have;"
@@ -234,8 +233,9 @@ class Grouping:
         text = f"OmniStrategy: {self.hooks.sentence}{'' if is_chosen else self.hooks.advice}"
         if world.registration is not None and world.is_leader and not parts.strategy.is_global_zero:
             # The terminal of this group shows nothing else: no progress, and no message of `rank_zero_info`.
-            info = without_rank_zero_only(parts.namespace.info)
-            info(f"{text} | joined the run as group {world.group}; another group logs and saves")
+            inspect.unwrap(parts.namespace.info)(
+                f"{text} | joined the run as group {world.group}; another group logs and saves"
+            )
         else:
             parts.namespace.info(text)
 
@@ -334,18 +334,11 @@ class OneGroup:
         if self._parts.world.size > 1 and self._parts.world.wrapper.sharded is None:
             self._parts.trainable.warn_of_late(self._parts.strategy.optimizers)
 
-    def begin_epoch(self) -> None:
-        """Begin an epoch after all hooks of its start."""
-
     def begin_batch(self) -> None:
         """Begin a batch before all callbacks."""
 
     def check_gradients(self) -> None:
         """Check the gradients of a step, after its backward pass."""
-
-    def reduce_boolean_decision(self, decision: bool, every: bool) -> bool | None:
-        """Return the decision of all (or any) ranks of the default process group; None leaves it to Lightning."""
-        return None
 
     @property
     def sentence(self) -> str:
@@ -415,20 +408,10 @@ class SeveralGroups(OneGroup):
             self._grouping.wrap()
 
     @override
-    def begin_epoch(self) -> None:
-        check_wrapped(self._parts.trainer, self._parts.world.torch_members)
-
-    @override
     def begin_batch(self) -> None:
         merged = self._parts.merged
         merged.check(self._parts.trainer)  # again, since accumulation may have a schedule
         merged.step_done()  # ends any use of it by callbacks since the last step
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, every: bool) -> bool | None:
-        votes = torch.tensor(int(decision), device=self._parts.world.device)
-        dist.all_reduce(votes)
-        return bool(votes == dist.get_world_size()) if every else bool(votes)
 
     @property
     @override

@@ -31,7 +31,7 @@ from lightning_omni.strategy.arguments import (
 )
 from lightning_omni.strategy.checkpoints import SAVING
 from lightning_omni.strategy.lightning_internals.loops import is_fitting, loops_iterate, seed_workers
-from lightning_omni.strategy.lightning_internals.metrics import make_validation_loaders
+from lightning_omni.strategy.lightning_internals.metrics import validation_loaders
 from lightning_omni.strategy.lightning_internals.strategies import (
     FIRST_BARRIER,
     collective_timeout,
@@ -287,9 +287,8 @@ class OmniStrategyHooks(_Base):
             if world.registration is not None:
                 world.connection.on_stuck = parts.failures.start_again
                 parts.rejoining.enlisted(world.registration.run)
-                set_rank(world.rank)
-                parts.grouping.joined(world.is_recorder)
-        elif self.world.registration is not None:  # an evaluation after the fit; Lightning has set the group's own rank
+                parts.grouping.took_over = False
+        if self.world.registration is not None:  # Lightning has set the rank in the group
             set_rank(0 if self.world.is_recorder else self.world.rank)
         if options.is_sharded:
             set_device_mesh(parts.pl_module, self.world.mesh)
@@ -384,12 +383,12 @@ class OmniStrategyHooks(_Base):
     def on_train_start(self) -> None:
         """Begin training, after all callbacks; several groups form and join the server."""
         super().on_train_start()
-        world, parts = self.world, self.parts
+        world, parts, trainer = self.world, self.parts, self.parts.trainer
         if parts.nested.is_running:
             return
         self._install_signals()
-        if world.registration is not None:
-            make_validation_loaders(parts.trainer)
+        if world.registration is not None and trainer.enable_validation and trainer.val_dataloaders is None:
+            validation_loaders(trainer)  # made here, as all groups do
         parts.reporting.begin()
         world.states.resume(parts.checkpoints.contents.resumed)
         parts.grouping.follow_external_writes()
@@ -540,13 +539,15 @@ class OmniStrategyHooks(_Base):
 
         A rank that has failed returns its own decision.
         """
-        parts, agreed = self.parts, None
+        parts = self.parts
         if parts.failures.at is not None:
             return decision
-        if parts.current_world is not None:
-            with parts.waiting():
-                agreed = parts.grouping.hooks.reduce_boolean_decision(decision, every=all)
-        return super().reduce_boolean_decision(decision, all=all) if agreed is None else agreed  # by `reduce`
+        if parts.current_world is None:
+            return super().reduce_boolean_decision(decision, all=all)
+        votes = torch.tensor(int(decision), device=self.root_device)
+        with parts.waiting():
+            dist.all_reduce(votes)
+        return bool(votes == dist.get_world_size()) if all else bool(votes)  # Lightning counts lost ranks, too
 
     # --- Checkpoints -------------------------------------------------------------------------------------------------
 

@@ -183,13 +183,42 @@ def half_an_epoch() -> str:
     return f"{FOLDER}/half.ckpt"
 
 
+class Teacher(pl.Callback):
+    """Loads another checkpoint, from which nothing resumes."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        assert trainer.strategy.load_checkpoint(FOLDER / "groups.ckpt")["state_dict"]
+
+
 def from_half(path: str, batch_size: int) -> list[int]:
     """Goes on from there with batches of another size, half as many of which an epoch has, as of twice the ranks."""
     pl.seed_everything(1, verbose=False)
     noted = Samples()
-    run = trainer(omni.OmniStrategy(groups=2), 2, callbacks=[noted], val_check_interval=0.5)
+    run = trainer(omni.OmniStrategy(groups=2), 2, callbacks=[noted, Teacher()], val_check_interval=0.5)
     run.fit(Net(norm=False), *loaders(batch_size=batch_size), ckpt_path=path)
     return noted.seen.get(0, [])
+
+
+class Pretrained(Net):
+    """Begins with the weights of a checkpoint, and predicts the samples' numbers."""
+
+    def setup(self, stage: str) -> None:
+        if stage == "fit":
+            self.load_state_dict(self.trainer.strategy.load_checkpoint(FOLDER / "half.ckpt")["state_dict"])
+
+    def predict_step(self, batch: Any, batch_idx: int) -> list[int]:
+        return batch[2].tolist()
+
+
+def with_the_weights_of_half() -> dict[str, list[int]]:
+    """Trains an epoch, and predicts with what the Trainer has trained on."""
+    pl.seed_everything(1, verbose=False)
+    noted = Samples()
+    run = trainer(omni.OmniStrategy(groups=2), 2, callbacks=[noted])
+    module = Pretrained(norm=False)
+    run.fit(module, *loaders())
+    predicted = run.predict(module, run.train_dataloader)
+    return {"seen": noted.seen[0], "predicted": [sample for batch in predicted or () for sample in batch]}
 
 
 def cut_by_max_steps(strategy: Any, resume: bool = False) -> dict[str, Any]:
@@ -248,6 +277,7 @@ def main() -> None:
     }
     half = half_an_epoch()
     results |= {f"half, {size}": from_half(half, size) for size in (8, 16)}
+    results["pretrained"] = with_the_weights_of_half()
     results["cut"] = cut_by_max_steps(omni.OmniStrategy(groups=2))
     results["cut, resumed"] = cut_by_max_steps(omni.OmniStrategy(groups=2), resume=True)
     report(RANK, results)

@@ -14,8 +14,9 @@ STEPS = 30
 
 
 class Net(pl.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, onecycle: bool) -> None:
         super().__init__()
+        self.onecycle = onecycle
         self.net = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 3))
         self.lr = 0.05
 
@@ -26,7 +27,12 @@ class Net(pl.LightningModule):
         self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.5)
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.5)
+        if not self.onecycle:
+            return optimizer
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.lr, steps, cycle_momentum=False)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
 class Data(pl.LightningDataModule):
@@ -76,7 +82,7 @@ def fit(options: dict[str, Any]) -> dict[str, Any]:
     pl.seed_everything(3, verbose=False)
     groups = options["groups"]
     strategy = omni.OmniStrategy(groups=groups, method=options.get("method", "async_sgd")) if groups else "ddp"
-    module = Net()
+    module = Net(options.get("onecycle", False))
     finder = Finder(options["epochs"]) if "epochs" in options else None
     callbacks: list[Any] = [finder] if finder else [Early()] if options.get("early") else []
     reload = {"reload_dataloaders_every_n_epochs": 1} if options.get("reload") else {}

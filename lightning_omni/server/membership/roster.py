@@ -311,8 +311,8 @@ class Roster:
         if self._first is not None and not self.joining:
             raise Refused(
                 "busy",
-                "this server is busy with a run whose ranks were all announced when it began; start a server for each"
-                " run",
+                "this server is busy with a run whose ranks were all announced when it began; wait until it is over, or"
+                " start a server for each run",
             )
         return self.numbers.register(peer, ranks, run, self.world_size)
 
@@ -360,7 +360,9 @@ class Roster:
         comes_late = self._first is not None and not hello.world_size
         if hello.run != first.run or (hello.world_size != first.world_size and not comes_late):
             raise Refused(
-                "busy", f"this server is busy with another run of {first.world_size} ranks; start a server for each run"
+                "busy",
+                f"this server is busy with another run of {first.world_size} ranks; wait until it is over, a while"
+                " after its ranks have died, or start a server for each run",
             )
         allowed = range(first.world_size, MOST_RANKS) if comes_late else range(min(hello.world_size, MOST_RANKS))
         if hello.rank not in allowed or hello.rank in self.lost or hello.rank in self.gone:
@@ -384,8 +386,8 @@ class Roster:
             return "the server before this one was gone before it had saved anything; the run is begun again"
         if is_unknown:
             return (
-                "this server knows nothing of the run: what the one before it had saved is not there; start it with the"
-                " same --state"
+                "this server knows nothing of the run: either it was not started with the same --state, or its log says"
+                " why it cannot go on with what was saved"
             )
         return ""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
 import sys
@@ -69,11 +68,6 @@ def _classes_of_callbacks(trainer: Trainer) -> Iterator[tuple[Callback, set[str]
     return ((each, {kind.__name__ for kind in type(each).__mro__}) for each in callbacks_of(trainer))
 
 
-def without_rank_zero_only(function: Callable[[str], None]) -> Callable[[str], None]:
-    plain: Callable[[str], None] = inspect.unwrap(function)
-    return plain
-
-
 _BEFORE_TRAINING = ("setup", "on_fit_start", "on_train_start", "on_train_epoch_start")
 
 
@@ -86,6 +80,7 @@ def call_rank_zero_hooks(trainer: Trainer) -> None:
     Later hooks may need their results, as in ThroughputMonitor.
     """
     module = trainer.lightning_module
+    before, trainer.training = trainer.state.stage, True  # a validation may be about to begin
     for name in _BEFORE_TRAINING:
         stage = {"stage": "fit"} if name == "setup" else {}
         with _inside_hook(module, name):
@@ -93,6 +88,7 @@ def call_rank_zero_hooks(trainer: Trainer) -> None:
                 hook: Any = getattr(each, name, None)
                 if _is_for_rank_zero(hook):
                     hook(**stage) if each is module else hook(trainer, module, **stage)
+    trainer.state.stage = before
 
 
 def show_progress_bar(trainer: Trainer, is_in_epoch: bool) -> None:
@@ -294,9 +290,17 @@ def set_output_folders(trainer: Trainer, theirs: Mapping[str, Any]) -> None:
         for name, value in theirs["checkpoints"].get(callback.state_key, {}).items():
             setattr(callback, name, value)
     for logger, version in zip(trainer.loggers, theirs["loggers"], strict=False):
-        # A CSVLogger would delete the files there.
         if version is not None and type(logger).__name__ == "TensorBoardLogger":
             vars(logger)["_version"] = version
+
+
+def use_own_folders(trainer: Trainer) -> None:
+    """Give a new recorder's CSVLoggers, which delete the files in their folders, new ones."""
+    loggers: list[Any] = trainer.loggers
+    for logger in loggers:
+        is_csv = any(kind.__name__ == "CSVLogger" for kind in type(logger).__mro__)
+        if is_csv and logger._experiment is None and logger._fs.exists(logger.log_dir):
+            logger._version = logger._get_next_version()
 
 
 _RECORD_ATTRIBUTES = (

@@ -251,6 +251,12 @@ def _iterating(fit_loop: Any) -> Iterator[None]:
         vars(fit_loop).pop("_iterates", None)
 
 
+def unlease_loaders(trainer: Trainer) -> None:
+    """Give the Trainer the user's loaders for evaluations after a fit."""
+    if (combined := trainer.fit_loop._combined_loader) is not None:
+        combined.flattened = [getattr(each, "for_user", each) for each in combined.flattened]
+
+
 def loops_iterate(trainer: Trainer) -> bool:
     """Return whether the loops begin to iterate the data."""
     return hasattr(trainer.fit_loop, "_iterates")

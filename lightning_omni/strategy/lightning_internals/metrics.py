@@ -146,6 +146,12 @@ def forget_old_results(trainer: Trainer) -> None:
         del results[key]
 
 
+def forget_batch_results(trainer: Trainer, names: Iterable[str]) -> None:
+    """Remove results of ``on_train_batch_end``, which Lightning would log again until the epoch ends."""
+    for name in names:
+        trainer._results.pop(f"on_train_batch_end.{name}", None)  # type: ignore[union-attr]
+
+
 def collective_metrics(trainer: Trainer, group: Any) -> list[Any]:
     """Return the metrics of the last epoch that ranks reduce by collectives, as keys and plain values.
 
@@ -229,12 +235,6 @@ def validation_loaders(trainer: Trainer) -> list[Any]:
     finally:
         trainer.state.stage = stage
     return [] if loop._combined_loader is None else list(loop._combined_loader.flattened)
-
-
-def make_validation_loaders(trainer: Trainer) -> None:
-    """Make loaders where training begins, as all groups do."""
-    if trainer.enable_validation and trainer.val_dataloaders is None:
-        validation_loaders(trainer)
 
 
 def validation_sizes(trainer: Trainer) -> list[int] | None:

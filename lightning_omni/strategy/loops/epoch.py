@@ -85,10 +85,10 @@ class LeasedData:
 
     @property
     def is_dealt_out(self) -> bool:
-        return self._coming is None
+        return self.coming is None
 
     @property
-    def _coming(self) -> RankLeases | None:
+    def coming(self) -> RankLeases | None:
         if self._new:
             return self._new[0] if len(self._new) == 1 else None
         return self.leases
@@ -176,7 +176,7 @@ class LeasedData:
         self._may_be_made_again = False
         if not self._new:
             return
-        before, self.leases = self.leases, self._coming
+        before, self.leases = self.leases, self.coming
         self._new = []
         if self._world.executor.exchanges:
             if self.leases is not None:

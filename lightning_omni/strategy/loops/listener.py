@@ -22,10 +22,16 @@ from lightning_omni.strategy.lightning_internals.callbacks import (
     is_inside_hook,
     remove_listener,
 )
-from lightning_omni.strategy.lightning_internals.loops import control_loops, release_loops, step_schedules_by_epoch
+from lightning_omni.strategy.lightning_internals.loops import (
+    control_loops,
+    release_loops,
+    step_schedules_by_epoch,
+    unlease_loaders,
+)
 from lightning_omni.strategy.lightning_internals.metrics import (
     align_collective_metrics,
     collective_metrics,
+    forget_batch_results,
     forget_old_results,
     logs_now,
     loss_in,
@@ -34,6 +40,7 @@ from lightning_omni.strategy.lightning_internals.metrics import (
 )
 from lightning_omni.strategy.loops.driver import EpochDriver
 from lightning_omni.strategy.loops.live_metrics import ProgressDisplay, live_metrics
+from lightning_omni.strategy.optimizers import check_wrapped
 from lightning_omni.strategy.shared_parts import SharedParts
 from lightning_omni.strategy.signals import training_position
 from lightning_omni.topology import Topology
@@ -62,6 +69,7 @@ class Listener:
         self.parts, self._trainer = parts, trainer
         self._grouping, self._run_states, self._nested, self.failures = grouping, run_states, nested, failures
         self._staleness = Staleness()
+        self._logged: dict[str, float] = {}
         self._has_begun = False  # the present batch
         self._display = ProgressDisplay()
         clear_current_hook(trainer)
@@ -72,6 +80,7 @@ class Listener:
         world.where = partial(training_position, trainer)
 
     def close(self) -> None:
+        unlease_loaders(self._trainer)
         remove_listener(self._trainer)
         release_loops(self._trainer)
         restore_list_gather()
@@ -106,7 +115,8 @@ class Listener:
         if parts.epochs.data.is_dealt_out:
             iterate()  # an iterable dataset may query the number of ranks
         self._staleness.reset()
-        self._grouping.hooks.begin_epoch()
+        if parts.world.executor.exchanges:
+            check_wrapped(self._trainer, parts.world.torch_members)
         parts.epochs.begin(self._trainer.current_epoch)
         parts.balance.begin_epoch()
         parts.step_times.interrupt()
@@ -179,6 +189,8 @@ class Listener:
                 if (loss := loss_in(outputs, trainer.accumulate_grad_batches)) is not None:
                     world.control.metrics = {**world.control.metrics, "loss": float(loss.float().mean())}
                 self._display.update(values)
+            forget_batch_results(trainer, self._logged.keys() - values.keys())  # of groups that are gone
+            self._logged = values
             for name, value in values.items():
                 pl_module.log(name, value, batch_size=1)  # Lightning needs it where training_step draws its batches
 
@@ -230,8 +242,8 @@ class Listener:
     def _watch_staleness(self) -> None:
         world = self.parts.world
         for part in world.parts:
-            if world.is_leader:  # its peers receive the same numbers
-                self._staleness.update(torch.tensor(list(part.staleness.elements())))
+            values = part.staleness.elements() if world.is_leader else ()  # its peers receive the same numbers
+            self._staleness.update(torch.tensor([*values]))
             part.staleness.clear()
 
 
@@ -287,6 +299,8 @@ class NestedRuns:
             yield
         else:
             topology, world.topology = world.topology, Topology.even(world.size, 1)
+            if (leases := self._parts.epochs.data.coming) is not None:
+                leases.is_local = True  # made in configure_optimizers; `adopt` assigns them to groups
             try:
                 world.make_groups()
                 world.wrapper.average_over_replicas()

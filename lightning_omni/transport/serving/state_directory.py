@@ -45,7 +45,7 @@ from lightning_omni.transport.serving.save_files import (
     write_save,
 )
 from lightning_omni.wire.codec import Packed, pack
-from lightning_omni.wire.journal import AnyEntry, Entry, RestartedEntry
+from lightning_omni.wire.journal import AnyEntry, Entry, FormedEntry, RestartedEntry, SeededEntry
 
 _log = logging.getLogger(__name__)
 
@@ -145,19 +145,22 @@ class StateDirectory:
         if not saves:
             core.roster.numbers.lost = self._lost()
             return ""
-        if max(numbers_in(self._path, _GAP), default=0) >= saves[-1]:
-            self._keep_ended(saves[-1])
-            _log.warning(
-                "no server can go on with the run in %s, because not all that its ranks were told could be written"
-                " there; the weights of the last save are kept",
-                self._path,
-            )
-            return ""
-        last = self.restored = saves[-1]
-        path = file_of(self._path, SAVED, last)
-        state = read(path)
+        last = saves[-1]
         journals = [number for number in numbers_in(self._path, JOURNAL) if number >= last]
         entries = [entry for number in journals for entry in self._entries(number)]
+        is_incomplete = max(numbers_in(self._path, _GAP), default=0) >= last
+        if is_incomplete or any(isinstance(entry, FormedEntry | SeededEntry) for entry in entries):
+            self._keep_ended(last)
+            _log.warning(
+                "no server can go on with the run in %s, because %s; the weights of the last save are kept",
+                self._path,
+                "not all that its ranks were told could be written there"
+                if is_incomplete
+                else "other groups were formed, or weights handed over, since the last save",
+            )
+            return ""
+        self.restored, path = last, file_of(self._path, SAVED, last)
+        state = read(path)
         core.load(state, entries, time.monotonic())
         for member in core.roster.members.values():  # loading may have taken longer than they may be silent
             member.last_seen = time.monotonic()

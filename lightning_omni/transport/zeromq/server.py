@@ -439,6 +439,8 @@ class ZeroMQServer:
 
     def _forget_strangers(self) -> None:
         attached = self.core.admission.attached
+        if not attached:
+            self._copies = Copies()  # the memory of a run that is over is given back
         for kept in (self._buffers, self._assemblies):  # an assembly whose payload is kept has no buffer
             for peer in kept.keys() - attached:
                 del kept[peer]

@@ -78,6 +78,15 @@ def test_a_record_ends_with_its_last_whole_line(tmp_path: Path) -> None:
     assert kept == events[: len(kept)]
 
 
+def test_a_record_without_an_event_leaves_that_of_the_run_before(tmp_path: Path) -> None:
+    for clocks in (range(3), (), (7,)):
+        record = RecordFile(tmp_path / "record")
+        for clock in clocks:
+            record(Event(kind="push", time=0.0, clock=clock))
+        record.close()
+        assert [each.clock for each in read_record(tmp_path / "record")] == ([*clocks] or [0, 1, 2])
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 256 kB."""

@@ -134,6 +134,18 @@ def test_if_the_group_that_was_to_begin_is_gone_the_next_one_begins() -> None:
     assert link.register(1, b"second").first == 0
 
 
+def test_a_group_that_waits_is_told_why_the_first_one_could_not_form_groups() -> None:
+    link = Joined()
+    first = link.register(1, b"first")
+    link.come(0, first.run, 1)
+    assert link.register(1, b"second").first == 1
+    link.inbox.clear()
+    link.deliver(link.core.hang_up(control_peer(0)))
+    (notice,) = [message for message, _ in link.inbox[b"second", m.CONTROL]]
+    assert notice.over
+    assert notice.reason.startswith("rank 0 is gone without a goodbye")
+
+
 def test_the_group_that_was_to_begin_does_so_at_a_server_that_was_started_again_before_it_came() -> None:
     first, link = Joined().register(2, b"first"), Joined(world_size=2)
     for rank in range(2):

@@ -23,6 +23,7 @@ from rounds import sent
 from test_deliveries import Pushed
 from test_late_join import PLAN, SAMPLES, Member, joins
 from test_server_core import Link, as_bytes, data_peer, gradient, new_parameters, part_of, seed_of
+from test_servers import same
 from test_transport import KEY, Serving
 from torch import Tensor
 from torch.nn import Parameter
@@ -40,7 +41,7 @@ from lightning_omni.transport.serving.state_directory import RECONNECT_TIMEOUT, 
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, pack, unpack
 from lightning_omni.wire.formats.base import Memory
-from lightning_omni.wire.journal import AnyEntry, Entry, FormedEntry, NumberedEntry
+from lightning_omni.wire.journal import AnyEntry, Entry, FormedEntry, NumberedEntry, SeededEntry
 from lightning_omni.wire.messages import EpochPlan
 from lightning_omni.wire.messages.collectives import UPLOADED_ELSEWHERE
 
@@ -570,6 +571,28 @@ def test_a_state_on_disk_is_gone_on_from_and_its_journal_may_end_in_mid_entry(
         assert [path.name for path in sorted((tmp_path / "state").iterdir())] == ["ended", "lock"]
         assert saved_weights(tmp_path / "state").keys() == weights.keys()
         states.close()
+
+
+@pytest.mark.parametrize("entry", [FormedEntry(), SeededEntry()])
+def test_a_server_that_is_lost_after_groups_were_formed_again_serves_other_runs_and_keeps_the_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, entry: Entry
+) -> None:
+    with ExitStack() as stack:
+        serving, states = Mortal(stack), StateDirectory(tmp_path, every=1000.0)
+        workers(serving, method_named("async_sgd"))
+        states.restore(serving.core)
+        saved(states, serving.core)
+        weights = saved_weights(tmp_path)
+        serving.core.journal.note(entry)
+        serving.core.journal.write = None  # it is killed: nothing is noted of what comes later
+        states.close()
+    states, core = StateDirectory(tmp_path), ServerCore(KEY, secrets.token_bytes)
+    assert (states.restore(core), states.restored, core.has_state) == ("", 0, False)
+    assert "other groups were formed, or weights handed over" in caplog.records[-1].getMessage()
+    states.poll(core)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ended", "lock"]
+    assert same(saved_weights(tmp_path), weights)
+    states.close()
 
 
 def test_a_run_that_ends_well_leaves_no_weights_of_one_that_failed_before(tmp_path: Path) -> None:

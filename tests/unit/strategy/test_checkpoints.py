@@ -274,6 +274,11 @@ def test_half_an_epoch_of_groups_is_trained_to_its_end_with_batches_of_any_size(
     assert len(trained) == len(set(trained)) == 128
 
 
+@pytest.mark.parametrize("what", ["seen", "predicted"])
+def test_a_fit_whose_module_loads_weights_trains_and_then_predicts_all_samples(saved: Run, what: str) -> None:
+    assert sorted(each for rank in (0, 1) for each in saved.results[rank]["pretrained"][what]) == list(range(256))
+
+
 def test_an_epoch_that_max_steps_has_cut_short_is_resumed_in_its_own_order(saved: Run) -> None:
     before, after = (
         {sample for rank in saved.results for sample in saved.results[rank][name]["seen"]["1"]}

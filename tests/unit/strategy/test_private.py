@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
 import inspect
 import logging
@@ -23,8 +24,10 @@ from pytorch_lightning.callbacks import (
     LearningRateFinder,
     ModelCheckpoint,
     StochasticWeightAveraging,
+    ThroughputMonitor,
 )
 from pytorch_lightning.demos.boring_classes import BoringModel
+from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.loops.fetchers import _PrefetchDataFetcher
 from pytorch_lightning.loops.fit_loop import _FitLoop
 from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
@@ -54,11 +57,12 @@ from lightning_omni.strategy.lightning_internals.callbacks import (
     averaged_tensors,
     averages_weights,
     call_module,
+    call_rank_zero_hooks,
     copy_averages_to_module,
     is_inside_hook,
     remove_listener,
     restart_empty_averages,
-    without_rank_zero_only,
+    use_own_folders,
 )
 from lightning_omni.strategy.lightning_internals.loops import (
     control_loops,
@@ -79,7 +83,12 @@ from lightning_omni.strategy.lightning_internals.loops import (
     validates_by_time,
     will_step,
 )
-from lightning_omni.strategy.lightning_internals.metrics import cached_metric_values, logs_now, set_cached_metrics
+from lightning_omni.strategy.lightning_internals.metrics import (
+    cached_metric_values,
+    forget_batch_results,
+    logs_now,
+    set_cached_metrics,
+)
 from lightning_omni.strategy.lightning_internals.strategies import (
     collective_timeout,
     has_ddp_comm_hook,
@@ -660,8 +669,54 @@ def test_what_is_for_rank_zero_alone_can_be_said_by_another(
     monkeypatch.setattr(rank_zero_only, "rank", 3, raising=False)
     with caplog.at_level(logging.INFO):
         rank_zero_info("not this")
-        without_rank_zero_only(rank_zero_info)("but this")
+        inspect.unwrap(rank_zero_info)("but this")
     assert caplog.messages == ["but this"]
+
+
+@pytest.mark.parametrize("version", ["run", 0])
+def test_a_rank_that_takes_over_leaves_the_csv_file_of_the_one_before(tmp_path: Path, version: Any) -> None:
+    before, after = (CSVLogger(tmp_path, version=version) for _ in range(2))
+    before.log_metrics({"loss": 1.0})
+    before.save()
+    use_own_folders(Trainer(accelerator="cpu", devices=1, logger=after))
+    after.log_metrics({"loss": 0.5})
+    after.save()
+    files = [Path(logger.log_dir) / "metrics.csv" for logger in (before, after)]
+    assert [file.read_text().split()[-1] for file in files] == ["1.0,0", "0.5,0"]
+
+
+@pytest.mark.filterwarnings("ignore:When using the `ThroughputMonitor`")
+def test_a_rank_that_takes_over_as_a_validation_begins_measures_throughput(
+    fitting: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 3, raising=False)
+
+    class TakesOver(Callback):
+        def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            if rank_zero_only.rank:  # type: ignore[attr-defined]
+                monkeypatch.setattr(rank_zero_only, "rank", 0)
+                call_rank_zero_hooks(trainer)
+                assert trainer.validating
+
+    callbacks: list[Callback] = [TakesOver(), ThroughputMonitor(len, window_size=4)]
+    fitting.callbacks, fitting.loggers, fitting.log_every_n_steps = callbacks, [CSVLogger(tmp_path)], 1
+    fitting.fit(Tiny())
+    assert "train/device/batches_per_sec" in fitting.logger.experiment.metrics_keys
+
+
+def test_a_result_that_a_listener_forgets_is_logged_no_more(fitting: Any, tmp_path: Path) -> None:
+    class Listens:
+        def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *rest: Any) -> None:
+            forget_batch_results(trainer, ["gone"] if rest[-1] else [])
+            for name in ("stays", "gone")[: 2 - rest[-1]]:
+                module.log(name, 1.0, batch_size=1)
+
+    fitting.fit_loop.max_epochs, fitting.loggers, fitting.log_every_n_steps = 1, [CSVLogger(tmp_path)], 1
+    add_listener(fitting, listener := Listens())
+    fitting.fit(Tiny())
+    remove_listener(fitting)
+    rows = [*csv.DictReader((Path(fitting.log_dir) / "metrics.csv").read_text().splitlines())]
+    assert [bool(row["gone"]) for row in rows if row["stays"]] == [True, False, False, False], listener
 
 
 def test_step_counters_are_what_global_step_is_made_of(trainer: Trainer) -> None:

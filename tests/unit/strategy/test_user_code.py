@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -29,6 +30,7 @@ from lightning_omni.errors import ConfigurationError, OmniError, UnsupportedErro
 from lightning_omni.methods import LocalSGD
 from lightning_omni.methods.model.replica import Replica
 from lightning_omni.methods.model.server_optimizer import Master, check_servable, describe, hyperparameters_of, rebuild
+from lightning_omni.metrics import Staleness
 from lightning_omni.runtime import OmniOptimizer, World, WorldOptions, names_of
 from lightning_omni.runtime.balance import Balance
 from lightning_omni.runtime.executor import Exchanging, Executor, evaluating
@@ -43,6 +45,7 @@ from lightning_omni.runtime.state.transfer import StateTransfer
 from lightning_omni.strategy.launcher import Launching
 from lightning_omni.strategy.loops.driver import EpochDriver
 from lightning_omni.strategy.loops.epoch import LeasedData, split_of
+from lightning_omni.strategy.loops.listener import Listener
 from lightning_omni.strategy.loops.paced_schedulers import Pacer, arrive
 from lightning_omni.strategy.loops.run_schedulers import RunSchedulers
 from lightning_omni.strategy.optimizers import MergedSubmodule, Proxies, check_wrapped
@@ -856,6 +859,15 @@ def test_training_data_that_are_iterated_in_a_hook_or_after_the_fit_are_not_for_
     trainer.fit_loop._iterates = True  # a learning-rate finder's run makes loaders again, inside the hook
     in_finder = epochs._is_for_user
     assert (after, in_hook, in_loops, in_finder) == (True, True, False, False)
+
+
+@pytest.mark.parametrize("is_leader", [False, True])
+def test_every_member_computes_the_staleness_without_a_warning(is_leader: bool) -> None:
+    listener: Any = object.__new__(Listener)
+    world = SimpleNamespace(is_leader=is_leader, parts=[SimpleNamespace(staleness=Counter({3: 2}))])
+    listener.parts, listener._staleness = SimpleNamespace(world=world), Staleness()
+    listener._watch_staleness()
+    assert float(listener._staleness.compute()["count"]) == 2 * is_leader
 
 
 def test_loaders_that_are_made_again_are_divided_among_the_ranks_that_are_left() -> None:

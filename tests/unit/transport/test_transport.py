@@ -216,7 +216,7 @@ def test_a_rank_of_another_model_or_run_hears_why_it_is_refused(serving: Serving
     serving.join(0, 2, Layout.of({"w": torch.zeros(2)}))
     with pytest.raises(Refused, match="rank 1 has another model than rank 0"):
         serving.join(1, 2, Layout.of({"w": torch.zeros(3)}))
-    with pytest.raises(Refused, match="busy with another run of 2 ranks"):
+    with pytest.raises(Refused, match="busy with another run of 2 ranks; wait until it is over"):
         serving.join(1, 3, Layout.of({"w": torch.zeros(2)}))
 
 
