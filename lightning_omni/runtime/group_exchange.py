@@ -28,7 +28,7 @@ from lightning_omni.wire.partition import Partition
 # One rank exchanges with other groups or the server, and passes the answer on: the leader to its whole group; where the
 # members hold the model together, the rank that exchanges a share to those with the same share.
 
-PREFIX = 128
+PREFIX = 256
 """Bytes of further information in front of the tensors that a rank broadcasts."""
 _LETTER = 1024
 """Bytes of a note that one broadcast holds; a longer one takes two."""

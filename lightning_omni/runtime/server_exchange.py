@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_omni.errors import ProtocolError, Refused
-from lightning_omni.group.core import Action, LastAnswer, Outgoing, ServerRequest
+from lightning_omni.group.core import Action, Outgoing, ServerRequest
 from lightning_omni.methods import Exchange, Publish, Pulled, ReadInbox, ReadPeer, Receive, SendPeer
 from lightning_omni.runtime.group_exchange import PREFIX, EncodedAnswer, GroupBroadcast, PeerExchange
 from lightning_omni.runtime.model.replica import Part
@@ -26,7 +26,6 @@ from lightning_omni.wire.formats.base import RAW, Memory, check_size, zeros_on
 from lightning_omni.wire.layout import Layout
 from lightning_omni.wire.messages import SnapshotId
 from lightning_omni.wire.messages.collectives import UPLOADED_ELSEWHERE
-from lightning_omni.wire.messages.data import STOPS
 from lightning_omni.wire.partition import Partition
 
 # --- State of the run that the servers hold ---------------------------------------------------------------------------
@@ -145,8 +144,6 @@ class ServerStore:
 
 _log = logging.getLogger(__name__)
 
-_NUMBERS = 96
-"""Offset of the note in the prefix of an answer's tensors, in bytes; whole numbers precede it."""
 _Answer = TypeVar("_Answer", bound=m.Message)
 
 
@@ -298,17 +295,15 @@ class ServerExchange:
                 coded.decode(payloads, weights, part.handed, over)
             elif by_member and route.pulls:
                 over(weights)
-        if answer is not None and parallel.is_leader:
-            clock, received, note = answer.clock, LastAnswer.of(answer), answer.note
-        else:
-            clock, received, note = _read(prefix.cpu())
-        if by_member and answer is not None and answer.clock != clock:
-            raise ProtocolError(f"servers have applied {answer.clock} and {clock} updates to the shares of a group")
-        if received.staleness >= 0:
-            part.staleness[received.staleness] += 1
-        tensors = layout.views(weights) if route.pulls else ()
-        pulled = parallel.core.receive(received, tensors, clock, note, ask.fragment)
-        self.warn_of_refusal(received.applied, received.refused_in_row)
+        told = answer if answer is not None and parallel.is_leader else _read(prefix)
+        if by_member and answer is not None and answer.clock != told.clock:
+            raise ProtocolError(
+                f"servers have applied {answer.clock} and {told.clock} updates to the shares of a group"
+            )
+        if told.staleness >= 0:
+            part.staleness[told.staleness] += 1
+        pulled = parallel.core.receive(told, layout.views(weights) if route.pulls else ())
+        self.warn_of_refusal(told.applied, told.refused_in_row)
         return pulled
 
     def _rooms(self, ask: ServerRequest, part: Part, route: Route) -> Sequence[Tensor | None] | None:
@@ -452,16 +447,12 @@ class ServerExchange:
 
 
 def _prefix_of(answer: m.Weights) -> Tensor:
-    prefix = torch.zeros(PREFIX, dtype=torch.uint8)
-    applied, stop, repeated = int(answer.applied), STOPS.index(answer.stop), int(answer.repeated)
-    numbers = [answer.clock, answer.staleness, applied, answer.progress, stop, repeated, answer.refused_in_row]
-    numbers += [answer.validations, answer.groups]
-    prefix[: 8 * len(numbers)].view(torch.int64).copy_(torch.tensor(numbers))
-    prefix[_NUMBERS:].view(torch.float64)[0] = answer.note
-    return prefix
+    """Return an answer's message, of at most 227 bytes, after its length."""
+    data = m.encode(answer)
+    return torch.frombuffer(bytearray([len(data), *data.ljust(PREFIX - 1)]), dtype=torch.uint8)
 
 
-def _read(prefix: Tensor) -> tuple[int, LastAnswer, float]:
-    numbers, notes = prefix[:_NUMBERS].view(torch.int64), prefix[_NUMBERS:].view(torch.float64)
-    clock, staleness, applied, progress, stop, repeated, *counts = numbers[:9].tolist()
-    return clock, LastAnswer(staleness, bool(applied), progress, STOPS[stop], bool(repeated), *counts), float(notes[0])
+def _read(prefix: Tensor) -> m.Weights:
+    length, *data = prefix.tolist()
+    answer: m.Weights = m.decode(bytes(data[:length]), at="rank", channel=m.DATA)
+    return answer

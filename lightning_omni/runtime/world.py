@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_omni.checks import plain
 from lightning_omni.combinations import refuse_pairs
 from lightning_omni.errors import ConfigurationError, OmniError, UnsupportedError, end_reason
-from lightning_omni.group.core import LastAnswer
+from lightning_omni.group.core import NO_ANSWER
 from lightning_omni.methods.model.head import check_mergeable, held_by_one
 from lightning_omni.methods.model.server_optimizer import check_servable
 from lightning_omni.runtime.executor import Exchanging, Executor
@@ -219,7 +219,7 @@ class World(ParallelState):
         """Begin training, on every rank; several groups join the server, which gets the recorder's weights."""
         self.connection.open()
         self.is_finished, self.is_begun = False, True
-        self.steps, self.core.last_answer, self.exchange.traffic = 0, LastAnswer(), Traffic(clock_of(self.device))
+        self.steps, self.core.last_answer, self.exchange.traffic = 0, NO_ANSWER, Traffic(clock_of(self.device))
         if not self.has_joined:  # otherwise the server gets changes since the group joined, before its first batch
             self.parameter_groups.renew()
         self.executor.check_parts()

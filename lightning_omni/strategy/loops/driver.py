@@ -206,7 +206,9 @@ class EpochDriver:
             self.run.advance(max(entered.samples, self.world.core.last_answer.progress))
         self._epoch.plan = plan
         self._plateaus.begin(plan, size_of(trained) if entered is None else entered.samples)
-        self.world.core.last_answer.progress, self.world.core.last_answer.stop = self.run.now().samples, ""
+        self.world.core.last_answer = msgspec.structs.replace(
+            self.world.core.last_answer, progress=self.run.now().samples, stop=""
+        )
         self.schedulers.begin_epoch()
         self._follow_schedulers()
         if entered is not None:
