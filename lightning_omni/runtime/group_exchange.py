@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from torch import Tensor
 from lightning_omni.errors import MalformedMessage
 from lightning_omni.methods import Inbox
 from lightning_omni.runtime.model.replica import Part
+from lightning_omni.runtime.model.tensor_sync import broadcast_bytes, broadcast_from
 from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.transport.connections import Address, Control, Peers
 from lightning_omni.wire.codec import Packed, pack, unpack
@@ -30,8 +32,6 @@ from lightning_omni.wire.partition import Partition
 
 PREFIX = 256
 """Bytes of further information in front of the tensors that a rank broadcasts."""
-_LETTER = 1024
-"""Bytes of a note that one broadcast holds; a longer one takes two."""
 
 
 class GroupBroadcast:
@@ -51,41 +51,25 @@ class GroupBroadcast:
         return part.on_device(PREFIX, parallel.device)
 
     def broadcast(self, memory: Tensor) -> None:
-        if len(self._parallel.members) == 1:
-            return
-        self._broadcast(memory, self._parallel.compute_group)
+        if len(self._parallel.members) > 1:
+            broadcast_from(memory, self._parallel.compute_group, self._parallel.device)
 
     def broadcast_to_replicas(self, memory: Tensor) -> None:
         """Broadcast from the rank that exchanges a share of the model to the members with the same share."""
         if self._parallel.replicas > 1:
-            self._broadcast(memory, self._parallel.replica_group)
-
-    def _broadcast(self, memory: Tensor, group: Any) -> None:
-        device = self._parallel.device
-        if memory.device.type == device.type:
-            dist.broadcast(memory, group=group, group_src=0)
-            return
-        is_source = group.rank() == 0  # the default process group may number its ranks otherwise
-        shared = memory.to(device) if is_source else torch.empty_like(memory, device=device)
-        dist.broadcast(shared, group=group, group_src=0)
-        if not is_source:
-            memory.copy_(shared)
+            broadcast_from(memory, self._parallel.replica_group, self._parallel.device)
 
     def broadcast_bytes(self, note: bytes) -> bytes:
         if len(self._parallel.members) == 1:
             return note
-        return _broadcast_bytes(note if self._parallel.is_leader else None, self.broadcast)
+        return broadcast_bytes(note if self._parallel.is_leader else None, self.broadcast)
 
     def broadcast_tree_to_replicas(self, tree: Any) -> tuple[Any, str]:
         return _broadcast_tree(tree, self._parallel.exchanges, self.broadcast_to_replicas)
 
     def broadcast_tree_to_all(self, tree: Any, source: int) -> tuple[Any, str]:
         live = self._parallel.process_groups.live
-        place = live.ranks.index(source)
-
-        def broadcast(memory: Tensor) -> None:
-            dist.broadcast(memory, group=live, group_src=place)
-
+        broadcast = partial(dist.broadcast, group=live, group_src=live.ranks.index(source))
         return _broadcast_tree(tree, self._parallel.rank == source, broadcast)
 
     def largest(self, number: int) -> int:
@@ -93,7 +77,7 @@ class GroupBroadcast:
         return self._parallel.process_groups.largest([number], self._parallel.holder_group)[0]
 
 
-def _broadcast_tree(tree: Any, is_source: bool, broadcast: Callable[[Tensor], None]) -> tuple[Any, str]:
+def _broadcast_tree(tree: Any, is_source: bool, broadcast: Callable[[Tensor], Any]) -> tuple[Any, str]:
     """Return one rank's ``tree`` on all ranks of a process group, or the reason why it cannot be sent."""
     refused, (packed, buffer) = "", pack({})
     try:
@@ -101,29 +85,11 @@ def _broadcast_tree(tree: Any, is_source: bool, broadcast: Callable[[Tensor], No
     except MalformedMessage as error:
         refused = str(error)
     mine = msgspec.msgpack.encode((refused, packed, buffer.numel())) if is_source else None
-    refused, packed, size = msgspec.msgpack.decode(_broadcast_bytes(mine, broadcast), type=tuple[str, Packed, int])
+    refused, packed, size = msgspec.msgpack.decode(broadcast_bytes(mine, broadcast), type=tuple[str, Packed, int])
     flat = buffer if is_source else torch.empty(size, dtype=torch.uint8)
     if size:
         broadcast(flat)
     return tree if is_source else unpack(packed, flat, copy=True), refused
-
-
-def _broadcast_bytes(note: bytes | None, broadcast: Callable[[Tensor], None]) -> bytes:
-    """Return one rank's ``note`` on all ranks of a process group; the others pass None."""
-    letter = torch.zeros(8 + _LETTER, dtype=torch.uint8)
-    if note:  # torch takes no empty buffer
-        beginning = torch.frombuffer(bytearray(note[:_LETTER]), dtype=torch.uint8)
-        letter[:8].view(torch.int64)[0] = len(note)
-        letter[8 : 8 + beginning.numel()] = beginning
-    broadcast(letter)
-    size = int(letter[:8].view(torch.int64)[0])
-    if size <= _LETTER:
-        return letter[8 : 8 + size].numpy().tobytes()
-    long = torch.zeros(size, dtype=torch.uint8)
-    if note is not None:
-        long.copy_(torch.frombuffer(bytearray(note), dtype=torch.uint8))
-    broadcast(long)
-    return long.numpy().tobytes()
 
 
 @dataclass(frozen=True)

@@ -439,13 +439,12 @@ class ParallelState:
     def broadcast_from_recorder(self, tree: Any) -> Any:
         """Return the recorder's tree of plain values and tensors on all live ranks; each its own if that one has died.
 
-        All call it. Each byte is sent as a number: the tree should be small.
+        All call it, after they have joined the server.
         """
         packed, buffer = pack(tree)
         mine = msgspec.msgpack.encode((packed, bytes(buffer.numpy()))) if self.is_recorder else b""
-        [length] = self.all_reduce_max([len(mine)])
-        data = bytes(self.all_reduce_max([*mine] or [0] * length)) if length else b""
-        if not any(data):
+        of_all = self.process_groups.live.contribute("a tree of the recorder", mine)
+        if not (data := b"".join(theirs for _, theirs in of_all)):
             return tree
         packed, values = msgspec.msgpack.decode(data, type=tuple[Packed, bytes])
         return unpack(packed, torch.tensor([*values], dtype=torch.uint8), copy=True)

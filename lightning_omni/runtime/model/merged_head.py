@@ -20,6 +20,7 @@ from lightning_omni.methods.model.head import pass_through
 from lightning_omni.methods.model.modules import tensors_of, with_tensors
 from lightning_omni.runtime.model.parameter_groups import ParameterGroups
 from lightning_omni.runtime.model.replica import Part
+from lightning_omni.runtime.model.tensor_sync import gathered
 from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.runtime.server_exchange import ServerExchange
 from lightning_omni.wire import messages as m
@@ -197,9 +198,7 @@ class RemoteHead:
                 f" into the submodule must have the batch as its first dimension; their sizes are {sorted(sizes)}"
             )
         mine = torch.tensor([sizes.pop()], device=self._parallel.device)
-        of_all = [torch.zeros_like(mine) for _ in self._parallel.members]
-        dist.all_gather(of_all, mine, group=self._parallel.compute_group)
-        return [int(rows) for rows in of_all]
+        return [int(rows) for rows in gathered(mine, self._parallel.compute_group)]
 
     def _share_presence(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients, with zeros for those that only other members have."""
