@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from lightning_omni.errors import ConfigurationError, MalformedMessage, ProtocolError, UnsupportedError
 from lightning_omni.methods.model.server_optimizer import held_by, holds, hyperparameters_of, state_of
 from lightning_omni.runtime.model.replica import Part
-from lightning_omni.runtime.model.tensor_sync import agree, describe
+from lightning_omni.runtime.model.tensor_sync import agree, are_alike, describe
 from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.runtime.server_exchange import ServerExchange
 from lightning_omni.wire import messages as m
@@ -175,8 +175,7 @@ class ParameterGroups:
 
     def check_alike(self) -> None:
         mine = _digest(repr([(list(part.replica.parameters), self._places(part)) for part in self._parallel.parts]))
-        largest, smallest = self._parallel.all_reduce_max([mine, -mine])
-        if largest != -smallest:
+        if not all(are_alike([mine], self._parallel.all_reduce_max)):
             raise ConfigurationError(
                 "other groups are to be formed, and the ranks' optimizers do not hold the same parameters in the same"
                 " parameter groups: freeze, unfreeze and add_param_group on all ranks before, or after"

@@ -184,6 +184,12 @@ def agree(found: Mapping[str, str], rank: int, largest: Largest, remedy: str) ->
     return list(theirs)
 
 
+def are_alike(numbers: Sequence[int], largest: Largest) -> list[bool]:
+    """Return of each number whether all ranks, which call it, have the same."""
+    both = largest([*numbers, *(-each for each in numbers)]) if numbers else []
+    return [most == -least for most, least in zip(both, both[len(numbers) :], strict=False)]
+
+
 def describe(tensor: Tensor) -> str:
     """Describe the properties of a tensor that must be equal on all ranks."""
     if is_lazy(tensor):
