@@ -34,7 +34,7 @@ from lightning_omni.methods.model.server_optimizer import held_by
 from lightning_omni.runtime._private import collectives_of, store_of
 from lightning_omni.runtime.executor import Executor
 from lightning_omni.runtime.model.buffer_sync import BufferSync, Merge, buffers_of
-from lightning_omni.runtime.model.replica import fingerprints
+from lightning_omni.runtime.model.replica import SAMPLED, fingerprints
 from lightning_omni.runtime.model.sharded import local_of
 from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.runtime.parallel_state import ParallelState
@@ -405,7 +405,7 @@ def untrained_of(modules: Iterable[Module], trained: Container[Tensor]) -> dict[
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
         if tensor not in trained and tensor.layout == torch.strided and not is_lazy(tensor)
     }
-    marks = fingerprints((tensor for _, tensor in found.values()), _SAMPLED)
+    marks = fingerprints((tensor for _, tensor in found.values()), SAMPLED)
     names = [name for name, _ in found.values()]
     return dict(sorted((name, f"of checksum {mark:08x}") for name, mark in zip(names, marks, strict=True)))
 
@@ -436,8 +436,6 @@ def _marked_statistics(modules: Iterable[Module]) -> list[tuple[BufferSync, int]
     return [*zip(found.values(), fingerprints(each.tensor for each in found.values()), strict=True)]
 
 
-_SAMPLED = 1 << 16
-"""Approximate number of a tensor's elements by which ranks compare it."""
 _guards: WeakSet[RawStepGuard] = WeakSet()
 _outside: WeakSet[RawStepGuard] = WeakSet()
 """The guards that have not warned yet of steps outside of loops."""

@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -19,6 +19,7 @@ from lightning_omni.runtime.group_exchange import PREFIX, EncodedAnswer, GroupBr
 from lightning_omni.runtime.model.replica import Part
 from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.runtime.timing import Clock, clock_of
+from lightning_omni.transport.connections import Answer
 from lightning_omni.transport.requests import Requests, check_alike
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, pack, unpack
@@ -143,8 +144,6 @@ class ServerStore:
 # --- Exchanges --------------------------------------------------------------------------------------------------------
 
 _log = logging.getLogger(__name__)
-
-_Answer = TypeVar("_Answer", bound=m.Message)
 
 
 class Route(NamedTuple):
@@ -329,7 +328,7 @@ class ServerExchange:
         """Fetch the server's weights for this group, although its method did not request them."""
         return self.ask_weights(self._parallel.core.fetch(index))
 
-    def ask(self, message: m.Message, expect: type[_Answer], payload: Tensor | None = None) -> tuple[_Answer, Tensor]:
+    def ask(self, message: m.Message, expect: type[Answer], payload: Tensor | None = None) -> tuple[Answer, Tensor]:
         """Send a message to the coordinating server, on the data connection; return its answer and payload, uint8."""
         return self._free_connections().coordinator.exchange(message, expect, payload)
 

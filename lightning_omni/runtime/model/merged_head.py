@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import torch
@@ -23,11 +23,10 @@ from lightning_omni.runtime.model.replica import Part
 from lightning_omni.runtime.model.tensor_sync import gathered
 from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.runtime.server_exchange import ServerExchange
+from lightning_omni.transport.connections import Answer
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, unpack
 from lightning_omni.wire.layout import DTYPES
-
-_Answer = TypeVar("_Answer", bound=m.Message)
 
 
 class RemoteHead:
@@ -143,7 +142,7 @@ class RemoteHead:
         autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if mixed else ""
         return self.side.forward(tree, autocast, exclusive)
 
-    def _ask(self, request: HeadMessage, expect: type[_Answer]) -> tuple[_Answer, Tensor]:
+    def _ask(self, request: HeadMessage, expect: type[Answer]) -> tuple[Answer, Tensor]:
         try:
             return self._exchange.ask(request.message, expect, request.payload)
         except Refused as no:

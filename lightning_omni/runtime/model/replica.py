@@ -31,6 +31,8 @@ _LARGE = 1 << 16
 """Elements of a weight above which a comparison of all takes too long for a step."""
 _AT_ONCE = 1 << 24
 """Elements that a device compares at once, because their comparison takes memory."""
+SAMPLED = 1 << 16
+"""Approximate number of a tensor's elements by which ranks compare it, or detect a write where they synchronize."""
 _FEW = 1 << 12
 """Approximate number of a frozen weight's elements that a step compares to detect a write."""
 

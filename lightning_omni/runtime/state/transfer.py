@@ -22,7 +22,7 @@ from lightning_omni.methods.model.modules import describe_module
 from lightning_omni.methods.model.replica import optimizer_state_of
 from lightning_omni.methods.model.server_optimizer import held_by, hyperparameters_of, set_hyperparameter
 from lightning_omni.runtime.model.parameter_groups import ParameterGroups
-from lightning_omni.runtime.model.replica import Part, fingerprints
+from lightning_omni.runtime.model.replica import SAMPLED, Part, fingerprints
 from lightning_omni.runtime.model.sharded import here, in_order, load_state, parts_of, whole
 from lightning_omni.runtime.model.tensor_sync import are_alike
 from lightning_omni.runtime.parallel_state import ParallelState
@@ -35,9 +35,6 @@ from lightning_omni.wire.codec import pack
 from lightning_omni.wire.formats.base import RESIDUAL, to_wire
 
 _log = logging.getLogger(__name__)
-
-_SAMPLED = 1 << 16
-"""Approximate number of a tensor's elements by which ranks compare it."""
 
 
 class StateTransfer:
@@ -461,7 +458,7 @@ class Residuals:
 
 def _mark(state: Mapping[Any, Any]) -> int:
     tensors = [each for each in tree_leaves(state) if isinstance(each, Tensor)]
-    return zlib.crc32(str(fingerprints(tensors, _SAMPLED)).encode())
+    return zlib.crc32(str(fingerprints(tensors, SAMPLED)).encode())
 
 
 def _describe_head(part: Part) -> dict[str, Any] | None:
