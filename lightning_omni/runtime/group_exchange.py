@@ -45,10 +45,7 @@ class GroupBroadcast:
 
         On the CPU it is the memory in which a rank that exchanges receives them.
         """
-        parallel = self._parallel
-        if parallel.device.type == "cpu":
-            return part.memory(PREFIX, parallel.empty)
-        return part.on_device(PREFIX, parallel.device)
+        return part.memory(PREFIX) if self._parallel.device.type == "cpu" else part.on_device(PREFIX)
 
     def broadcast(self, memory: Tensor) -> None:
         if len(self._parallel.members) > 1:
@@ -233,11 +230,11 @@ class PeerExchange:
             if len(self._parallel.members) == 1 and letter.is_cpu:
                 return tensors, count
             if self._parallel.exchanges:
-                memory = part.memory(PREFIX, self._parallel.empty)
+                memory = part.memory(PREFIX)
                 memory[:PREFIX].view(torch.int64)[0] = count
                 if tensors:
                     torch._foreach_copy_(layout.views(memory[PREFIX:]), list(tensors))
-                if memory is not letter:
+                if not letter.is_cpu:
                     used = PREFIX + (layout.nbytes if tensors else 0)
                     letter[:used].copy_(memory[:used])
             self._members.broadcast(letter[:PREFIX])

@@ -23,7 +23,7 @@ from lightning_omni.transport.connections import Answer
 from lightning_omni.transport.requests import Requests, check_alike
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, pack, unpack
-from lightning_omni.wire.formats.base import RAW, Memory, check_size, zeros_on
+from lightning_omni.wire.formats.base import RAW, check_size
 from lightning_omni.wire.layout import Layout
 from lightning_omni.wire.messages import SnapshotId
 from lightning_omni.wire.messages.collectives import UPLOADED_ELSEWHERE
@@ -247,7 +247,7 @@ class ServerExchange:
         if parallel.exchanges:
             with self.timed():
                 requests = self._free_connections()
-                memories = part.outs(len(route.split.shares), parallel.empty)
+                memories = part.outs(len(route.split.shares))
                 requests.send(parallel.core.send(ask, route.split, memories), self._rooms(ask, part, route))
             self._travels = ask
         self._under_way[ask.optimizer] = ask, route
@@ -285,7 +285,6 @@ class ServerExchange:
                 answer, payloads = self._receive(ask, route, weights)
                 if parallel.is_leader and len(parallel.members) > 1:
                     prefix.copy_(_prefix_of(answer))
-            part.handed = part.handed or Memory(zeros_on(parallel.device))
             if coded is not None and payloads is not None and not route.is_passed_on:
                 coded.decode(payloads, weights, part.handed)
             self.members.broadcast(prefix if by_member or route.is_passed_on else letter)
@@ -312,12 +311,11 @@ class ServerExchange:
         if route.coded is not None:
             if len(route.part.shares) > 1:
                 return None
-            part.coded = part.coded or Memory(self._parallel.empty)
             return [part.coded.room(route.coded.answers.sizes(route.part.layout)[1])]
         if not ask.waits and self._parallel.device.type == "cpu":
             # Meanwhile the group trains, and its weights are compared with the last answer's.
-            part.into, part.spare = part.spare, part.into
-        return route.part.memories(part.memory(PREFIX, self._parallel.empty)[PREFIX:])
+            part.swap()
+        return route.part.memories(part.memory(PREFIX)[PREFIX:])
 
     def finish_exchanges(self) -> None:
         """Wait for the exchanges in flight, and let the method apply the answers. All members call it."""
@@ -390,7 +388,7 @@ class ServerExchange:
         part, split, coded = self._parallel.parts[ask.optimizer], route.part, route.coded
         flat = None
         if route.pulls and coded is None:
-            flat = part.memory(PREFIX, self._parallel.empty)[PREFIX:]
+            flat = part.memory(PREFIX)[PREFIX:]
         if ask.optimizer in self._arrived:
             received = self._arrived.pop(ask.optimizer)
         else:

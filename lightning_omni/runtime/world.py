@@ -174,7 +174,7 @@ class World(ParallelState):
             }
             check_sharded(exchanged, self.mesh, self.options.model_parallel, self.replicas > 1)
         replica = ModelReplica(parameters, optimizer, is_shared=self.is_sharded)
-        return self._add_group(Part(optimizer, replica, names=names, outside=outside))
+        return self._add_group(Part(optimizer, replica, self.empty, self.device, names=names, outside=outside))
 
     def attach_head(self, name: str, model: Module, optimizers: Sequence[Optimizer]) -> RemoteHead:
         """Attach the submodule ``name`` of the whole ``model`` as a merged head, before training begins.
@@ -188,7 +188,8 @@ class World(ParallelState):
         module = check_mergeable(name, model)
         optimizer, parameters = held_by_one(name, module, optimizers)
         check_servable(optimizer)
-        part = Part(optimizer, ModelReplica(parameters, optimizer), head=(name, module))
+        replica = ModelReplica(parameters, optimizer)
+        part = Part(optimizer, replica, self.empty, self.device, head=(name, module))
         self.heads.append(
             RemoteHead(self, self.exchange, self.parameter_groups, part, self._add_group(part), name, module)
         )

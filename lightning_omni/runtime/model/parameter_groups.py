@@ -54,7 +54,6 @@ class ParameterGroups:
                 before = part.replica.ordered
                 part.replica.hold(self._named(part, {}))
                 self._reorder_residual(index, before)
-                part.into = None
             elif not set(part.replica.ordered) <= set(held_by(part.optimizer)):
                 raise UnsupportedError(
                     f'merged="{part.head[0]}": its weights were taken out of their optimizer; put them back, or leave'
@@ -121,7 +120,6 @@ class ParameterGroups:
                     " groups the same model, and register in it what an optimizer may come to hold"
                 )
             part.replica.hold({name: known[name] for name in names})
-            part.into = None
 
     def follow_all(self) -> bool:
         grown = [self.follow(index) for index in range(len(self._parallel.parts))]
@@ -162,7 +160,6 @@ class ParameterGroups:
         version, theirs = self._announce(index, tree, grown.nbytes - first)
         if fresh:
             replica.grow(fresh, version)
-            part.into = None
             self._exchange.peers.grow(index, grown)
             buffer = torch.cat([torch.zeros(first, dtype=torch.uint8), theirs])
             _take_over(list(fresh.values()), grown.views(buffer)[start:])
