@@ -120,7 +120,6 @@ class EpochDriver:
         self.data.connect(world)
         self.published.connect(trainer, world)
         self.run.connect(trainer, world)
-        self.schedulers.connect(trainer)
         self._started, self._begun, self._have_differed = False, -1, False
         self._plateaus = Plateaus()
 
