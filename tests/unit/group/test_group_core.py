@@ -129,14 +129,14 @@ def test_a_merged_head_is_accessed_once_in_a_step() -> None:
     with pytest.raises(UnsupportedError, match='merged="head": the submodule is used twice'):
         side.end()
     side.check()
-    said = side.forward(((torch.ones(3, 2),), {}), autocast="bfloat16").message
+    said, _ = side.forward(((torch.ones(3, 2),), {}), autocast="bfloat16")
     assert isinstance(said, m.HeadForward)
     assert (said.exclusive, said.autocast, said.training, said.trainable) == (True, "bfloat16", (True,), (True, True))
     side.begin()
     with pytest.raises(UnsupportedError, match="used twice"):
         side.check()
     side.end()
-    back = side.backward([torch.ones(3, 1)], place=(2, 7), scale=0.5).message
+    back, _ = side.backward([torch.ones(3, 1)], place=(2, 7), scale=0.5)
     assert isinstance(back, m.HeadBackward)
     assert (back.epoch, back.trained, back.scale, back.hyperparameters[0]["lr"]) == (2, 7, 0.5, 0.5)
     with pytest.raises(UnsupportedError, match="used twice"):
