@@ -19,7 +19,7 @@ from lightning_omni.methods import Inbox
 from lightning_omni.runtime.model.replica import Part
 from lightning_omni.runtime.model.tensor_sync import broadcast_bytes, broadcast_from
 from lightning_omni.runtime.parallel_state import ParallelState
-from lightning_omni.transport.connections import Address, Control, Peers
+from lightning_omni.transport.connections import Address, Peers
 from lightning_omni.wire.codec import Packed, pack, unpack
 from lightning_omni.wire.formats.base import CHUNK, Memory, WireFormat
 from lightning_omni.wire.layout import Layout
@@ -175,21 +175,18 @@ class PeerExchange:
             return
         mine = b""
         if self._parallel.exchanges:
-            self._peers = self._listen(self._parallel.joined)
+            self._peers = self._parallel.joined.listen(
+                [part.replica.layout for part in self._parallel.parts],
+                lambda group: group not in self._parallel.live_groups,
+                everywhere=not self._parallel.server.is_on_this_node_only,
+                wire_format=self._parallel.core.wire_format.pushes,
+            )
             address = self._parallel.server.published(self._peers.address)
             mine = msgspec.json.encode(Address(self._parallel.group, address))
         addresses = self._synchronize("peers", mine)
         if self._peers is not None:
             others = [msgspec.json.decode(payload, type=Address) for _, payload in addresses if payload]
             self._peers.connect({other.group: other for other in others if other.group != self._parallel.group})
-
-    def _listen(self, control: Control) -> Peers:
-        return control.listen(
-            [part.replica.layout for part in self._parallel.parts],
-            lambda group: group not in self._parallel.live_groups,
-            everywhere=not self._parallel.server.is_on_this_node_only,
-            wire_format=self._parallel.core.wire_format.pushes,
-        )
 
     def grow(self, index: int, layout: Layout) -> None:
         """Change the layout of an optimizer's weights; drop those published or received in the old one."""

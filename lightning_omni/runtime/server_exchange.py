@@ -322,9 +322,10 @@ class ServerExchange:
         for index in list(self._under_way):
             self._parallel.core.apply_answer(index, self.receive(index))
 
-    def fetch(self, index: int) -> Pulled:
-        """Fetch the server's weights for this group, although its method did not request them."""
-        return self.ask_weights(self._parallel.core.fetch(index))
+    def read_weights(self) -> None:
+        """Load the server's weights, although the group's method did not request them."""
+        for index, part in enumerate(self._parallel.parts):
+            part.replica.load(self.ask_weights(self._parallel.core.fetch(index)))
 
     def ask(self, message: m.Message, expect: type[Answer], payload: Tensor | None = None) -> tuple[Answer, Tensor]:
         """Send a message to the coordinating server, on the data connection; return its answer and payload, uint8."""

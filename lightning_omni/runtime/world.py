@@ -36,7 +36,7 @@ from lightning_omni.runtime.loop_checks import (
     warn_of_no_update,
     warn_of_variables,
 )
-from lightning_omni.runtime.membership import LEARN, Connection, GroupFormation, GroupJoin
+from lightning_omni.runtime.membership import LEARN, Connection, GroupFormation
 from lightning_omni.runtime.model.external_writes import ExternalWrites
 from lightning_omni.runtime.model.merged_head import RemoteHead
 from lightning_omni.runtime.model.meshes import shown
@@ -116,8 +116,7 @@ class World(ParallelState):
         self.residuals = Residuals(self)
         self.exchange = ServerExchange(self)
         self.connection = Connection(self, self.exchange)
-        self._forming = GroupFormation(self, self.exchange)
-        self.late_group = GroupJoin(self, self.exchange, self.connection)
+        self._forming = GroupFormation(self, self.exchange, self.connection)
         self.parameter_groups = ParameterGroups(self, self.exchange)
         self.states = StateTransfer(self, self.exchange, self.residuals)
         self.external_writes = ExternalWrites(self, self.exchange, self.states)
@@ -228,7 +227,7 @@ class World(ParallelState):
         if self.executor.exchanges:
             self.check_method(len(self.topology.alive))
             if self.has_joined:
-                self.late_group.read_weights()
+                self.exchange.read_weights()
                 self.states.leave_to_server()
             else:
                 self.connection.join()
@@ -241,9 +240,9 @@ class World(ParallelState):
             self.registration.close()
 
     def take_part(self) -> m.Joined:
-        """Join a running run with this rank's group: see `GroupJoin.take_part`."""
+        """Join a running run with this rank's group: see `GroupFormation.take_part`."""
         self.executor.check_parts()
-        return self.late_group.take_part()
+        return self._forming.take_part()
 
     def agree_on_recorder(self) -> None:
         """Agree in a sharded group whether it has the recorder, which may change meanwhile. All members call it."""
@@ -255,7 +254,7 @@ class World(ParallelState):
 
         All ranks of the group call it, before its first batch.
         """
-        self.late_group.read_again()
+        self._forming.read_again()
         self.states.forget()
         self.external_writes.begin()
 

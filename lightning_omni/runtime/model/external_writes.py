@@ -211,8 +211,7 @@ class ExternalWrites:
             self._exchange.peers.grow(index, part.replica.layout)  # drops what was published or received before
         self._states.seed()
         self._states.forget()
-        for index, part in enumerate(parallel.parts):
-            part.replica.load(self._exchange.fetch(index))
+        self._exchange.read_weights()
 
     def _share_loose(self) -> None:
         others = list(self.others())
