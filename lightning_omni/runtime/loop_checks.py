@@ -301,7 +301,7 @@ class RawStepGuard:
 
     def steps(self, optimizer: Optimizer) -> bool:
         """Return whether an `OmniOptimizer` of this world makes a step of this optimizer."""
-        return self._executor().is_called and any(part.optimizer is optimizer for part in self._parallel.parts)
+        return self._executor().is_stepping and any(part.optimizer is optimizer for part in self._parallel.parts)
 
     def warn_outside(self, optimizer: Optimizer) -> None:
         """Warn once, on rank 0, of a step outside of a loop that moves wrapped weights."""
@@ -351,7 +351,7 @@ class RawStepGuard:
 
     def _refuse(self, optimizer: Optimizer, *_: Any) -> None:
         parallel, executor = self._parallel, self._executor()
-        if not executor.exchanges or executor.is_called or (parallel.steps_at_worker and not parallel.is_computing):
+        if not executor.exchanges or executor.is_stepping or (parallel.steps_at_worker and not parallel.is_computing):
             return
         name = type(optimizer).__name__
         if any(part.optimizer is optimizer for part in parallel.parts):

@@ -156,7 +156,6 @@ class Grouping:
             )
         for optimizer in self.real_optimizers:
             world.check_optimizer(optimizer)
-        parts.proxies.unguard()
         self.attach_optimizers()
         self.form(len(world.live_groups))
 
