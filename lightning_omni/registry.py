@@ -174,6 +174,10 @@ def _meant(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
+def name_of(value: msgspec.Struct) -> str:
+    return str(type(value).__struct_config__.tag)
+
+
 def to_wire(value: msgspec.Struct) -> dict[str, Any]:
     told: dict[str, Any] = msgspec.to_builtins(value, enc_hook=_number)
     return told

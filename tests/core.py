@@ -13,6 +13,7 @@ from lightning_omni.group.core import Outgoing as Outgoing
 from lightning_omni.group.core import ServerRequest as ServerRequest
 from lightning_omni.group.leased_batches import LeaseClient as LeaseClient
 from lightning_omni.group.leased_batches import apportion as apportion
+from lightning_omni.methods import REGISTRY as REGISTRY
 from lightning_omni.methods.contract import Exchange as Exchange
 from lightning_omni.methods.contract import Fetch as Fetch
 from lightning_omni.methods.contract import Step as Step
@@ -101,7 +102,6 @@ from lightning_omni.wire.formats.base import WireFormat as WireFormat
 from lightning_omni.wire.formats.base import decode as decode
 from lightning_omni.wire.layout import Layout as Layout
 from lightning_omni.wire.messages import EpochPlan as EpochPlan
-from lightning_omni.wire.messages import method_from_wire as method_from_wire
 from lightning_omni.wire.partition import Partition as Partition
 
 register_format = _formats.register

@@ -135,7 +135,7 @@ class Ensemble:
         form = m.FormGroups(
             generation=1,
             groups=tuple(tuple(group.ranks) for group in self.groups),
-            method=m.method_to_wire(method),
+            method=to_wire(method),
             wire_format=to_wire(wire_format),
             overlap=overlap,
             by_member=by_member,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from core import ExchangePattern, Measured, Prediction, Profile
+from simulated_measurements import measurements_of
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -120,7 +121,7 @@ def profiles(devices: str, links: str) -> dict[str, Profile]:
     """Fitted to 40 steps of one group, and to these and 80 of four that did not start together just before."""
     cluster = cluster_of(devices, links)
     one, four = (
-        Measured.of(simulated(Way("async_sgd", pushes), "fp32", groups, cluster, groups))
+        measurements_of(simulated(Way("async_sgd", pushes), "fp32", groups, cluster, groups))
         for groups, pushes in ((1, 40), (RANKS, 100))
     )
     return {"one": Profile.fit([one]), "both": Profile.fit([one, last_steps(four, 80)])}

@@ -233,7 +233,7 @@ class StreamServer:
         payload: Payload = wire.tensor(nbytes) if channel == m.DATA else wire.read(nbytes)
         with self._lock:
             self._send(self.core.receive(channel, peer, message, payload, time.monotonic()))
-            self.core.handed_over()
+            self.core.status_service.end()
 
     def _send(self, out: Sequence[Out]) -> None:
         for item in out:

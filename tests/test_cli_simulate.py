@@ -240,6 +240,8 @@ def test_options_that_the_groups_leave_without_effect_are_named(
         assert f"without effect: {unused}, because" in capsys.readouterr().out
         assert main(command) == 0
         assert "without effect" not in capsys.readouterr().out
+    assert main([*command, "--merged", "3"]) == 0
+    assert "without effect: --merged, because one group" in capsys.readouterr().out
 
 
 def test_one_seed_gives_one_file(tmp_path: Path) -> None:
@@ -358,6 +360,7 @@ def test_wrong_workloads_are_told(workload: str, capsys: pytest.CaptureFixture[s
         (("--bandwidth", "0"), "--bandwidth 0.0: pass bytes per second"),
         (("--jitter", "lognormal"), "pass lognormal:0.2"),
         (("--servers", "some"), "servers='some': pass a number of servers, 1 or more, or \"per-node\""),
+        (("--nodes", "2"), 'nodes=2: it is for servers="per-node"'),
         (("--servers", "per-node", "--nodes", "3"), "nodes=3: 8 devices cannot be spread over them evenly"),
         (("--overlap", "--method", "diloco"), "--overlap and method=DiLoCo"),
         (("--jitter", "much"), "--jitter much: pass none, exponential"),
@@ -421,6 +424,20 @@ def test_ctrl_c_reports_what_was_simulated(
     assert 12 <= int(half["updates"]) < 24
     assert_is_picture(tmp_path / "comparison.png")
     assert Trace.load(tmp_path / "hardsync.npz").ended == "interrupted"
+
+
+def test_an_error_in_a_later_run_loses_no_earlier_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = simulator.simulate
+
+    def failing(method: Any, *arguments: Any, **options: Any) -> Trace:
+        if type(method).__name__ == "HardSync":
+            raise MemoryError
+        return real(method, *arguments, **options)
+
+    monkeypatch.setattr(simulator, "simulate", failing)
+    with pytest.raises(MemoryError):
+        main(["simulate", "--method", "async_sgd,hardsync", *SHARED, "--no-picture", "--out", str(tmp_path)])
+    assert Trace.load(tmp_path / "async_sgd.npz").updates == 24
 
 
 def test_ctrl_c_in_the_second_of_two_rates_ends_the_command(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from core import method_from_wire, read_record, replay
+from core import REGISTRY, read_record, replay
 from runs import run
 from torch import Tensor, nn
 
@@ -135,7 +135,7 @@ def test_members_keep_one_optimizer_state_where_it_steps_at_the_worker_and_in_th
 ) -> None:
     results = in_groups(2, number)
     states = [result["state in training"] for result in results]
-    if method_from_wire(POINTS[number]).steps_at == "worker":
+    if REGISTRY.from_wire(POINTS[number]).steps_at == "worker":
         assert states[0] == states[1]
         assert states[2] == states[3]
         assert states[0] != states[2]
@@ -189,7 +189,7 @@ def test_a_recorded_run_replayed_in_the_simulator_ends_with_the_same_bits(groups
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, **MOMENTUM),
     )
     assert again.clock == real["report"]["updates"] > 0
-    if method_from_wire(POINTS[number]).evaluated == "mean":
+    if REGISTRY.from_wire(POINTS[number]).evaluated == "mean":
         # The record does not say in which order the groups came to be averaged at the last synchronization.
         mean = {
             name: torch.stack(values).mean(0)

@@ -58,6 +58,29 @@ def test_no_frozen_weight_moves_in_a_simulated_run(method: str, push: str, pull:
     assert not torch.equal(torch.as_tensor(trace.weights["0.weight"]), before["0.weight"])
 
 
+class Masked(nn.Module):
+    """Adds a mask of zeros and infinities, of which the sigmoid function makes zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask = Parameter(torch.tensor([0.0] * 6 + [-torch.inf] * 2), requires_grad=False)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        return (numbers + self.mask).sigmoid()
+
+
+@pytest.mark.parametrize(
+    "method", ["diloco:period=2", "decoupled_diloco:period=4,fragments=2", "gossip", "gossip:kind=push"]
+)
+def test_a_frozen_mask_of_infinities_neither_moves_nor_spoils_what_groups_send(method: str) -> None:
+    first, _, last = new_model().children()
+    trace = run(method, 2, model=nn.Sequential(first, Masked(), last), limits=Limits(updates=16))
+    assert trace.meta["refused"] == 0
+    assert torch.equal(torch.as_tensor(trace.weights["1.mask"]), Masked().mask)
+    apart = run("gossip:period=1000", 2, model=nn.Sequential(first, Masked(), last), limits=Limits(updates=16))
+    assert not torch.equal(*(torch.as_tensor(each.weights["0.weight"]) for each in (trace, apart)))
+
+
 # --- What is the server's, and what is a group's own -----------------------------------------------------------------
 
 

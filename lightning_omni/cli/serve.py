@@ -64,7 +64,7 @@ class RunLog:
         if now < self._due and not at_once:
             return
         self._due = now + EVERY
-        new = list(takewhile(lambda each: each is not self._last, reversed(self._core.run_events)))
+        new = list(takewhile(lambda each: each is not self._last, reversed(self._core.observation.run_events)))
         for event in reversed(new):
             self._last = event
             log(self._console, line_of(event, self._core.now), highlight=False)
@@ -250,7 +250,8 @@ class StandaloneServer:
             self._log.write(at_once=True)
             outcome = f": {self._core.clock} updates, ranks lost: {len(self._core.roster.lost)}"
         log(self._console, f"a run is over{outcome}")
-        if self._options.once and (self._core.generation or not self._core.roster.joining):  # else none has begun
+        has_begun = self._core.generation or not self._core.roster.joining
+        if self._options.once and has_begun:
             self._stopped.set()
         if self._states is not None:
             self._states.discard(self._core)

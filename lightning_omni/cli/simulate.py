@@ -150,14 +150,10 @@ def run(names: Sequence[str], settings: SimulationSettings, together: bool = Fal
     files = _Files(settings.out, "comparison" if together else _file_name(names[0]), together)
     files.check([entrant.name for entrant in entrants], settings.picture)
     torch.set_num_threads(settings.threads)
-    runs, code = _runs(entrants, task, finds_rates=together and not task.rates)
-    try:
-        _report(runs, task, together)
-        for sentence in _without_effect(entrants, settings):
-            print_sentence(sentence)
-    finally:  # a full or closed standard output must not lose the traces
-        for each in runs:
-            each.trace.save(files.trace(each.entrant.name))
+    runs, code = _runs(entrants, task, files, finds_rates=together and not task.rates)
+    _report(runs, task, together)
+    for sentence in _without_effect(entrants, settings):
+        print_sentence(sentence)
     if settings.picture and together:
         traces = {each.entrant.name: each.trace for each in runs}
         plot_comparison(traces, files.picture, _title(settings), task.target)
@@ -170,7 +166,7 @@ def run(names: Sequence[str], settings: SimulationSettings, together: bool = Fal
     return code
 
 
-def _runs(entrants: Sequence[Entrant], task: Task, finds_rates: bool) -> tuple[list[Run], int]:
+def _runs(entrants: Sequence[Entrant], task: Task, files: _Files, finds_rates: bool) -> tuple[list[Run], int]:
     runs: list[Run] = []
     with progress_bar() as shown:
         try:
@@ -180,6 +176,7 @@ def _runs(entrants: Sequence[Entrant], task: Task, finds_rates: bool) -> tuple[l
                     shown((place + done) / len(entrants), f"{name}: {text}")
 
                 runs.append(_run_method(entrant, task, finds_rates, show_progress))
+                runs[-1].trace.save(files.trace(entrant.name))  # an error of the next one must not lose it
                 if runs[-1].trace.ended == "interrupted":
                     return runs, INTERRUPTED
         except KeyboardInterrupt:
@@ -289,7 +286,9 @@ def _report(runs: Sequence[Run], task: Task, together: bool) -> None:
 
 
 _INSIDE = ("rebalance", "all_reduce")
-_BETWEEN = ("compression", "overlap", "servers", "server_bandwidth", "update_seconds")
+_BETWEEN = (
+    "compression", "overlap", "servers", "server_bandwidth", "update_seconds", "merged", "head_seconds_per_sample",
+)  # fmt: skip
 
 
 def _without_effect(entrants: Sequence[Entrant], settings: SimulationSettings) -> Iterator[str]:
@@ -337,7 +336,9 @@ def _row(run: Run, target: tuple[str, float] | None) -> Mapping[str, str]:
     reached = {}
     if target is not None:
         name, value = target
-        reached = {f"s to {name} {value:g}": _number(trace.time_to(name, value))}
+        reached = {
+            f"s to {name} {value:g}": _number(trace.time_to(name, value) if name in trace.evaluated else math.nan)
+        }
     return {
         "method": run.entrant.name,
         "groups": str(len(run.entrant.topology.alive)),

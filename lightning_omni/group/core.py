@@ -330,10 +330,21 @@ class GroupCore:
         return outgoing
 
     def _push(self, ask: ServerRequest, need: Exchange, encoded: Encoded, layout: Layout) -> Outgoing:
-        nbytes = encoded.payload.numel()
-        numbers = ask.epoch, ask.trained, layout.version, self.identity.incarnation
-        sequence = self._method_states[ask.optimizer].sequence + 1
-        message = m.PushMessage.of(need, ask.optimizer, encoded.present, nbytes, *numbers, sequence)
+        message = m.PushMessage(
+            optimizer=ask.optimizer,
+            read_at=need.read_at,
+            present=encoded.present,
+            hyperparameters=tuple(map(dict, need.hyperparameters)),
+            epoch=ask.epoch,
+            trained=ask.trained,
+            nbytes=encoded.payload.numel(),
+            note=need.note,
+            pull=need.pull,
+            layout=layout.version,
+            incarnation=self.identity.incarnation,
+            sequence=self._method_states[ask.optimizer].sequence + 1,
+            fragment=-1 if need.fragment is None else need.fragment,
+        )
         return Outgoing(message, encoded.payload)
 
     def encode(self, optimizer: int, need: Exchange, split: Partition, memories: Sequence[Memory]) -> list[Encoded]:

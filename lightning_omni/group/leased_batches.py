@@ -136,21 +136,18 @@ class LeaseClient:
     def __init__(self, member: int = 0, members: int = 1, generation: int = 0, shares: Sequence[int] = ()) -> None:
         self.epoch = -1
         self.in_pairs = False
-        self.trained = self.stepped = self.interval = self.handed = 0
-        self._batches: list[Batch] = []
-        self._shares = [(0, tuple(shares))]  # from a batch number on, ascending; never empty
         self.join(member, members, generation, shares)
 
     def join(self, member: int, members: int, generation: int, shares: Sequence[int] = ()) -> None:
         """Set another index or another group; all drawn batches are forgotten."""
         self._member, self._members, self._formed = member, members, generation
-        self._shares = [(0, tuple(shares))]
+        self._shares = [(0, tuple(shares))]  # from a batch number on, ascending; never empty
         self.restart(self.epoch)
 
     def restart(self, epoch: int) -> None:
         """Begin an epoch, or continue it with the server's remaining batches; none of them is drawn here."""
         self.epoch = epoch
-        self._batches = []
+        self._batches: list[Batch] = []
         self.handed = self.trained = self.stepped = self.interval = 0
         self._shares = [(0, self.shares)]
 

@@ -22,6 +22,7 @@ from lightning_omni.methods.contract import (
     ServerSide,
     Step,
     Total,
+    check_fragments,
     check_period,
 )
 from lightning_omni.methods.diloco import check_outer, outer_sgd
@@ -230,17 +231,13 @@ class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco")
     def __post_init__(self) -> None:
         check_period(self.period)
         check_outer(self.outer_lr, self.outer_momentum)
-        check_whole("fragments", self.fragments, f"1 to period={self.period}", 1, self.period)
-        if self.period % self.fragments:
-            raise ConfigurationError(
-                f"fragments={self.fragments}: they are sent at equal distances; pass a number that divides"
-                f" period={self.period}"
-            )
+        check_fragments(self.fragments, self.period)
         if self.quorum is not None:
             check_whole("quorum", self.quorum, "the groups that a merge needs, 1 or more, or None", 1)
         check_number("grace", self.grace, "0 <= grace < 1; 0 waits for no group beyond the quorum", 0, below=1)
         if self.delay is not None:
-            check_whole("delay", self.delay, f"0 to period/fragments={self._stride} steps, or None", 0, self._stride)
+            most = self.push_period
+            check_whole("delay", self.delay, f"0 to period/fragments={most} steps, or None", 0, most)
 
     def check(self, groups: int) -> None:
         if self.quorum is not None and self.quorum > groups:
@@ -255,19 +252,12 @@ class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco")
             changes["delay"] = min(self.delay, period // changes.get("fragments", 1) - 1)
         return changes
 
-    def steps_to_push(self, replica: Replica) -> int:
-        return self._stride - int(replica.memory.get("step", 0)) % self._stride
-
     @property
     def holds_others_up(self) -> bool:
         return True  # for as long as the grace window
 
-    @property
-    def _stride(self) -> int:
-        return self.period // self.fragments
-
     def group_side(self, replica: Replica) -> GroupSide:
-        memory, delay = replica.memory, self._stride if self.delay is None else self.delay
+        memory, delay = replica.memory, self.push_period if self.delay is None else self.delay
         while True:
             gradient = yield NextGradient()
             if memory.get("is_lost"):
@@ -278,8 +268,8 @@ class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco")
             step = self._count(replica, gradient)
             if "sent" in memory and memory["under_way"] >= delay:
                 self.apply_answer(replica, (yield Receive()))
-            if step % self._stride == 0 and not memory.get("is_lost"):
-                exchange = self._exchange(replica, step // self._stride - 1)
+            if step % self.push_period == 0 and not memory.get("is_lost"):
+                exchange = self._exchange(replica, step // self.push_period - 1)
                 if delay:
                     yield Send(exchange)
                 else:
@@ -306,11 +296,11 @@ class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco")
     def _count(self, replica: Replica, gradient: Gradient) -> int:
         """Count a step, and return its number in the period, from 1."""
         memory = replica.memory
-        for name, count in (("steps", 1), ("samples", gradient.samples or 1)):
+        for name, count in (("made", 1), ("samples", gradient.samples or 1)):
             memory[name] = [before + count for before in memory.get(name, [0] * self.fragments)]
         memory["under_way"] = memory.get("under_way", 0) + 1
-        memory["step"] = memory.get("step", 0) % self.period + 1
-        return int(memory["step"])
+        memory["steps"] = memory.get("steps", 0) % self.period + 1
+        return int(memory["steps"])
 
     def _exchange(self, replica: Replica, fragment: int) -> Exchange:
         """Prepare the exchange of a fragment: its change since it was loaded, and the change's weight."""
@@ -318,7 +308,7 @@ class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco")
         change = replica.change(memory["outer"], -1.0, number, self.fragments)
         memory["sent"] = copies(read(replica.weights(), replica.pieces(number, self.fragments)))
         memory["under_way"] = 0
-        samples, steps = memory["samples"][fragment], memory["steps"][fragment]
-        memory["samples"][fragment] = memory["steps"][fragment] = 0
+        samples, steps = memory["samples"][fragment], memory["made"][fragment]
+        memory["samples"][fragment] = memory["made"][fragment] = 0
         read_at = memory.setdefault("read_at", [replica.clock] * self.fragments)[fragment]
         return Exchange(change, read_at, note=samples * (samples / steps), fragment=number)

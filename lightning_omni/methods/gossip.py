@@ -93,7 +93,9 @@ class Gossip(Method, frozen=True, kw_only=True, tag="gossip"):
             if memory["steps"] % self.period:
                 continue
             peer = self._draw(replica)
-            mine = replica.base()
+            pairs = zip(replica.ordered, replica.base(), strict=True)
+            # No peer takes frozen weights, and those of a mask may be infinite.
+            mine = [base if each.requires_grad else base.nan_to_num(0.0, 0.0, 0.0) for each, base in pairs]
             yield from self._pull(replica, peer, mine) if self.kind == "pull" else self._push(replica, peer, mine)
 
     def _draw(self, replica: Replica) -> int:

@@ -237,7 +237,7 @@ class GroupFormation:
             form = m.FormGroups(
                 generation=parallel.generation + 1,
                 groups=topology.groups,
-                method=m.method_to_wire(parallel.method),
+                method=to_wire(parallel.method),
                 keep_epoch=keeps_epoch,
                 wire_format=to_wire(parallel.core.wire_format),
                 overlap=parallel.core.overlaps,
@@ -310,7 +310,7 @@ class GroupFormation:
 
     def _check_alike(self, joined: m.Joined) -> None:
         core = self._parallel.core
-        mine = arguments_of(m.method_to_wire(core.method), to_wire(core.wire_format), core.overlaps)
+        mine = arguments_of(to_wire(core.method), to_wire(core.wire_format), core.overlaps)
         theirs = arguments_of(joined.method, joined.wire_format, joined.overlap)
         for own, other in zip(mine, theirs, strict=True):
             if own != other:

@@ -31,7 +31,7 @@ from lightning_omni.server.router import FOLLOWER_TABLE, TABLE, Router, Row
 from lightning_omni.server.run_context import RunContext
 from lightning_omni.server.service import Out, Payload, Peer, Service
 from lightning_omni.server.snapshots import Snapshots
-from lightning_omni.server.status import Observers, RunEvent, RunObservation, StatusService
+from lightning_omni.server.status import Observers, RunObservation, StatusService
 from lightning_omni.server.training import Training
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.journal import Entry, Journal
@@ -59,6 +59,10 @@ class ServerCore:
         number: number of this server; 0 coordinates the others.
 
     Attributes:
+        now: time of the current message.
+        observers: its observing processes.
+        router: one service of a run, as are ``admission``, ``membership``, ``training``, ``status_service`` and
+            ``observation``.
         journal: takes the decisions since the state was saved.
         reconnect_timeout: seconds for which ranks look for this server when it is gone; 0 if no other continues.
         resumed: whether it has continued the run of an earlier server.
@@ -101,7 +105,7 @@ class ServerCore:
         self._clock = clock or self._last_now
         self._record = record
         self._more_services = tuple(services)
-        self._now = 0.0
+        self.now = 0.0
         self.replication: Replication
         table: Sequence[Row] = TABLE
         if number > 0:
@@ -123,7 +127,7 @@ class ServerCore:
         self.strangers = 0
         self.data_port = 0
         self.about: Callable[[], m.ProcessInfo] = m.ProcessInfo
-        self._observers = Observers(key, random)
+        self.observers = Observers(key, random)
         self.journal = Journal()
         self.reconnect_timeout, self.started_at_ms = 0.0, 0
         self.on_save: Callable[[int], None] = lambda number: None
@@ -131,25 +135,25 @@ class ServerCore:
         self.reset()
 
     def reset(self) -> None:
-        self._now, self.roster, self.resumed = 0.0, Roster(self.key), False
+        self.now, self.roster, self.resumed = 0.0, Roster(self.key), False
         self._store, self._epochs, replication = ParameterStore(), Epochs(self.journal), self.replication
         self.events = EventRecorder(self._record, self._store, self._epochs, self._last_now, replication.count)
         run = RunContext(
             self.roster, self._store, self._epochs, self.events, self.journal, replication, self.limits, self._last_now
         )
-        self._admission = Admission(
+        self.admission = Admission(
             run,
             self.key,
             self._random,
             lambda: self.data_port,
             lambda: (self.reconnect_timeout, self.clock, self.started_at_ms),
         )
-        training = self._training = Training(run, self._admission)
-        self._collective_service = CollectiveService(run, training, lambda *brought: self._router.forward(*brought))
+        training = self.training = Training(run, self.admission)
+        self._collective_service = CollectiveService(run, training, lambda *brought: self.router.forward(*brought))
         self._validation_service = ValidationService(run, training)
-        self._status_service = StatusService(run, self._work_time, lambda: self.strangers, lambda: training.pushes)
-        self._observation = RunObservation(
-            run, self._status_service, self._observers, lambda: self._membership.over, self._description
+        self.status_service = StatusService(run, self._clock, lambda: self.strangers, lambda: training.pushes)
+        self.observation = RunObservation(
+            run, self.status_service, self.observers, lambda: self.membership.over, self._description
         )
         # The services are notified in this order.
         services: list[Service] = [
@@ -159,23 +163,23 @@ class ServerCore:
             training,
             self._validation_service,
             Snapshots(run, training, self._resolve, self._resolve_module),
-            MergedHeadService(run, self._work_time),
-            self._status_service,
-            self._observation,
-            Joining(run, self._collective_service, self._random, lambda *asked: self._membership.join(*asked)),
+            MergedHeadService(run, self._clock),
+            self.status_service,
+            self.observation,
+            Joining(run, self._collective_service, self._random, lambda *asked: self.membership.join(*asked)),
             *(service(self) for service in self._more_services),
         ]
-        self._membership = Membership(run, services, self._status_service, self._collective_service)
+        self.membership = Membership(run, services, self.status_service, self._collective_service)
         self._restore = Restore(
-            run, self._membership, services, training, self._collective_service, self._validation_service
+            run, self.membership, services, training, self._collective_service, self._validation_service
         )
-        self._router = Router(self._table, [self._admission, self._membership, *services], self.roster, replication)
-        replication.begin(self._membership.end, lambda: self.roster.live)
+        self.router = Router(self._table, [self.admission, self.membership, *services], self.roster, replication)
+        replication.begin(self.membership.end, lambda: self.roster.live)
 
     # --- Called by the driver ----------------------------------------------------------------------------------------
 
     def decode(self, channel: m.Channel, data: bytes | memoryview) -> m.Message:
-        return self._router.decode(channel, data)
+        return self.router.decode(channel, data)
 
     def check_payload(self, peer: Peer, message: m.Message) -> int:
         """Return the size of a data message's payload, before memory is allocated for it.
@@ -185,25 +189,22 @@ class ServerCore:
                 their parts.
         """
         try:
-            return self._router.check_payload(peer, message)
+            return self.router.check_payload(peer, message)
         except Refused as no:
             self._count(no)
             raise
 
-    def keeps_payload(self, message: m.Message) -> bool:
-        return self._router.keeps_payload(message)
-
     def receive(self, channel: m.Channel, peer: Peer, message: m.Message, payload: Payload, now: float) -> list[Out]:
         """Handle a message at ``now``, in seconds on any monotonic clock, and return the messages to send."""
-        self._pass_time(self._now if self.replication.number else now)
-        self._status_service.begin(message)
+        self._pass_time(self.now if self.replication.number else now)
+        self.status_service.begin(message)
         try:
-            return self._sent(self._router.route(channel, peer, message, payload, now))
+            return self._sent(self.router.route(channel, peer, message, payload, now))
         except Refused as no:
             self._count(no)
             return self._sent([Out(peer, channel, m.RefusedMessage(code=no.code, reason=str(no)))])
         except (CollectiveMismatch, StepFailed) as error:
-            return self._sent(self._membership.end(str(error)))
+            return self._sent(self.membership.end(str(error)))
         except OmniError as error:
             return self._sent([Out(peer, channel, m.RefusedMessage(code="protocol", reason=str(error)))])
 
@@ -213,13 +214,13 @@ class ServerCore:
         if not isinstance(message, sm.ServerCommand):
             return []
         self._pass_time(message.now)
-        self._status_service.begin(message)
+        self.status_service.begin(message)
         try:
             out = self._execute(replication, message)
         except StepFailed as error:  # it ends the run, as at the other servers, and no server
             replication.fail(str(error), of_run=True)
             out = []
-        replication.done()
+        replication.commands_executed += 1
         if isinstance(message, (sm.AdmitRank, sm.HandleMessage)):  # a rank waits for this report
             replication.report()
         return self._sent(out)
@@ -233,20 +234,20 @@ class ServerCore:
     def _execute(self, replication: Follower, message: sm.ServerCommand) -> list[Out]:
         match message:
             case sm.ExpireTimers():
-                return self._training.expire(message.now)
+                return self.training.expire(message.now)
             case sm.DecideRequest():
                 return replication.decide(message)
             case sm.IdleLeader():
-                return self._training.idle(message.rank)
+                return self.training.idle(message.rank)
             case sm.ResumeLeader():
-                self._training.resume(message.rank)
+                self.training.resume(message.rank)
             case sm.AdmitRank():
-                self.roster.add_member(_peer_of(message.hello.rank), message.hello, message.challenge, self._now)
+                self.roster.add_member(_peer_of(message.hello.rank), message.hello, message.challenge, self.now)
                 self.roster.joining = self.roster.can_continue = message.joins  # the coordinator reports the end
             case sm.HandleMessage():
-                return self._router.relay(_peer_of(message.rank), message.rank, message.message)
+                return self.router.relay(_peer_of(message.rank), message.rank, message.message)
             case sm.LoseRank():
-                return self._membership.lose(message.rank, message.reason)
+                return self.membership.lose(message.rank, message.reason)
             case sm.SaveState():
                 self.on_save(message.number)
             case sm.ReplayEntry():
@@ -256,7 +257,7 @@ class ServerCore:
                     self.on_run_over()
                 self.reset()
             case sm.EndRun():
-                return self._membership.end(message.reason)
+                return self.membership.end(message.reason)
             case _:
                 raise MalformedMessage(f"{type(message).__name__} is nothing that a server is told to do")
         return []
@@ -268,9 +269,6 @@ class ServerCore:
             out = [each for each in out if each.channel == m.DATA]
         return out + self.replication.drain()
 
-    def handed_over(self) -> None:
-        self._status_service.end()
-
     def refuse(self, channel: m.Channel, peer: Peer, reason: str) -> list[Out]:
         self.strangers += 1
         return [Out(peer, channel, m.RefusedMessage(code="malformed", reason=reason))]
@@ -280,32 +278,32 @@ class ServerCore:
         if self.replication.number:  # the coordinating server handles time limits
             return self._sent(self.replication.tick(now))
         self._pass_time(now)
-        self._status_service.tick(now)
-        self._observation.tick(now)
+        self.status_service.tick(now)
+        self.observation.tick(now)
         # A method's answers must be passed to the socket before the loss of a rank can change the weights again.
         try:
-            out = self._training.expire(now) or self._membership.tick(now)
+            out = self.training.expire(now) or self.membership.tick(now)
         except StepFailed as error:
-            out = self._membership.end(str(error))
+            out = self.membership.end(str(error))
         return self._sent(out + self.replication.tick(now))
 
     @property
     def due(self) -> float:
-        return math.inf if self.replication.number else self._training.due
+        return math.inf if self.replication.number else self.training.due
 
     def lose(self, rank: int, reason: str) -> list[Out]:
-        return self._sent(self._membership.lose(rank, reason))
+        return self._sent(self.membership.lose(rank, reason))
 
     def hang_up(self, peer: Peer) -> list[Out]:
-        self._observers.forget(peer)
+        self.observers.forget(peer)
         self.roster.numbers.withdraw(peer)
-        return self._sent(self._membership.hang_up(peer) + self.replication.hang_up(peer))
+        return self._sent(self.membership.hang_up(peer) + self.replication.hang_up(peer))
 
     def fail(self, reason: str) -> list[Out]:
         if isinstance(self.replication, Follower):
             self.replication.fail(reason)
             return self._sent([])
-        return self._sent(self._membership.end(f"the parameter server failed: {reason}"))
+        return self._sent(self.membership.end(f"the parameter server failed: {reason}"))
 
     # --- Saved state -------------------------------------------------------------------------------------------------
 
@@ -313,14 +311,6 @@ class ServerCore:
     def has_state(self) -> bool:
         """Return whether a run is under way that `state` can represent completely."""
         return bool(self._store.all) and not self._store.heads and not self.over and not self.is_over
-
-    @property
-    def is_quiet(self) -> bool:
-        return self._training.all_answered
-
-    @property
-    def missing(self) -> int:
-        return self._training.missing
 
     def state(self) -> dict[str, Any]:
         """Return the state from which another server can continue the run, as plain values and live tensors.
@@ -347,7 +337,7 @@ class ServerCore:
         """
         check_state(state)
         self.reset()
-        self._now, self.resumed = now, True
+        self.now, self.resumed = now, True
         self._restore.load(state, journal, now)
         self._pass_time(now)
 
@@ -356,7 +346,7 @@ class ServerCore:
     @property
     def over(self) -> str:
         """Return why the run cannot continue, or ""."""
-        return self._membership.over
+        return self.membership.over
 
     @property
     def is_over(self) -> bool:
@@ -364,30 +354,24 @@ class ServerCore:
 
     @property
     def generation(self) -> int:
-        return self._membership.generation
+        """Return the recorder's count of formings of groups."""
+        return self.roster.formed.message.generation if self.roster.formed.message is not None else 0
 
     @property
     def peers(self) -> list[Peer]:
         """Return the control connections of ranks that have not left, other servers, observers, joining groups."""
         if self.replication.number:
             return []
-        watching = self._observers.peers + self.roster.numbers.peers
-        return self._membership.peers + self.replication.peers + list(dict.fromkeys(watching))
-
-    @property
-    def attached(self) -> set[Peer]:
-        return self._admission.attached
+        watching = self.observers.peers + self.roster.numbers.peers
+        return self.membership.peers + self.replication.peers + list(dict.fromkeys(watching))
 
     def is_admitted(self, channel: m.Channel, peer: Peer) -> bool:
-        if channel == m.CONTROL and (peer in self.replication.peers or self._observers.has(peer)):
+        if channel == m.CONTROL and (peer in self.replication.peers or self.observers.has(peer)):
             return True
-        return self._admission.find(channel, peer) is not None
-
-    def is_watching(self, peer: Peer) -> bool:
-        return self._observers.has(peer)
+        return self.admission.find(channel, peer) is not None
 
     def data_connection(self, rank: int) -> tuple[Peer, bytes] | None:
-        return self._admission.data_connection(rank)
+        return self.admission.data_connection(rank)
 
     @property
     def optimizers(self) -> list[ServedParameters]:
@@ -398,18 +382,7 @@ class ServerCore:
         return self._store.clock
 
     def status(self, sent: float) -> m.Status:
-        return self._status_service.status(sent)
-
-    def overview(self) -> m.Overview:
-        return self._observation.overview()
-
-    @property
-    def now(self) -> float:
-        return self._now
-
-    @property
-    def run_events(self) -> Sequence[RunEvent]:
-        return self._observation.run_events
+        return self.status_service.status(sent)
 
     def note_life(self, peer: Peer, now: float) -> None:
         if (member := self.roster.by_peer(peer)) is not None:
@@ -420,8 +393,8 @@ class ServerCore:
             member.host = host
 
     def _pass_time(self, now: float) -> None:
-        self._now = now
-        self._training.set_time(now)
+        self.now = now
+        self.training.set_time(now)
 
     def _count(self, no: Refused) -> None:
         self.strangers += no.code in STRANGE
@@ -429,10 +402,6 @@ class ServerCore:
     @property
     def missing_servers(self) -> int:
         return self.replication.missing if isinstance(self.replication, Coordinator) else 0
-
-    @property
-    def is_coordinator(self) -> bool:
-        return self.replication.number == 0
 
     @property
     def lost_server(self) -> str:
@@ -451,10 +420,7 @@ class ServerCore:
         )
 
     def _last_now(self) -> float:
-        return self._now
-
-    def _work_time(self) -> float:
-        return self._clock()
+        return self.now
 
 
 def _peer_of(rank: int) -> Peer:

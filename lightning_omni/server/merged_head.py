@@ -10,7 +10,7 @@ from lightning_omni.server.replication import refusal_of
 from lightning_omni.server.run_context import RunContext
 from lightning_omni.server.service import Out, Payload, Sender, Service, as_tensor
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.codec import check_specs, pack, unpack
+from lightning_omni.wire.codec import pack, unpack
 
 
 class MergedHeadService(Service):
@@ -27,13 +27,11 @@ class MergedHeadService(Service):
             out += self._serve(number)
         return out
 
-    def check_forward(self, sender: Sender, message: m.HeadForward) -> int:
-        if message.exclusive:
+    def check_head(self, sender: Sender, message: m.HeadForward | m.HeadBackward) -> int:
+        if isinstance(message, m.HeadForward) and message.exclusive:
             self._roster.formed.check_leads(sender.rank, sender.group)
-        return self._check_packed(message)
-
-    def check_backward(self, sender: Sender, message: m.HeadBackward) -> int:
-        return self._check_packed(message)
+        self._store.head(message.optimizer)
+        return self.check_packed(sender, message)
 
     def forward(self, sender: Sender, message: m.HeadForward, payload: Payload) -> list[Out]:
         head = self._store.head(message.optimizer)
@@ -49,7 +47,8 @@ class MergedHeadService(Service):
         head, group, number = self._store.head(message.optimizer), sender.group, message.optimizer
         spans = self._events.new_spans(group, message)
         try:
-            stepped = head.backward(group, message, unpack(message.packed, as_tensor(payload)), number)
+            of_output = unpack(message.packed, as_tensor(payload))
+            gradients, read_at, applied = head.backward(group, message, of_output, number)
         except ProtocolError as error:
             head.forget(group)
             return [Out(sender.peer, m.DATA, refusal_of(error)), *self._serve(number)]
@@ -57,20 +56,20 @@ class MergedHeadService(Service):
             "push",
             group,
             number,
-            read_at=stepped.read_at,
-            refused=not stepped.applied,
+            read_at=read_at,
+            refused=not applied,
             epoch=message.epoch,
             spans=spans[-1:],
             hyperparameters=message.hyperparameters,
             note=message.clip,
         )
         head.release(self._clock())
-        packed, buffer = pack(stepped.inputs)
+        packed, buffer = pack(gradients)
         answer = m.HeadGradients(
             packed=packed,
             nbytes=buffer.numel(),
             clock=head.master.clock,
-            applied=stepped.applied,
+            applied=applied,
             refused_in_row=head.counts.refused_in_row[group],
         )
         return [Out(sender.peer, m.DATA, answer, (buffer,)), *self._serve(number)]
@@ -84,11 +83,6 @@ class MergedHeadService(Service):
         while (request := head.grant_access(self._clock())) is not None:
             out.append(self._output(head, request))
         return out
-
-    def _check_packed(self, message: m.HeadForward | m.HeadBackward) -> int:
-        self._store.head(message.optimizer)
-        check_specs(message.packed.specs, message.nbytes)
-        return message.nbytes
 
     def _output(self, head: ServedHead, request: HeadRequest) -> Out:
         try:

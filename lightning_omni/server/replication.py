@@ -426,7 +426,7 @@ class Follower(_PartitionedReplication):
 
     def __init__(self, number: int, count: int) -> None:
         super().__init__(number, count)
-        self._commands_done = 0
+        self.commands_executed = 0
 
     def check_addressee(self, message: type[m.Message], in_parts: bool) -> None:
         if not in_parts and message not in self.IN_PARTS:
@@ -435,11 +435,8 @@ class Follower(_PartitionedReplication):
                 " server that coordinates, server 0"
             )
 
-    def done(self) -> None:
-        self._commands_done += 1
-
     def report(self) -> None:
-        self._send(sm.CommandsDone(count=self._commands_done))
+        self._send(sm.CommandsDone(count=self.commands_executed))
 
     def tick(self, now: float) -> list[Out]:
         self.report()

@@ -41,7 +41,7 @@ from lightning_omni.wire.journal import (
 )
 from lightning_omni.wire.messages import servers as sm
 
-STATE, STATE_VERSION = "lightning_omni.server_state", 5
+STATE, STATE_VERSION = "lightning_omni.server_state", 6
 """Name and version of a saved state."""
 
 
@@ -72,7 +72,6 @@ class Restore:
             "version": STATE_VERSION,
             "protocol": m.VERSION,
             "roster": self._roster.state(),
-            "membership": self._membership.state(),
             "services": {name: state for name, state in services.items() if state is not None},
         }
 
@@ -83,7 +82,6 @@ class Restore:
             ConfigurationError: the run cannot continue from them.
         """
         self._roster.load(state["roster"], now)
-        self._membership.load(state["membership"])
         for service in self._services:
             if (saved := state["services"].get(type(service).__name__)) is not None:
                 service.load(saved)
@@ -95,7 +93,7 @@ class Restore:
         self._journal.write, self._journal.is_due = writes, True
 
     def redo(self, entry: Entry) -> None:
-        epochs = self._epochs
+        epochs, numbers = self._epochs, self._roster.numbers
         match entry:
             case OpenedEntry():
                 epochs.open(entry.plan)
@@ -126,7 +124,7 @@ class Restore:
             case RestructuredEntry():
                 self._training.redo(entry)
             case NumberedEntry():
-                self._roster.numbers.has_given(entry.numbered)
+                numbers.given = max(numbers.given, entry.numbered)
             case FormedEntry():
                 raise ConfigurationError(
                     "other groups were formed after the state was saved, and before it was saved again; this run"
@@ -148,6 +146,3 @@ def check_state(state: Mapping[str, Any]) -> None:
             f" {state.get('protocol')}, and this server reads {STATE} {STATE_VERSION} with protocol {m.VERSION};"
             " start the server in an empty directory"
         )
-
-
-__all__ = ["STATE", "STATE_VERSION", "Restore", "check_state"]

@@ -105,7 +105,7 @@ TABLE = (
     # joining
     Row(m.RegisterGroup, CONTROL, Role.OBSERVER, Joining, Joining.register),
     Row(
-        m.StoreRunState, DATA, Role.RECORDER, Joining, Joining.store, Joining.check_state,
+        m.StoreRunState, DATA, Role.RECORDER, Joining, Joining.store, Joining.check_packed,
         keeps=True, resolves=True, does="says what groups that join are given",
     ),
     Row(m.ReadRunState, DATA, Role.RANK, Joining, Joining.read),
@@ -169,11 +169,11 @@ TABLE = (
     # merged head
     Row(
         m.HeadForward, DATA, Role.MEMBER, MergedHeadService, MergedHeadService.forward,
-        MergedHeadService.check_forward,
+        MergedHeadService.check_head,
     ),
     Row(
         m.HeadBackward, DATA, Role.LEADER, MergedHeadService, MergedHeadService.backward,
-        MergedHeadService.check_backward,
+        MergedHeadService.check_head,
     ),
     Row(m.HeadRelease, DATA, Role.LEADER, MergedHeadService, MergedHeadService.release),
 )  # fmt: skip
@@ -297,13 +297,10 @@ class Router:
         row = self._row(DATA, message)
         if row.payload is None:
             return 0
-        if not row.in_parts or self._replication.count == 1:
-            return self._check_payload(row, peer, message)
         try:
             return self._check_payload(row, peer, message)
         except ProtocolError as error:
-            member = self._admission.find(DATA, peer)
-            if member is not None:
+            if row.in_parts and (member := self._admission.find(DATA, peer)) is not None:
                 rank = self._sender(DATA, peer, member.rank).rank
                 self._replication.refuse(rank, message.request, refusal_of(error))  # type: ignore[attr-defined]
             raise
@@ -316,7 +313,7 @@ class Router:
             raise _refusal(member.rank, notice)
         sender = self._sender(DATA, peer, member.rank)
         self._check(row, sender)
-        if row.in_parts and self._replication.count > 1:
+        if row.in_parts:
             self._replication.check_number(sender.rank, message.request)
         return row.payload(self._services[row.service], sender, message)
 
@@ -345,7 +342,7 @@ class Router:
         if row.handle is None:
             raise ProtocolError(f"{type(message).__name__} does not belong on the {row.channel} channel")
         out = row.handle(self._services[row.service], sender, message, payload)
-        if row.on_all_servers and self._replication.count > 1:
+        if row.on_all_servers:
             self._replication.send_to_all(sm.HandleMessage(rank=sender.rank, message=m.encode(message)))
             out = self._replication.when_done(out)
         return out + self._membership.resolve_pending() if row.resolves else out

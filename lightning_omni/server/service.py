@@ -14,10 +14,12 @@ from torch import Tensor
 from lightning_omni.methods import Method
 from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m
+from lightning_omni.wire.codec import check_specs
 
 Peer = bytes
 """The identity of a connection."""
 Payload = bytes | Tensor
+PackedMessage = m.StoreRunState | m.PublishEvaluation | m.UploadWeights | m.GroupState | m.HeadForward | m.HeadBackward
 
 
 class Out(msgspec.Struct, frozen=True):
@@ -54,6 +56,11 @@ class Sender(NamedTuple):
 
 class Service:
     """The base of all services, with the notifications that each receives besides its messages."""
+
+    def check_packed(self, sender: Sender, message: PackedMessage) -> int:
+        """Return the checked size of the payload."""
+        check_specs(message.packed.specs, message.nbytes)
+        return message.nbytes
 
     def form(self, topology: Topology, method: Method, message: m.FormGroups) -> None:
         """Start with new groups and their method; ``message`` is the recorder's."""

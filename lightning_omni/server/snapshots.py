@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import msgspec
 from torch import Tensor
 
 from lightning_omni.errors import MalformedMessage, OmniError, ProtocolError
-from lightning_omni.methods import Method
+from lightning_omni.methods import REGISTRY, Method
 from lightning_omni.methods.model.modules import ResolveModule
 from lightning_omni.methods.model.server_optimizer import Resolve
 from lightning_omni.server.epochs.epoch import MOST_OPEN
@@ -20,7 +19,7 @@ from lightning_omni.server.service import Out, Payload, Sender, Service, as_tens
 from lightning_omni.server.training import Training
 from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.codec import Packed, check_specs, pack, unpack
+from lightning_omni.wire.codec import Packed, pack, unpack
 from lightning_omni.wire.journal import SavedEntry, SeededEntry
 from lightning_omni.wire.messages import SnapshotId
 
@@ -40,13 +39,10 @@ class Snapshots(Service):
         self._training = training
         self._resolve = resolve
         self._resolve_module = resolve_module
-        self._method: Method | None = None
-        self._formed: m.FormGroups | None = None
         self._group_states: dict[int, Any] = {}
         self._versions: dict[int, SnapshotContents] = {}
 
     def form(self, topology: Topology, method: Method, message: m.FormGroups) -> None:
-        self._method, self._formed = method, message
         self._group_states.clear()
         self._versions.clear()
 
@@ -56,36 +52,30 @@ class Snapshots(Service):
         return []
 
     def state(self) -> dict[str, Any]:
-        assert self._formed is not None
-        return {"formed": m.encode(self._formed), "parts": [served.state() for served in self._store.all]}
+        return {"parts": [served.state() for served in self._store.all]}
 
     def load(self, state: dict[str, Any]) -> None:
-        formed = msgspec.msgpack.decode(state["formed"], type=m.FormGroups)
-        self._formed, method = formed, m.method_from_wire(formed.method)
-        self._method = method
-        groups = self._roster.formed.history(len(formed.groups))
+        formed = self._roster.formed.message
+        assert formed is not None
+        method, groups = REGISTRY.from_wire(formed.method), self._roster.formed.history(len(formed.groups))
         self._store.hold([ServedParameters.from_state(part, method, groups, self._resolve) for part in state["parts"]])
         self._training.apply_settings(formed)
 
-    def check_packed(self, sender: Sender, message: m.UploadWeights | m.GroupState) -> int:
-        check_specs(message.packed.specs, message.nbytes)
-        return message.nbytes
-
     def seed(self, sender: Sender, message: m.UploadWeights, payload: Payload) -> list[Out]:
-        if self._method is None or self._formed is None:
+        formed = self._roster.formed
+        if formed.message is None:
             raise ProtocolError("form groups first")
         tree = unpack(message.packed, as_tensor(payload))
-        groups = self._roster.groups
+        method, groups = REGISTRY.from_wire(formed.message.method), self._roster.groups
         try:
-            self._store.hold([self._served_of(part, self._method, groups) for part in tree["parts"]])
+            self._store.hold([self._served_of(part, method, groups) for part in tree["parts"]])
         except OmniError:
             raise
         except Exception as error:  # torch raises various errors on invalid states
             raise MalformedMessage(f"not a seed: {type(error).__name__}: {error}") from error
-        self._store.answer_as(self._formed)
-        formed = self._roster.formed.topology
+        self._store.answer_as(formed.message)
         for number in range(len(self._store.all)):
-            self._events.seed(number, formed.groups if formed else (), self._formed)
+            self._events.seed(number, formed.topology.groups if formed.topology else (), formed.message)
         self._journal.note(SeededEntry())
         self._journal.is_due = True
         return [Out(sender.peer, m.DATA, m.WeightsUploaded())]

@@ -6,9 +6,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
-from typing import Any, NamedTuple
-
-import msgspec
+from typing import NamedTuple
 
 from lightning_omni.checks import counted
 from lightning_omni.errors import MalformedMessage, Refused
@@ -211,9 +209,7 @@ class RunObservation(Service):
         self._roster, self._epochs, self._journal, self._now = run.roster, run.epochs, run.journal, run.now
         self._status_service, self._observers = monitoring, observers
         self._over, self._description = over, description
-        self._formed: m.FormGroups | None = None
         self._run_events: deque[RunEvent] = deque(maxlen=LONGEST_LOG)
-        self._counts: tuple[Any, ...] = (0, 0, 0, "")
         self._saves, self._saved_at = run.journal.saves, -math.inf
         self._joined: set[int] = set()
         self._lost: set[int] = set()
@@ -246,19 +242,19 @@ class RunObservation(Service):
     # --- Overview ----------------------------------------------------------------------------------------------------
 
     def overview(self) -> m.Overview:
-        roster, epochs, now = self._roster, self._epochs, self._now()
+        roster, epochs, now, formed = self._roster, self._epochs, self._now(), self._roster.formed.message
         status = self._status_service.status(0.0)
         return m.Overview(
             run=roster.run,
-            age=now - roster.started_at if roster.run else 0.0,
+            age=now - roster.began if roster.run else 0.0,
             announced=roster.world_size,
             live=roster.live,
             missing=tuple(rank for rank in roster.live if rank not in roster.members),
             recorder=roster.recorder,
             status=status,
             groups=tuple(self._group(group, now) for group in status.groups),
-            method=self._formed.method if self._formed else None,
-            wire_format=self._formed.wire_format if self._formed else None,
+            method=formed.method if formed else None,
+            wire_format=formed.wire_format if formed else None,
             plan=epochs.plan,
             trained=epochs.progress,
             pushes=self._status_service.pushes,
@@ -295,17 +291,15 @@ class RunObservation(Service):
         return self._run_events
 
     def form(self, topology: Topology, method: Method, message: m.FormGroups) -> None:
-        self._formed = message
         self.tick(self._now())
         names = ", ".join(self._roster.formed.identity(group).name for group in topology.alive)
         groups = counted(len(topology.alive), "group")
         self._note(self._now(), "formed", f"{groups} formed ({names}): {method!r}")
 
     def state(self) -> bytes:
-        return m.encode(self._formed) if self._formed is not None else b""
+        return b""  # what happened before is in the roster: `load` takes it from there
 
     def load(self, state: bytes) -> None:
-        self._formed = msgspec.msgpack.decode(state, type=m.FormGroups)
         self._joined.update(self._roster.members)
         self._lost.update(self._roster.lost)
         self._left.update(self._roster.gone)
@@ -322,10 +316,6 @@ class RunObservation(Service):
         roster = self._roster
         if self._journal.saves != self._saves:
             self._saves, self._saved_at = self._journal.saves, now
-        counts = (len(roster.members), len(roster.lost), len(roster.gone), self._over())
-        if counts == self._counts:
-            return
-        self._counts = counts
         if new := sorted(roster.members.keys() - self._joined):
             hosts = ", ".join(sorted({roster.members[rank].host for rank in new} - {""}))
             self._note(now, "joined", f"{ranks_text(new)} joined" + f" from {hosts}" * bool(hosts))

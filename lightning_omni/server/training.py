@@ -131,10 +131,6 @@ class Training(Service):
         self.handled = Counter(state["handled"])
         self._deliveries.load(state["deliveries"])
 
-    @property
-    def missing(self) -> int:
-        return self._deliveries.missing
-
     # --- Messages ----------------------------------------------------------------------------------------------------
 
     def check_push(self, sender: Sender, message: m.PushMessage) -> int:
@@ -227,9 +223,8 @@ class Training(Service):
         return is_first and not any(served.method_side.method.holds_others_up for _, served in self._store.pushed)
 
     def check_average(self, sender: Sender, message: m.AverageMessage) -> int:
-        expected = self._store.optimizer(message.optimizer).layout_of_average(sender.group, message.absent).nbytes
-        if message.nbytes != expected:
-            raise MalformedMessage(f"the weights have {message.nbytes} bytes, {expected} were expected")
+        layout = self._store.optimizer(message.optimizer).layout_of_average(sender.group, message.absent)
+        check_size(RAW, message.nbytes, layout)
         return message.nbytes
 
     def average(self, sender: Sender, message: m.AverageMessage, payload: Payload) -> list[Out]:

@@ -315,6 +315,8 @@ class Cluster:
         if self.servers != "per-node":
             check_whole("servers", self.servers, 'a number of servers, 1 or more, or "per-node"', 1)
         if self.nodes is not None:
+            if self.servers != "per-node":
+                raise ConfigurationError(f'nodes={self.nodes}: it is for servers="per-node"; pass both, or neither')
             count = len(self.devices)
             check_whole("nodes", self.nodes, f"a number of nodes, 1 to {count}, or None", 1, count)
             if count % self.nodes:
@@ -365,6 +367,7 @@ class Cluster:
         **network: Any,
     ) -> Cluster:
         """Make a cluster of equal devices except for the last, whose times are multiplied by ``factor``."""
+        check_whole("size", size, "the number of devices, 1 or more", 1)
         check_number("factor", factor, "a number above 0; 4 takes four times as long", above=0, below=math.inf)
         return cls.of_speeds([1.0] * (size - 1) + [1 / factor], seconds_per_sample, overhead, jitter, **network)
 

@@ -364,7 +364,6 @@ class SimulatedGroup:
             self._record(done, read, clock + 1, staleness, ask.epoch)
         else:
             self._check_divergence()
-        monitor.check()
         return (yield None)
 
     def _check_divergence(self) -> None:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_omni.errors import ConfigurationError, ProtocolError
 from lightning_omni.group.core import Action, GroupCore, ServerRequest
 from lightning_omni.group.leased_batches import positions
-from lightning_omni.methods import Method
+from lightning_omni.methods import REGISTRY, Method
 from lightning_omni.methods.contract import Exchange, Fetch, Gradient, NextGradient, Receive, Reply, Tensors
 from lightning_omni.methods.model.replica import Hyperparameters, Pulled, Replica, copies
 from lightning_omni.methods.model.server_optimizer import describe, detach_state, holds, hyperparameters_of
@@ -131,6 +131,7 @@ def trace_of(events: Iterable[Event], optimizer: int | None = None) -> Trace:
         now = event.time - began
         if event.kind in ("seed", "form"):
             meta = {"method": event.method, "groups": [list(ranks) for ranks in event.groups]}
+            untold.clear()
         spans = untold.setdefault(event.group, [])
         spans.extend(event.spans)
         if event.kind == "push" and not event.refused:
@@ -269,7 +270,7 @@ class _Replay:
         return Replayed(weights, self._served.master.clock, groups)
 
     def _form(self, event: Event) -> None:
-        topology, method = Topology(event.groups), m.method_from_wire(event.method)
+        topology, method = Topology(event.groups), REGISTRY.from_wire(event.method)
         if self._is_formed and event.kind == "seed":
             raise ConfigurationError(
                 "events: the record holds more than one run, or the run went through one group, whose steps no server"

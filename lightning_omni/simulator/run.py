@@ -18,6 +18,7 @@ from lightning_omni.group.core import GroupCore
 from lightning_omni.methods import HardSync, Method, checked, method_named
 from lightning_omni.methods.contract import Total
 from lightning_omni.methods.model.replica import Replica
+from lightning_omni.registry import to_wire
 from lightning_omni.server.event_log import Recorder
 from lightning_omni.simulator.cluster import Cluster, Failure, ServerRestart
 from lightning_omni.simulator.engine import Engine, Priority, Timeline
@@ -40,7 +41,6 @@ from lightning_omni.simulator.workbench import Samples, SharingReplica, Workbenc
 from lightning_omni.simulator.workload import Workload
 from lightning_omni.topology import GroupId, Topology
 from lightning_omni.trace import Trace
-from lightning_omni.wire import messages as m
 from lightning_omni.wire.compression import Compression
 from lightning_omni.wire.formats import WireFormat
 from lightning_omni.wire.layout import Layout
@@ -96,7 +96,7 @@ class Simulation:
         clock = None if formation.method.talks_to_peers else lambda: self.server.core.clock
         self._monitor = Monitor(self._engine, limits, evaluation, metrics, clock, len(self._samples))
         self._monitor.moves_between_updates = formation.method.evaluated == "mean"
-        self._network.expired = self._monitor.check
+        self._network.delivered = self._monitor.check
         self.groups: dict[int, SimulatedGroup] = {}
         self._homes: dict[int, SimulatedGroup] = {}
         self._barrier = EpochBarrier(self._engine, self.groups)
@@ -185,8 +185,13 @@ class Simulation:
                 raise
             self._monitor.ended = "interrupted"
         except StopSimulation:
-            self._monitor.ended = "stopped"
-        self._monitor.evaluate_at_end()
+            self._monitor.ended = self._monitor.ended or "stopped"
+        try:
+            self._monitor.evaluate_at_end()
+        except KeyboardInterrupt:
+            if not returns_if_interrupted:
+                raise
+            self._monitor.ended = "interrupted"
         return self._trace()
 
     def _start(self) -> None:
@@ -332,7 +337,7 @@ class Simulation:
             seconds=self._engine.now,
             ended=monitor.ended,
             meta={
-                "method": m.method_to_wire(self._formation.method),
+                "method": to_wire(self._formation.method),
                 "groups": [list(members) for members in self._formation.topology.groups],
                 "cluster": self._cluster.summary(),
                 "seed": self._batches.seed,

@@ -106,7 +106,7 @@ class SavedState:
         """Make the saves that are due by now. The caller polls before each message, and before the server dies."""
         if core.has_state:
             due = self._changed if core.journal.is_due else self._due
-            moment = max(self._changed, due if core.is_quiet else self._latest)
+            moment = max(self._changed, due if core.training.all_answered else self._latest)
             if moment <= now:
                 self.save(core, moment + (now - moment) // self._every * self._every)
         self._changed = now
@@ -170,7 +170,7 @@ class SimulatedServer:
         form = m.FormGroups(
             generation=GENERATION,
             groups=self._topology.groups,
-            method=m.method_to_wire(method),
+            method=to_wire(method),
             wire_format=to_wire(wire_format),
             overlap=overlap,
         )
@@ -304,14 +304,14 @@ class SimulatedNetwork:
 
     Attributes:
         processes: the process that receives the server's messages, by group number.
-        expired: called after the method handled a moment that it had requested.
+        delivered: called after each delivery, since the server may have made an update.
         exchanges: processes that receive weights instead: the groups' exchanges under way, by group number.
     """
 
     def __init__(self, engine: Engine, between: Link, server: SimulatedServer, costs: Exchanges) -> None:
         self._engine, self._between, self._server, self.costs = engine, between, server, costs
         self.processes: dict[int, Process] = {}
-        self.expired: Callable[[], None] = lambda: None
+        self.delivered: Callable[[], None] = lambda: None
         self._due = math.inf
         self.exchanges: dict[int, Process] = {}
 
@@ -330,6 +330,7 @@ class SimulatedNetwork:
         if (due := self._server.core.due) < self._due:
             self._due = due
             self._engine.start(self._expire(due))
+        self.delivered()
 
     def _send(self, group: int, process: Process, answer: tuple[m.Weights, list[Tensor]]) -> Timeline:
         yield from self.costs.answer(group, answer[0].nbytes)
@@ -342,7 +343,6 @@ class SimulatedNetwork:
         if self._server.away_until is not None:  # it checks the time when it is available again
             return
         self.deliver(self._server.tick() if self._server.core.due <= self._engine.now else [])
-        self.expired()
 
     # --- From group to group -----------------------------------------------------------------------------------------
 

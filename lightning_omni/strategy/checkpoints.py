@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from lightning_omni.errors import RankLost, UnsupportedError
+from lightning_omni.registry import to_wire
 from lightning_omni.runtime import World, names_of
 from lightning_omni.runtime.loop_checks import failed_at_one_place
 from lightning_omni.runtime.model.meshes import FSDP
@@ -56,7 +57,6 @@ from lightning_omni.strategy.lightning_internals.loops import is_fitting, progre
 from lightning_omni.strategy.loops.driver import EpochDriver
 from lightning_omni.strategy.loops.validation import Version
 from lightning_omni.strategy.shared_parts import SharedParts
-from lightning_omni.wire import messages as m
 from lightning_omni.wire.steps_and_samples import Progress
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ class Checkpoints:
                 server = _without_tensors(world, server, tensors)
                 states = {group: _without_tensors(world, states[group], tensors) for group in sorted(states)}
             more = {
-                "method": m.method_to_wire(world.method),
+                "method": to_wire(world.method),
                 "parameters": [list(part["weights"]) for part in snapshot.parts],
                 "server": server,
                 "states": states,

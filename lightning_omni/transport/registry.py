@@ -12,8 +12,8 @@ Rule 4: the server trusts no sender. It calls `ServerCore.check_payload` before 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -24,7 +24,7 @@ from lightning_omni.errors import (
     ProtocolError,
     Refused,
 )
-from lightning_omni.registry import Registry, to_wire
+from lightning_omni.registry import Registry, name_of, to_wire
 from lightning_omni.server.service import Out, Peer
 from lightning_omni.transport.connections import Control
 from lightning_omni.wire import messages as m
@@ -166,12 +166,7 @@ _registry = Registry(
 )
 
 
-def name_of(transport: Transport) -> str:
-    return str(type(transport).__struct_config__.tag)
-
-
-def from_wire(plain: Mapping[str, Any]) -> Transport:
-    return _registry.from_wire(plain)
+from_wire = _registry.from_wire
 
 
 def register(kind: type[Transport]) -> type[Transport]:
@@ -186,8 +181,7 @@ def register(kind: type[Transport]) -> type[Transport]:
     return _registry.register(kind)
 
 
-def load(path: str) -> type[Transport]:
-    return _registry.load(path)
+load = _registry.load
 
 
 __all__ = [

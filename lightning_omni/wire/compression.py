@@ -32,7 +32,6 @@ __all__ = [
     "all_reduce_of",
     "resumed",
     "run_through",
-    "text_of",
 ]
 
 # --- Averages inside a group: exact, rounded, or as products of thin matrices -----------------------------------------
@@ -174,11 +173,13 @@ class PowerSGD(AllReduce, frozen=True, kw_only=True, tag="powersgd"):
         ]
         matrices = [(each.to(dtype) + unsent.error).flatten(1) for each, unsent, _ in known]
         factors = [unsent.factor for _, unsent, _ in known]
-        left = [matrix @ factor for matrix, factor in zip(matrices, factors, strict=True)]
+        # DDP drops the mean of a parameter that no member has used, so without a gradient no residual is sent.
+        used = [each.any() for each, _, _ in known]
+        left = [matrix @ factor * is_used for matrix, factor, is_used in zip(matrices, factors, used, strict=True)]
         sent = torch.bfloat16 if self.dtype == "bf16" else dtype
         _put((yield _flat([*whole, *left], sent)), [*whole, *left])
         left = [torch.linalg.qr(each).Q for each in left]
-        factors = [matrix.T @ each for matrix, each in zip(matrices, left, strict=True)]
+        factors = [matrix.T @ each * is_used for matrix, each, is_used in zip(matrices, left, used, strict=True)]
         if not factors:
             return
         _put((yield _flat(factors, sent)), factors)
@@ -186,7 +187,7 @@ class PowerSGD(AllReduce, frozen=True, kw_only=True, tag="powersgd"):
             found = rows @ factor.T
             is_finite = found.isfinite().all()  # the same on all members; stays on the device, to avoid a wait
             error = torch.where(is_finite, matrix - found, unsent.error.flatten(1)).view(each.shape)
-            memory[key] = Unsent(error, torch.where(is_finite, factor, unsent.factor))
+            memory[key] = Unsent(error, torch.where(is_finite & factor.any(), factor, unsent.factor))
             each.copy_(found.view(each.shape))
 
     def _columns(self, shape: Sequence[int]) -> int:
@@ -267,10 +268,6 @@ def all_reduce_of(given: str | AllReduce) -> AllReduce:
     raise ConfigurationError(
         f'all_reduce={given!r}: pass a name such as "powersgd:4", or a value such as PowerSGD(rank=4)'
     )
-
-
-def text_of(format_: AllReduce) -> str:
-    return _registry.text_of(format_)
 
 
 # --- All three --------------------------------------------------------------------------------------------------------

@@ -212,9 +212,7 @@ def derive(key: bytes, purpose: bytes, salt: bytes = b"", length: int = 32) -> b
     return derived[:length]
 
 
-def is_equal(one: bytes, other: bytes) -> bool:
-    """Compare two MACs in constant time."""
-    return hmac.compare_digest(one, other)
+is_equal = hmac.compare_digest
 
 
 def version_problem(hello: Opening) -> str:

@@ -130,12 +130,12 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
         """Split tensors, one for each parameter, into each server's part; views where memory allows."""
         if len(self.shares) == 1:
             return [list(tensors)]
-        return [self._share_of(server, tensors) for server in range(len(self.shares))]
-
-    def _share_of(self, server: int, tensors: Tensors) -> list[Tensor | None]:
         return [
-            None if (tensor := tensors[place]) is None else _piece(tensor, self.layout.specs[place], spec)
-            for spec, place in zip(self.shares[server].specs, self.places[server], strict=True)
+            [
+                None if (tensor := tensors[place]) is None else _piece(tensor, self.layout.specs[place], spec)
+                for spec, place in zip(share.specs, places, strict=True)
+            ]
+            for share, places in zip(self.shares, self.places, strict=True)
         ]
 
     def merged(self, parts: Sequence[Tensors]) -> list[Tensor | None]:
@@ -332,7 +332,8 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
         held = [name for group in description["groups"] for name in group["params"]]  # states are keyed by index in it
         states = description["state"]
         by_name = {name: states[place] for place, name in enumerate(held) if place in states}
-        specs = {spec.name: (whole, spec) for spec, whole in self._specs_of(server)}
+        entries = zip(self.shares[server].specs, self.places[server], strict=True)
+        specs = {spec.name: (self.layout.specs[place], spec) for spec, place in entries}
         groups = [
             {**group, "params": [name for name in group["params"] if name in specs]} for group in description["groups"]
         ]
@@ -343,10 +344,6 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
             if name in by_name
         }
         return {**description, "groups": groups, "state": state}
-
-    def _specs_of(self, server: int) -> Iterable[tuple[TensorSpec, TensorSpec]]:
-        places = self.places[server]
-        return zip(self.shares[server].specs, [self.layout.specs[place] for place in places], strict=True)
 
 
 def over_parameters(tree: Any, specs: Sequence[TensorSpec], make: Callable[[Any, int | None], Any]) -> Any:

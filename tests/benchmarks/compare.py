@@ -119,7 +119,7 @@ def pushes(shapes: Mapping[str, tuple[int, ...]], count: int) -> Callable[[], fl
             (out,) = core.receive(m.DATA, peer, push, payload, session.now)
             assert isinstance(out.message, m.Weights), out.message
             clock[group] = out.message.clock
-            core.handed_over()
+            core.status_service.end()
         return (time.process_time() - began) / count
 
     return once

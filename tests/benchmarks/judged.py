@@ -26,16 +26,20 @@ import argparse
 import json
 import math
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from simulated_measurements import measurements_of
 from tasks import CLUSTERS, JUDGING, RANKS, TASKS, Outcome, Task, cluster_of
 
 from lightning_omni.combinations import refuse_pairs
@@ -45,7 +49,6 @@ from lightning_omni.simulator import Cluster
 from lightning_omni.topology import Topology
 from lightning_omni.tuning.callback.online_tuner import DECISION_STEPS
 from lightning_omni.tuning.model.forecast import Scaling, Setting, TrainedBatches
-from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.search import Observation, Search, SearchSpec, Space
 from lightning_omni.tuning.search.choice import verdict
 from lightning_omni.tuning.search.evidence import Evidence
@@ -141,7 +144,7 @@ class Judged:
         spec = self.spec
         for batches in DECISION_STEPS:
             trace = self.train(self.own, batches).trace
-            measured = Measured.of(trace)
+            measured = measurements_of(trace)
             samples = tuple(float(self.task.batch * (number + 1)) for number in range(batches))
             losses = tuple(trace.rows["loss"].tolist())
             search = Search(spec, Observation(TrainedBatches(self.own, samples, losses), measured))

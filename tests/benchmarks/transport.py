@@ -165,9 +165,7 @@ def join(
     data = control.attach()
     all_in()
     if rank == 0:
-        form = m.FormGroups(
-            generation=0, groups=tuple((each,) for each in range(groups)), method=m.method_to_wire(AsyncSGD())
-        )
+        form = m.FormGroups(generation=0, groups=tuple((each,) for each in range(groups)), method=to_wire(AsyncSGD()))
         control.request(form, m.GroupsFormed)
         described = describe(optimizer, {weight: "weight"})
         part = {"optimizer": described, "weights": {"weight": weight.detach()}, "clock": 0}

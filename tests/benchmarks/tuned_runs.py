@@ -40,11 +40,14 @@ import copy
 import json
 import math
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import torch
@@ -52,6 +55,7 @@ from judged import LONGEST, Judged
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from simulated_measurements import measurements_of
 from tasks import CLUSTERS, JUDGING, RANKS, SECONDS, TASKS, Run, Task, at_evaluation, cluster_of, crossing
 from torch import Tensor, nn
 
@@ -240,7 +244,7 @@ class TunedRun:
                 found = self.stretch(setting, since, most=steps)
                 ends = tuple(float(spec.batch * (number + 1)) for number in range(steps))
                 batches = TrainedBatches(own, ends, tuple(found.trace.rows["loss"].tolist()))
-                search = Search(spec, Observation(batches, Measured.of(found.trace)), known, segments)
+                search = Search(spec, Observation(batches, measurements_of(found.trace)), known, segments)
                 is_early, is_last = steps == DECISION_STEPS[0], steps == moments[-1]
                 hurried, may_stay = spec.can_wait(steps), not segments
                 if is_last or verdict(search, is_early=is_early, may_stay=may_stay, can_wait=hurried):

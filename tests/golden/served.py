@@ -25,6 +25,7 @@ from lightning_omni.errors import ProtocolError, Refused
 from lightning_omni.methods import Method, method_named
 from lightning_omni.methods.model.modules import describe_module
 from lightning_omni.methods.model.server_optimizer import describe, hyperparameters_of
+from lightning_omni.registry import to_wire
 from lightning_omni.server.core import ServerCore
 from lightning_omni.server.event_log import Event
 from lightning_omni.server.service import Out
@@ -104,7 +105,7 @@ class Session:
         except ProtocolError as error:
             out = self.core.refuse(channel, peer, str(error))
         self.hear(out)
-        self.core.handed_over()
+        self.core.status_service.end()
         return out
 
     def hear(self, out: Sequence[Out]) -> None:
@@ -171,7 +172,7 @@ class Session:
         self.method, self.groups, self.generation = method_named(method), groups, self.generation + 1
         self.clock.clear()
         self.unanswered.clear()
-        wire = m.method_to_wire(self.method)
+        wire = to_wire(self.method)
         self._pushes.clear()
         self.control(0, m.FormGroups(generation=self.generation, groups=groups, method=wire, keep_epoch=keep_epoch))
 

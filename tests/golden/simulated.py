@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 
 from golden.digests import Outcome, digest, named, order_of, size_of
 from lightning_omni.methods import Method, SoftSync, method_named
+from lightning_omni.registry import to_wire
 from lightning_omni.server.event_log import Event
 from lightning_omni.simulator import (
     Cluster,
@@ -35,7 +36,6 @@ from lightning_omni.simulator import (
 )
 from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace
-from lightning_omni.wire import messages as m
 
 INPUTS, HIDDEN, OUTPUTS, SAMPLES = 5, 4, 2, 96
 SEED = 11
@@ -203,7 +203,7 @@ def outcome_of(trace: Trace, events: Sequence[Event] | None = None) -> Outcome:
 
 def updates_of(method: str | Method) -> int:
     """Updates of a case with this method."""
-    name = method if isinstance(method, str) else m.method_to_wire(method)["name"]
+    name = method if isinstance(method, str) else to_wire(method)["name"]
     return UPDATES.get(name.partition(":")[0], 20)
 
 
@@ -262,7 +262,7 @@ def replay_of(events: Iterable[Event], model: nn.Module, first: Outcome | None =
 
 def _batches(epoch: int, positions: range) -> tuple[Tensor, ...]:
     order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(SEED + epoch))
-    indices = order[positions.start : positions.stop : positions.step]
+    indices = order[[place % SAMPLES for place in positions]]
     return tuple(tensor[indices] for tensor in data().tensors)
 
 
@@ -271,7 +271,7 @@ def regrouped() -> list[Event]:
     events: list[Event] = []
     read: dict[int, int] = {}
     clock, position, seconds = 0, 0, 0.0
-    method = m.method_to_wire(method_named("async_sgd"))
+    method = to_wire(method_named("async_sgd"))
     settings = {"lr": 0.03, "momentum": 0.75}
 
     def note(kind: Any, **more: Any) -> None:

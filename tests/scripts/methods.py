@@ -12,7 +12,7 @@ from common import FOLDER, OPTIONS, Net, digest, loaders, omni, pl, report, trai
 from torch import Tensor
 from values import values_in
 
-from lightning_omni.wire import messages as m
+from lightning_omni.methods import REGISTRY
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))
 
@@ -60,7 +60,7 @@ class AfterBatches(pl.Callback):
 
 def fit(options: dict[str, Any]) -> dict[str, Any]:
     pl.seed_everything(3, verbose=False)
-    method = m.method_from_wire(options["method"])
+    method = REGISTRY.from_wire(options["method"])
     record = str(FOLDER / options["record"]) if "record" in options else None
     given = {"groups": options.get("groups", 2), "method": method, **options.get("strategy", {})}
     given["server"] = {"record": record, **given.get("server", {})}

@@ -13,7 +13,7 @@ from common import FOLDER, OPTIONS, Net, loaders, omni, pl, report, trainer
 from torch import Tensor
 from validated import ValidatedWeights
 
-from lightning_omni.wire import messages as m
+from lightning_omni.methods import REGISTRY
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))
 
@@ -49,7 +49,7 @@ def main() -> None:
     results = []
     for number, given in enumerate(OPTIONS["fits"]):
         pl.seed_everything(3, verbose=False)
-        method = m.method_from_wire(given["method"])
+        method = REGISTRY.from_wire(given["method"])
         comparing = Compares(number, given.get("times", 1))
         strategy = omni.OmniStrategy(groups=2, method=method, data="static", **given.get("strategy", {}))
         run = trainer(strategy, 2, callbacks=[comparing], num_sanity_val_steps=0)

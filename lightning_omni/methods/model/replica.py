@@ -238,8 +238,10 @@ class Replica:
     def rebase(self, pulled: Pulled, sent: Sequence[Tensor], of: int) -> None:
         """Set ``weights = pulled + (weights - sent)`` in the pulled fragment, to keep the steps made since the push."""
         mine = self.part(pulled.fragment, of)
+        changes = self._differences(self.pieces(pulled.fragment, of), mine, sent)
         moved = [
-            value.to(now) + change for value, now, change in zip(pulled.tensors, mine, minus(mine, sent), strict=True)
+            value.to(now) if change is None else value.to(now) + change
+            for value, now, change in zip(pulled.tensors, mine, changes, strict=True)
         ]
         self.overwrite(moved, pulled.fragment, of)
 
@@ -261,11 +263,13 @@ class Replica:
         """
         pieces = self.pieces(fragment, of)
         weights, before = read(self.weights(), pieces), read(since, pieces)
-        changes = minus(weights, before) if factor == 1.0 else minus(before, weights)
+        return self._differences(pieces, *((weights, before) if factor == 1.0 else (before, weights)))
+
+    def _differences(self, pieces: Pieces, first: Sequence[Tensor], second: Sequence[Tensor]) -> list[Tensor | None]:
         held = {id(each) for each in held_by(self.optimizer) if each.requires_grad}
-        return [
-            change if id(self.ordered[piece.place]) in held or bool(change.count_nonzero()) else None
-            for piece, change in zip(pieces, changes, strict=True)
+        return [  # an equal infinity, as in a frozen mask, has no difference
+            change if id(self.ordered[piece.place]) in held or not torch.equal(one, other) else None
+            for piece, one, other, change in zip(pieces, first, second, minus(first, second), strict=True)
         ]
 
     def base(self) -> list[Tensor]:
@@ -325,13 +329,14 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
 
 
-def all_finite(tensors: Sequence[Tensor] | None) -> bool:
-    """Return whether tensors are present and all finite: a peer that diverged must not spoil the others."""
-    if not tensors:
+def all_finite(tensors: Sequence[Tensor | None] | None) -> bool:
+    """Return whether there are tensors, and all are finite: a peer that diverged must not spoil the others."""
+    there = [tensor for tensor in tensors or () if tensor is not None]
+    if not there:
         return tensors is not None
     # The sum is fast, but in float16 it may overflow although all elements are finite. A device returns one number.
-    are_finite = torch.stack([torch.isfinite(tensor.sum()) for tensor in tensors]).all()
-    return bool(are_finite) or all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
+    are_finite = torch.stack([torch.isfinite(tensor.sum()) for tensor in there]).all()
+    return bool(are_finite) or all(bool(torch.isfinite(tensor).all()) for tensor in there)
 
 
 def minus(first: Sequence[Tensor], second: Sequence[Tensor]) -> list[Tensor]:

@@ -398,11 +398,8 @@ def holds(group: Mapping[str, Any], of: Container[Tensor]) -> bool:
 
 def state_of(optimizer: Optimizer, of: Container[Tensor]) -> dict[int, Any]:
     everything = optimizer.state_dict()["state"]
-    return {place: everything[whole] for place, whole in enumerate(places_of(optimizer, of)) if whole in everything}
-
-
-def places_of(optimizer: Optimizer, of: Container[Tensor]) -> list[int]:
-    return [place for place, parameter in enumerate(held_by(optimizer)) if parameter in of]
+    places = [place for place, parameter in enumerate(held_by(optimizer)) if parameter in of]
+    return {place: everything[whole] for place, whole in enumerate(places) if whole in everything}
 
 
 def rebuild(

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_omni.errors import ConfigurationError, MalformedMessage, ProtocolError, UnsupportedError
+from lightning_omni.errors import ConfigurationError, ProtocolError, UnsupportedError
 from lightning_omni.methods.model.server_optimizer import held_by, holds, hyperparameters_of, state_of
 from lightning_omni.runtime.model.replica import Part
 from lightning_omni.runtime.model.tensor_sync import agree, are_alike, describe
@@ -28,7 +28,6 @@ from lightning_omni.runtime.server_exchange import ServerExchange
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack
 from lightning_omni.wire.formats.base import RESIDUAL
-from lightning_omni.wire.layout import Layout
 
 AGREEMENT_TIMEOUT = timedelta(minutes=5)
 """The longest wait of a member of a group for another one to change its parameter groups, too."""
@@ -149,7 +148,7 @@ class ParameterGroups:
             fresh = self._fresh(part)
             if not self._parallel.steps_at_worker:  # no write of the user's, which `ServedState` would note
                 dict.update(part.optimizer.state, replica.take_detached(fresh.values()))
-            grown = _layout_with(part, fresh)
+            grown = replica.layout_with(fresh)
             tree = self._tree(part, fresh)
         except UnsupportedError as error:
             with suppress(UnsupportedError):  # the others may be gone; this error is the reason
@@ -314,13 +313,6 @@ def _structure_of(tree: Any) -> str:
 
 def _digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-
-
-def _layout_with(part: Part, fresh: Mapping[str, Parameter]) -> Layout:
-    try:
-        return part.replica.layout_with(fresh)
-    except MalformedMessage as error:
-        raise UnsupportedError(f"{error}; leave it out of the optimizer, or use groups=1") from error
 
 
 def _take_over(parameters: list[Parameter], values: list[Tensor]) -> None:

@@ -18,7 +18,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_omni.errors import UnsupportedError
+from lightning_omni.errors import MalformedMessage, UnsupportedError
 from lightning_omni.methods import Pulled, Replica
 from lightning_omni.methods.model.replica import Drift, copies
 from lightning_omni.methods.model.server_optimizer import describe, detach_state
@@ -97,7 +97,10 @@ class ModelReplica(Replica):
         return self._layout_of({**self.parameters, **more})
 
     def _layout_of(self, tensors: Mapping[str, Tensor]) -> Layout:
-        plain = Layout.of({name: tensor.detach() for name, tensor in tensors.items()})
+        try:
+            plain = Layout.of({name: tensor.detach() for name, tensor in tensors.items()})
+        except MalformedMessage as error:
+            raise UnsupportedError(f"{error}; leave it out of the optimizer, or use groups=1") from error
         return Layout(plain.specs, self._version, self.first if self._version else 0, servers=self.servers)
 
     def here(self, tensor: Tensor) -> Tensor:

@@ -30,7 +30,6 @@ from lightning_omni.runtime.server_exchange import ServerExchange, ServerSnapsho
 from lightning_omni.runtime.state.checkpoint import RunCheckpoint
 from lightning_omni.runtime.state.served_state import ServedState, is_state_lost
 from lightning_omni.topology import RECORDER
-from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack
 from lightning_omni.wire.formats.base import RESIDUAL, to_wire
 
@@ -61,7 +60,7 @@ class StateTransfer:
             part.replica.clock = clock
         names = [list(part.replica.parameters) for part in self._parallel.parts]
         alike = (
-            saved.method == m.method_to_wire(self._parallel.method)
+            saved.method == to_wire(self._parallel.method)
             and len(saved.server) == len(self._parallel.parts)
             and saved.parameters == names
         )
@@ -375,7 +374,7 @@ class Residuals:
         if not self._parallel.core.wire_format.pushes.is_stateful:
             return {}
         state = dict(self._parallel.core.sender_state(index))
-        return {"sender": {"format": to_wire(self._parallel.core.wire_format), "state": state}}
+        return {"sender": {"format": to_wire(self._parallel.core.wire_format.pushes), "state": state}}
 
     def resume(self, index: int, saved: Mapping[str, Any]) -> None:
         """Restore the sender's memory from the group's own state in a checkpoint, when training begins.
@@ -385,7 +384,7 @@ class Residuals:
         sender = saved.get("sender")
         if sender is None or not self._parallel.exchanges:
             return
-        if sender["format"] == to_wire(self._parallel.core.wire_format):
+        if sender["format"] == to_wire(self._parallel.core.wire_format.pushes):
             replica = self._parallel.parts[index].replica
             self._parallel.core.load_sender_state(index, replica.on_device(sender["state"]))
         elif _largest(sender["state"]):

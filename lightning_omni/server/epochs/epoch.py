@@ -201,10 +201,6 @@ class Epochs:
         if self.book is not None:
             self.book.join(group, len(ranks))
 
-    def draw_first(self, group: int) -> None:
-        if self.book is not None:
-            self.book.draw(group, 0)
-
     def open(self, plan: EpochPlan) -> None:
         if self.book is not None and self.book.plan.epoch == plan.epoch:
             if differing := plan_difference(self.book.plan, plan):

@@ -10,7 +10,7 @@ from lightning_omni.server.service import Out, Payload, Sender, Service, as_tens
 from lightning_omni.server.training import Training
 from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.codec import Packed, check_specs
+from lightning_omni.wire.codec import Packed
 from lightning_omni.wire.journal import ClaimedEntry, EvaluatedEntry, ReadEntry
 
 # --- Leases -----------------------------------------------------------------------------------------------------------
@@ -27,8 +27,8 @@ class LeaseService(Service):
 
     def join(self, group: int, ranks: tuple[int, ...]) -> None:
         self._epochs.join(group, ranks)
-        if self._roster.joining:  # the group holds a batch even before it requests one
-            self._epochs.draw_first(group)
+        if self._roster.joining and self._epochs.book is not None:  # it holds a batch even before it requests one
+            self._epochs.book.draw(group, 0)
 
     def evict(self, group: int, lost: bool) -> list[Out]:
         self._epochs.evict(group)
@@ -111,8 +111,7 @@ class ValidationService(Service):
         self._epochs.validations.check_evaluates(sender.group, message.number)
         if message.nbytes > LARGEST:
             raise MalformedMessage(f"{message.nbytes} bytes are announced, and at most {LARGEST} may come")
-        check_specs(message.packed.specs, message.nbytes)
-        return message.nbytes
+        return self.check_packed(sender, message)
 
     def publish(self, sender: Sender, message: m.PublishEvaluation, payload: Payload) -> list[Out]:
         content = bytes_of(payload)

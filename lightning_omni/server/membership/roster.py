@@ -23,7 +23,7 @@ from lightning_omni.errors import ProtocolError, Refused
 from lightning_omni.server.parameters.served_parameters import GroupHistory
 from lightning_omni.topology import RECORDER, GroupId, Topology
 from lightning_omni.wire.handshake import fingerprint_problem, session_key
-from lightning_omni.wire.messages import Heartbeat, Hello
+from lightning_omni.wire.messages import FormGroups, Heartbeat, Hello
 
 # --- Groups -----------------------------------------------------------------------------------------------------------
 
@@ -39,13 +39,13 @@ class FormedGroups:
     Attributes:
         topology: ranks of each group; None before groups are formed, and when none is left.
         incarnation: the last incarnation used.
-        by_member: as in `FormGroups`.
+        message: the recorder's, by which they were formed; None before.
     """
 
     def __init__(self) -> None:
         self.topology: Topology | None = None
         self.incarnation = 0
-        self.by_member = False
+        self.message: FormGroups | None = None
         self._places = 0  # numbers used so far, for when no group is left
         self._ended: dict[int, int] = {}  # groups that have ended, with the numbers used until then
         self._identities: dict[int, GroupId] = {}
@@ -59,11 +59,15 @@ class FormedGroups:
     def alive(self) -> tuple[int, ...]:
         return self.topology.alive if self.topology is not None else ()
 
-    def form(self, topology: Topology, names: Sequence[str], by_member: bool) -> None:
-        names = names or [str(group) for group in range(len(topology.groups))]
+    @property
+    def by_member(self) -> bool:
+        return self.message is not None and self.message.by_member
+
+    def form(self, topology: Topology, message: FormGroups) -> None:
+        names = message.names or [str(group) for group in range(len(topology.groups))]
         if len(names) != len(topology.groups) or len(set(names)) != len(names):
             raise ProtocolError(f"names={tuple(names)}: {len(topology.groups)} groups need as many different names")
-        self.topology, self.by_member = topology, by_member
+        self.topology, self.message = topology, message
         self.incarnation += 1
         self._ended.clear()
         self._identities = {group: GroupId(name, self.incarnation) for group, name in enumerate(names)}
@@ -125,7 +129,7 @@ class FormedGroups:
             "places": self._places,
             "ended": dict(self._ended),
             "incarnation": self.incarnation,
-            "by_member": self.by_member,
+            "formed": msgspec.msgpack.encode(self.message),
             "identities": {group: (each.name, each.incarnation) for group, each in self._identities.items()},
         }
 
@@ -133,7 +137,7 @@ class FormedGroups:
         groups = state["groups"]
         self.topology = Topology(tuple(tuple(members) for members in groups)) if groups is not None else None
         self._places, self._ended, self.incarnation = state["places"], dict(state["ended"]), state["incarnation"]
-        self.by_member = state["by_member"]
+        self.message = msgspec.msgpack.decode(state["formed"], type=FormGroups | None)
         self._identities = {group: GroupId(*each) for group, each in state["identities"].items()}
 
 
@@ -198,9 +202,6 @@ class RankNumbers:
         if self._claim is not None and self._claim[0] == peer:
             self._claim = None
 
-    def has_given(self, given: int) -> None:
-        self.given = max(self.given, given)
-
     @property
     def peers(self) -> list[bytes]:
         claim = [self._claim[0]] if self._claim is not None else []
@@ -248,6 +249,7 @@ class Roster:
     """The ranks of one run.
 
     Attributes:
+        began: time at which the first rank was admitted.
         joining: whether groups join on their own.
         can_continue: whether a group that joins can continue the run, even if no rank is left.
         barred: lost ranks whose group must not rejoin by itself.
@@ -257,7 +259,7 @@ class Roster:
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._first: Hello | None = None
-        self._began = 0.0
+        self.began = 0.0
         self.members: dict[int, Member] = {}
         self.lost: dict[int, str] = {}
         self.barred: set[int] = set()
@@ -271,10 +273,6 @@ class Roster:
     @property
     def run(self) -> str:
         return self._first.run if self._first else ""
-
-    @property
-    def started_at(self) -> float:
-        return self._began
 
     @property
     def world_size(self) -> int:
@@ -306,9 +304,6 @@ class Roster:
     @property
     def joined_groups(self) -> int:
         return len(self.groups) if self.joining else 0
-
-    def form(self, topology: Topology, names: Sequence[str] = (), by_member: bool = False) -> None:
-        self.formed.form(topology, names, by_member)
 
     def register(self, peer: bytes, ranks: int, run: str) -> tuple[int, int]:
         if self.finished:
@@ -396,7 +391,7 @@ class Roster:
 
     def add_member(self, peer: bytes, hello: Hello, challenge: bytes, now: float) -> None:
         if self._first is None:
-            self._first, self._began = hello, now
+            self._first, self.began = hello, now
             self.joining = hello.run.startswith(JOINS)
             self.numbers.begin()
         self.members[hello.rank] = Member(hello.rank, peer, session_key(self._key, hello, challenge), now)
@@ -420,7 +415,7 @@ class Roster:
         }
 
     def load(self, state: dict[str, Any], now: float) -> None:
-        self._first, self._began = msgspec.msgpack.decode(state["first"], type=Hello), now
+        self._first, self.began = msgspec.msgpack.decode(state["first"], type=Hello), now
         self.lost, self.gone, self.barred = dict(state["lost"]), set(state["gone"]), set(state["barred"])
         self.barred_hosts = set(state["barred_hosts"])
         self.joining, self.finished = state["joining"], state["finished"]
@@ -441,7 +436,7 @@ class Roster:
         for rank in self.live:
             member = self.members.get(rank)
             if member is None:
-                if now - self._began > join_timeout:
+                if now - self.began > join_timeout:
                     late.append((rank, f"rank {rank} did not join within {join_timeout:.0f} s"))
             elif now - member.last_seen > timeout:
                 late.append((rank, f"rank {rank} gave no sign of life for {timeout:.0f} s"))

@@ -13,6 +13,7 @@ import msgspec
 from torch import Tensor
 
 from lightning_omni.errors import ProtocolError, Refused, StepFailed
+from lightning_omni.methods import REGISTRY
 from lightning_omni.server.collectives import CollectiveService
 from lightning_omni.server.membership.roster import TRAINED_TO_ITS_END, Member
 from lightning_omni.server.replication import refusal_of
@@ -21,7 +22,7 @@ from lightning_omni.server.service import Out, Payload, Peer, Sender, Service, a
 from lightning_omni.server.status import StatusService
 from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.codec import Packed, check_specs
+from lightning_omni.wire.codec import Packed
 from lightning_omni.wire.formats.base import from_wire
 from lightning_omni.wire.journal import FormedEntry, JoinedEntry, LeftEntry, LostEntry, NumberedEntry
 from lightning_omni.wire.messages import servers as sm
@@ -34,7 +35,6 @@ class Membership:
         services: services to notify of changes of groups, in this order.
 
     Attributes:
-        generation: the recorder's count of formings of groups.
         over: why the run cannot continue, or "".
     """
 
@@ -50,8 +50,6 @@ class Membership:
         self._services = services
         self._waited_for = [each for each in services if type(each).resolve_pending is not Service.resolve_pending]
         self._status_service, self._collective_service = monitoring, synchronization
-        self._formed: m.FormGroups | None = None
-        self.generation = 0
         self.over = ""
 
     @property
@@ -60,13 +58,6 @@ class Membership:
         return [member.peer for rank, member in members if member.peer and rank not in self._roster.gone]
 
     # --- Saved state --------------------------------------------------------------------------------------------------
-
-    def state(self) -> dict[str, Any]:
-        return {"generation": self.generation, "formed": m.encode(self._formed) if self._formed is not None else b""}
-
-    def load(self, state: dict[str, Any]) -> None:
-        self.generation = state["generation"]
-        self._formed = msgspec.msgpack.decode(state["formed"], type=m.FormGroups)
 
     def redo(self, entry: LostEntry | LeftEntry | JoinedEntry) -> None:
         match entry:
@@ -97,7 +88,7 @@ class Membership:
             raise ProtocolError(
                 f"the groups {message.groups} are not a partition of the live ranks {self._roster.live}"
             )
-        method = m.method_from_wire(message.method)
+        method = REGISTRY.from_wire(message.method)
         from_wire(message.wire_format)  # refuses an unknown format before anything has changed
         if message.by_member and any(
             len(topology.members(group)) % self._replication.count for group in topology.alive
@@ -108,9 +99,7 @@ class Membership:
                 " servers: the size of each group must be a multiple of that"
             )
         formed = self._roster.formed
-        self._roster.form(topology, message.names, message.by_member)
-        self.generation = message.generation
-        self._formed = message
+        formed.form(topology, message)
         self._journal.note(FormedEntry())
         self._journal.is_due = True
         for service in self._services:
@@ -133,24 +122,23 @@ class Membership:
         group = formed.group_of(sender.rank)
         if group < 0 or message.ranks != formed.members(group):  # else the answer was lost, and the rank repeats
             group = self._join(sender.rank, message)
-        assert self._formed is not None
+        assert formed.message is not None
         joined = m.Joined(
             group=group,
             incarnation=formed.identity(group).incarnation,
-            generation=self.generation,
+            generation=formed.message.generation,
             groups=self._roster.groups,
-            method=self._formed.method,
-            wire_format=self._formed.wire_format,
+            method=formed.message.method,
+            wire_format=formed.message.wire_format,
             plan=self._epochs.book.plan if self._epochs.book is not None else None,
-            overlap=self._formed.overlap,
+            overlap=formed.message.overlap,
             live=self._roster.live,
             synchronizations=self._collective_service.completed,
         )
         out = [*self._send_to_everyone(self._status_service.status(-1.0)), Out(sender.peer, m.CONTROL, joined)]
-        if self._replication.count > 1:  # only now, because the request may have waited
-            self._replication.send_to_all(sm.HandleMessage(rank=sender.rank, message=m.encode(message)))
-            out = self._replication.when_done(out)
-        return out
+        # Only now, because the request may have waited.
+        self._replication.send_to_all(sm.HandleMessage(rank=sender.rank, message=m.encode(message)))
+        return self._replication.when_done(out)
 
     def _join(self, rank: int, message: m.Join) -> int:
         group = self._roster.join(message.ranks, message.name)
@@ -313,10 +301,6 @@ class Joining(Service):
             return self._admit(sender, message, payload)
         self._waiting[sender.rank] = sender, message
         return self.resolve_pending()
-
-    def check_state(self, sender: Sender, message: m.StoreRunState) -> int:
-        check_specs(message.packed.specs, message.nbytes)
-        return message.nbytes
 
     def store(self, sender: Sender, message: m.StoreRunState, payload: Payload) -> list[Out]:
         self._stored = message.packed, as_tensor(payload)

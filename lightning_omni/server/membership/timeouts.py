@@ -49,6 +49,3 @@ class TimeLimits:
     def silence_of_connections(self) -> float:
         """Return for how many seconds a joining group's connection may be silent; 0 for no limit."""
         return self._joined_heartbeat if self.hears_connections and math.isfinite(self._joined_heartbeat) else 0.0
-
-
-__all__ = ["PATIENCE", "TimeLimits"]

@@ -10,7 +10,7 @@ Rule 4: a push that contains a NaN or an infinity is refused and counted, never 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_omni.errors import ProtocolError, Refused
+from lightning_omni.methods.model.replica import all_finite
 from lightning_omni.topology import GroupId
 from lightning_omni.wire.layout import DTYPES, Layout
 from lightning_omni.wire.messages import PushMessage
@@ -40,14 +41,9 @@ class Delivery:
 
 
 class Deliveries:
-    """The last pushes of all groups to all optimizers.
-
-    Attributes:
-        missing: number of pushes after an earlier server's last save, of groups that have pushed again since.
-    """
+    """The last pushes of all groups to all optimizers."""
 
     def __init__(self) -> None:
-        self.missing = 0
         self._last: dict[tuple[int, int], Delivery] = {}
         self._followed: set[tuple[int, int]] | None = None  # pairs with a push since the restart
 
@@ -75,9 +71,8 @@ class Deliveries:
 
     def count(self, group: int, message: PushMessage, applied: bool) -> None:
         key = group, message.optimizer
-        if self._followed is not None and key not in self._followed:
+        if self._followed is not None:
             self._followed.add(key)
-            self.missing += message.sequence - 1 - (self._last[key].sequence if key in self._last else 0)
         self._last[key] = Delivery(message.sequence, applied, is_answered=not applied)
 
     def answer(self, group: int, optimizer: int, staleness: int) -> None:
@@ -117,15 +112,6 @@ def has_finite_sum(layout: Layout, payload: Tensor) -> bool:
     dtype = DTYPES[layout.dtypes[0]]
     whole = payload[: payload.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
     return bool(torch.isfinite(whole.sum()))
-
-
-def all_finite(tensors: Sequence[Tensor | None]) -> bool:
-    present = [tensor for tensor in tensors if tensor is not None]
-    # This pass allocates nothing: a sum is finite only if every element is. Huge elements may overflow it, so a second
-    # pass follows.
-    if all(torch.isfinite(tensor.sum()) for tensor in present):
-        return True
-    return all(bool(torch.isfinite(tensor).all()) for tensor in present)
 
 
 # --- Hyperparameters --------------------------------------------------------------------------------------------------

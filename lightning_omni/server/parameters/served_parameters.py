@@ -17,8 +17,9 @@ from torch.nn import Parameter
 from lightning_omni.errors import MalformedMessage, ProtocolError, Refused
 from lightning_omni.methods import Master, Method, Push, Reply
 from lightning_omni.methods.contract import Tensors, Total
+from lightning_omni.methods.model.replica import all_finite
 from lightning_omni.methods.model.server_optimizer import Resolve, check_state, describe, rebuild
-from lightning_omni.server.parameters.push_checks import all_finite, check_settings, has_finite_sum
+from lightning_omni.server.parameters.push_checks import check_settings, has_finite_sum
 from lightning_omni.server.parameters.push_counts import PushCounts
 from lightning_omni.wire.formats.base import RAW, Memory, WireFormat, decode
 from lightning_omni.wire.layout import Layout, Structure, Structures, TensorSpec, read_structure, settings_of, specs_of

@@ -43,21 +43,6 @@ class HeadRequest:
     inputs: Any
 
 
-@dataclass(frozen=True)
-class HeadStep:
-    """The result of a step with a group's gradients.
-
-    Attributes:
-        inputs: gradients of the inputs.
-        read_at: updates in the head's weights when they were read.
-        applied: whether the weights' gradients were finite.
-    """
-
-    inputs: list[Tensor | None]
-    read_at: int
-    applied: bool
-
-
 class ServedHead(ServedParameters):
     """A merged head, with the user's optimizer over its weights.
 
@@ -137,8 +122,14 @@ class ServedHead(ServedParameters):
         except Exception as error:  # the user's own module may raise any error
             raise Refused("head", f"{type(error).__name__}: {error}") from error
 
-    def backward(self, group: int, message: HeadBackward, gradients: Any, number: int) -> HeadStep:
+    def backward(
+        self, group: int, message: HeadBackward, gradients: Any, number: int
+    ) -> tuple[list[Tensor | None], int, bool]:
         """Step the head along a group's gradients.
+
+        Returns:
+            The gradients of the inputs, the clock of the weights that were read, and whether the step was applied: the
+            weights' gradients were finite.
 
         Raises:
             ProtocolError: the group has no access, or the hyperparameters do not fit the optimizer.
@@ -164,7 +155,7 @@ class ServedHead(ServedParameters):
             raise
         except Exception as error:  # the user's own module or optimizer may raise any error
             raise Refused("head", f"{type(error).__name__}: {error}") from error
-        return HeadStep(passed.inputs, self._read_at, applied)
+        return passed.inputs, self._read_at, applied
 
     def release(self, now: float) -> None:
         lasted = max(0.0, now - self._began)

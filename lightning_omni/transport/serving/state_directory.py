@@ -208,7 +208,7 @@ class StateDirectory:
         awaits_others = bool(self._others) and not self._is_whole and now < self._latest
         if awaits_others or (self._writer is not None and self._writer.is_alive()):
             return
-        if core.is_quiet or now >= self._latest or self._went_on:
+        if core.training.all_answered or now >= self._latest or self._went_on:
             self._save(core)
 
     def discard(self, core: ServerCore) -> None:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import zmq
@@ -31,7 +31,7 @@ from lightning_omni.transport.zeromq.addresses import (
     memory_path,
     remove_if_abandoned,
 )
-from lightning_omni.transport.zeromq.dialing import Dialed, SuspendAwareClock, attach, dial, new_context
+from lightning_omni.transport.zeromq.dialing import Dialed, SuspendAwareClock, attach, dial
 from lightning_omni.transport.zeromq.frames import (
     CHUNK_MARK,
     LARGEST_ANSWER_FRAME,
@@ -246,7 +246,12 @@ class ControlConnection(Control):
 
         return dial(
             lambda: Dialed(
-                self._context, self.address, self.keys, LARGEST_ANSWER_FRAME, m.CONTROL, silence=self._silence
+                self.address,
+                self.keys,
+                LARGEST_ANSWER_FRAME,
+                m.CONTROL,
+                silence=self._silence,
+                context=self._context,
             ),
             shake_hands,
             self.keys,
@@ -394,17 +399,16 @@ class DataConnection(Data):
 
     def __init__(self, session: Session, check: Callable[[], None], timeout: float = 300.0) -> None:
         self._check, self._timeout = check, timeout
-        with new_context() as self._context:
-            self._dialed, _ = dial(
-                lambda: Dialed(self._context, session.address, session.keys, LARGEST_DATA_FRAME, m.DATA),
-                attach(session.secret, session.rank),
-                session.keys,
-                session.address,
-                f"the parameter server's data socket at {session.address} does not answer; check that no firewall is in"
-                " between",
-                min(timeout, CONNECT_TIME),
-                check,
-            )
+        self._dialed, _ = dial(
+            lambda: Dialed(session.address, session.keys, LARGEST_DATA_FRAME, m.DATA),
+            attach(session.secret, session.rank),
+            session.keys,
+            session.address,
+            f"the parameter server's data socket at {session.address} does not answer; check that no firewall is in"
+            " between",
+            min(timeout, CONNECT_TIME),
+            check,
+        )
         self._wire = self._dialed.wire
         self._sharing = Sharing(session.memory, session.rank, session.secret, min(timeout, CONNECT_TIME))
         self._offered: set[MemoryRange] = set()
@@ -444,21 +448,18 @@ class DataConnection(Data):
             return answer_of(arriving.message, expect), self._complete(arriving)
         if arriving is not None:
             answer = m.decode(self._complete(arriving).numpy().data, at="rank", channel=m.DATA)
-        rest = self._besides
         memory, room = self._awaited or (None, None)
         if memory is not None:
             self._offered.discard(memory)
         if isinstance(answer, m.RefusedMessage) and self._has_broken:  # ZeroMQ has reconnected, without admission
-            self._raise_why_it_broke()
+            while True:  # an ending server sends the reason on the control connection
+                self._receive(TOLD_WHY)
         answer = answer_of(answer, expect)
         nbytes = getattr(answer, "nbytes", 0)
         self.moved += nbytes
-        if rest:
-            if (
-                decode_record(rest[0].buffer, MemoryRanges) != MemoryRanges(answer=memory)
-                or room is None
-                or room.numel() < nbytes
-            ):
+        if self._besides:
+            there = decode_record(self._besides[0].buffer, MemoryRanges)
+            if there != MemoryRanges(answer=memory) or room is None or room.numel() < nbytes:
                 raise MalformedMessage("the answer lies where there was no room for it")
             self.shared += nbytes
             return answer, room[:nbytes]
@@ -468,7 +469,6 @@ class DataConnection(Data):
 
     def close(self) -> None:
         self._dialed.close()
-        self._context.term()
 
     def _assemble(self, message: m.Message, buffer: Tensor) -> Tensor:
         self._arriving = Assembly(message, buffer)
@@ -484,23 +484,15 @@ class DataConnection(Data):
     def _has_broken(self) -> bool:
         return bool(self._dialed.monitor.poll(0))
 
-    def _raise_why_it_broke(self) -> NoReturn:
-        """Raise the error that an ending server soon sends on the control connection; `ConnectionLost` without one."""
-        clock = SuspendAwareClock()
-        deadline = clock() + min(GRACE, TOLD_WHY)
-        while clock() < deadline:
-            self._check()
-            time.sleep(_PAUSE)
-        raise ConnectionLost(_BROKEN)
-
-    def _receive(self) -> list[Any]:
+    def _receive(self, longest: float = math.inf) -> list[Any]:
+        """Wait for a message; if the connection has broken, for `GRACE` or ``longest`` at most."""
         clock = SuspendAwareClock()
         deadline, broke = clock() + self._timeout, math.inf
         while not self._wire.poll(_SLICE):
             self._check()
             if self._has_broken:
                 broke = min(broke, clock())
-            if clock() >= broke + GRACE:
+            if clock() >= broke + min(GRACE, longest):
                 raise ConnectionLost(_BROKEN)
             if clock() > deadline:
                 raise ConnectionLost(

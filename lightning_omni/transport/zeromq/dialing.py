@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -79,20 +78,22 @@ class Dialed:
         decode: decodes an answer from bytes; by default as a message to a rank.
         silence: seconds without a sign of life after which the server evicts the rank; 0 for no signs. ZeroMQ's own
             thread sends them, so they continue while Python holds its lock, and cease when the process is stopped.
+        context: that of the socket; None for one of its own, which ends with this attempt.
     """
 
     def __init__(
         self,
-        context: zmq.Context[Any],
         address: str,
         keys: RunKeys,
         largest_frame: int,
         channel: m.Channel,
         decode: Callable[[bytes], Any] | None = None,
         silence: float = 0.0,
+        context: zmq.Context[Any] | None = None,
     ) -> None:
+        self._context, self._owns_context = context or zmq.Context(), context is None
         self._decode = decode or partial(m.decode, at="rank", channel=channel)
-        self.wire: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+        self.wire: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         configure(self.wire, largest_frame)
         self.wire.setsockopt(zmq.IPV6, int("[" in address))
         # The ranks that wait for answers bound both queues.
@@ -107,6 +108,7 @@ class Dialed:
             self.monitor = self.wire.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         except BaseException:  # too many files are open; the context waits for open sockets
             self.wire.close(0)
+            self._end_context()
             raise
         try:
             keys.prepare(self.wire, address, "client")
@@ -147,6 +149,11 @@ class Dialed:
             self.wire.disable_monitor()
             self.monitor.close(0)
             self.wire.close(0)
+            self._end_context()
+
+    def _end_context(self) -> None:
+        if self._owns_context:
+            self._context.term()
 
 
 def dial(
@@ -193,14 +200,3 @@ def dial(
 def attach(secret: bytes, number: int) -> Callable[[handshake.Request], None]:
     """Return a ``talk`` by which a data connection is admitted."""
     return lambda request: handshake.attach(request, secret, number, secrets.token_bytes(handshake.NONCE_BYTES))
-
-
-@contextmanager
-def new_context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
-    """Provide a ZeroMQ context, which is terminated if this block raises."""
-    context = zmq.Context()
-    try:
-        yield context
-    except BaseException:
-        context.term()
-        raise

@@ -185,9 +185,9 @@ class ConnectionGuard:
 
     def _read_events(self) -> None:
         for listener in self._listeners:
-            for failed in listener.read_events():
+            for reason, origin in listener.read_events():
                 self.refused += 1
-                self._refusals.write(f"refused a connection{failed.origin}", failed.reason)
+                self._refusals.write(f"refused a connection{origin}", reason)
 
     def _end_excess(self, listener: _Listener) -> None:
         now, excess = time.monotonic(), len(listener.strangers) - listener.most
@@ -216,11 +216,6 @@ class ConnectionGuard:
             self.refused += self._keys.encryption == "off"  # with encryption, its handshake fails and is counted
             self._refusals.write("ended a connection that had not shown that it holds the key", str(name[0]))
         listener.forget(descriptor)
-
-
-class _Refused(NamedTuple):
-    reason: str
-    origin: str = ""
 
 
 class _Stranger(NamedTuple):
@@ -252,8 +247,8 @@ class _Listener:
         self.monitor.setsockopt(zmq.RCVHWM, 0)  # the thread that serves all connections must not wait for this one
         self.monitor.connect(endpoint)
 
-    def read_events(self) -> list[_Refused]:
-        """Update the connections from the socket's monitor; return failed handshakes.
+    def read_events(self) -> list[tuple[str, str]]:
+        """Update the connections from the socket's monitor; return reason and origin of each failed handshake.
 
         ZeroMQ reports why a handshake failed, and in the next event the connection.
         """
@@ -267,13 +262,13 @@ class _Listener:
                 elif event == zmq.EVENT_DISCONNECTED:
                     if self._failing:
                         origin = self.strangers[value].origin if value in self.strangers else ""
-                        failed.append(_Refused(self._failing, origin))
+                        failed.append((self._failing, origin))
                         self._failing = ""
                     self.forget(value)
                 elif event == zmq.EVENT_LISTENING:
                     self.gate = Gate(value, time.monotonic())
                 elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # ZeroMQ sends the client the reason before the end
-                    failed.append(_Refused(_FAILURES[event]))
+                    failed.append((_FAILURES[event], ""))
                 else:
                     self._failing = _FAILURES[event]
         return failed

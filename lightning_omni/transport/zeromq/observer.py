@@ -14,7 +14,7 @@ import zmq
 from lightning_omni.errors import ConnectionLost
 from lightning_omni.transport.connections import Answer, answer_of
 from lightning_omni.transport.zeromq.addresses import check_address
-from lightning_omni.transport.zeromq.dialing import Dialed, dial, new_context
+from lightning_omni.transport.zeromq.dialing import Dialed, dial
 from lightning_omni.transport.zeromq.frames import LARGEST_ANSWER_FRAME, PROBE
 from lightning_omni.transport.zeromq.keys import RunKeys
 from lightning_omni.wire import handshake
@@ -53,16 +53,15 @@ class Observer:
         check_address(address, address)
         self.address = address
         keys = RunKeys(key, encryption)
-        with new_context() as self._context:
-            self._dialed, _ = dial(
-                lambda: Dialed(self._context, address, keys, LARGEST_ANSWER_FRAME, m.CONTROL),
-                lambda request: handshake.observe(request, key, secrets.token_bytes(handshake.NONCE_BYTES), address),
-                keys,
-                address,
-                f"no parameter server answers at {address}; check the address, that a server runs there (with --once it"
-                " ends with its first run), and that no firewall is in between",
-                timeout,
-            )
+        self._dialed, _ = dial(
+            lambda: Dialed(address, keys, LARGEST_ANSWER_FRAME, m.CONTROL),
+            lambda request: handshake.observe(request, key, secrets.token_bytes(handshake.NONCE_BYTES), address),
+            keys,
+            address,
+            f"no parameter server answers at {address}; check the address, that a server runs there (with --once it"
+            " ends with its first run), and that no firewall is in between",
+            timeout,
+        )
 
     def overview(self) -> m.Overview:
         return self._ask(m.AskOverview(), m.Overview)
@@ -124,7 +123,6 @@ class Observer:
 
     def close(self) -> None:
         self._dialed.close()
-        self._context.term()
 
     def _ask(self, message: m.Message, expect: type[Answer]) -> Answer:
         self._send([m.encode(message)])

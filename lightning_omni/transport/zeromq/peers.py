@@ -276,7 +276,7 @@ class PeerConnections:
             address = self._addresses[group].address
             try:
                 self._dialed[group], _ = dial(
-                    lambda: Dialed(self._context, address, self._keys, LARGEST_DATA_FRAME, m.PEER),
+                    lambda: Dialed(address, self._keys, LARGEST_DATA_FRAME, m.PEER, context=self._context),
                     attach(self._keys.peers, self._rank),
                     self._keys,
                     address,

@@ -34,7 +34,7 @@ from lightning_omni.transport.zeromq.addresses import (
     own_host,
     tcp_endpoint,
 )
-from lightning_omni.transport.zeromq.dialing import Dialed, SuspendAwareClock, dial, new_context
+from lightning_omni.transport.zeromq.dialing import Dialed, SuspendAwareClock, dial
 from lightning_omni.transport.zeromq.frames import (
     CHUNK_MARK,
     LARGEST_ANSWER_FRAME,
@@ -87,16 +87,15 @@ class CoordinatorLink:
             hello = core.follower_hello(address, secrets.token_bytes(handshake.NONCE_BYTES))
             return handshake.join_as_follower(request, core.key, hello, coordinator)
 
-        with new_context() as self._context:
-            self._dialed, welcome = dial(
-                lambda: Dialed(self._context, coordinator, keys, LARGEST_ANSWER_FRAME, m.CONTROL, decode=sm.decode),
-                shake_hands,
-                keys,
-                coordinator,
-                f"no parameter server answers at {coordinator}, which is to coordinate this one; check the address,"
-                " that it runs there with a --host that this machine can reach, and that no firewall is in between",
-                CONNECT_TIME,
-            )
+        self._dialed, welcome = dial(
+            lambda: Dialed(coordinator, keys, LARGEST_ANSWER_FRAME, m.CONTROL, decode=sm.decode),
+            shake_hands,
+            keys,
+            coordinator,
+            f"no parameter server answers at {coordinator}, which is to coordinate this one; check the address,"
+            " that it runs there with a --host that this machine can reach, and that no firewall is in between",
+            CONNECT_TIME,
+        )
         self._timeout, self._clock = welcome.heartbeat_timeout, SuspendAwareClock()
         self._last_received = self._clock()
         self._ended = False
@@ -126,7 +125,6 @@ class CoordinatorLink:
 
     def close(self) -> None:
         self._dialed.close()
-        self._context.term()
 
 
 def reachable(bound: str, coordinator: str) -> str:
@@ -240,7 +238,8 @@ class ZeroMQServer:
         core.started_at_ms = core.started_at_ms or time.time_ns() // 1_000_000
         core.data_port = urlsplit(self._sockets[m.DATA].getsockopt_string(zmq.LAST_ENDPOINT)).port or 0
         self.shared = SharedMemory(
-            core.data_connection, lambda: sum(served.buffer.numel() for served in core.optimizers)
+            core.data_connection,  # a leader's memory for answers is one segment for all servers
+            lambda: core.replication.count * sum(served.buffer.numel() for served in core.optimizers),
         )
         if directory is not None and shared_memory and can_share_memory():
             self._segment_socket = SegmentSocket(memory_path(self.address), self.shared)
@@ -281,7 +280,7 @@ class ZeroMQServer:
                     self._receive_from(self._coordinator)
                 if self.core.due <= self._clock():
                     self._send(self.core.tick(self._clock()))
-                self._paced.send(self.core.attached)
+                self._paced.send(self.core.admission.attached)
                 if self._clock() >= due:
                     due = self._clock() + TICK
                     self._probe_connections()
@@ -296,7 +295,7 @@ class ZeroMQServer:
     def _receive_from(self, coordinator: CoordinatorLink) -> None:
         for message in coordinator.receive():
             self._send(self.core.follow(message))
-            self.core.handed_over()
+            self.core.status_service.end()
 
     def farewell(self, reason: str) -> None:
         self._send(self.core.lose(0, reason))
@@ -323,7 +322,7 @@ class ZeroMQServer:
             except zmq.Again:
                 return
             self._send(self.take(channel, peer.bytes, frames))
-            self.core.handed_over()
+            self.core.status_service.end()
 
     def take(self, channel: m.Channel, peer: bytes, frames: list[Any]) -> list[Out]:
         """Process a received message and return the messages to send. No message from a peer makes this raise."""
@@ -383,7 +382,7 @@ class ZeroMQServer:
 
     def _begin(self, peer: bytes, message: m.Message, places: MemoryRanges) -> Assembly:
         nbytes = self.core.check_payload(peer, message)
-        is_kept = self.core.keeps_payload(message)
+        is_kept = self.core.router.keeps_payload(message)
         buffer = _allocated(nbytes) if is_kept else self._buffer(peer, nbytes)
         assembly = Assembly(message, buffer, places)
         if not isinstance(
@@ -439,7 +438,7 @@ class ZeroMQServer:
         self._turned_away = refused
 
     def _forget_strangers(self) -> None:
-        attached = self.core.attached
+        attached = self.core.admission.attached
         for kept in (self._buffers, self._assemblies):  # an assembly whose payload is kept has no buffer
             for peer in kept.keys() - attached:
                 del kept[peer]
@@ -459,7 +458,7 @@ class ZeroMQServer:
             if item.channel == m.CONTROL:
                 parts = [part if isinstance(part, bytes) else part.numpy().tobytes() for part in item.payload]
                 multipart: list[Any] = [m.encode(item.message), *parts]
-                if self.core.is_watching(item.peer):
+                if self.core.observers.has(item.peer):
                     multipart = self._untaken.add(item.peer, multipart)
                 if multipart:
                     self._reach([item.peer, *multipart])

@@ -267,7 +267,7 @@ class OnlineTuner:
     def begin(self, hyperparameters: Hyperparameters) -> None:
         run = self._run
         run.strategy.parts.grouping.merge()
-        run.state.own, run.state.reference = None, float(run.batch(run.world.size))
+        run.state.own = None
         spec = self._space.specification(hyperparameters, self._applied.seconds_to_form)
         run.state.own = spec.start
         self._is_patient = False

@@ -99,10 +99,10 @@ class FitSpace:
         ``switch`` are the measured or assumed seconds to form groups.
         """
         run = self._run
-        start, batch = self._start(hyperparameters), run.batch(len(run.world.live_ranks))
+        start = self._start(hyperparameters)
         return SearchSpec(
             start,
-            batch,
+            run.batch(len(run.world.live_ranks)),
             run.horizon,
             self._space(hyperparameters, start),
             hyperparameters.scaling,
@@ -112,7 +112,6 @@ class FitSpace:
             budget=run.options.budget,
             allowance=run.options.budget * run.seconds - run.spent,
             seed=run.options.seed + run.state.rounds,
-            reference=run.state.reference or batch / start.groups,
         )
 
     def _start(self, hyperparameters: Hyperparameters) -> Setting:
@@ -120,7 +119,7 @@ class FitSpace:
         if run.state.own is not None:  # it has been restored, but for what schedulers have changed
             return run.state.own
         start = Setting(
-            groups=max(1, len(world.live_groups)),
+            groups=1,
             momentum=hyperparameters.momentum,
             lr=hyperparameters.lr,
             period=int(getattr(world.method, "period", 1)),
@@ -245,7 +244,6 @@ class AppliedSetting:
         hyperparameters.make_default()
         hyperparameters.scale(command.setting.lr / run.own.lr / state.scaled)
         state.setting = command.setting
-        state.reference = run.batch(len(run.world.live_ranks)) / command.setting.groups
         state.speeds = sorted(command.speeds.items()) if command.speeds and command.by_speed else []
         self.form(command.setting, command.speeds, command.by_speed)
 

@@ -60,7 +60,6 @@ class TunerState(Serializable):
     Attributes:
         setting: the setting that the run trains with; None before a choice.
         own: the user's own setting.
-        reference: samples of the batch that momentum and learning rate belong to.
         speeds: rank and samples per second, if groups were formed by speed.
         unfinished: whether a search is under way.
         rounds: number of adopted choices.
@@ -78,7 +77,6 @@ class TunerState(Serializable):
 
     setting: Setting | None = None
     own: Setting | None = None
-    reference: float = 0.0
     ranks: int = 0
     speeds: list[tuple[int, float]] = field(default_factory=list)
     unfinished: bool = False

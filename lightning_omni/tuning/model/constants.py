@@ -32,8 +32,6 @@ BARRIER_CYCLES, BARRIER_CHAINS, BARRIER_SAMPLES = 16, 4, 512
 """Simulated cycles of groups that wait for each other, number of chains, and chains times groups of the precise run."""
 OVERLAP_ROUNDS = 12
 """Rounds of the fixed-point iteration for exchanges that overlap computation."""
-IDLE = 0.02
-"""Fraction of the time that a shared resource may be idle and still count as always busy."""
 
 # --- Statistical efficiency (`convergence`) ---------------------------------------------------------------------------
 

@@ -128,7 +128,7 @@ class _Exchanges:
         crosses = np.array(self.crosses)
         links = np.repeat((link[:, None] * crosses)[:, :, None], 2, axis=2)
         think = self.think + away[:, None] * crosses
-        there = time_shared(think, self.variance, links, None, serve[:, None], np.ones(1))[:, crosses].mean(axis=1)
+        there = time_shared(think, self.variance, links, None, serve)[:, crosses].mean(axis=1)
         cycle, over = float(self.think[0].mean() + self.mean[0]), away + serve + 2 * link - self.least
         return [(away + there - self.mean) / cycle, (np.maximum(over, 0.0) + c.SHORTEST_EXCHANGE * over) / cycle]
 
@@ -278,7 +278,6 @@ def fit_model(measured: Sequence[Measured], draws: int, seed: int) -> CostModel:
         period=several[0].period if several else 1,
         nbytes=nbytes,
         knows_overhead=len(sizes) > 1,
-        knows_exchange=bool(several),
         servers=servers,
         per_node=per_node,
         placement=placement,

@@ -358,7 +358,6 @@ class CostModel:
     period: int
     nbytes: int
     knows_overhead: bool
-    knows_exchange: bool
     servers: int = 1
     per_node: bool = False
     hands_on: bool = False
@@ -387,7 +386,6 @@ class CostModel:
             period=costs.period,
             nbytes=costs.nbytes,
             knows_overhead=True,
-            knows_exchange=True,
             servers=costs.servers,
             per_node=costs.per_node,
         )
@@ -447,10 +445,9 @@ class CostModel:
             per_byte = alike / change.bandwidth
             ring = model.nbytes * per_byte
             model = replace(model, ring=ring, hand_ring=ring, own_per_byte=per_byte, link_per_byte=per_byte)
-            model = replace(model, knows_exchange=True)
         if change.latency is not None:
             hop = alike * change.latency
-            model = replace(model, hop=hop, hand_hop=hop, delay=2 * hop, knows_exchange=True)
+            model = replace(model, hop=hop, hand_hop=hop, delay=2 * hop)
         if change.slowest is not None:
             last = max(model.devices)
             device, slower = model.devices[last]

@@ -6,16 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
-
-import numpy as np
 
 from lightning_omni.checks import check_number
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.serialization import Serializable
-from lightning_omni.trace import Trace
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -110,60 +104,6 @@ class Measured(Serializable):
     def ranks(self) -> tuple[int, ...]:
         return tuple(sorted(rank for members in self.groups for rank in members))
 
-    @classmethod
-    def of(cls, trace: Trace) -> Measured:
-        """Return the measurements of a simulated run in which each group made two steps or more.
-
-        Raises:
-            ConfigurationError: a group has no step times, or the run has a merged head.
-        """
-        if not len(trace.steps.get("group", ())):
-            raise ConfigurationError("trace: it has no step times; pass one of a simulated run, of this version")
-        groups = {number: tuple(members) for number, members in enumerate(trace.meta["groups"]) if members}
-        ranks = sorted(rank for members in groups.values() for rank in members)
-        samples, own = (_columns(trace.work, "rank", ranks, name) for name in ("samples", "seconds"))
-        steps, exchanges = (_columns(trace.steps, "group", [*groups], name) for name in ("seconds", "exchange"))
-        if trace.meta.get("merged"):
-            raise ConfigurationError(
-                "trace: a merged head has no place in the model; pass one of a run without merged="
-            )
-        pushed = list(trace.weights.values())
-        link = trace.meta["cluster"]["link"]["latency"] + trace.meta["cluster"]["server"]["latency"]
-        return cls(
-            tuple(groups.values()),
-            samples,
-            own,
-            steps,
-            exchanges,
-            nbytes=sum(weight.nbytes for weight in pushed),
-            shapes=tuple(weight.shape for weight in pushed),
-            round_trip=2 * float(link),
-            **(_of_exchanges(trace) if len(groups) > 1 else _of_one_group(trace, len(ranks))),
-        )
-
-
-def _of_one_group(trace: Trace, ranks: int) -> dict[str, Any]:
-    bandwidth = float(trace.meta["cluster"]["group_link"]["bandwidth"])
-    return {"serve": _serve_time(trace), "reduce_per_byte": 2 * (ranks - 1) / ranks / bandwidth, "hands_on": True}
-
-
-def _serve_time(trace: Trace) -> float:
-    return float(trace.meta["cluster"]["update_seconds"])
-
-
-def _of_exchanges(trace: Trace) -> dict[str, Any]:
-    cluster, steps = trace.meta["cluster"], trace.rows["steps"]
-    per_node = cluster.get("servers") == "per-node"
-    devices = sum(kind["count"] for kind in cluster["devices"])
-    servers = (cluster["nodes"] or devices) if per_node else cluster.get("servers", 1)
-    return {
-        "serve": _serve_time(trace) / servers,
-        "hands_on": True,
-        "period": max(1, round(float(steps.mean()))) if len(steps) else 1,
-        "servers": servers,
-        "per_node": per_node,
-    }
-
 
 def servers_of(measured: Sequence[Measured]) -> tuple[int, bool]:
     """Return the number of servers in the last segment with several groups, or the last, and if each node ran one."""
@@ -174,10 +114,6 @@ def servers_of(measured: Sequence[Measured]) -> tuple[int, bool]:
 def mean_samples(measured: Sequence[Measured]) -> float:
     counts = [number for each in measured for row in each.samples for number in row]
     return sum(counts) / len(counts)
-
-
-def _columns(table: Mapping[str, Array], key: str, keys: Sequence[int], name: str) -> tuple[tuple[float, ...], ...]:
-    return tuple(tuple(table[name][table[key] == one].tolist()) for one in keys)
 
 
 def _check_counts(measured: Measured) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_omni.checks import check_number, check_whole, counted
+from lightning_omni.checks import check_number, check_whole
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.serialization import Serializable
 from lightning_omni.topology import Topology
@@ -66,27 +66,10 @@ class Prediction:
     parts: Mapping[str, float]
     bottleneck: str
     topology: Topology
-    statement: str
 
     def faster(self, factor: float) -> Prediction:
         seconds, samples = self.seconds_per_update.times(1 / factor), self.samples_per_second.times(factor)
         return replace(self, seconds_per_update=seconds, samples_per_second=samples)
-
-
-_BOTTLENECKS = {
-    "compute": "each group's slowest member holds it up",
-    "allreduce": "the all-reduce inside the groups holds it up",
-    "exchange": "the way to the server and back holds it up; exchange less often, or less",
-    "server": "the server holds it up: it is always busy, and more groups would not help",
-    "link": "the server's link holds it up: it is always busy, and more groups would not help",
-}
-
-
-_NOT_ALWAYS_BUSY = {
-    **_BOTTLENECKS,
-    "server": "the server, which groups wait for at times, holds it up; exchange less often",
-    "link": "the server's link, which groups wait for at times, holds it up; exchange less often, or less",
-}
 
 
 @dataclass(frozen=True)
@@ -114,8 +97,6 @@ class Profile(Serializable):
         '0.2 (0.2 to 0.2)'
         >>> round(profile.predict(1, rebalance=True).seconds_per_update.value, 3)  # 11 samples and 5
         0.137
-        >>> profile.predict(1).statement
-        "1 group: an update every 200 ms (200 to 200), 80 samples/s; each group's slowest member holds it up"
     """
 
     measured: tuple[Measured, ...]
@@ -280,15 +261,7 @@ class Profile(Serializable):
         seconds = _interval(outcome.seconds_per_update, level, least=least)
         samples = _interval(outcome.samples_rate, level, most=most)
         bottleneck = outcome.bottleneck if exchanging is None else plan.bottleneck(topology)
-        reason = (_BOTTLENECKS if exchanging is None or outcome.is_busy else _NOT_ALWAYS_BUSY)[bottleneck]
-        return Prediction(
-            seconds,
-            samples,
-            outcome.parts,
-            bottleneck,
-            topology,
-            self._statement(model, topology, seconds, samples, reason, batch),
-        )
+        return Prediction(seconds, samples, outcome.parts, bottleneck, topology)
 
     def samples_per_second(
         self,
@@ -368,21 +341,6 @@ class Profile(Serializable):
         rates = [float(quick.outcome(topology).samples_rate[0]) for topology in (even, alike)]
         return (alike, rates[1]) if rates[1] > rates[0] else (even, rates[0])
 
-    def _statement(
-        self, model: CostModel, topology: Topology, seconds: Estimate, samples: Estimate, reason: str, batch: float
-    ) -> str:
-        count = len(topology.alive)
-        text = (
-            f"{counted(count, 'group')}: an update every {_milliseconds(seconds)},"
-            f" {samples.value:.4g} samples/s; {reason}"
-        )
-        if count > 1 and not model.knows_exchange:
-            text += "; the exchange was not measured"
-            text += " and counts as nothing" if model is self._model else ": forecast from the all-reduce"
-        if batch != self.batch_size and not self.knows_overhead:
-            text += f"; batches of {batch:g} were not measured"
-        return text
-
     def scaled(
         self,
         ranks: int | None = None,
@@ -461,7 +419,3 @@ def _interval(draws: Array, level: float, least: float = 0.0, most: float = math
     low, value, high = first * np.quantile(factors, [(1 - level) / 2, 0.5, (1 + level) / 2])
     value = float(min(max(value, least), most))
     return Estimate(value, min(float(low), value), max(float(high), value))
-
-
-def _milliseconds(seconds: Estimate) -> str:
-    return f"{1000 * seconds.value:.4g} ms ({1000 * seconds.low:.4g} to {1000 * seconds.high:.4g})"

@@ -110,16 +110,14 @@ def _distribution_of_slowest(values: Array, counts: Array) -> tuple[Array, Array
     return times, np.diff(product, axis=1, prepend=0.0)
 
 
-def time_shared(
-    think: Array, variance: Array, links: Array, counted: Array | None, service: Array, visits: Array
-) -> Array:
-    """Compute the seconds of a group's cycle at shared links and in shared queues, shape (draws, groups).
+def time_shared(think: Array, variance: Array, links: Array, counted: Array | None, service: Array) -> Array:
+    """Compute the seconds of a group's cycle at shared links and in a shared queue, shape (draws, groups).
 
     The arguments are those of `residence` and of `residence_on_links`, with ``links`` for ``demand``.
     """
     nothing = np.zeros_like(think)
     if not links.any():
-        return residence(think, variance, service, visits)[:, None] + nothing
+        return residence(think, variance, service)[:, None] + nothing
     if not service.any():
         return residence_on_links(think, links, counted)
     alone = crossing = (links if counted is None else links * counted).sum(axis=2)
@@ -127,33 +125,32 @@ def time_shared(
     for _ in range(c.QUEUE_ROUNDS):
         # The waiting time on links has a standard deviation as large as its mean.
         scatter, before = variance + (crossing - alone) ** 2, crossing
-        queued = residence(think + crossing, scatter, service, visits)[:, None] + nothing
+        queued = residence(think + crossing, scatter, service)[:, None] + nothing
         crossing = residence_on_links(think + queued, links, counted)
         if np.abs(crossing - before).max() <= c.QUEUE_TOLERANCE * (think + crossing).max():
             break
     return np.asarray(crossing + queued)
 
 
-def residence(think: Array, variance: Array, service: Array, visits: Array) -> Array:
-    """Compute the seconds of a group's cycle in shared queues, of service and of waiting for it, shape (draws,).
+def residence(think: Array, variance: Array, service: Array) -> Array:
+    """Compute the seconds of a group's cycle in a shared queue, of service and of waiting for it, shape (draws,).
 
-    The model is a closed network of queues. By mean value analysis an arriving group finds the queue of a network with
-    one group fewer, and half of the current service remains, because all services take the same time. Without any
+    The model is a closed network with one queue. By mean value analysis an arriving group finds the queue of a network
+    with one group fewer, and half of the current service remains, because all services take the same time. Without any
     scatter, groups would fall into a rhythm in which no group waits below saturation. Real groups are in between: for
-    two groups of spread σ that seldom collide, a queue is σ²/s² of the queue with random arrivals; near saturation it
-    is all of it.
+    two groups of spread σ that seldom collide, a queue is σ²/s² of the queue with random arrivals; near saturation
+    it is all of it.
 
     Args:
         think: seconds of a cycle elsewhere, shape (draws, groups).
         variance: variance of ``think``, shape (draws, groups).
-        service: seconds of a visit to each station, shape (draws, stations).
-        visits: visits to each station in a cycle, shape (stations,).
+        service: seconds of the service of a cycle, shape (draws,).
 
     Example:
         >>> none, groups = np.zeros((1, 4)), np.full((1, 4), 2.0)
-        >>> residence(groups, none, np.array([[0.1]]), np.array([1])).round(3).tolist()  # a rhythm: no group waits
+        >>> residence(groups, none, np.array([0.1])).round(3).tolist()  # a rhythm
         [0.1]
-        >>> residence(groups, none, np.array([[1.0]]), np.array([1])).round(3).tolist()  # 4 groups, 1 s each
+        >>> residence(groups, none, np.array([1.0])).round(3).tolist()  # 4 groups, 1 s each
         [2.0]
 
     References:
@@ -162,16 +159,13 @@ def residence(think: Array, variance: Array, service: Array, visits: Array) -> A
     groups = think.shape[1]
     mean = think.sum(axis=1) / groups
     scatter = variance.sum(axis=1) / groups + ((think - mean[:, None]) ** 2).sum(axis=1) / groups
-    spent = service @ visits
+    spent = service
     for number in range(c.QUEUE_ROUNDS):
         cycle = groups / (1 / (think + spent[:, None])).sum(axis=1)
         if service.size == 1:  # the case in every step of a fit
-            one = _residence_at_one_station(
-                groups, (cycle - spent).item(), scatter.item(), service.item(), float(visits[0])
-            )
-            found = np.array([one])
+            found = np.array([_residence_of_one(groups, (cycle - spent).item(), scatter.item(), service.item())])
         else:
-            found = _residence_of_equals(groups, cycle - spent, scatter, service, visits)
+            found = _residence_of_equals(groups, cycle - spent, scatter, service)
         change = np.abs(found - spent).max(initial=0.0)
         # Equal groups converge in the first round; undamped estimates of very different ones would oscillate.
         spent = found if number == 0 else (spent + found) / 2
@@ -180,22 +174,17 @@ def residence(think: Array, variance: Array, service: Array, visits: Array) -> A
     return np.asarray(spent)
 
 
-def _residence_of_equals(groups: int, think: Array, scatter: Array, service: Array, visits: Array) -> Array:
-    demand = service * visits
-    rhythm = np.maximum(think + demand.sum(axis=1), groups * demand.max(axis=1))
+def _residence_of_equals(groups: int, think: Array, scatter: Array, service: Array) -> Array:
+    cycle = rhythm = np.maximum(think + service, groups * service)
     queue, busy = np.zeros_like(service), np.zeros_like(service)
-    cycle = rhythm
     for group in range(1, groups + 1):
         seen = service * (1 + queue - busy / 2)
-        cycle = think + seen @ visits
-        queue = group * visits * seen / cycle[:, None]
-        busy = np.minimum(group * demand / cycle[:, None], 1.0)
-    which = demand.argmax(axis=1)
-    single = np.take_along_axis(service, which[:, None], axis=1)[:, 0]
-    spread = scatter / visits[which]
-    slack = 1 - groups * demand.max(axis=1) / rhythm
-    against = single**2 * slack + c.QUEUE_SCATTER * single * np.sqrt(spread)
-    random = np.divide(spread, spread + against, out=np.zeros_like(spread), where=spread + against > 0)
+        cycle = think + seen
+        queue = group * seen / cycle
+        busy = np.minimum(group * service / cycle, 1.0)
+    slack = 1 - groups * service / rhythm
+    against = service**2 * slack + c.QUEUE_SCATTER * service * np.sqrt(scatter)
+    random = np.divide(scatter, scatter + against, out=np.zeros_like(scatter), where=scatter + against > 0)
     return np.asarray(rhythm + random * np.maximum(cycle - rhythm, 0.0) - think)
 
 
@@ -290,20 +279,18 @@ def _residence_of_many(counts: Array, think: Array, demand: Array, parts: Array)
     return np.asarray((found * parts).sum(axis=2))
 
 
-def _residence_at_one_station(groups: int, think: float, scatter: float, service: float, visits: float) -> float:
+def _residence_of_one(groups: int, think: float, scatter: float, service: float) -> float:
     """Compute `_residence_of_equals` bitwise with floats, nineteen times faster than with arrays of one element."""
-    demand = service * visits
-    cycle = rhythm = max(think + demand, groups * demand)
+    cycle = rhythm = max(think + service, groups * service)
     queue = busy = 0.0
     for group in range(1, groups + 1):
         seen = service * (1 + queue - busy / 2)
-        cycle = think + seen * visits
-        queue = group * visits * seen / cycle if cycle else math.nan
-        busy = min(group * demand / cycle, 1.0) if cycle else math.nan
-    spread = scatter / visits
-    slack = 1 - groups * demand / rhythm if rhythm else math.nan
-    against = service * service * slack + c.QUEUE_SCATTER * service * math.sqrt(spread)
-    random = spread / (spread + against) if spread + against > 0 else 0.0
+        cycle = think + seen
+        queue = group * seen / cycle if cycle else math.nan
+        busy = min(group * service / cycle, 1.0) if cycle else math.nan
+    slack = 1 - groups * service / rhythm if rhythm else math.nan
+    against = service * service * slack + c.QUEUE_SCATTER * service * math.sqrt(scatter)
+    random = scatter / (scatter + against) if scatter + against > 0 else 0.0
     return rhythm + random * max(cycle - rhythm, 0.0) - think
 
 

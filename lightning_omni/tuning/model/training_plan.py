@@ -245,8 +245,7 @@ class SharedStations:
         ring = self.ring[:, :, None]  # in both directions at once
         links = np.stack([self.seconds.push, self.seconds.pull], axis=2) + ring
         counted = np.divide(links - ring / 2, links, out=np.ones_like(links), where=links > 0)
-        service = self.seconds.serve[:, None]
-        return time_shared(think - self.ring, variance, links, counted, service, np.array([1])) - self.ring
+        return time_shared(think - self.ring, variance, links, counted, self.seconds.serve) - self.ring
 
 
 @dataclass(frozen=True)
@@ -307,10 +306,6 @@ class Outcome:
         """Return whether groups that did not wait would exceed the capacity of a serial part."""
         alone = self.exchange + self.serve + 2 * self.link
         return bool(self._busy(1 / (self.compute + self.allreduce + alone))[0] >= 1 - 1e-9)
-
-    @property
-    def is_busy(self) -> bool:
-        return bool(self._busy(self._rates)[0] > 1 - c.IDLE)
 
     @property
     def bottleneck(self) -> str:

@@ -161,7 +161,7 @@ class Evidence:
         self.spec, self.observation = spec, observation
         self.known = list(known)
         self._given = list(segments)
-        self.theory = PriorTheory(spec.basis, spec.scaling, prior=Prior.load())
+        self.theory = PriorTheory(spec.start, spec.scaling, prior=Prior.load())
         self._rates: dict[Setting, float] = {}
         self._uneven: dict[Setting, bool] = {}
         self._bounds: dict[tuple[int, str], float] = {}

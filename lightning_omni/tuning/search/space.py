@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from lightning_omni.checks import check_number, plain
+from lightning_omni.checks import plain
 from lightning_omni.combinations import refuse_pairs
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method, method_named
@@ -306,11 +306,9 @@ class SearchSpec:
     """The specification of a search for a setting.
 
     Args:
-        start: the setting that the run uses without a search.
+        start: the setting of one group that the run uses without a search: the user's own.
         batch: samples of all ranks in one batch.
         horizon: samples that the run will still train on.
-        reference: the *reference batch*: samples of the batch that learning rate and momentum of ``start`` belong to.
-            None means ``batch``, as for a user's own; those of an earlier search belong to one group's batch.
         seconds: seconds until the run ends in any case.
         ends_by_time: whether nothing else ends the run, so that ``horizon`` is a guess.
         switch: seconds to form groups, as measured in this run.
@@ -332,13 +330,10 @@ class SearchSpec:
     budget: float = 1.0
     allowance: float = 0.0
     seed: int = 0
-    reference: float | None = None
 
     def __post_init__(self) -> None:
         if not self.start.lr > 0:
             raise ConfigurationError(f"lr={self.start.lr}: there is nothing to tune; pass a learning rate above 0")
-        if self.reference is not None:
-            check_number("reference", self.reference, "a number of samples above 0, or None", above=0, below=math.inf)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, without user-defined dimensions; an infinite bound becomes None."""
@@ -353,12 +348,6 @@ class SearchSpec:
         space = {**plain["space"], "lr": (low, math.inf if high is None else high)}
         seconds = math.inf if plain["seconds"] is None else plain["seconds"]
         return msgspec.convert({**plain, "space": space, "seconds": seconds}, SearchSpec)
-
-    @property
-    def basis(self) -> Setting:
-        """Return ``start`` with the number of groups that its learning rate and momentum belong to."""
-        belongs_to = self.reference if self.reference is not None else self.batch
-        return replace(self.start, groups=max(1, round(self.batch / belongs_to)))
 
     def can_wait(self, steps: int) -> bool:
         """Return whether measuring more pays: the run has many ranks, and the steps are a small part of it."""

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from lightning_omni.errors import ConfigurationError, MalformedMessage, Refused
 from lightning_omni.methods.model.fragments import Piece, read, write
-from lightning_omni.registry import Registry, to_wire
+from lightning_omni.registry import Registry, name_of, to_wire
 from lightning_omni.wire.layout import Layout
 
 __all__ = [
@@ -290,10 +290,6 @@ def decode(wire_format: WireFormat, payload: Tensor, layout: Layout, memory: Mem
 # --- By name ---------------------------------------------------------------------------------------------------------
 
 
-def name_of(wire_format: WireFormat) -> str:
-    return str(type(wire_format).__struct_config__.tag)
-
-
 def argument_of(plain: Mapping[str, Any]) -> str:
     """Return the argument of OmniStrategy for a format as plain data, for messages.
 
@@ -318,8 +314,7 @@ def text_of(format_: WireFormat) -> str:
     return _text_of(plain) if plain["name"] in ("raw", *_registry.known) else ""
 
 
-def from_wire(plain: Mapping[str, Any]) -> WireFormat:
-    return _registry.from_wire(plain)
+from_wire = _registry.from_wire
 
 
 def wire_named(text: str) -> WireFormat:
@@ -364,8 +359,7 @@ def register(kind: type[WireFormat]) -> type[WireFormat]:
     return _registry.register(kind)
 
 
-def load_format(path: str) -> type[WireFormat]:
-    return _registry.load(path)
+load_format = _registry.load
 
 
 # --- One format for pushes, another for their answers -----------------------------------------------------------------

@@ -207,19 +207,25 @@ class Int8(Lossy, frozen=True, kw_only=True, tag="int8"):
         return [4 * self._blocks(count), count]
 
     def compress(self, numbers: Tensor) -> list[Tensor]:
-        rows = self._rows(numbers.float())
-        # A NaN or an infinity makes its block's scale non-finite, and so all elements of the block.
-        scales = (rows.abs().amax(1) / 127).view(torch.int32)
+        rows = known = self._rows(numbers.float())
+        scales = rows.abs().amax(1) / 127
+        if not rows.is_cpu or not bool(scales.isfinite().all()):  # a device would have to be waited for
+            known = rows.where(rows.isfinite(), 0.0)
+            scales = known.abs().amax(1) / 127
         # With 16 bits of precision, 127 times a scale is exact, so decoded ones are encoded to the same bytes again.
-        scales = scales.bitwise_and(-256).view(torch.float32)
+        scales = scales.view(torch.int32).bitwise_and(-256).view(torch.float32)
         steps = torch.where(scales > 0, scales, 1.0)
-        multiples = (rows / steps[:, None]).round().nan_to_num(0.0)
+        multiples = (known / steps[:, None]).round()
+        if known is not rows:
+            multiples = multiples.where(known == rows, -128.0)  # which else is none: it is decoded as NaN
         return [scales, multiples.to(torch.int8).flatten()[: numbers.numel()]]
 
     def expand(self, payload: Tensor, count: int) -> Tensor:
         scales, multiples = payload.split([4 * self._blocks(count), count])
-        rows = self._rows(multiples.view(torch.int8).float())
+        rows = self._rows((multiples := multiples.view(torch.int8)).float())
         numbers: Tensor = rows * scales.view(torch.float32)[:, None]
+        if not rows.is_cpu or int(multiples.amin()) == -128:
+            numbers = numbers.where(rows != -128, torch.nan)
         return numbers.flatten()[:count]
 
     def _blocks(self, count: int) -> int:

@@ -6,8 +6,6 @@ from typing import Any
 
 import msgspec
 
-from lightning_omni.methods import REGISTRY
-from lightning_omni.registry import to_wire
 from lightning_omni.wire.codec import Packed
 from lightning_omni.wire.messages.base import Message, Name, Secret
 from lightning_omni.wire.messages.data import EpochPlan
@@ -254,11 +252,3 @@ class Goodbye(Message, frozen=True, kw_only=True):
 
     reason: str = ""
     finished: bool = False
-
-
-def method_to_wire(method: Any) -> dict[str, Any]:
-    return to_wire(method)
-
-
-def method_from_wire(plain: dict[str, Any]) -> Any:
-    return REGISTRY.from_wire(plain)

@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from lightning_omni.methods import Exchange
 from lightning_omni.wire.codec import Packed
 from lightning_omni.wire.messages.base import Message
 from lightning_omni.wire.steps_and_samples import Progress
@@ -80,35 +79,6 @@ class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
     @property
     def part(self) -> int | None:
         return None if self.fragment < 0 else self.fragment
-
-    @classmethod
-    def of(
-        cls,
-        need: Exchange,
-        optimizer: int,
-        present: tuple[bool, ...],
-        nbytes: int,
-        epoch: int,
-        trained: int,
-        layout: int = 0,
-        incarnation: int = 0,
-        sequence: int = 0,
-    ) -> PushMessage:
-        return cls(
-            layout=layout,
-            optimizer=optimizer,
-            read_at=need.read_at,
-            present=present,
-            hyperparameters=tuple([dict(group) for group in need.hyperparameters]),
-            epoch=epoch,
-            trained=trained,
-            nbytes=nbytes,
-            note=need.note,
-            pull=need.pull,
-            incarnation=incarnation,
-            sequence=sequence,
-            fragment=-1 if need.fragment is None else need.fragment,
-        )
 
 
 class AverageMessage(Message, tag="Average", frozen=True, kw_only=True):

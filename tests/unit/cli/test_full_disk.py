@@ -355,7 +355,7 @@ def test_a_standing_server_whose_log_cannot_be_written_serves_on(
     options = Options(1, 0, "off", once=False, http=None, http_host="", key_file=None)
     console, signals = Console(file=request.getfixturevalue(log)), StopSignals()
     RunLog(run.core, console).write(at_once=True)
-    assert run.core.run_events
+    assert run.core.observation.run_events
     before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
     try:
         server = StandaloneServer(settings, options, console, signals, lifeline=None)

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_omni.errors import ConfigurationError, MalformedMessage, UnsupportedError
 from lightning_omni.methods import (
     METHODS,
+    REGISTRY,
     AsyncSGD,
     Exchange,
     Gossip,
@@ -35,8 +36,7 @@ from lightning_omni.methods import (
 )
 from lightning_omni.methods.model.modules import class_path
 from lightning_omni.methods.model.server_optimizer import describe, hyperparameters_of, rebuild, resolver
-from lightning_omni.registry import Registry
-from lightning_omni.wire import messages as m
+from lightning_omni.registry import Registry, to_wire
 from lightning_omni.wire.codec import pack, unpack
 
 varied = settings(deadline=None, max_examples=40, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -457,8 +457,8 @@ def test_a_method_is_a_value(kind: type[Method]) -> None:
 
 @every_method
 def test_a_method_travels_as_plain_data(kind: type[Method]) -> None:
-    plain = msgspec.msgpack.decode(msgspec.msgpack.encode(m.method_to_wire(kind())))
-    assert m.method_from_wire(plain) == kind()
+    plain = msgspec.msgpack.decode(msgspec.msgpack.encode(to_wire(kind())))
+    assert REGISTRY.from_wire(plain) == kind()
     assert METHODS[plain["name"]] is kind
 
 
@@ -521,4 +521,4 @@ def test_pushes_of_all_groups_are_answered(kind: type[Method]) -> None:
 @pytest.mark.parametrize("plain", [{}, {"name": "no_such_method"}, {"name": None}, {"name": ["async_sgd"]}])
 def test_an_unknown_method_is_refused(plain: dict[str, Any]) -> None:
     with pytest.raises(MalformedMessage, match=r"unknown method.*async_sgd"):
-        m.method_from_wire(plain)
+        REGISTRY.from_wire(plain)

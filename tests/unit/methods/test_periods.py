@@ -11,6 +11,7 @@ from test_cluster_methods import NAMES, POINTS
 from torch.nn import Parameter
 
 from lightning_omni.methods import (
+    REGISTRY,
     Exchange,
     Gradient,
     Inbox,
@@ -19,7 +20,6 @@ from lightning_omni.methods import (
     Replica,
 )
 from lightning_omni.methods.contract import Fetch, Publish, ReadInbox, ReadPeer, Receive, Send, SendPeer, StepTime
-from lightning_omni.wire.messages import method_from_wire
 
 LATE = "with method="
 FITS: dict[str, dict[str, Any]] = {
@@ -82,7 +82,7 @@ def test_a_run_that_is_shorter_than_a_period_is_told_so_before_its_first_batch(s
 
 @pytest.mark.parametrize("point", POINTS, ids=NAMES)
 def test_a_method_says_how_many_steps_a_group_makes_until_it_pushes(point: dict[str, Any]) -> None:
-    method = method_from_wire(point)
+    method = REGISTRY.from_wire(point)
     parameters = [Parameter(torch.ones(4)), Parameter(torch.ones(3))]
     replica = Replica(parameters, torch.optim.SGD(parameters, lr=0.1), 0)
     side, sent = method.group_side(replica), Exchange((), 0)

@@ -199,9 +199,20 @@ class Run:
         there = [tensor for tensor in need.tensors if tensor is not None]
         for view, tensor in zip(layout.views(payload), there, strict=True):
             view.copy_(tensor)
-        replies = self.served.push(
-            group, m.PushMessage.of(need, 0, present, layout.nbytes, -1, 0, layout.version), payload
+        message = m.PushMessage(
+            optimizer=0,
+            read_at=need.read_at,
+            present=present,
+            hyperparameters=tuple(map(dict, need.hyperparameters)),
+            epoch=-1,
+            trained=0,
+            nbytes=layout.nbytes,
+            note=need.note,
+            pull=need.pull,
+            layout=layout.version,
+            fragment=-1 if need.fragment is None else need.fragment,
         )
+        replies = self.served.push(group, message, payload)
         payload.fill_(255)  # NaN: code that kept a part of it is found out
         assert replies is not None
         self._deliver(replies)

@@ -22,7 +22,9 @@ import lightning_omni
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.group.core import GroupCore
 from lightning_omni.methods import AsyncSGD, DiLoCo, Method, SoftSync
+from lightning_omni.registry import to_wire
 from lightning_omni.runtime.leased_loader import RankLeases
+from lightning_omni.runtime.model.replica import ModelReplica
 from lightning_omni.runtime.server_exchange import ServerSnapshot
 from lightning_omni.runtime.state.checkpoint import (
     CheckpointFolder,
@@ -32,11 +34,12 @@ from lightning_omni.runtime.state.checkpoint import (
     is_folder,
     save,
 )
-from lightning_omni.runtime.state.transfer import StateTransfer
+from lightning_omni.runtime.state.transfer import Residuals, StateTransfer
 from lightning_omni.strategy.checkpoints import Checkpoints
 from lightning_omni.strategy.loops.limits import FitLimits
 from lightning_omni.strategy.loops.progress import RunProgress
-from lightning_omni.wire.messages import SnapshotId, method_to_wire
+from lightning_omni.wire.formats.base import PerDirection, WireFormat, wire_named
+from lightning_omni.wire.messages import SnapshotId
 from lightning_omni.wire.steps_and_samples import Progress, ReferenceBatch
 
 
@@ -176,9 +179,7 @@ def test_validations_are_due_where_they_are_under_ddp_though_earlier_steps_had_m
 def test_a_sum_of_gradients_is_restored_with_any_number_of_groups(method: Method, groups: int, is_kept: bool) -> None:
     """Its samples count as trained."""
     own: Any = [{"memory": 1}]
-    saved = RunCheckpoint(
-        groups=4, method=method_to_wire(method), parameters=[["w"]], server=[{"total": 1}], states={0: own}
-    )
+    saved = RunCheckpoint(groups=4, method=to_wire(method), parameters=[["w"]], server=[{"total": 1}], states={0: own})
     part = SimpleNamespace(replica=SimpleNamespace(parameters={"w": None}))
     parallel: Any = SimpleNamespace(parts=[part], method=method, topology=SimpleNamespace(alive=range(groups)))
     left_out: list[Any] = []
@@ -189,6 +190,22 @@ def test_a_sum_of_gradients_is_restored_with_any_number_of_groups(method: Method
     assert transfer._resumed.states == ({0: own} if groups == 4 else {})
     transfer.forget_saved()
     assert left_out == [{} if groups == 4 else {0: own}]
+
+
+def test_a_residual_is_restored_in_a_run_with_another_format_of_answers() -> None:
+    def new(wire_format: WireFormat) -> tuple[GroupCore, Residuals]:
+        core, parameters = GroupCore(AsyncSGD(), wire_format), {"w": torch.nn.Parameter(torch.zeros(2))}
+        replica = ModelReplica(parameters, torch.optim.SGD(parameters.values(), lr=1.0))
+        core.attach(replica)
+        parallel: Any = SimpleNamespace(core=core, exchanges=True, group=0, parts=[SimpleNamespace(replica=replica)])
+        return core, Residuals(parallel)
+
+    formats = wire_named("int8"), PerDirection(push={"name": "int8"}, pull={"name": "bf16"})
+    for before, after in (formats, formats[::-1]):
+        (core, residuals), (resumed, others) = new(before), new(after)
+        core.load_sender_state(0, {"residual": [torch.ones(2)]})
+        others.resume(0, residuals.saved(0))
+        assert resumed.sender_state(0)["residual"][0].tolist() == [1.0, 1.0]
 
 
 # --- A server that dies while a checkpoint is saved ------------------------------------------------------------------

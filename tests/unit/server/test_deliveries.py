@@ -19,6 +19,7 @@ from lightning_omni.group.core import ServerRequest
 from lightning_omni.methods import Method, method_named
 from lightning_omni.methods.contract import Gradient
 from lightning_omni.methods.model.server_optimizer import hyperparameters_of
+from lightning_omni.registry import to_wire
 from lightning_omni.server.parameters.push_checks import Deliveries
 from lightning_omni.topology import GroupId
 from lightning_omni.wire import messages as m
@@ -140,9 +141,7 @@ def test_a_gap_and_a_push_of_an_earlier_incarnation_are_refused_by_name() -> Non
         with pytest.raises(Refused, match=r"push 3 of group '1' \(incarnation 1\) came, and push 1 has not") as refused:
             second.data.exchange(msgspec.structs.replace(said.message, sequence=3), m.Weights, said.payload)
         assert refused.value.code == "gap"
-        form = m.FormGroups(
-            generation=2, groups=((0,), (1,)), method=m.method_to_wire(first.method), names=("left", "right")
-        )
+        form = m.FormGroups(generation=2, groups=((0,), (1,)), method=to_wire(first.method), names=("left", "right"))
         assert first.control.request(form, m.GroupsFormed).incarnation == 2
         with pytest.raises(Refused, match=r"'right' \(incarnation 1\) came, and that name is now 'right'") as refused:
             push.deliver()

@@ -12,7 +12,7 @@ from test_transport import KEY, Group, Serving, served
 
 from lightning_omni.errors import Refused
 from lightning_omni.group.leased_batches import LeaseClient
-from lightning_omni.methods import METHODS, Method, method_named
+from lightning_omni.methods import METHODS, REGISTRY, Method, method_named
 from lightning_omni.topology import GroupId
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.layout import Layout
@@ -72,7 +72,7 @@ def joins(serving: Serving, rank: int, name: str = "", method: Method | None = N
     member = Member(serving, rank, 0, method)
     joined = member.control.request(m.Join(ranks=(rank,), name=name), m.Joined)
     assert joined.plan == PLAN
-    assert m.method_from_wire(joined.method) == member.method
+    assert REGISTRY.from_wire(joined.method) == member.method
     member.replica.group, member.replica.peers = joined.group, joined.groups
     member.core.form(GroupId(name or str(joined.group), joined.incarnation))
     member.lease(joined.generation)

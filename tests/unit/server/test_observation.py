@@ -102,7 +102,7 @@ def test_those_that_watch_are_bounded_in_number() -> None:
     expect_refusal(say(link, m.AskOverview(), b"o0"), "stranger")
     for number in range(2 * MOST_CHALLENGED):
         say(link, m.Observe(version=m.VERSION, nonce=b""), b"s%d" % number)
-    assert len(link.core._observers.challenges._open) == MOST_CHALLENGED
+    assert len(link.core.observers.challenges._open) == MOST_CHALLENGED
 
 
 def test_a_connection_that_has_ended_watches_no_more() -> None:
@@ -255,9 +255,9 @@ def test_nothing_is_evicted_after_the_end() -> None:
 def test_a_server_that_goes_on_does_not_say_again_who_was_lost_before() -> None:
     link = trained_link((0, 1), (2,))
     link.core.lose(2, "rank 2 gave no sign of life for 30 s")
-    assert [each.kind for each in link.core.run_events][-1] == "lost"
+    assert [each.kind for each in link.core.observation.run_events][-1] == "lost"
     link.core.load(link.core.state(), (), link.now)
-    assert [each.kind for each in link.core.run_events] == ["restored"]
+    assert [each.kind for each in link.core.observation.run_events] == ["restored"]
 
 
 def test_the_state_is_saved_when_a_person_asks_for_it_if_it_is_saved_at_all() -> None:

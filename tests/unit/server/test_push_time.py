@@ -18,21 +18,21 @@ from lightning_omni.wire import messages as m
 def ticking(link: Link, seconds: float) -> Link:
     """The server's clock goes on by so much whenever it is looked at."""
     times = itertools.count()
-    link.core._clock = lambda: seconds * next(times)
+    link.core.status_service._clock = lambda: seconds * next(times)
     return link
 
 
 def test_the_time_of_a_push_is_measured_until_its_answer_is_handed_over() -> None:
     link = ticking(trained_link((0, 1), (2,)), 0.25)
     link.data(0, m.FetchMessage(optimizer=0))
-    link.core.handed_over()
+    link.core.status_service.end()
     assert link.core.status(0.0).serve_time == 0
     for step in range(3):
         link.data(0, *push_of(gradient(step)))
         # The first push after groups were formed is not counted.
         assert link.core.status(0.0).serve_time == pytest.approx(0.25 if step > 1 else 0.0)
-        link.core.handed_over()
-        link.core.handed_over()  # says nothing new
+        link.core.status_service.end()
+        link.core.status_service.end()  # says nothing new
     assert link.core.status(0.0).serve_time == pytest.approx(0.25)
     link.core.reset()
     assert link.core.status(0.0).serve_time == 0

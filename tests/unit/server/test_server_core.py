@@ -21,6 +21,7 @@ from torch.nn import Parameter
 from lightning_omni.errors import MalformedMessage, OmniError, ProtocolError, Refused
 from lightning_omni.methods import AsyncSGD, HardSync
 from lightning_omni.methods.model.server_optimizer import describe, hyperparameters_of
+from lightning_omni.registry import to_wire
 from lightning_omni.server.collectives import MOST_OPEN
 from lightning_omni.server.core import ServerCore
 from lightning_omni.server.membership.roster import MOST_RANKS
@@ -204,7 +205,7 @@ class Link:
         return answer
 
     def form(self, *groups: tuple[int, ...], generation: int = 1, **options: Any) -> Any:
-        form = m.FormGroups(generation=generation, groups=groups, method=m.method_to_wire(AsyncSGD()), **options)
+        form = m.FormGroups(generation=generation, groups=groups, method=to_wire(AsyncSGD()), **options)
         return self.control(0, form)
 
     def tick(self, seconds: float = 0.0) -> None:
@@ -548,7 +549,7 @@ def test_groups_that_are_no_partition_are_refused(link: Link, groups: Any, says:
 
 
 def test_only_rank_0_forms_groups_and_hands_weights_over(link: Link) -> None:
-    form = m.FormGroups(generation=2, groups=((0,), (1, 2)), method=m.method_to_wire(AsyncSGD()))
+    form = m.FormGroups(generation=2, groups=((0,), (1, 2)), method=to_wire(AsyncSGD()))
     expect_refusal(link.control(1, form), "protocol", "only rank 0 forms groups")
     message, payload = seed_of({"parts": [part_of(new_parameters())]})
     (out,) = link.core.receive(m.DATA, data_peer(1), message, payload, link.now)
@@ -1273,7 +1274,7 @@ def test_a_step_that_fails_where_all_groups_wait_for_it_ends_the_run_for_all(
     for rank in range(2 + dies):
         link.join(rank)
     groups = tuple((rank,) for rank in range(2 + dies))
-    form = m.FormGroups(generation=1, groups=groups, method=m.method_to_wire(HardSync()))
+    form = m.FormGroups(generation=1, groups=groups, method=to_wire(HardSync()))
     assert link.control(0, form) == m.GroupsFormed(generation=1, incarnation=1)
     message, payload = seed_of({"parts": [part_of(new_parameters())]})
     link.data(0, message, payload)
@@ -1310,4 +1311,4 @@ def test_a_merge_that_fails_when_its_time_comes_ends_the_run_for_all(monkeypatch
 
 def test_the_optimizer_state_that_is_handed_over_lies_in_memory_of_its_own(link: Link) -> None:
     message, _ = seed_of({"parts": [part_of(new_parameters())]})
-    assert link.core.keeps_payload(message), "an outer optimizer loads its state without copying it"
+    assert link.core.router.keeps_payload(message), "an outer optimizer loads its state without copying it"

@@ -34,6 +34,7 @@ from lightning_omni.methods import (
     LocalSGD,
     Method,
 )
+from lightning_omni.registry import to_wire
 from lightning_omni.server.event_log import Event
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack, unpack
@@ -46,7 +47,7 @@ def link_with(method: Method, *groups: tuple[int, ...], state: Any = None) -> tu
     link.core.events.record = events.append
     for rank in range(link.world_size):
         link.join(rank)
-    link.control(0, m.FormGroups(generation=1, groups=groups, method=m.method_to_wire(method)))
+    link.control(0, m.FormGroups(generation=1, groups=groups, method=to_wire(method)))
     part = part_of(new_parameters())
     if method.steps_at == "worker":
         part["optimizer"] = None
@@ -137,7 +138,7 @@ def test_groups_that_step_their_optimizers_differently_do_not_wait_for_each_othe
     link = Link(2)
     for rank in range(2):
         link.join(rank)
-    link.control(0, m.FormGroups(generation=1, groups=((0,), (1,)), method=m.method_to_wire(HardSync())))
+    link.control(0, m.FormGroups(generation=1, groups=((0,), (1,)), method=to_wire(HardSync())))
     message, payload = seed_of({"parts": [part_of(new_parameters()), part_of(new_parameters())]})
     assert link.data(0, message, payload)[0] == m.WeightsUploaded()
     link.inbox.clear()
@@ -200,7 +201,7 @@ def test_an_optimizer_must_come_where_the_method_steps_and_only_there() -> None:
         link = Link(2)
         for rank in range(2):
             link.join(rank)
-        link.control(0, m.FormGroups(generation=1, groups=((0,), (1,)), method=m.method_to_wire(method)))
+        link.control(0, m.FormGroups(generation=1, groups=((0,), (1,)), method=to_wire(method)))
         part = part_of(new_parameters())
         if method.steps_at == "server":
             part["optimizer"] = None

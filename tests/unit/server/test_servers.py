@@ -537,14 +537,14 @@ def test_nothing_is_lost_or_counted_twice_in_any_wire_format(seed: int, wire: An
 def test_the_time_of_a_push_is_that_of_its_part_and_of_what_follows_when_all_parts_are_there(by_member: bool) -> None:
     ensemble = run_of(2, 2, by_member=by_member)
     for core in ensemble.cores:
-        core._clock = partial(next, count())  # every message that is timed takes one second
+        core.status_service._clock = partial(next, count())  # every message that is timed takes one second
     for group in ensemble.groups:
         group.compute()
         while not group.go_on():
             assert ensemble.step()
             for core in ensemble.cores:
-                core.handed_over()
-    first, second = (core.overview() for core in ensemble.cores)
+                core.status_service.end()
+    first, second = (core.observation.overview() for core in ensemble.cores)
     assert (first.pushes, second.pushes) == (2, 2)
     assert second.serve_time == 2 * 2  # the part has come, and the coordinator has decided
     assert 2 <= first.serve_time <= 2 * 2  # the part may be the last to come
@@ -827,10 +827,10 @@ def test_no_server_waits_with_a_mean_for_a_group_that_has_gone_on_to_a_synchroni
 def test_no_server_keeps_what_belongs_to_the_connection_of_a_rank_that_is_dead() -> None:
     ensemble = run_of(3, 3)
     train(ensemble, 3)
-    assert all(len(core.attached) == 3 for core in ensemble.cores)
+    assert all(len(core.admission.attached) == 3 for core in ensemble.cores)
     ensemble.lose(1)
     ensemble.arrive()
-    assert all(core.attached == {b"d0", b"d2"} for core in ensemble.cores)
+    assert all(core.admission.attached == {b"d0", b"d2"} for core in ensemble.cores)
 
 
 def test_a_push_of_which_one_part_is_malformed_is_refused_by_all_and_the_next_one_counts() -> None:

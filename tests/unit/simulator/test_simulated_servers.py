@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from predictions import NUMBERS, RANKS, Way, cluster_of, rate_of, simulated
+from simulated_measurements import measurements_of
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -38,7 +39,6 @@ from lightning_omni.simulator.server import partitioned_format
 from lightning_omni.simulator.workbench import Samples
 from lightning_omni.trace import Trace
 from lightning_omni.tuning.model.cost_model import ExchangePattern
-from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.model.profile import Profile
 from lightning_omni.wire.formats import wire_of
 from lightning_omni.wire.formats.base import RAW, RESIDUAL, Memory
@@ -147,7 +147,9 @@ def test_fragments_of_every_servers_share_train_as_those_of_one_server_do(method
 
 def test_the_hardware_model_predicts_fragments_with_several_servers() -> None:
     cluster = replace(cluster_of("nearly equal", "slow"), servers=2)
-    measured = [Measured.of(simulated(Way("async_sgd", 40), "fp32", groups, cluster, groups)) for groups in (1, RANKS)]
+    measured = [
+        measurements_of(simulated(Way("async_sgd", 40), "fp32", groups, cluster, groups)) for groups in (1, RANKS)
+    ]
     way = Way("diloco:period=16,fragments=4", 40)
     predicted = Profile.fit(measured).predict(RANKS, exchanging=ExchangePattern.of(way.method, nbytes=NUMBERS * 4))
     rate = rate_of(simulated(way, "fp32", RANKS, cluster, 1))
@@ -327,7 +329,8 @@ def test_a_group_that_dies_and_comes_back_is_on_the_node_where_it_was(servers: A
         ({"servers": 0}, "servers=0"),
         ({"servers": "all"}, "servers='all'"),
         ({"servers": "per-node", "nodes": 3}, "nodes=3: 4 devices"),
-        ({"nodes": 5}, "nodes=5"),
+        ({"servers": "per-node", "nodes": 5}, "nodes=5"),
+        ({"nodes": 2}, 'nodes=2: it is for servers="per-node"'),
     ],
 )
 def test_servers_that_cannot_be_are_refused_by_name(cluster: dict[str, Any], says: str) -> None:

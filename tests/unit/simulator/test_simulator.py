@@ -42,6 +42,7 @@ from lightning_omni.simulator import (
     Limits,
     Link,
     Slowdown,
+    StopSimulation,
     Workload,
     replay,
     simulate,
@@ -784,6 +785,18 @@ def test_evaluations_come_when_they_are_due_and_at_the_end() -> None:
     assert own.evaluations()["time"][-1] == own.seconds, "groups have stepped since the last mean"
 
 
+def test_an_update_upon_a_question_or_a_death_is_evaluated_when_it_is_made() -> None:
+    events: list[Event] = []
+    how: dict[str, Any] = {"batch_size": 11, "evaluate": accuracy, "evaluation": Evaluation(every=1)}
+    slow = Cluster.with_straggler(3, events=(Failure(2, 0.4),))
+    trace = run("local_sgd:period=4", 3, slow, limits=Limits(updates=8), record=events.append, **how)
+    made: dict[int, Event] = {}
+    for event in events:
+        made.setdefault(event.clock, event)
+    assert trace.evaluations()["time"].tolist() == [made[update].time for update in range(1, 9)]
+    assert {made[update].kind for update in range(1, 9)} == {"push", "rest", "retire"}
+
+
 def test_a_model_in_bfloat16_is_traced() -> None:
     trace = run(model=new_model().bfloat16(), loss=in_bfloat16, limits=Limits(updates=3))
     assert {each.dtype for each in trace.weights.values()} == {np.dtype(np.float32)}
@@ -875,6 +888,13 @@ def test_a_record_gives_the_trace_that_was_simulated_but_for_losses() -> None:
     for name in ("group", "read", "write", "staleness", "samples", "epoch", "steps", "time"):
         assert np.array_equal(again.rows[name], trace.rows[name]), name
     assert (again.updates, again.meta["method"]) == (trace.updates, trace.meta["method"])
+
+
+def test_groups_that_are_formed_anew_are_traced_without_batches_of_others() -> None:
+    batch = Event(kind="train", time=1.0, clock=3, group=0, spans=((0, 8),))
+    form = Event(kind="form", time=2.0, clock=3, groups=((0, 1),))
+    trace = trace_of([batch, form, Event(kind="push", time=3.0, clock=4, group=0, read_at=3, spans=((8, 12),))])
+    assert (trace.rows["samples"].tolist(), trace.rows["steps"].tolist()) == ([4], [1])
 
 
 def test_a_record_that_contradicts_the_method_is_refused() -> None:
@@ -999,6 +1019,25 @@ def test_an_interrupted_run_with_a_progress_bar_returns_what_it_has() -> None:
     interrupting.left = 10  # type: ignore[attr-defined]
     with pytest.raises(KeyboardInterrupt):
         run(loss=interrupting, computation=Computation(batched=False))
+
+
+def test_a_run_that_is_stopped_or_interrupted_at_its_end_is_traced_as_what_it_is() -> None:
+    def stops(done: float, text: str) -> None:
+        if done == 1:
+            raise StopSimulation
+
+    def interrupts(model: nn.Module) -> dict[str, float]:
+        raise KeyboardInterrupt
+
+    assert run(progress=stops).ended == "max_updates"
+    trace = run(progress=True, evaluate=interrupts)
+    assert (trace.ended, trace.updates) == ("interrupted", 30)
+
+
+def test_a_cluster_with_a_straggler_has_a_whole_number_of_devices_above_zero() -> None:
+    for size in (0, 2.5):
+        with pytest.raises(ConfigurationError, match=rf"size={size}: pass the number of devices, 1 or more"):
+            Cluster.with_straggler(size)  # type: ignore[arg-type]
 
 
 @pytest.mark.exhaustive  # the same as test_cli_simulate does with simulate, of which it is the picture

@@ -35,6 +35,7 @@ from lightning_omni.runtime.executor import Exchanging, Executor, evaluating
 from lightning_omni.runtime.model.buffer_sync import buffers_of, merge
 from lightning_omni.runtime.model.external_writes import ExternalWrites
 from lightning_omni.runtime.model.reduction import Reduction
+from lightning_omni.runtime.model.replica import ModelReplica
 from lightning_omni.runtime.model.wrapping import ranks_elsewhere
 from lightning_omni.runtime.parallel_state import default_device
 from lightning_omni.runtime.process_groups import LiveWorld, device_types, register
@@ -425,6 +426,14 @@ def test_whole_numbers_in_an_optimizer_are_refused_where_weights_are_averaged(av
         else nullcontext()
     ):
         executor.check_parts()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn])
+def test_a_dtype_that_cannot_be_sent_is_refused_with_a_remedy(dtype: torch.dtype) -> None:
+    weights = {"w": Parameter(torch.zeros(2).to(dtype), requires_grad=False)}
+    replica = ModelReplica(weights, torch.optim.SGD(weights.values(), lr=0.1))
+    with pytest.raises(UnsupportedError, match=r"'w' has dtype torch\.\w+, which cannot be exchanged; leave it out of"):
+        replica.layout_with({})
 
 
 def test_an_optimizer_with_collectives_over_ranks_of_other_groups_is_refused(alone: None) -> None:

@@ -15,6 +15,7 @@ from test_server_core import control_peer, data_peer, trained_link
 
 from lightning_omni.errors import RankLost
 from lightning_omni.methods import AsyncSGD
+from lightning_omni.registry import to_wire
 from lightning_omni.server.core import ServerCore
 from lightning_omni.server.service import Out
 from lightning_omni.transport.zeromq.client import ControlConnection, DataConnection
@@ -61,9 +62,7 @@ def heard(observer: Observer) -> str:
 
 
 def form(control: ControlConnection, *groups: tuple[int, ...]) -> None:
-    control.request(
-        m.FormGroups(generation=1, groups=groups, method=m.method_to_wire(AsyncSGD())), m.GroupsFormed, timeout=120
-    )
+    control.request(m.FormGroups(generation=1, groups=groups, method=to_wire(AsyncSGD())), m.GroupsFormed, timeout=120)
 
 
 def test_no_group_waits_for_a_rank_whose_connection_broke(server: ZeroMQServer) -> None:

@@ -308,6 +308,14 @@ def test_only_the_process_behind_a_connection_shares_memory_for_it_and_each_segm
         assert good.mac == share(0, 9, 4096).proof(secret, "server")
 
 
+def test_a_leader_shares_memory_for_the_answers_of_all_servers_with_the_one_on_its_node(serving: Serving) -> None:
+    serving.core.replication.count = 4
+    with leaders(serving, numel=1_000_000) as (leader,):
+        leader.into = leader.control.empty(4 * leader.layout.nbytes)
+        leader.push(0, read_at=0)
+        assert leader.data.shared == 2 * leader.layout.nbytes
+
+
 def test_a_place_outside_of_what_is_shared_is_refused_and_the_next_push_goes_well(serving: Serving) -> None:
     with leaders(serving) as (leader,):
         leader.push(0, read_at=0)

@@ -25,6 +25,7 @@ from lightning_omni.methods import AsyncSGD, DiLoCo, Method, method_named
 from lightning_omni.methods.contract import Gradient, NextGradient, Receive
 from lightning_omni.methods.model.replica import Pulled, Replica, copies
 from lightning_omni.methods.model.server_optimizer import describe, hyperparameters_of
+from lightning_omni.registry import to_wire
 from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.server.core import ServerCore
 from lightning_omni.topology import GroupId
@@ -113,7 +114,7 @@ class Group:
 
     def form(self, groups: Sequence[tuple[int, ...]]) -> None:
         """Rank 0 forms groups and hands weights over."""
-        method = m.method_to_wire(self.method)
+        method = to_wire(self.method)
         form = m.FormGroups(generation=1, groups=tuple(groups), method=method)
         assert self.control.request(form, m.GroupsFormed, timeout=DEADLINE).incarnation == 1
         names: dict[Tensor, str] = {parameter: name for name, parameter in self.parameters.items()}

@@ -39,6 +39,7 @@ from lightning_omni.errors import (
 from lightning_omni.methods import AsyncSGD, HardSync, Method
 from lightning_omni.methods.model.modules import class_path
 from lightning_omni.methods.model.server_optimizer import describe, hyperparameters_of, resolver
+from lightning_omni.registry import to_wire
 from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.runtime.server_process import RunServer, ServerKeeper
 from lightning_omni.server.core import ServerCore
@@ -103,7 +104,7 @@ class Rank:
 
     def begin(self, *groups: tuple[int, ...], method: Method = ASYNC, make: Make = sgd) -> list[Parameter]:
         """Forms groups and hands weights over."""
-        form = m.FormGroups(generation=1, groups=groups, method=m.method_to_wire(method))
+        form = m.FormGroups(generation=1, groups=groups, method=to_wire(method))
         self.control.request(form, m.GroupsFormed, timeout=DEADLINE)
         parameters = [Parameter(torch.arange(int(spec.shape[0])) / 7) for spec in self.layout.specs]
         names: dict[Tensor, str] = {
@@ -938,7 +939,7 @@ def test_where_no_more_files_may_be_opened_an_attempt_fails_and_leaves_nothing_t
         for _ in range(left):
             os.close(held.pop())
         with pytest.raises(zmq.ZMQError, match="Too many open files"):
-            Dialed(context, "tcp://127.0.0.1:9", RunKeys(KEY, "off"), CHUNK, m.CONTROL)
+            Dialed("tcp://127.0.0.1:9", RunKeys(KEY, "off"), CHUNK, m.CONTROL, context=context)
     finally:
         for each in held:
             os.close(each)

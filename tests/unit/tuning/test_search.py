@@ -26,18 +26,6 @@ def test_the_users_own_momentum_is_not_out_of_bounds_unless_they_say_so() -> Non
     assert Space.of({"momentum": [0.0, 0.5]}, 4, momentum=0.99).momentum == (0.0, 0.5)
 
 
-def test_the_users_rate_and_momentum_are_those_of_one_synchronous_group() -> None:
-    for groups in (1, 4):
-        assert replace(JOB, start=replace(START, groups=groups)).basis == START
-    chosen = replace(JOB, start=replace(START, groups=4, momentum=0.6), reference=JOB.batch / 4)
-    assert chosen.basis.groups == 4, "what was chosen belongs to the batch of one group"
-
-
-def test_a_reference_batch_of_nothing_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="reference=0: pass a number of samples"):
-        replace(JOB, reference=0)
-
-
 # --- Jobs ------------------------------------------------------------------------------------------------------------
 
 job_of = st.builds(
@@ -58,7 +46,6 @@ job_of = st.builds(
     seconds=st.just(math.inf) | st.floats(0, 1e6),
     allowance=st.floats(-10, 10),
     seed=st.integers(0, 99),
-    reference=st.none() | st.floats(0.5, 4096),
 )
 
 

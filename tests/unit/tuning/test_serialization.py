@@ -23,9 +23,10 @@ def kept(name: str) -> Any:
 def test_a_profile_of_an_earlier_version_is_read_whole_and_predicts() -> None:
     """Its ranks are late together, of which earlier versions did not know."""
     profile = Profile.from_dict(kept("profile.json"))
-    assert profile.predict(2).statement == (
-        "2 groups: an update every 67.84 ms (67.16 to 68.67), 196.5 samples/s; each group's slowest member holds it up"
-    )
+    predicted = profile.predict(2)
+    seconds, rate = predicted.seconds_per_update, predicted.samples_per_second
+    assert [round(1000 * each, 2) for each in (seconds.value, seconds.low, seconds.high)] == [67.84, 67.16, 68.67]
+    assert (round(rate.value, 1), predicted.bottleneck) == (196.5, "compute")
     written = json.loads(json.dumps(profile.to_dict()))
     earlier = kept("profile.json")
     measured = [{**now, **then} for now, then in zip(written["measured"], earlier["measured"], strict=True)]

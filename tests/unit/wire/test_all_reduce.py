@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import Run, run
+from simulated_measurements import measurements_of
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
@@ -24,7 +25,7 @@ from lightning_omni.runtime.model.reduction import BUCKET_MB, Reduction, seconds
 from lightning_omni.simulator import Cluster, Limits, Link, Workload, simulate
 from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.model.profile import Profile
-from lightning_omni.wire.compression import EXACT, AllReduce, Memory, PowerSGD, all_reduce_of, resumed, text_of
+from lightning_omni.wire.compression import EXACT, AllReduce, Memory, PowerSGD, all_reduce_of, resumed
 
 SHAPES = [(40, 30), (40,), (12, 3, 5, 5), (2, 2)]
 
@@ -87,6 +88,18 @@ def test_with_other_columns_what_was_not_sent_is_sent_later_all_the_same() -> No
         sent += mine[0]
         assert memory[0].factor.shape == (30, rank)
     torch.testing.assert_close(sent + memory[0].error, whole)
+
+
+def test_of_a_parameter_that_no_member_has_used_nothing_unsent_is_sent() -> None:
+    memories: list[Memory] = [{}, {}]
+    average(PowerSGD(rank=2), [gradients(0), gradients(1)], memories)
+    unused = [[each * (place > 0) for place, each in enumerate(gradients(seed))] for seed in (2, 3)]
+    before = [(memory[0].error, memory[0].factor) for memory in memories]
+    average(PowerSGD(rank=2), unused, memories)
+    assert not bool(unused[0][0].any())
+    for memory, (error, factor) in zip(memories, before, strict=True):
+        assert torch.equal(memory[0].error, error)
+        assert torch.equal(memory[0].factor, factor)
 
 
 def test_a_gradient_of_low_rank_comes_through_whole() -> None:
@@ -183,8 +196,9 @@ def test_what_is_no_format_is_refused_with_the_argument(wrong: Any) -> None:
 
 
 def test_a_format_is_what_its_text_names() -> None:
-    for text in ("fp32", "bf16", "fp16", "powersgd", "powersgd:rank=8", "powersgd:rank=8,dtype=bf16"):
-        assert text_of(all_reduce_of(text)) == text
+    assert all_reduce_of("fp32") == EXACT
+    assert all_reduce_of("powersgd") == PowerSGD()
+    assert all_reduce_of("powersgd:rank=8,dtype=bf16") == PowerSGD(rank=8, dtype="bf16")
 
 
 # --- In the simulator, and in forecasts ------------------------------------------------------------------------------
@@ -224,7 +238,7 @@ def test_a_simulated_group_learns_nearly_as_much_in_a_part_of_the_time() -> None
 
 
 def test_a_forecast_of_an_all_reduce_is_what_the_simulator_takes() -> None:
-    profile = Profile.fit([Measured.of(trained())])
+    profile = Profile.fit([measurements_of(trained())])
     for format_ in ("bf16", "powersgd:2"):
         forecast = profile.predict(1, all_reduce=format_).seconds_per_update.value
         run = trained(compression=Compression(all_reduce=format_))
@@ -232,7 +246,7 @@ def test_a_forecast_of_an_all_reduce_is_what_the_simulator_takes() -> None:
 
 
 def test_what_ranks_compute_for_it_is_a_part_of_their_steps() -> None:
-    measured = Measured.of(trained())
+    measured = measurements_of(trained())
     known = replace(measured, averaging={"bf16": 0.05})
     free, dear = (Profile.fit([each]).predict(1, all_reduce="bf16").seconds_per_update for each in (measured, known))
     assert dear.value - free.value == pytest.approx(0.05, rel=0.05)
@@ -251,7 +265,7 @@ def test_without_shapes_a_forecast_of_fewer_bytes_is_refused() -> None:
     measured = Measured(((0, 1),), ((8.0,) * 9,) * 2, ((0.1,) * 9,) * 2, ((0.2,) * 9,), ((0.0,) * 9,), nbytes=400)
     with pytest.raises(ConfigurationError, match="shapes"):
         Profile.fit([measured]).predict(1, all_reduce="bf16")
-    assert Profile.fit([measured]).predict(1, all_reduce=text_of(EXACT)).samples_per_second.value > 0
+    assert Profile.fit([measured]).predict(1, all_reduce="fp32").samples_per_second.value > 0
 
 
 # --- Between ranks ---------------------------------------------------------------------------------------------------

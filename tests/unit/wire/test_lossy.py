@@ -185,6 +185,16 @@ def test_what_was_decoded_is_encoded_as_the_same_bytes_again(name: str) -> None:
 # --- What is not finite, and what is malformed -----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_number_that_is_not_finite_spoils_no_other_in_int8(value: float) -> None:
+    numbers = drawn((300,), 0)
+    numbers[5] = numbers[200] = value
+    (arrived,), _ = sent(wire_named("int8"), [numbers], {})
+    assert arrived is not None
+    assert arrived.isfinite().logical_not().nonzero().flatten().tolist() == [5, 200]
+    assert float((arrived - numbers)[numbers.isfinite()].abs().max()) < 0.05
+
+
 @every_format
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_comes_out_as_such(name: str, value: float) -> None:
