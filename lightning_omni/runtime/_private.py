@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import atexit
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
@@ -17,7 +17,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch._compile import _disable_dynamo
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,9 +29,6 @@ from lightning_omni.errors import UnsupportedError
 
 untraced = _disable_dynamo
 """`torch.compiler.disable`, with types and without an import of torch's compiler."""
-
-work_of: Callable[[torch.futures.Future[Any]], dist.Work] = _create_work_from_future
-"""The `torch.distributed.Work` that a `torch.futures.Future` ends."""
 
 GLOO_WORKER = "pt_gloo_runloop"
 """The name of the threads in which ProcessGroupGloo runs its collectives."""
@@ -76,6 +72,7 @@ def check_reduced(module: DistributedDataParallel) -> None:
 
 
 def hooks_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the dictionaries of an optimizer's hooks, by the names of its attributes."""
     return {name: value for name, value in vars(optimizer).items() if name.startswith("_optimizer_")}
 
 

@@ -84,8 +84,8 @@ def _broadcast_tree(tree: Any, is_source: bool, broadcast: Callable[[Tensor], An
     mine = msgspec.msgpack.encode((refused, packed, buffer.numel())) if is_source else None
     refused, packed, size = msgspec.msgpack.decode(broadcast_bytes(mine, broadcast), type=tuple[str, Packed, int])
     flat = buffer if is_source else torch.empty(size, dtype=torch.uint8)
-    if size:
-        broadcast(flat)
+    for chunk in flat.split(CHUNK) if size else ():
+        broadcast(chunk)
     return tree if is_source else unpack(packed, flat, copy=True), refused
 
 

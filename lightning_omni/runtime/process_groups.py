@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_omni.errors import ConfigurationError, RankLost, UnsupportedError
-from lightning_omni.runtime._private import new_named_group, unbound, wait_for_gloo_at_exit, work_of
+from lightning_omni.runtime._private import new_named_group, unbound, wait_for_gloo_at_exit
 from lightning_omni.runtime.model.tensor_sync import broadcast_bytes, broadcast_from, gathered
 from lightning_omni.topology import Topology
 from lightning_omni.wire.messages import LARGEST_UPLOAD
@@ -270,10 +270,20 @@ _REDUCE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def _done(result: Any) -> dist.Work:
-    future: torch.futures.Future[Any] = torch.futures.Future()
-    future.set_result(result)
-    return work_of(future)
+class _Done(dist.Work):
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self._future: torch.futures.Future[Any] = torch.futures.Future()
+        self._future.set_result(result)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # that of torch for a future takes no timeout
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._future
 
 
 def _not_offered(name: str) -> Callable[..., dist.Work]:
@@ -317,14 +327,14 @@ class LiveWorld(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> dist.Work:
         self.contribute("barrier", b"")
-        return _done(None)
+        return _Done(None)
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         op = _op(opts)
         for tensor in tensors:
             parts = self._gather(f"all_reduce({_signature(tensor)}, {op})", tensor)
             tensor.copy_(_reduced(parts, op))
-        return _done(list(tensors))
+        return _Done(list(tensors))
 
     allreduce_coalesced = allreduce
 
@@ -335,7 +345,7 @@ class LiveWorld(dist.ProcessGroup):
             parts = self._gather(f"reduce({_signature(tensor)}, {op}, {root})", tensor)
             if root == self._global_rank:
                 tensor.copy_(_reduced(parts, op))
-        return _done(list(tensors))
+        return _Done(list(tensors))
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
         root = self.ranks[opts.rootRank]
@@ -343,7 +353,7 @@ class LiveWorld(dist.ProcessGroup):
             parts = self._gather(f"broadcast({_signature(tensor)}, {root})", tensor, only=root)
             if root != self._global_rank and root in parts:
                 tensor.copy_(parts[root])
-        return _done(list(tensors))
+        return _Done(list(tensors))
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         """Gather every rank's tensor. If ranks have died meanwhile, the last outputs are zeros."""
@@ -351,7 +361,7 @@ class LiveWorld(dist.ProcessGroup):
             parts = list(self._gather(f"all_gather({_signature(tensor)})", tensor).values())
             for index, place in enumerate(places):
                 place.copy_(parts[index]) if index < len(parts) else place.zero_()
-        return _done(list(outputs))
+        return _Done(list(outputs))
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         """Gather every rank's tensor, concatenated. If ranks have died meanwhile, the end is zeros."""
@@ -360,7 +370,7 @@ class LiveWorld(dist.ProcessGroup):
         flat.zero_()
         for index, part in enumerate(parts):
             flat[index * part.numel() : (index + 1) * part.numel()] = part.reshape(-1).to(flat.device)
-        return _done(output)
+        return _Done(output)
 
     _allgather_base = all_gather_single  # its name before torch 2.13
 
@@ -369,7 +379,7 @@ class LiveWorld(dist.ProcessGroup):
     ) -> dist.Work:
         for output, tensor in zip(outputs, inputs, strict=True):
             self.all_gather_single(output, tensor)
-        return _done(list(outputs))
+        return _Done(list(outputs))
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
         root = self.ranks[opts.rootRank]  # before ranks may die in the collective
@@ -378,7 +388,7 @@ class LiveWorld(dist.ProcessGroup):
             if root == self._global_rank:
                 for place, part in zip(outputs[index], parts.values(), strict=False):
                     place.copy_(part)
-        return _done(list(outputs))
+        return _Done(list(outputs))
 
     send = _not_offered("send")
     recv = _not_offered("recv")
