@@ -401,7 +401,7 @@ class SimulatedGroup:
         return min(largest, layout.nbytes) if smallest == largest else layout.nbytes
 
     def _passed_on(self, nbytes: int) -> float:
-        return self._context.network.costs.passed_on(nbytes, len(self.ranks))
+        return self._context.network.costs.group_link.broadcast_seconds(nbytes, len(self.ranks))
 
     # --- From group to group -----------------------------------------------------------------------------------------
 

@@ -145,7 +145,7 @@ class Exchanges:
     """
 
     def __init__(self, engine: Engine, cluster: Cluster, shares: Sequence[float]) -> None:
-        self._engine, self._cluster, self._shares = engine, cluster, shares
+        self._engine, self._cluster, self._shares, self.group_link = engine, cluster, shares, cluster.group_link
         self._link, self._card = cluster.link, cluster.server
         self._servers = [_Server(engine, cluster.server) for _ in shares]
         self.nodes: dict[int, int] = {}
@@ -175,9 +175,6 @@ class Exchanges:
     def answer(self, group: int, nbytes: int) -> Timeline:
         away = self._away_from(group)
         yield from self._leave([(self._servers[place].outwards, nbytes * self._shares[place]) for place in away])
-
-    def passed_on(self, nbytes: int, members: int) -> float:
-        return self._cluster.group_link.broadcast_seconds(nbytes, members)
 
     def begin_again(self) -> None:
         self._servers = [_Server(self._engine, self._card) for _ in self._shares]

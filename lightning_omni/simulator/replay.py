@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_omni.errors import ConfigurationError, ProtocolError
 from lightning_omni.group.core import Action, GroupCore, ServerRequest
@@ -32,7 +31,6 @@ from lightning_omni.wire import messages as m
 from lightning_omni.wire.formats.base import RAW, Encoded, Memory, WireFormat, decode, from_wire, name_of
 from lightning_omni.wire.layout import Layout
 from lightning_omni.wire.messages import Batch
-from lightning_omni.wire.messages.data import Spans
 from lightning_omni.wire.partition import Partition, is_elementwise
 
 BatchAt = Callable[[int, range], Any]
@@ -239,7 +237,8 @@ class _Replay:
         if (event.present or event.elsewhere) and self._method.steps_at == "server":
             self._mask(group, event)
         self._step_time = event.note
-        self._train(group, event.epoch, event.spans, event.hyperparameters)
+        for span in event.spans:
+            self._step(group, event.epoch, span, event.hyperparameters)
         side = self._served.method_side
         match event.kind:
             case "push":
@@ -292,8 +291,13 @@ class _Replay:
         self._wire_format, self._overlap = partitioned_format(wire_format, method, self._split), event.overlap
         if not self._is_formed:
             self._is_formed = True
-            at_server = self._optimizer if method.steps_at == "server" else None
-            self._served = self._served_of(at_server, event.clock, method, topology, event.servers)
+            names: dict[Tensor, str] = {parameter: name for name, parameter in self._parameters.items()}
+            description = describe(self._optimizer, names) if method.steps_at == "server" else None
+            weights = {name: self._start[name] for name in self._parameters}
+            resolve, servers = resolve_also(self._optimizer), event.servers
+            self._served = ServedParameters(
+                description, weights, event.clock, method, topology.alive, resolve, servers=servers
+            )
         else:
             self._served.change_method(method, topology.alive)
         self._served.answer_in(self._wire_format.answers)
@@ -305,20 +309,6 @@ class _Replay:
         layout = Layout.of({name: parameter.detach() for name, parameter in self._parameters.items()})
         at_servers = self._optimizer if self._method.steps_at == "server" else None
         return Partition.of(layout, servers, is_elementwise(self._method, at_servers))
-
-    def _served_of(
-        self,
-        optimizer: Optimizer | None,
-        clock: int,
-        method: Method,
-        topology: Topology,
-        servers: int,
-    ) -> ServedParameters:
-        names: dict[Tensor, str] = {parameter: name for name, parameter in self._parameters.items()}
-        description = describe(optimizer, names) if optimizer is not None else None
-        weights = {name: self._start[name] for name in self._parameters}
-        resolve = resolve_also(self._optimizer)
-        return ServedParameters(description, weights, clock, method, topology.alive, resolve, servers=servers)
 
     def _join(self, event: Event) -> None:
         (ranks,) = event.groups
@@ -391,10 +381,6 @@ class _Replay:
             if there and not self._parameters[name].requires_grad:
                 self._parameters[name].requires_grad_(True)
                 self._bench = self._new_bench()
-
-    def _train(self, group: _Group, epoch: int, spans: Spans, hyperparameters: Hyperparameters) -> None:
-        for start, stop in spans:
-            self._step(group, epoch, (start, stop), hyperparameters)
 
     def _step(self, group: _Group, epoch: int, span: tuple[int, int], hyperparameters: Hyperparameters) -> None:
         if not isinstance(need := group.core.waits_for(0), NextGradient):

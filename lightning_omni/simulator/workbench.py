@@ -205,8 +205,6 @@ class Workbench:
         batched: bool | Literal["auto"],
         group_batch: int,
     ) -> None:
-        if batched not in (True, False, "auto"):
-            raise ConfigurationError(f'batched={batched!r}: pass True, False or "auto"')
         self.model, self.samples = model, samples
         self._parameters, self._loss = list(parameters.values()), loss
         self.anchors: Sequence[Tensor] = ()

@@ -94,33 +94,27 @@ class AllReduce(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
         raise NotImplementedError(f"{type(self).__name__} cannot average")
 
 
-class Exact(AllReduce, frozen=True, kw_only=True, tag="fp32"):
+class _Whole(AllReduce, frozen=True, kw_only=True):
+    dtype: ClassVar[torch.dtype | None] = None
+
+    def nbytes(self, shapes: Iterable[Sequence[int]]) -> int:
+        return (2 if self.dtype else 4) * sum(map(math.prod, shapes))
+
+    def average(self, gradients: Sequence[Tensor], keys: Sequence[Hashable], memory: Memory) -> Steps:
+        _put((yield _flat(gradients, self.dtype or gradients[0].dtype)), gradients)
+
+
+class Exact(_Whole, frozen=True, kw_only=True, tag="fp32"):
     """The exact average: DistributedDataParallel's own all-reduce."""
 
-    def nbytes(self, shapes: Iterable[Sequence[int]]) -> int:
-        return 4 * sum(map(math.prod, shapes))
 
-    def average(self, gradients: Sequence[Tensor], keys: Sequence[Hashable], memory: Memory) -> Steps:
-        _put((yield _flat(gradients, gradients[0].dtype)), gradients)
-
-
-class _HalfPrecision(AllReduce, frozen=True, kw_only=True):
-    dtype: ClassVar[torch.dtype]
-
-    def nbytes(self, shapes: Iterable[Sequence[int]]) -> int:
-        return 2 * sum(map(math.prod, shapes))
-
-    def average(self, gradients: Sequence[Tensor], keys: Sequence[Hashable], memory: Memory) -> Steps:
-        _put((yield _flat(gradients, self.dtype)), gradients)
-
-
-class RoundedBF16(_HalfPrecision, frozen=True, kw_only=True, tag="bf16"):
+class RoundedBF16(_Whole, frozen=True, kw_only=True, tag="bf16"):
     """An average in bfloat16: the range of float32, and 8 bits of precision."""
 
     dtype: ClassVar[torch.dtype] = torch.bfloat16
 
 
-class RoundedFP16(_HalfPrecision, frozen=True, kw_only=True, tag="fp16"):
+class RoundedFP16(_Whole, frozen=True, kw_only=True, tag="fp16"):
     """An average in float16: 11 bits of precision, up to 65,504; larger elements become infinite."""
 
     dtype: ClassVar[torch.dtype] = torch.float16
