@@ -357,7 +357,7 @@ def test_an_attribute_that_others_change_reaches_the_server_where_groups_synchro
     place: Any = SimpleNamespace(parts=[part], exchanges=True, steps_at_worker=False, all_reduce_max=list)
     states = SimpleNamespace(keep=nothing, forget=nothing)
     states.seed = lambda: theirs.append(describe(optimizer, {weight: "weight"})["attributes"])
-    replica.layout, exchange = None, SimpleNamespace(fetch=nothing, peers=SimpleNamespace(grow=nothing))
+    replica.layout, exchange = None, SimpleNamespace(read_weights=nothing, peers=SimpleNamespace(grow=nothing))
     edits = ExternalWrites(place, cast(Any, exchange), cast(Any, states))
     edits.begin()
     edits.follow()
