@@ -13,7 +13,7 @@ import msgspec
 from torch import Tensor
 
 from lightning_omni.errors import NonFiniteGradients
-from lightning_omni.group.core import Action, GroupCore, LastAnswer, ServerRequest
+from lightning_omni.group.core import Action, GroupCore, ServerRequest
 from lightning_omni.group.leased_batches import LeaseClient
 from lightning_omni.methods.contract import (
     Answer,
@@ -342,7 +342,7 @@ class SimulatedGroup:
         message, tensors = answer
         if len(self.ranks) > 1 and (seconds := self._passed_on(self._bytes_of_answer(ask))):
             yield self._context.engine.now + seconds
-        return self.core.receive(LastAnswer.of(message), tensors, message.clock, message.note, ask.fragment)
+        return self.core.receive(message, tensors)
 
     def _bytes_of_answer(self, ask: ServerRequest) -> int:
         """Return the bytes of an answer's broadcast: encoded, if that is smaller and of a known size."""

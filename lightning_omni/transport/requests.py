@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from torch import Tensor
 
 from lightning_omni.errors import ProtocolError, Refused
 from lightning_omni.group.core import Outgoing
-from lightning_omni.transport.connections import Data, ReconnectingData, ServerUnavailable
+from lightning_omni.transport.connections import Answer, Data, ReconnectingData, ServerUnavailable
 from lightning_omni.wire import messages as m
 
-Answer = TypeVar("Answer", bound=m.Message)
 _Part = tuple[m.Message, Tensor | None, Tensor | None]
 """The part of a request for one server: the arguments of `lightning_omni.transport.connections.Data.send`."""
 
