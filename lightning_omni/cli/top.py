@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
@@ -263,16 +263,6 @@ _KEY = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1bO.|.", re.DOTALL)
 # --- Keys ------------------------------------------------------------------------------------------------------------
 
 
-class Actions(Protocol):
-    """The actions of keys; each returns its result as a sentence."""
-
-    def evict(self, group: GroupStatus, bars: bool) -> str:
-        """Evict a group; with ``bars``, bar its hosts from joining again."""
-
-    def save(self) -> str:
-        """Request a save of the server's state."""
-
-
 @dataclass(frozen=True)
 class View:
     """The state of the display; ``asked`` is the group of ``run`` to evict if the next key confirms it."""
@@ -285,7 +275,7 @@ class View:
     is_over: bool = False
 
 
-def press(view: View, key: str, overview: Overview | None, actions: Actions) -> View:
+def press(view: View, key: str, overview: Overview | None, actions: _Connected) -> View:
     run, groups = (overview.run, overview.groups) if overview is not None else ("", ())
     if view.asked is not None:
         is_confirmed = key == YES and run == view.run  # another run's groups have the same numbers
@@ -354,7 +344,10 @@ def _no_keys(seconds: float) -> list[str]:
 
 
 class _Connected:
-    """The actions on a run over the present connection; ``observer`` is None while the server cannot be reached."""
+    """The actions of keys over the present connection; each returns its result as a sentence.
+
+    ``observer`` is None while the server cannot be reached.
+    """
 
     def __init__(self, observer: Observer | None) -> None:
         self.observer = observer

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from torch import Tensor
 
 from lightning_omni.errors import ProtocolError, Refused
 from lightning_omni.group.core import Outgoing
-from lightning_omni.transport.connections import Data
+from lightning_omni.transport.connections import Answer, Data
 from lightning_omni.wire import messages as m
-
-Answer = TypeVar("Answer", bound=m.Message)
 
 
 class Requests:

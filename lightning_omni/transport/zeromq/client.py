@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import zmq
@@ -22,7 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from lightning_omni.checks import counted
 from lightning_omni.errors import INTERRUPTED, ConnectionLost, MalformedMessage, OmniError, Refused, quoted
-from lightning_omni.transport.connections import REQUEST_TIMEOUT, Control, Data, answer_of, refused_return
+from lightning_omni.transport.connections import REQUEST_TIMEOUT, Answer, Control, Data, answer_of, refused_return
 from lightning_omni.transport.zeromq.addresses import (
     beside,
     check_address,
@@ -59,7 +59,6 @@ from lightning_omni.wire.layout import Layout
 
 _log = logging.getLogger(__name__)
 
-T = TypeVar("T", bound=m.Message)
 LAST_WORDS = 50
 """Milliseconds for which an ended connection is still read for messages sent before its end."""
 HEARTBEAT = 0.5
@@ -143,8 +142,8 @@ class ControlConnection(Control):
     # --- Requests, from the rank's own thread ------------------------------------------------------------------------
 
     def request_payload(
-        self, message: m.Message, expect: type[T], payload: bytes = b"", timeout: float = REQUEST_TIMEOUT
-    ) -> tuple[T, list[bytes]]:
+        self, message: m.Message, expect: type[Answer], payload: bytes = b"", timeout: float = REQUEST_TIMEOUT
+    ) -> tuple[Answer, list[bytes]]:
         self.check()
         data = m.encode(message)
         if max(len(data), len(payload)) > m.LARGEST_INLINE:
@@ -433,7 +432,7 @@ class DataConnection(Data):
             self.moved += payload.numel()
             self.shared += payload.numel() if places.payload is not None else 0
 
-    def receive(self, expect: type[T], into: Tensor | None = None) -> tuple[T, Tensor]:
+    def receive(self, expect: type[Answer], into: Tensor | None = None) -> tuple[Answer, Tensor]:
         arriving = self._arriving  # an exception has interrupted its arrival
         if arriving is None:
             head, *self._besides = self._receive()

@@ -13,6 +13,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from lightning_omni.errors import ConnectionLost, MalformedMessage, Refused
+from lightning_omni.transport.connections import Answer
 from lightning_omni.transport.zeromq.frames import configure
 from lightning_omni.transport.zeromq.keys import RunKeys
 from lightning_omni.wire import handshake
@@ -53,7 +54,6 @@ class SuspendAwareClock:
 # --- Attempts ---------------------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
-Answer = TypeVar("Answer", bound=m.Message)
 
 _SLICE = 100
 """Milliseconds between two checks whether waiting is still of use."""

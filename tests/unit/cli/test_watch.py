@@ -336,8 +336,8 @@ class Asked:
 
 
 def test_keys_choose_a_group_and_ask_before_one_is_evicted() -> None:
-    seen, asked_for = overview(), Asked()
-    view = View()
+    seen, view = overview(), View()
+    asked_for: Any = Asked()
     for key, chosen in ((UP, 0), (DOWN, 1), (DOWN, 1), ("x", 1)):
         view = press(view, key, seen, asked_for)
         assert view.chosen == chosen
@@ -370,7 +370,7 @@ def test_a_key_for_which_a_terminal_sends_several_characters_is_one_key() -> Non
 
 
 def test_a_key_saves_and_the_table_says_when_the_state_was_saved() -> None:
-    asked_for = Asked()
+    asked_for: Any = Asked()
     assert press(View(), SAVE, overview(), asked_for).note == "the state is being saved"
     assert asked_for.saves == 1
     assert "state saved" not in rendered(picture(overview(), Rates()))

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from lightning_omni import Server
 from lightning_omni.errors import ConfigurationError, ConnectionLost, OmniError, RankLost, Refused
-from lightning_omni.group.core import Action, GroupCore, LastAnswer, Outgoing, ServerRequest
+from lightning_omni.group.core import Action, GroupCore, Outgoing, ServerRequest
 from lightning_omni.methods import AsyncSGD, DiLoCo, Method, method_named
 from lightning_omni.methods.contract import Gradient, NextGradient, Receive
 from lightning_omni.methods.model.replica import Pulled, Replica, copies
@@ -147,7 +147,7 @@ class Group:
         answer, payload = self.data.receive(m.Weights, self._into)
         layout = self.layout.fragment(self._asked.fragment, self.method.fragments)
         tensors = layout.views(payload) if self._asked.pulls else []
-        return self.core.receive(LastAnswer.of(answer), tensors, answer.clock, answer.note, self._asked.fragment)
+        return self.core.receive(answer, tensors)
 
 
 def two(serving: Serving, **options: Any) -> list[Group]:
