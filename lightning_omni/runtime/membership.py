@@ -120,12 +120,10 @@ class Connection:
             parallel.control = parallel.server.transport.join(
                 address, key, run, parallel.rank, size, layout, self._on_end, silence
             )
-        except (ConnectionLost, Refused) as no:
+        except (ConnectionLost, Refused):
             if registration is not None:
                 registration.check_goes_on()
-            if registration is None or isinstance(no, ConnectionLost) or no.code != "gone":
-                raise
-            raise ConnectionLost(f"the parameter server that this group came to is gone: {no}") from no
+            raise
         parallel.server.check(parallel.control.servers, address)
         self._divide()
         parallel.server.share(address, key)

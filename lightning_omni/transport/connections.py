@@ -371,8 +371,9 @@ class Peers(Protocol):
         """Close both directions."""
 
 
-def refused_return(no: Refused) -> ConnectionLost:
-    return ConnectionLost(f"the parameter server is gone, and the one at its address refuses this rank: {no}")
+def refused_return(no: Refused) -> OmniError:
+    kind = RankLost if no.code == "gone" else ConnectionLost  # no group rejoins a run that its server does not know
+    return kind(f"the parameter server is gone, and the one at its address refuses this rank: {no}")
 
 
 def answer_of(message: m.Message, expect: type[Answer]) -> Answer:

@@ -336,17 +336,17 @@ class Roster:
             Refused: another run, another model, an invalid rank, or an unknown run of an earlier server.
         """
         joins = hello.run.startswith(JOINS)
-        if hello.run != self.run and (hello.returns or (joins and (self.joining or not hello.world_size))):
+        if hello.run != self.run and (hello.returns or (joins and not hello.world_size)):
             raise Refused(
                 "gone",
                 "this server knows nothing of the run: it was not started with the same --state, nothing was saved yet,"
                 " or its log says why it cannot go on with what was; start the run again: each of its groups",
             )
-        if joins and self._first is None and self.numbers.claimed not in ("", hello.run):
+        if joins and (self.run if self.joining else self.numbers.claimed) not in ("", hello.run):
             raise Refused(
                 "busy",
-                "another group is about to begin a run here, and this server, which was started again meanwhile, knows"
-                " nothing of this group; start it again, and it joins the other",
+                "another group is about to begin a run here, or has begun it, and this server knows nothing of this"
+                " one: it was started again, or this one's connection was cut; start it again, and it joins the other",
             )
         if hello.world_size > MOST_RANKS:
             raise Refused("rank", f"a run of {hello.world_size} ranks cannot be: {MOST_RANKS} are the most")

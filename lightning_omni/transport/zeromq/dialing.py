@@ -93,7 +93,11 @@ class Dialed:
     ) -> None:
         self._context, self._owns_context = context or zmq.Context(), context is None
         self._decode = decode or partial(m.decode, at="rank", channel=channel)
-        self.wire: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        try:
+            self.wire: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        except BaseException:
+            self._end_context()
+            raise
         configure(self.wire, largest_frame)
         self.wire.setsockopt(zmq.IPV6, int("[" in address))
         # The ranks that wait for answers bound both queues.

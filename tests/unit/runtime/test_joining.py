@@ -51,7 +51,7 @@ from lightning_omni.strategy.joining import Rejoining
 from lightning_omni.strategy.loops.epoch import DataSizes, EntryPoint
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
 from lightning_omni.topology import Topology
-from lightning_omni.transport.connections import answer_of
+from lightning_omni.transport.connections import answer_of, refused_return
 from lightning_omni.transport.zeromq import ZeroMQ
 from lightning_omni.transport.zeromq.observer import Observer
 from lightning_omni.wire import messages as m
@@ -168,8 +168,14 @@ def test_groups_of_a_run_of_which_a_server_knows_nothing_are_told_what_to_start(
         if begun:
             link.come(0, link.register(1, b"another").run, 1)
         for rank, announced in ((1, 0), (0, 2))[: 1 + begun]:
-            with pytest.raises(AssertionError, match=r"nothing was saved yet, .* start the run again: each"):
+            said = "has begun it, .* joins the other" if announced else "nothing was saved yet, .* again: each"
+            with pytest.raises(AssertionError, match=said):
                 link.come(rank, "joins-the-one-before", announced)
+
+
+def test_a_group_does_not_join_again_a_run_that_the_server_does_not_know() -> None:
+    assert type(refused_return(Refused("gone", "no such run"))) is RankLost
+    assert type(refused_return(Refused("busy", "another run"))) is ConnectionLost
 
 
 def test_the_group_that_was_to_begin_is_missed_although_so_many_watch_that_its_connection_is_displaced() -> None:

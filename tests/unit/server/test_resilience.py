@@ -26,7 +26,7 @@ from test_transport import KEY, Serving
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_omni.errors import ConfigurationError, ConnectionLost, Refused
+from lightning_omni.errors import ConfigurationError, RankLost, Refused
 from lightning_omni.group.core import Action, ServerRequest
 from lightning_omni.methods import Method, method_named
 from lightning_omni.methods.contract import Gradient, NextGradient
@@ -502,7 +502,7 @@ def test_a_server_without_the_state_and_one_of_another_version_refuse() -> None:
         with pytest.raises(ConfigurationError, match="resume it from a checkpoint"):
             core.load(state, [FormedEntry()], now=0.0)
         serving.transport.serve_again(ServerCore(KEY, secrets.token_bytes), serving.address)
-        with pytest.raises(ConnectionLost, match="knows nothing of the run"):
+        with pytest.raises(RankLost, match="knows nothing of the run"):
             first.control.check()
 
 
