@@ -9,7 +9,6 @@ from lightning_omni.combinations import PAIRS as PAIRS
 from lightning_omni.combinations import refused_pairs as refused_pairs
 from lightning_omni.group.core import Action as Action
 from lightning_omni.group.core import GroupCore as GroupCore
-from lightning_omni.group.core import LastAnswer as LastAnswer
 from lightning_omni.group.core import Outgoing as Outgoing
 from lightning_omni.group.core import ServerRequest as ServerRequest
 from lightning_omni.group.leased_batches import LeaseClient as LeaseClient

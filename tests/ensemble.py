@@ -20,7 +20,6 @@ from core import (
     Action,
     Event,
     GroupCore,
-    LastAnswer,
     Layout,
     Memory,
     Out,
@@ -436,7 +435,7 @@ class Group:
             parts = zip(answers, split.shares, strict=True)
             split.write(into, [decode(coded, payload, share, Memory()) for (_, payload), share in parts])
         tensors = layout.views(into) if asked.pulls else []
-        return self.core.receive(LastAnswer.of(first), tensors, first.clock, first.note, asked.fragment)
+        return self.core.receive(first, tensors)
 
 
 def train(ensemble: Ensemble, pushes: int, order: Sequence[int] | None = None) -> list[int]:

@@ -179,7 +179,7 @@ def test_a_monitor_that_nothing_is_compared_with_is_said_to_be_unused(fits: dict
     assert "monitor='val_acc' is not used: it is compared with target=" in fits["printed"][0]["text"]
 
 
-def test_a_monitor_that_is_not_logged_is_refused_at_the_first_validation(
+def test_a_monitor_that_is_not_logged_is_refused_at_the_second_validation(
     fits: dict[str, list[dict[str, Any]]],
 ) -> None:
     for rank in fits["a wrong name"]:

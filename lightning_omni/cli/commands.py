@@ -23,14 +23,13 @@ from lightning_omni.cli.console import (
     make_folder,
     print_line,
     print_sentence,
-    progress_bar,
     show,
     table_of,
     tall_table_of,
 )
 from lightning_omni.cli.simulate_settings import SimulationSettings
 from lightning_omni.cli.units import Quantity, bytes_of, check_above_zero, rate_of, seconds_of, time_of
-from lightning_omni.errors import ConfigurationError
+from lightning_omni.errors import ConfigurationError, UnsupportedError
 
 # --- compare ----------------------------------------------------------------------------------------------------------
 
@@ -192,15 +191,15 @@ def plan(
     per_node = servers == "per-node"
     count = nodes or ranks or known.profile.ranks if per_node else servers
     changes = {"ranks": ranks, "bandwidth": rate, "latency": delay, "servers": count, "batch_size": batch_size}
-    given = {name: value for name, value in changes.items() if value is not None}
-    cluster = of.PlannedCluster(known.profile, {**given, "per_node": True} if per_node else given)
+    given: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
+    given |= {"per_node": True} if per_node else {}
     has_lr = known.search is not None or lr is not None
     ways = exchanges_of(known, method, compression, period, all_reduce)
     if out is not None:
         make_folder("--out", out)
         for each in of.files(out):
             check_file("--out", each)
-    planned = of.Plan(cluster, known, known.theory(momentum, lr), ways, has_lr)
+    planned = of.Plan(known, given, known.own(momentum, lr), ways, has_lr)
     show(*tables(planned, samples))
     for line in of.sentences(planned, samples):
         print_sentence(line)
@@ -242,66 +241,6 @@ def simulate(method: str | list[str] = "async_sgd", **settings: Any) -> int:
     from lightning_omni.cli.simulate import run  # here, so that --help does not wait for torch
 
     return run(names, SimulationSettings(**settings), together=len(names) > 1)
-
-
-# --- device -----------------------------------------------------------------------------------------------------------
-
-
-def device(
-    model: str,
-    data: str | None = None,
-    arguments: dict[str, Any] | None = None,
-    input: list[int] | None = None,
-    classes: int | None = None,
-    batch_size: int | None = None,
-    bf16: str = "propose",
-    budget: Quantity = 120.0,
-    tolerance: float = 0.02,
-    json: Path | None = None,
-) -> int:
-    """Find this machine's fastest settings for a model: memory, compilation, precision.
-
-    Args:
-        model: The LightningModule, as file.py:Class or package.module:Class.
-        data: A LightningDataModule, or a function that returns a DataLoader, in the same form as the model. By default
-            the model's own train_dataloader, or random data from --input.
-        arguments: Arguments of the model's constructor, as in '{"width": 64}'.
-        input: Shape of one sample of random data, as in "[3, 32, 32]".
-        classes: Number of labels of random data. Without it a batch has inputs only.
-        batch_size: Samples in a batch of random data, 64 by default. Real data has its own batch size.
-        bf16: What to do with bfloat16: apply, if it is faster and the losses agree; propose, or skip.
-        budget: Time for all measurements, as in 2min, or in seconds.
-        tolerance: Largest distance between the loss curves of two precisions, as a fraction of the losses.
-        json: File for the report, in JSON.
-    """
-    if json is not None:
-        check_file("--json", json)
-    check_above_zero({"batch_size": batch_size, "classes": classes})
-    seconds = time_of("--budget", budget)
-    from lightning_omni.cli import device as subject  # here, so that --help does not wait for torch
-
-    choice = subject.bf16_of(bf16)
-    module = subject.made_from(model, "model", arguments or {})
-    if not hasattr(module, "training_step"):
-        raise ConfigurationError(f"model {model!r} is no LightningModule: it has no training_step; name one that has")
-    given, batches = subject.data_of(module, data, input, classes, batch_size)
-    with progress_bar() as progress:
-        report = subject.measure(
-            module,
-            given,
-            batches,
-            bf16=choice,
-            budget=seconds,
-            tolerance=tolerance,
-            progress=progress,
-        )
-    try:
-        show(report.table())
-        for line in subject.lines_of(report).splitlines():
-            print_line(line)
-    finally:  # a full disk or a closed standard output must not lose the measurements
-        subject.write(report, json)
-    return 0
 
 
 # --- serve ------------------------------------------------------------------------------------------------------------
@@ -355,8 +294,8 @@ def serve(
             5s if groups join on their own, and 30s if all ranks are started together.
         threads: Threads for the optimizer's arithmetic.
         once: Exit after the first run.
-        record: File for a record of all changes to the weights, for replay in the simulator. Of several servers, the
-            coordinating one writes it.
+        record: File for a record of all changes to the weights, to replay in the simulator; needs --once. Of several
+            servers, the coordinating one writes it.
         method: Methods of your own that runs may use, as module:Class, separated by commas.
         encryption: "curve", or "off" on a network whose every user you trust; the runs must use the same.
         wire_format: Wire formats of your own that runs may use, as module:Class, separated by commas.
@@ -390,7 +329,9 @@ def serve(
     check_above_zero({"threads": threads})
     here = _check_servers(servers, servers_here, number, coordinator, record)
     if state is not None:
-        _check_state(servers if here < servers else 1, record, transport, port)
+        _check_state(servers, record, transport, port)
+    if record is not None and not once:
+        raise ConfigurationError(f"--record {record}: a record is of one run; pass --once, too")
     silence = seconds_of("--heartbeat-timeout", HEARTBEAT_TIMEOUT if heartbeat_timeout is None else heartbeat_timeout)
     if silence < 2:
         raise ConfigurationError(f"--heartbeat-timeout {heartbeat_timeout}: pass 2s or more: a busy rank may be late")
@@ -464,8 +405,12 @@ def _check_servers(servers: int, here: int, number: int, coordinator: str, recor
 
 
 def _check_state(servers: int, record: Path | None, transport: str, port: int) -> None:
+    if servers > 1:
+        raise UnsupportedError(
+            f"--state --servers {servers}: several servers save no state; leave one of both out, and resume from a"
+            " checkpoint"
+        )
     for option, given, why in (
-        ("--servers-here or --number", servers > 1, "servers on several machines do not save their shares"),
         ("--record", record, "a record is of one server from beginning to end"),
         ("--transport", transport, "ranks find a server again where they speak to it over ZeroMQ"),
         ("--port 0", not port, "ranks look for the server at the same address: name a port"),

@@ -240,7 +240,7 @@ class _Predictions:
 
     def row(self, name: str, setting: Setting, per_node: int = False) -> ComparedRow:
         """Return the prediction for a setting; its interval covers those with other assumptions."""
-        known, theory = self.described, self.described.forecast().theory
+        known, theory = self.described, self.described.theory
         speeds = [each.speed_up(setting, self.ddp) for each in (known, *self.assumed)]
         time = replace(
             speeds[0],

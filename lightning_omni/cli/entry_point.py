@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from lightning_omni import __version__
-from lightning_omni.cli.commands import compare, device, doctor, plan, serve, simulate, top
+from lightning_omni.cli.commands import compare, doctor, plan, serve, simulate, top
 from lightning_omni.cli.console import INTERRUPTED
 from lightning_omni.errors import OmniError
 
@@ -109,7 +109,6 @@ _EXAMPLES = """Examples:
   lightning-omni compare --speeds 1,1,1,0.25 --link 100Mbit --model-size 50MB --step 0.2s
   lightning-omni plan omni-tuning.json --ranks 32 --bandwidth 10Gbit
   lightning-omni simulate --method "async_sgd@1, hardsync, async_sgd" --devices 8 --straggler 4
-  lightning-omni device model.py:Model
   lightning-omni serve --host 10.0.0.9
   lightning-omni doctor tcp://10.0.0.9:5555
   lightning-omni top tcp://10.0.0.9:5555
@@ -129,7 +128,6 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "compare": compare,
     "plan": plan,
     "simulate": simulate,
-    "device": device,
     "serve": serve,
     "doctor": doctor,
     "top": top,

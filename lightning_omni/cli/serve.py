@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import takewhile
@@ -33,7 +31,6 @@ from lightning_omni.transport.serving.process import (
     raise_limit_of_files,
     supervise,
 )
-from lightning_omni.transport.serving.save_files import share_directory
 from lightning_omni.transport.serving.state_directory import StateDirectory
 from lightning_omni.transport.zeromq import ZeroMQ, server
 from lightning_omni.transport.zeromq.addresses import beside
@@ -104,21 +101,13 @@ class Options:
 class StopSignals:
     def __init__(self) -> None:
         self._numbers: list[int] = []
-        self._on_stop: list[Callable[[], None]] = []
 
-    def listen(self, on_stop: Callable[[], None] | None = None) -> None:
-        """Handle the signals from now on; call ``on_stop`` also for an earlier one."""
-        if on_stop is not None:
-            self._on_stop.append(on_stop)
-            if self._numbers:
-                on_stop()
+    def listen(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._numbers.append(number)
-        for on_stop in self._on_stop:
-            on_stop()
 
     def __bool__(self) -> bool:
         return bool(self._numbers)
@@ -162,7 +151,7 @@ class StandaloneServer:
         self._core.on_run_over = self._run_over
         self._states = None
         if settings.state:
-            self._states = StateDirectory(settings.state, settings.save_every, servers=settings.servers)
+            self._states = StateDirectory(settings.state, settings.save_every)
         raise_limit_of_files()
         self._transport: Any = custom[0]() if custom else ZeroMQ(encryption=options.encryption)
         self._web = StatusServer(options.http_host, options.http) if options.http is not None else None
@@ -174,8 +163,8 @@ class StandaloneServer:
             raise
         self._log = None if settings.number else RunLog(self._core, console)  # server 0 logs the events
         self._others = [self._start_share(settings, number) for number in range(1, options.here)]
-        self._stopped = threading.Event()
-        signals.listen(self._stopped.set)
+        self._is_stopped = False
+        signals.listen()
 
     def _listen(self, settings: ServerSettings) -> Any:
         ports = settings.host, settings.port, self._options.data_port
@@ -185,9 +174,6 @@ class StandaloneServer:
         return self._transport.serve(self._core, *ports)
 
     def _start_share(self, settings: ServerSettings, number: int) -> ServerProcess:
-        state, restored = "", 0
-        if self._states is not None:
-            state, restored = str(share_directory(settings.state, number)), self._states.restored
         return ServerProcess(
             msgspec.structs.replace(
                 settings,
@@ -196,8 +182,6 @@ class StandaloneServer:
                 transport=registry.to_wire(self._transport),
                 number=number,
                 coordinator=beside(self._server.address, "tcp://127.0.0.1:0"),
-                state=state,
-                restore=restored,
             )
         )
 
@@ -209,8 +193,11 @@ class StandaloneServer:
             self._server.run(until=self._is_over)
         finally:
             self._close()
-        if self._core.lost_server:
-            log(self._console, self._core.lost_server, style="red")
+        lost = self._core.lost_server
+        if not lost and not self._is_stopped and not self._signals:  # it holds a share, and has lost its coordinator
+            lost = "the server that coordinates is gone"
+        if lost:
+            log(self._console, lost, style="red")
             return 1
         log(self._console, "parameter server stopped")
         return 0
@@ -238,11 +225,11 @@ class StandaloneServer:
             if how := process.how_ended():
                 self._core.server_ended(number, how)
         if self._core.lost_server or (self._lifeline is not None and self._lifeline.is_over):
-            self._stopped.set()
+            self._is_stopped = True
         if self._core.is_over:
             self._run_over()
             self._core.reset()
-        return self._stopped.is_set()
+        return self._is_stopped or bool(self._signals)
 
     def _run_over(self) -> None:
         outcome = ""
@@ -252,7 +239,7 @@ class StandaloneServer:
         log(self._console, f"a run is over{outcome}")
         has_begun = self._core.generation or not self._core.roster.joining
         if self._options.once and has_begun:
-            self._stopped.set()
+            self._is_stopped = True
         if self._states is not None:
             self._states.discard(self._core)
 
@@ -260,7 +247,7 @@ class StandaloneServer:
 
     def _close(self) -> None:
         if self._states is not None:
-            self._states.close(self._core if not self._core.lost_server else None)
+            self._states.close(self._core)
         self._server.close()
         for process in self._others:  # they end when this server's connections do
             process.stop()

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
@@ -263,31 +263,23 @@ _KEY = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1bO.|.", re.DOTALL)
 # --- Keys ------------------------------------------------------------------------------------------------------------
 
 
-class Actions(Protocol):
-    """The actions of keys; each returns its result as a sentence."""
-
-    def evict(self, group: GroupStatus, bars: bool) -> str:
-        """Evict a group; with ``bars``, bar its hosts from joining again."""
-
-    def save(self) -> str:
-        """Request a save of the server's state."""
-
-
 @dataclass(frozen=True)
 class View:
-    """The state of the display; ``asked`` is the group to evict if the next key confirms it."""
+    """The state of the display; ``asked`` is the group of ``run`` to evict if the next key confirms it."""
 
     chosen: int = 0
     asked: GroupStatus | None = None
+    run: str = ""
     bars: bool = False
     note: str = ""
     is_over: bool = False
 
 
-def press(view: View, key: str, overview: Overview | None, actions: Actions) -> View:
-    groups = overview.groups if overview is not None else ()
+def press(view: View, key: str, overview: Overview | None, actions: _Connected) -> View:
+    run, groups = (overview.run, overview.groups) if overview is not None else ("", ())
     if view.asked is not None:
-        note = actions.evict(view.asked, view.bars) if key == YES else f"group {view.asked.name} stays"
+        is_confirmed = key == YES and run == view.run  # another run's groups have the same numbers
+        note = actions.evict(view.asked, view.bars) if is_confirmed else f"group {view.asked.name} stays"
         return replace(view, asked=None, note=note)
     if key == QUIT:
         return replace(view, is_over=True)
@@ -295,7 +287,7 @@ def press(view: View, key: str, overview: Overview | None, actions: Actions) -> 
         step = 1 if key == DOWN else -1
         return replace(view, chosen=min(max(view.chosen + step, 0), len(groups) - 1), note="")
     if key in (EVICT, BAR) and groups:
-        return _ask(view, groups[min(view.chosen, len(groups) - 1)], bars=key == BAR)
+        return _ask(replace(view, run=run), groups[min(view.chosen, len(groups) - 1)], bars=key == BAR)
     if key == SAVE and groups:
         return replace(view, note=actions.save())
     return view
@@ -352,7 +344,10 @@ def _no_keys(seconds: float) -> list[str]:
 
 
 class _Connected:
-    """The actions on a run over the present connection; ``observer`` is None while the server cannot be reached."""
+    """The actions of keys over the present connection; each returns its result as a sentence.
+
+    ``observer`` is None while the server cannot be reached.
+    """
 
     def __init__(self, observer: Observer | None) -> None:
         self.observer = observer

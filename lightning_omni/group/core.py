@@ -117,26 +117,8 @@ Action = NextGradient | ServerRequest | Receive | Publish | SendPeer | ReadPeer 
 """An action for the driver: compute a gradient, send a request to the server, or communicate with other groups."""
 
 
-class LastAnswer(msgspec.Struct, array_like=True):
-    """The state of the run in the server's last answer, as in `lightning_omni.wire.messages.Weights`.
-
-    Attributes:
-        refused_in_row: consecutive pushes to this optimizer that were not finite, up to this one.
-        repeated: whether the answered push was counted when it arrived first, and its answer was lost.
-    """
-
-    staleness: int = -1
-    applied: bool = True
-    progress: int = 0
-    stop: str = ""
-    repeated: bool = False
-    refused_in_row: int = 0
-    validations: int = 0
-    groups: int = 0
-
-    @classmethod
-    def of(cls, message: m.Weights) -> LastAnswer:
-        return msgspec.convert(message, cls, from_attributes=True)
+NO_ANSWER = m.Weights(optimizer=0, clock=0, staleness=-1, applied=True, refused_in_row=0, progress=0, stop="", nbytes=0)
+"""The last answer before the first one."""
 
 
 @dataclass
@@ -172,6 +154,7 @@ class GroupCore:
 
     Attributes:
         data: the group's drawn and trained batches of the epoch, if its data is leased.
+        last_answer: the server's last answer, which has the state of the run.
 
     Example:
         >>> import torch
@@ -204,7 +187,7 @@ class GroupCore:
         self._max_nonfinite_pushes = max_nonfinite_pushes
         self.identity = GroupId("")
         self.data: LeaseClient | None = None
-        self.last_answer = LastAnswer()
+        self.last_answer = NO_ANSWER
         self._method_states: list[_MethodState] = []
 
     def attach(self, replica: Replica) -> int:
@@ -262,9 +245,7 @@ class GroupCore:
             return answer
         return own.replica.exactly(answer, self.method.fragments)
 
-    def receive(
-        self, answer: LastAnswer, tensors: Sequence[Tensor], clock: int, note: float = 0.0, fragment: int | None = None
-    ) -> Pulled:
+    def receive(self, answer: m.Weights, tensors: Sequence[Tensor]) -> Pulled:
         """Store the server's answer as the last one, and return it in the form that the method expects.
 
         Raises:
@@ -274,7 +255,8 @@ class GroupCore:
         self.check_nonfinite(answer.refused_in_row)
         # After a lost answer, groups with weights of their own restart from the master weights.
         lost = answer.repeated and self.method.steps_at == "worker"
-        return Pulled(tensors, clock, note, refused=lost or not answer.applied, fragment=fragment)
+        fragment = answer.fragment if answer.fragment >= 0 else None
+        return Pulled(tensors, answer.clock, answer.note, refused=lost or not answer.applied, fragment=fragment)
 
     def check_nonfinite(self, in_row: int) -> None:
         """Raise `NonFiniteGradients` if too many consecutive pushes of this group were not finite."""

@@ -6,7 +6,7 @@ Rule: exclusive access is one forward pass and one backward pass, with which the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -17,13 +17,6 @@ from lightning_omni.methods.model.head import modes_of
 from lightning_omni.methods.model.server_optimizer import hyperparameters_of
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack
-
-
-class HeadMessage(NamedTuple):
-    """A message to the server, and its payload: uint8."""
-
-    message: m.HeadForward | m.HeadBackward
-    payload: Tensor
 
 
 class MergedHeadClient:
@@ -47,7 +40,8 @@ class MergedHeadClient:
         >>> forward = side.forward(((torch.ones(3, 2),), {}))
         >>> side.begin()
         >>> side.end()
-        >>> side.backward([torch.ones(3, 1)]).message.hyperparameters[0]["lr"]
+        >>> message, payload = side.backward([torch.ones(3, 1)])
+        >>> message.hyperparameters[0]["lr"]
         0.1
     """
 
@@ -95,8 +89,8 @@ class MergedHeadClient:
 
     # --- Messages ----------------------------------------------------------------------------------------------------
 
-    def forward(self, tree: Any, autocast: str = "", exclusive: bool = True) -> HeadMessage:
-        """Return the message with the group's batch.
+    def forward(self, tree: Any, autocast: str = "", exclusive: bool = True) -> tuple[m.HeadForward, Tensor]:
+        """Return the message with the group's batch, and its payload: uint8.
 
         Args:
             tree: arguments and keyword arguments of the submodule.
@@ -104,7 +98,7 @@ class MergedHeadClient:
             exclusive: whether a backward pass will follow.
         """
         packed, buffer = pack(tree)
-        message = m.HeadForward(
+        forward = m.HeadForward(
             optimizer=self.number,
             packed=packed,
             nbytes=buffer.numel(),
@@ -113,18 +107,19 @@ class MergedHeadClient:
             autocast=autocast,
             exclusive=exclusive,
         )
-        return HeadMessage(message, buffer)
+        return forward, buffer
 
     def backward(
         self, gradients: Sequence[Tensor | None], place: tuple[int, int] = (-1, 0), scale: float = 1.0
-    ) -> HeadMessage:
-        """Return the message with the gradients of the head's output, each None if the loss does not depend on it.
+    ) -> tuple[m.HeadBackward, Tensor]:
+        """Return the message with the gradients of the head's output, and its payload: uint8.
 
-        ``place`` is from `LeaseClient.place`; ``scale`` is a factor for the gradients of the head's weights.
+        A gradient is None if the loss does not depend on its output. ``place`` is from `LeaseClient.place`; ``scale``
+        is a factor for the gradients of the head's weights.
         """
         packed, buffer = pack(list(gradients))
         epoch, trained = place
-        message = m.HeadBackward(
+        backward = m.HeadBackward(
             optimizer=self.number,
             packed=packed,
             nbytes=buffer.numel(),
@@ -135,7 +130,7 @@ class MergedHeadClient:
             epoch=epoch,
             trained=trained,
         )
-        return HeadMessage(message, buffer)
+        return backward, buffer
 
     def release(self) -> m.HeadRelease:
         """Give up an access without a backward pass; return the message."""

@@ -174,8 +174,8 @@ class _Syncer(ServerSide):
         for current, outer, saved in zip(self._rounds, self._outer, states_in(state), strict=True):
             current.total.load_state(saved["total"])
             current.unit, current.merged_at = float(saved["unit"]), int(saved["merged_at"])
-            came = saved["came"] if current.total.count else {}  # parts are dropped with another number of servers
-            current.came, current.in_time = set(came), {group for group, in_time in came.items() if in_time}
+            current.came = set(saved["came"])
+            current.in_time = {group for group, in_time in saved["came"].items() if in_time}
             outer.load_state_dict({**outer.state_dict(), "state": saved["outer"]})
 
 

@@ -125,13 +125,14 @@ class RayOmniStrategy(OmniStrategy):
         super().setup(trainer)
 
 
-def elastic_torch_config(**options: Any) -> TorchConfig:
+def elastic_torch_config(*, serve_options: str = "", **options: Any) -> TorchConfig:
     """Return the ``torch_config=`` of a TorchTrainer whose workers are each a compute group, replaced one by one.
 
     Ray replaces a worker that has died or failed while the others train on (``FailureConfig(max_failures=...)``); the
-    new worker joins the run. A parameter server runs beside Ray's controller, until the run ends.
+    new one joins the run. A parameter server runs beside Ray's controller.
 
     Args:
+        serve_options: options of ``lightning-omni serve``, as in ``"--allow-optimizer module:Class"``.
         **options: arguments of Ray's ``TorchConfig``.
 
     Raises:
@@ -141,4 +142,6 @@ def elastic_torch_config(**options: Any) -> TorchConfig:
         from lightning_omni.ray.backend import ElasticTorchConfig
     except ImportError as error:
         raise ImportError(_MISSING.format("elastic_torch_config")) from error
-    return ElasticTorchConfig(**options)
+    config = ElasticTorchConfig(**options)
+    config.serve_options = serve_options
+    return config

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import shlex
 import subprocess
 import sys
 import threading
@@ -25,6 +26,8 @@ from lightning_omni.transport.zeromq.keys import ENVIRONMENT, KEY_BYTES
 class ElasticTorchConfig(TorchConfig):  # type: ignore[misc, unused-ignore]
     """The torch_config that `lightning_omni.ray.elastic_torch_config` makes."""
 
+    serve_options = ""
+
     @property
     def backend_cls(self) -> type:
         return ElasticBackend
@@ -39,11 +42,12 @@ class ElasticBackend(TorchConfig().backend_cls):  # type: ignore[misc]
         super().__init__()
         self._server: Any = None
 
-    def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
         """Start the server once; make a process group and set the server's address in each worker, or in a new one."""
         if self._server is None:
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-            self._server = ray.remote(num_cpus=0)(ServerActor).options(scheduling_strategy=here).remote()
+            actor = ray.remote(num_cpus=0)(ServerActor).options(scheduling_strategy=here)
+            self._server = actor.remote(backend_config.serve_options)
         worker_group.execute(_set_variables, ray.get(self._server.variables.remote()))
         start = super().on_start
         all_of_them = getattr(worker_group, "get_replica_groups", lambda: [worker_group])()
@@ -55,11 +59,14 @@ class ElasticBackend(TorchConfig().backend_cls):  # type: ignore[misc]
 class ServerActor:
     """The process of ``lightning-omni serve`` for one run, which ends with this actor and writes to its log."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: str) -> None:
         key = secrets.token_hex(KEY_BYTES)
-        command = ["-m", "lightning_omni", "serve", "--once", "--port", "0", "--host", ray.util.get_node_ip_address()]
+        command = [sys.executable, "-m", "lightning_omni", "serve", "--once", "--port", "0", *shlex.split(options)]
         self._process = subprocess.Popen(
-            [sys.executable, *command], env={**os.environ, ENVIRONMENT: key}, stderr=subprocess.PIPE, text=True
+            [*command, "--host", ray.util.get_node_ip_address()],
+            env={**os.environ, ENVIRONMENT: key},
+            stderr=subprocess.PIPE,
+            text=True,
         )
         assert self._process.stderr is not None
         found, printed = None, ""

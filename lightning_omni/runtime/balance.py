@@ -16,12 +16,12 @@ from typing import Any, Literal
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.runtime.leased_loader import RankLeases
+from lightning_omni.runtime.model.tensor_sync import gathered
 from lightning_omni.runtime.timing import Clock, HostClock, clock_of, wait_for
 from lightning_omni.runtime.world import World
 from lightning_omni.tuning.model import constants as c
@@ -245,21 +245,16 @@ def squared_length(gradient: Tensor) -> Tensor:
 
 def gather(world: World, numbers: Sequence[float]) -> list[list[float]]:
     """Return every member's numbers, in rank order. All members call it."""
-    return [row.tolist() for row in _gathered(world, torch.tensor(list(numbers), dtype=torch.float64))]
-
-
-def _gathered(world: World, mine: Tensor) -> list[Tensor]:
-    mine = mine.to(world.device)
-    places = [torch.empty_like(mine) for _ in world.members]
-    dist.all_gather(places, mine, group=world.compute_group)
-    return places
+    mine = torch.tensor(list(numbers), dtype=torch.float64)
+    return [row.tolist() for row in gathered(mine.to(world.device), world.compute_group)]
 
 
 def gather_values(world: World, value: Any, kind: Any) -> list[Any]:
     """Return every member's value, of type ``kind``, in rank order. All members call it."""
     mine = msgspec.msgpack.encode(value)
     lengths = [int(length) for [length] in gather(world, [len(mine)])]
-    rows = _gathered(world, torch.frombuffer(bytearray(mine.ljust(max(lengths), b"\0")), dtype=torch.uint8))
+    padded = torch.frombuffer(bytearray(mine.ljust(max(lengths), b"\0")), dtype=torch.uint8)
+    rows = gathered(padded.to(world.device), world.compute_group)
     texts = [bytes(row[:length].tolist()) for row, length in zip(rows, lengths, strict=True)]
     return [msgspec.msgpack.decode(text, type=kind) for text in texts]
 

@@ -38,15 +38,14 @@ class Executor:
 
     Attributes:
         exchanges: whether groups exchange: several, or those that join on their own.
-        is_stepping: whether `step` makes the step or the exchange in its place, after the closure.
-        is_called: whether `step` was called and has not returned: it calls hooks and closures, too.
+        is_stepping: whether `step` makes the step or the exchange in its place, with hooks, but not its closure.
     """
 
     exchanges: ClassVar[bool] = False
 
     def __init__(self, heads: Sequence[RemoteHead]) -> None:
         self._heads = heads
-        self.is_stepping = self.is_called = False
+        self.is_stepping = False
 
     @property
     def control(self) -> Control | None:
@@ -249,11 +248,11 @@ class Exchanging(Executor):
         if not self._parallel.steps_at_worker:
             # The optimizer steps at the server, but users' step hooks are on this rank: an average of weights, say.
             step = Optimizer.profile_hook_step(step)
-        self.is_called = True
+        self.is_stepping = True
         try:
             loss = step(optimizer, closure)
         finally:
-            self.is_called = False
+            self.is_stepping = False
         optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn of a missing step
         return loss
 
@@ -267,8 +266,10 @@ class Exchanging(Executor):
     ) -> Any:
         loss = None
         if closure is not None:
+            self.is_stepping = False
             with torch.enable_grad():
                 loss = closure()
+            self.is_stepping = True
         self._parallel.reduction.check_reduced(part.replica.ordered)
         for head in self._heads:
             head.step_done()
@@ -277,14 +278,10 @@ class Exchanging(Executor):
             self._parameter_groups.follow(index)
             are_needed = not self._parallel.steps_at_worker
             hyperparameters = hyperparameters_of(optimizer, part.replica.ever_held, are_needed)
-            self.is_stepping = True
-            try:
-                with evaluating(part.replica, closure, loss, arguments):
-                    gradients = part.replica.gradients()
-                    self._advance(index, Gradient(gradients, hyperparameters))
-                    gradients.clear()  # the method may still refer to them, and the next ones need this memory
-            finally:
-                self.is_stepping = False
+            with evaluating(part.replica, closure, loss, arguments):
+                gradients = part.replica.gradients()
+                self._advance(index, Gradient(gradients, hyperparameters))
+                gradients.clear()  # the method may still refer to them, and the next ones need this memory
         return loss
 
     def _advance(self, index: int, gradient: Gradient) -> None:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,8 +17,9 @@ from torch import Tensor
 from lightning_omni.errors import MalformedMessage
 from lightning_omni.methods import Inbox
 from lightning_omni.runtime.model.replica import Part
+from lightning_omni.runtime.model.tensor_sync import broadcast_bytes, broadcast_from
 from lightning_omni.runtime.parallel_state import ParallelState
-from lightning_omni.transport.connections import Address, Control, Peers
+from lightning_omni.transport.connections import Address, Peers
 from lightning_omni.wire.codec import Packed, pack, unpack
 from lightning_omni.wire.formats.base import CHUNK, Memory, WireFormat
 from lightning_omni.wire.layout import Layout
@@ -28,10 +30,8 @@ from lightning_omni.wire.partition import Partition
 # One rank exchanges with other groups or the server, and passes the answer on: the leader to its whole group; where the
 # members hold the model together, the rank that exchanges a share to those with the same share.
 
-PREFIX = 128
+PREFIX = 256
 """Bytes of further information in front of the tensors that a rank broadcasts."""
-_LETTER = 1024
-"""Bytes of a note that one broadcast holds; a longer one takes two."""
 
 
 class GroupBroadcast:
@@ -45,47 +45,28 @@ class GroupBroadcast:
 
         On the CPU it is the memory in which a rank that exchanges receives them.
         """
-        parallel = self._parallel
-        if parallel.device.type == "cpu":
-            return part.memory(PREFIX, parallel.empty)
-        return part.on_device(PREFIX, parallel.device)
+        return part.memory(PREFIX) if self._parallel.device.type == "cpu" else part.on_device(PREFIX)
 
     def broadcast(self, memory: Tensor) -> None:
-        if len(self._parallel.members) == 1:
-            return
-        self._broadcast(memory, self._parallel.compute_group)
+        if len(self._parallel.members) > 1:
+            broadcast_from(memory, self._parallel.compute_group, self._parallel.device)
 
     def broadcast_to_replicas(self, memory: Tensor) -> None:
         """Broadcast from the rank that exchanges a share of the model to the members with the same share."""
         if self._parallel.replicas > 1:
-            self._broadcast(memory, self._parallel.replica_group)
-
-    def _broadcast(self, memory: Tensor, group: Any) -> None:
-        device = self._parallel.device
-        if memory.device.type == device.type:
-            dist.broadcast(memory, group=group, group_src=0)
-            return
-        is_source = group.rank() == 0  # the default process group may number its ranks otherwise
-        shared = memory.to(device) if is_source else torch.empty_like(memory, device=device)
-        dist.broadcast(shared, group=group, group_src=0)
-        if not is_source:
-            memory.copy_(shared)
+            broadcast_from(memory, self._parallel.replica_group, self._parallel.device)
 
     def broadcast_bytes(self, note: bytes) -> bytes:
         if len(self._parallel.members) == 1:
             return note
-        return _broadcast_bytes(note if self._parallel.is_leader else None, self.broadcast)
+        return broadcast_bytes(note if self._parallel.is_leader else None, self.broadcast)
 
     def broadcast_tree_to_replicas(self, tree: Any) -> tuple[Any, str]:
         return _broadcast_tree(tree, self._parallel.exchanges, self.broadcast_to_replicas)
 
     def broadcast_tree_to_all(self, tree: Any, source: int) -> tuple[Any, str]:
         live = self._parallel.process_groups.live
-        place = live.ranks.index(source)
-
-        def broadcast(memory: Tensor) -> None:
-            dist.broadcast(memory, group=live, group_src=place)
-
+        broadcast = partial(dist.broadcast, group=live, group_src=live.ranks.index(source))
         return _broadcast_tree(tree, self._parallel.rank == source, broadcast)
 
     def largest(self, number: int) -> int:
@@ -93,7 +74,7 @@ class GroupBroadcast:
         return self._parallel.process_groups.largest([number], self._parallel.holder_group)[0]
 
 
-def _broadcast_tree(tree: Any, is_source: bool, broadcast: Callable[[Tensor], None]) -> tuple[Any, str]:
+def _broadcast_tree(tree: Any, is_source: bool, broadcast: Callable[[Tensor], Any]) -> tuple[Any, str]:
     """Return one rank's ``tree`` on all ranks of a process group, or the reason why it cannot be sent."""
     refused, (packed, buffer) = "", pack({})
     try:
@@ -101,29 +82,11 @@ def _broadcast_tree(tree: Any, is_source: bool, broadcast: Callable[[Tensor], No
     except MalformedMessage as error:
         refused = str(error)
     mine = msgspec.msgpack.encode((refused, packed, buffer.numel())) if is_source else None
-    refused, packed, size = msgspec.msgpack.decode(_broadcast_bytes(mine, broadcast), type=tuple[str, Packed, int])
+    refused, packed, size = msgspec.msgpack.decode(broadcast_bytes(mine, broadcast), type=tuple[str, Packed, int])
     flat = buffer if is_source else torch.empty(size, dtype=torch.uint8)
     for chunk in flat.split(CHUNK) if size else ():
         broadcast(chunk)
     return tree if is_source else unpack(packed, flat, copy=True), refused
-
-
-def _broadcast_bytes(note: bytes | None, broadcast: Callable[[Tensor], None]) -> bytes:
-    """Return one rank's ``note`` on all ranks of a process group; the others pass None."""
-    letter = torch.zeros(8 + _LETTER, dtype=torch.uint8)
-    if note:  # torch takes no empty buffer
-        beginning = torch.frombuffer(bytearray(note[:_LETTER]), dtype=torch.uint8)
-        letter[:8].view(torch.int64)[0] = len(note)
-        letter[8 : 8 + beginning.numel()] = beginning
-    broadcast(letter)
-    size = int(letter[:8].view(torch.int64)[0])
-    if size <= _LETTER:
-        return letter[8 : 8 + size].numpy().tobytes()
-    long = torch.zeros(size, dtype=torch.uint8)
-    if note is not None:
-        long.copy_(torch.frombuffer(bytearray(note), dtype=torch.uint8))
-    broadcast(long)
-    return long.numpy().tobytes()
 
 
 @dataclass(frozen=True)
@@ -212,21 +175,18 @@ class PeerExchange:
             return
         mine = b""
         if self._parallel.exchanges:
-            self._peers = self._listen(self._parallel.joined)
+            self._peers = self._parallel.joined.listen(
+                [part.replica.layout for part in self._parallel.parts],
+                lambda group: group not in self._parallel.live_groups,
+                everywhere=not self._parallel.server.is_on_this_node_only,
+                wire_format=self._parallel.core.wire_format.pushes,
+            )
             address = self._parallel.server.published(self._peers.address)
             mine = msgspec.json.encode(Address(self._parallel.group, address))
         addresses = self._synchronize("peers", mine)
         if self._peers is not None:
             others = [msgspec.json.decode(payload, type=Address) for _, payload in addresses if payload]
             self._peers.connect({other.group: other for other in others if other.group != self._parallel.group})
-
-    def _listen(self, control: Control) -> Peers:
-        return control.listen(
-            [part.replica.layout for part in self._parallel.parts],
-            lambda group: group not in self._parallel.live_groups,
-            everywhere=not self._parallel.server.is_on_this_node_only,
-            wire_format=self._parallel.core.wire_format.pushes,
-        )
 
     def grow(self, index: int, layout: Layout) -> None:
         """Change the layout of an optimizer's weights; drop those published or received in the old one."""
@@ -267,11 +227,11 @@ class PeerExchange:
             if len(self._parallel.members) == 1 and letter.is_cpu:
                 return tensors, count
             if self._parallel.exchanges:
-                memory = part.memory(PREFIX, self._parallel.empty)
+                memory = part.memory(PREFIX)
                 memory[:PREFIX].view(torch.int64)[0] = count
                 if tensors:
                     torch._foreach_copy_(layout.views(memory[PREFIX:]), list(tensors))
-                if memory is not letter:
+                if not letter.is_cpu:
                     used = PREFIX + (layout.nbytes if tensors else 0)
                     letter[:used].copy_(memory[:used])
             self._members.broadcast(letter[:PREFIX])

@@ -34,7 +34,7 @@ from lightning_omni.methods.model.server_optimizer import held_by
 from lightning_omni.runtime._private import collectives_of, store_of
 from lightning_omni.runtime.executor import Executor
 from lightning_omni.runtime.model.buffer_sync import BufferSync, Merge, buffers_of
-from lightning_omni.runtime.model.replica import fingerprints
+from lightning_omni.runtime.model.replica import SAMPLED, fingerprints
 from lightning_omni.runtime.model.sharded import local_of
 from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.runtime.parallel_state import ParallelState
@@ -301,7 +301,7 @@ class RawStepGuard:
 
     def steps(self, optimizer: Optimizer) -> bool:
         """Return whether an `OmniOptimizer` of this world makes a step of this optimizer."""
-        return self._executor().is_called and any(part.optimizer is optimizer for part in self._parallel.parts)
+        return self._executor().is_stepping and any(part.optimizer is optimizer for part in self._parallel.parts)
 
     def warn_outside(self, optimizer: Optimizer) -> None:
         """Warn once, on rank 0, of a step outside of a loop that moves wrapped weights."""
@@ -351,7 +351,7 @@ class RawStepGuard:
 
     def _refuse(self, optimizer: Optimizer, *_: Any) -> None:
         parallel, executor = self._parallel, self._executor()
-        if not executor.exchanges or executor.is_called or (parallel.steps_at_worker and not parallel.is_computing):
+        if not executor.exchanges or executor.is_stepping or (parallel.steps_at_worker and not parallel.is_computing):
             return
         name = type(optimizer).__name__
         if any(part.optimizer is optimizer for part in parallel.parts):
@@ -405,7 +405,7 @@ def untrained_of(modules: Iterable[Module], trained: Container[Tensor]) -> dict[
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
         if tensor not in trained and tensor.layout == torch.strided and not is_lazy(tensor)
     }
-    marks = fingerprints((tensor for _, tensor in found.values()), _SAMPLED)
+    marks = fingerprints((tensor for _, tensor in found.values()), SAMPLED)
     names = [name for name, _ in found.values()]
     return dict(sorted((name, f"of checksum {mark:08x}") for name, mark in zip(names, marks, strict=True)))
 
@@ -436,8 +436,6 @@ def _marked_statistics(modules: Iterable[Module]) -> list[tuple[BufferSync, int]
     return [*zip(found.values(), fingerprints(each.tensor for each in found.values()), strict=True)]
 
 
-_SAMPLED = 1 << 16
-"""Approximate number of a tensor's elements by which ranks compare it."""
 _guards: WeakSet[RawStepGuard] = WeakSet()
 _outside: WeakSet[RawStepGuard] = WeakSet()
 """The guards that have not warned yet of steps outside of loops."""

@@ -120,12 +120,10 @@ class Connection:
             parallel.control = parallel.server.transport.join(
                 address, key, run, parallel.rank, size, layout, self._on_end, silence
             )
-        except (ConnectionLost, Refused) as no:
+        except (ConnectionLost, Refused):
             if registration is not None:
                 registration.check_goes_on()
-            if registration is None or isinstance(no, ConnectionLost) or no.code != "gone":
-                raise
-            raise ConnectionLost(f"the parameter server that this group came to is gone: {no}") from no
+            raise
         parallel.server.check(parallel.control.servers, address)
         self._divide()
         parallel.server.share(address, key)
@@ -188,86 +186,14 @@ class Connection:
         threading.Thread(target=end, name="omni-end", daemon=True).start()
 
 
-class GroupJoin:
-    """The group of this rank, if it joins a run on its own, with rank numbers that `GroupRegistration` has reserved."""
+class GroupFormation:
+    """The groups that ranks form, or with which this rank joins a run on its own.
+
+    Its rank numbers are then those that `GroupRegistration` has reserved.
+    """
 
     def __init__(self, parallel: ParallelState, exchange: ServerExchange, connection: Connection) -> None:
         self._parallel, self._exchange, self._connection = parallel, exchange, connection
-
-    def take_part(self) -> m.Joined:
-        """Join a running run, as soon as its groups train separately. All ranks of this group call it.
-
-        Return the server's answer. `ServerStore.read_run_state` reads further state, `read_weights` the weights.
-
-        Raises:
-            ConfigurationError: the run exchanges with other settings than this group.
-            OmniError: the run is over, or the server is gone or refuses.
-        """
-        parallel = self._parallel
-        self._connection.join()
-        assert parallel.registration is not None
-        joined: m.Joined = m.decode(
-            bytes.fromhex(ask_for_all(parallel.broadcast_text_at_launch, parallel.is_leader, self._ask_to_join)),
-            at="rank",
-            channel=m.CONTROL,
-        )
-        self._check_alike(joined)
-        parallel.topology = Topology((*((),) * joined.group, parallel.members))
-        parallel.generation, self._exchange.synchronizations = joined.generation, joined.synchronizations
-        parallel.process_groups.live.ranks = joined.live
-        for part in parallel.parts:
-            part.replica.group, part.replica.peers = joined.group, joined.groups
-        parallel.core.form(GroupId(str(joined.group), joined.incarnation))
-        parallel.is_entering = parallel.joined_since_sync = True
-        parallel.registration.close()
-        parallel.joined.report_progress(is_expected=True)  # the others wait for the batch that the group has by now
-        return joined
-
-    def _ask_to_join(self) -> str:
-        parallel = self._parallel
-        _log.info("waiting to join the run until its groups train again")
-        timeout = parallel.options.timeout.total_seconds()
-        return m.encode(parallel.joined.request(m.Join(ranks=parallel.members), m.Joined, timeout=timeout)).hex()
-
-    def _check_alike(self, joined: m.Joined) -> None:
-        core = self._parallel.core
-        mine = arguments_of(to_wire(core.method), to_wire(core.wire_format), core.overlaps)
-        theirs = arguments_of(joined.method, joined.wire_format, joined.overlap)
-        for own, other in zip(mine, theirs, strict=True):
-            if own != other:
-                raise ConfigurationError(
-                    f"{own}: the run that this group joins has {other}; pass {other} to this group, too"
-                )
-
-    def read_weights(self) -> None:
-        for index, part in enumerate(self._parallel.parts):
-            part.replica.load(self._exchange.fetch(index))
-
-    def read_again(self) -> None:
-        """Load the server's weights again, if necessary: see `World.read_again`."""
-        parallel = self._parallel
-        written = torch.tensor(any(part.replica.written() for part in parallel.parts), device=parallel.device)
-        if len(parallel.members) > 1:
-            dist.all_reduce(written, op=dist.ReduceOp.MAX, group=parallel.compute_group)
-        if written:
-            self.read_weights()
-        for part in parallel.parts:
-            part.replica.own_frozen()  # frozen weights that the run's groups have written are this group's own, too
-
-
-def arguments_of(method: Mapping[str, Any], wire_format: Mapping[str, Any], overlap: bool) -> tuple[str, ...]:
-    """Return the arguments of OmniStrategy for the exchanges of a run, which is described by plain data.
-
-    Example:
-        >>> arguments_of({"name": "diloco", "period": 8}, {"name": "raw"}, overlap=False)
-        ('method="diloco:period=8"', 'compression="fp32"', 'overlap=False')
-    """
-    return f'method="{REGISTRY.text_of_wire(method)}"', argument_of(wire_format), f"overlap={overlap}"
-
-
-class GroupFormation:
-    def __init__(self, parallel: ParallelState, exchange: ServerExchange) -> None:
-        self._parallel, self._exchange = parallel, exchange
 
     def form(
         self, groups: int | None = None, speeds: Mapping[int, float] | None = None, keeps_epoch: bool = False
@@ -341,3 +267,72 @@ class GroupFormation:
             return Topology.of(parallel.live_ranks, groups, parallel.shards)
         known = {rank: speeds[rank] for rank in parallel.live_ranks if rank in speeds}
         return Topology.by_speed(known, groups, parallel.shards)
+
+    # --- A group that joins a running run -----------------------------------------------------------------------------
+
+    def take_part(self) -> m.Joined:
+        """Join a running run, as soon as its groups train separately. All ranks of this group call it.
+
+        Return the server's answer. `ServerStore.read_run_state` reads further state, `ServerExchange.read_weights` the
+        weights.
+
+        Raises:
+            ConfigurationError: the run exchanges with other settings than this group.
+            OmniError: the run is over, or the server is gone or refuses.
+        """
+        parallel = self._parallel
+        self._connection.join()
+        assert parallel.registration is not None
+        joined: m.Joined = m.decode(
+            bytes.fromhex(ask_for_all(parallel.broadcast_text_at_launch, parallel.is_leader, self._ask_to_join)),
+            at="rank",
+            channel=m.CONTROL,
+        )
+        self._check_alike(joined)
+        parallel.topology = Topology((*((),) * joined.group, parallel.members))
+        parallel.generation, self._exchange.synchronizations = joined.generation, joined.synchronizations
+        parallel.process_groups.live.ranks = joined.live
+        for part in parallel.parts:
+            part.replica.group, part.replica.peers = joined.group, joined.groups
+        parallel.core.form(GroupId(str(joined.group), joined.incarnation))
+        parallel.is_entering = parallel.joined_since_sync = True
+        parallel.registration.close()
+        parallel.joined.report_progress(is_expected=True)  # the others wait for the batch that the group has by now
+        return joined
+
+    def _ask_to_join(self) -> str:
+        parallel = self._parallel
+        _log.info("waiting to join the run until its groups train again")
+        timeout = parallel.options.timeout.total_seconds()
+        return m.encode(parallel.joined.request(m.Join(ranks=parallel.members), m.Joined, timeout=timeout)).hex()
+
+    def _check_alike(self, joined: m.Joined) -> None:
+        core = self._parallel.core
+        mine = arguments_of(to_wire(core.method), to_wire(core.wire_format), core.overlaps)
+        theirs = arguments_of(joined.method, joined.wire_format, joined.overlap)
+        for own, other in zip(mine, theirs, strict=True):
+            if own != other:
+                raise ConfigurationError(
+                    f"{own}: the run that this group joins has {other}; pass {other} to this group, too"
+                )
+
+    def read_again(self) -> None:
+        """Load the server's weights again, if necessary: see `World.read_again`."""
+        parallel = self._parallel
+        written = torch.tensor(any(part.replica.written() for part in parallel.parts), device=parallel.device)
+        if len(parallel.members) > 1:
+            dist.all_reduce(written, op=dist.ReduceOp.MAX, group=parallel.compute_group)
+        if written:
+            self._exchange.read_weights()
+        for part in parallel.parts:
+            part.replica.own_frozen()  # frozen weights that the run's groups have written are this group's own, too
+
+
+def arguments_of(method: Mapping[str, Any], wire_format: Mapping[str, Any], overlap: bool) -> tuple[str, ...]:
+    """Return the arguments of OmniStrategy for the exchanges of a run, which is described by plain data.
+
+    Example:
+        >>> arguments_of({"name": "diloco", "period": 8}, {"name": "raw"}, overlap=False)
+        ('method="diloco:period=8"', 'compression="fp32"', 'overlap=False')
+    """
+    return f'method="{REGISTRY.text_of_wire(method)}"', argument_of(wire_format), f"overlap={overlap}"

@@ -99,7 +99,7 @@ class Server:
         if self.record is not None:
             raise ConfigurationError(
                 f"Server(record={self.record!r}): the server at {address} runs already; start it with"
-                " lightning-omni serve --record FILE"
+                " lightning-omni serve --once --record FILE"
             )
         if self.count != 1:
             raise ConfigurationError(

@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 from weakref import WeakMethod, ref
 
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lightning_omni.errors import ConfigurationError, RankLost, UnsupportedError
 from lightning_omni.runtime._private import new_named_group, unbound, wait_for_gloo_at_exit
+from lightning_omni.runtime.model.tensor_sync import broadcast_bytes, broadcast_from, gathered
 from lightning_omni.topology import Topology
 from lightning_omni.wire.messages import LARGEST_UPLOAD
 
@@ -244,19 +245,12 @@ class ProcessGroups:
 
     def broadcast_text(self, text: str, group: Any, by: int = 0) -> str:
         """Return the text of rank ``by``, in torch's numbering, on every rank of a group of torch's own."""
-        data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self._device)  # may be empty
-        size = torch.tensor(data.numel(), device=self._device)
-        dist.broadcast(size, src=by, group=group)
-        if self._rank != by:
-            data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
-        dist.broadcast(data, src=by, group=group)
-        return bytes(data.cpu().numpy()).decode()
+        mine = text.encode() if self._rank == by else None
+        return broadcast_bytes(mine, partial(broadcast_from, group=group, device=self._device, source=by)).decode()
 
     def _gather(self, numbers: list[int]) -> list[list[int]]:
         mine = torch.tensor(numbers, dtype=torch.int64, device=self._device)
-        places = [torch.empty_like(mine) for _ in range(self._size)]
-        dist.all_gather(places, mine, group=self.original)
-        return [place.tolist() for place in places]
+        return [theirs.tolist() for theirs in gathered(mine, self.original)]
 
 
 BACKEND = "omni"

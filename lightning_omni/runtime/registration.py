@@ -137,32 +137,35 @@ class GroupRegistration:
             self._observer = None
 
 
-def ask_for_all(broadcast_text: Callable[[str], str], asks: bool, ask: Callable[[], Any]) -> Any:
-    """Return the answer to rank 0's request on all ranks of a group; raise its error there.
+def ask_for_all(
+    broadcast_text: Callable[[str], str],
+    asks: bool,
+    ask: Callable[[], Any],
+    what: str = "rank 0 of this group could not join",
+    kind: type[OmniError] = RankLost,
+) -> Any:
+    """Return the answer to rank 0's request on all ranks; raise its error there.
 
-    Others raise a ConnectionLost if the group may try again, or a RankLost. ``asks`` is true on rank 0, whose ``ask``
-    returns plain values.
+    Others raise a ConnectionLost if rank 0 may try again, or an error of a ``kind``; ``what`` has failed. ``asks`` is
+    true on rank 0, whose ``ask`` returns plain values.
     """
-    failure: OmniError | None = None
+    failure: Exception | None = None
     result: dict[str, Any] = {}
     if asks:
         try:
             result = {"answer": ask()}
-        except OmniError as error:
+        except Exception as error:  # of any kind, because the other ranks wait for the result
             failure, may_retry = error, isinstance(error, (ConnectionLost, Evicted))
             result = {"error": str(error), "may_retry": may_retry}
     result = json.loads(broadcast_text(json.dumps(result)))
     if "error" in result:
-        kind = ConnectionLost if result["may_retry"] else RankLost
-        raise failure or kind(f"rank 0 of this group could not join: {result['error']}")
+        raise failure or (ConnectionLost if result["may_retry"] else kind)(f"{what}: {result['error']}")
     return result["answer"]
 
 
 def _check_same(run: str, options: WorldOptions) -> None:
-    from lightning_omni.server.membership.roster import origin
-
     name, *_ = comes_back_to()
-    if name and origin(run) != origin(name):
+    if name and run != name:
         raise Refused(
             "gone",
             f"this group was evicted from the run {name}, which is over: the server at {options.server.address} knows"

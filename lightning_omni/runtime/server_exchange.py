@@ -6,23 +6,24 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor
 
 from lightning_omni.errors import ProtocolError, Refused
-from lightning_omni.group.core import Action, LastAnswer, Outgoing, ServerRequest
+from lightning_omni.group.core import Action, Outgoing, ServerRequest
 from lightning_omni.methods import Exchange, Publish, Pulled, ReadInbox, ReadPeer, Receive, SendPeer
 from lightning_omni.runtime.group_exchange import PREFIX, EncodedAnswer, GroupBroadcast, PeerExchange
 from lightning_omni.runtime.model.replica import Part
 from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.runtime.timing import Clock, clock_of
+from lightning_omni.transport.connections import Answer
 from lightning_omni.transport.requests import Requests, check_alike
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, pack, unpack
-from lightning_omni.wire.formats.base import RAW, Memory, check_size, zeros_on
+from lightning_omni.wire.formats.base import RAW, check_size
 from lightning_omni.wire.layout import Layout
 from lightning_omni.wire.messages import SnapshotId
 from lightning_omni.wire.messages.collectives import UPLOADED_ELSEWHERE
@@ -88,7 +89,9 @@ class ServerStore:
         ``parts`` are those of `Snapshots.seed`.
         """
         requests = self._connections()
-        parts = [self._cut_again(self._parallel.parts[index], part, requests.count) for index, part in enumerate(parts)]
+        for part, seed in zip(self._parallel.parts, parts, strict=False):
+            if seed.get("method") is not None and self._parallel.share is None:
+                self._parallel.split_of(part, requests.count).check_fragments(seed["method"])
         seeds = []
         for server in range(requests.count):
             tree = [
@@ -100,11 +103,6 @@ class ServerStore:
             packed, buffer = pack({"parts": tree})
             seeds.append(Outgoing(m.UploadWeights(packed=packed, nbytes=buffer.numel()), buffer))
         requests.exchange(seeds, m.WeightsUploaded)
-
-    def _cut_again(self, part: Part, seed: dict[str, Any], servers: int) -> dict[str, Any]:
-        if seed.get("method") is None or self._parallel.share is not None:
-            return seed
-        return {**seed, "method": self._parallel.split_of(part, servers).recut(seed["method"])}
 
     def store_group_state(self, packed: Packed, buffer: Tensor) -> None:
         """Store the state that only this group has, or this rank's share of it, for the next snapshot."""
@@ -143,8 +141,6 @@ class ServerStore:
 # --- Exchanges --------------------------------------------------------------------------------------------------------
 
 _log = logging.getLogger(__name__)
-
-_Answer = TypeVar("_Answer", bound=m.Message)
 
 
 class Route(NamedTuple):
@@ -248,7 +244,7 @@ class ServerExchange:
         if parallel.exchanges:
             with self.timed():
                 requests = self._free_connections()
-                memories = part.outs(len(route.split.shares), parallel.empty)
+                memories = part.outs(len(route.split.shares))
                 requests.send(parallel.core.send(ask, route.split, memories), self._rooms(ask, part, route))
             self._travels = ask
         self._under_way[ask.optimizer] = ask, route
@@ -286,7 +282,6 @@ class ServerExchange:
                 answer, payloads = self._receive(ask, route, weights)
                 if parallel.is_leader and len(parallel.members) > 1:
                     prefix.copy_(_prefix_of(answer))
-            part.handed = part.handed or Memory(zeros_on(parallel.device))
             if coded is not None and payloads is not None and not route.is_passed_on:
                 coded.decode(payloads, weights, part.handed)
             self.members.broadcast(prefix if by_member or route.is_passed_on else letter)
@@ -295,17 +290,15 @@ class ServerExchange:
                 coded.decode(payloads, weights, part.handed, over)
             elif by_member and route.pulls:
                 over(weights)
-        if answer is not None and parallel.is_leader:
-            clock, received, note = answer.clock, LastAnswer.of(answer), answer.note
-        else:
-            clock, received, note = _read(prefix.cpu())
-        if by_member and answer is not None and answer.clock != clock:
-            raise ProtocolError(f"servers have applied {answer.clock} and {clock} updates to the shares of a group")
-        if received.staleness >= 0:
-            part.staleness[received.staleness] += 1
-        tensors = layout.views(weights) if route.pulls else ()
-        pulled = parallel.core.receive(received, tensors, clock, note, ask.fragment)
-        self.warn_of_refusal(received.applied, received.refused_in_row)
+        told = answer if answer is not None and parallel.is_leader else _read(prefix)
+        if by_member and answer is not None and answer.clock != told.clock:
+            raise ProtocolError(
+                f"servers have applied {answer.clock} and {told.clock} updates to the shares of a group"
+            )
+        if told.staleness >= 0:
+            part.staleness[told.staleness] += 1
+        pulled = parallel.core.receive(told, layout.views(weights) if route.pulls else ())
+        self.warn_of_refusal(told.applied, told.refused_in_row)
         return pulled
 
     def _rooms(self, ask: ServerRequest, part: Part, route: Route) -> Sequence[Tensor | None] | None:
@@ -315,23 +308,23 @@ class ServerExchange:
         if route.coded is not None:
             if len(route.part.shares) > 1:
                 return None
-            part.coded = part.coded or Memory(self._parallel.empty)
             return [part.coded.room(route.coded.answers.sizes(route.part.layout)[1])]
         if not ask.waits and self._parallel.device.type == "cpu":
             # Meanwhile the group trains, and its weights are compared with the last answer's.
-            part.into, part.spare = part.spare, part.into
-        return route.part.memories(part.memory(PREFIX, self._parallel.empty)[PREFIX:])
+            part.swap()
+        return route.part.memories(part.memory(PREFIX)[PREFIX:])
 
     def finish_exchanges(self) -> None:
         """Wait for the exchanges in flight, and let the method apply the answers. All members call it."""
         for index in list(self._under_way):
             self._parallel.core.apply_answer(index, self.receive(index))
 
-    def fetch(self, index: int) -> Pulled:
-        """Fetch the server's weights for this group, although its method did not request them."""
-        return self.ask_weights(self._parallel.core.fetch(index))
+    def read_weights(self) -> None:
+        """Load the server's weights, although the group's method did not request them."""
+        for index, part in enumerate(self._parallel.parts):
+            part.replica.load(self.ask_weights(self._parallel.core.fetch(index)))
 
-    def ask(self, message: m.Message, expect: type[_Answer], payload: Tensor | None = None) -> tuple[_Answer, Tensor]:
+    def ask(self, message: m.Message, expect: type[Answer], payload: Tensor | None = None) -> tuple[Answer, Tensor]:
         """Send a message to the coordinating server, on the data connection; return its answer and payload, uint8."""
         return self._free_connections().coordinator.exchange(message, expect, payload)
 
@@ -393,7 +386,7 @@ class ServerExchange:
         part, split, coded = self._parallel.parts[ask.optimizer], route.part, route.coded
         flat = None
         if route.pulls and coded is None:
-            flat = part.memory(PREFIX, self._parallel.empty)[PREFIX:]
+            flat = part.memory(PREFIX)[PREFIX:]
         if ask.optimizer in self._arrived:
             received = self._arrived.pop(ask.optimizer)
         else:
@@ -442,17 +435,18 @@ class ServerExchange:
     def _servers(self) -> Requests:
         if self._requests is None:
             timeout, by_member = self._parallel.options.timeout.total_seconds(), self._parallel.share is not None
-            largest = self.members.largest if by_member else int
             share = None if self._parallel.share is None else self._parallel.share[0]
-            self._requests = Requests(self._parallel.joined.attach_all(timeout, share), by_member, largest)
+            self._requests = Requests(self._parallel.joined.attach_all(timeout, share), by_member)
         return self._requests
 
 
 def _prefix_of(answer: m.Weights) -> Tensor:
-    packed = msgspec.msgpack.encode((answer.clock, LastAnswer.of(answer), answer.note))
-    return torch.frombuffer(bytearray([len(packed), *packed]).ljust(PREFIX), dtype=torch.uint8)
+    """Return an answer's message, of at most 227 bytes, after its length."""
+    data = m.encode(answer)
+    return torch.frombuffer(bytearray([len(data), *data.ljust(PREFIX - 1)]), dtype=torch.uint8)
 
 
-def _read(prefix: Tensor) -> tuple[int, LastAnswer, float]:
-    packed = bytes(prefix.tolist())
-    return msgspec.msgpack.decode(packed[1 : 1 + packed[0]], type=tuple[int, LastAnswer, float])
+def _read(prefix: Tensor) -> m.Weights:
+    length, *data = prefix.tolist()
+    answer: m.Weights = m.decode(bytes(data[:length]), at="rank", channel=m.DATA)
+    return answer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import os
 import secrets
@@ -21,6 +20,7 @@ from lightning_omni.registry import to_wire
 from lightning_omni.runtime.model.meshes import shown
 from lightning_omni.runtime.model.replica import Part
 from lightning_omni.runtime.options import WorldOptions
+from lightning_omni.runtime.registration import ask_for_all
 from lightning_omni.transport.registry import Transport
 from lightning_omni.transport.serving import ServerProcess
 from lightning_omni.transport.serving.process import GAVE_UP, RESTARTS, SOON, ServerSettings
@@ -223,32 +223,24 @@ class RunServer:
         Raises:
             ConfigurationError: there is no server, and none could be started.
         """
-        found: dict[str, str] = {}
-        failure: Exception | None = None
-        if self._rank == 0:
-            try:
-                if self._failure is not None:
-                    raise self._failure
-                if self._options.server.address is None:
-                    assert self.process is not None
-                    # A key that all ranks were given is not sent, because these connections are not encrypted.
-                    key = ENVIRONMENT if key_of_environment() else self._key.hex()
-                    address = self.process.address()
-                    if self._states is not None and self._taught is not None and self._keeper is None:
-                        again = msgspec.structs.replace(self._settings(*self._taught), again=address)
-                        self._keeper = ServerKeeper(self.process, again)
-                    found = {"address": self.published(address), "key": key}
-                else:
-                    found = {"address": self._options.server.address, "key": ""}
-            except Exception as error:
-                failure, found = error, {"error": str(error)}
-            found["run"] = secrets.token_hex(8)
-        found = json.loads(broadcast_text(json.dumps(found)))
-        if failure is not None:
-            raise failure
-        if "error" in found:
-            raise ConfigurationError(f"rank 0 could not start the parameter server: {found['error']}")
-        return found["address"], self._key_of(found["key"]), found["run"]
+        failed = "rank 0 could not start the parameter server"
+        address, key, run = ask_for_all(broadcast_text, self._rank == 0, self._found, failed, ConfigurationError)
+        return address, self._key_of(key), run
+
+    def _found(self) -> tuple[str, str, str]:
+        if self._failure is not None:
+            raise self._failure
+        run = secrets.token_hex(8)
+        if self._options.server.address is not None:
+            return self._options.server.address, "", run
+        assert self.process is not None
+        # A key that all ranks were given is not sent, because these connections are not encrypted.
+        key = ENVIRONMENT if key_of_environment() else self._key.hex()
+        address = self.process.address()
+        if self._states is not None and self._taught is not None and self._keeper is None:
+            again = msgspec.structs.replace(self._settings(*self._taught), again=address)
+            self._keeper = ServerKeeper(self.process, again)
+        return self.published(address), key, run
 
     @staticmethod
     def _key_of(text: str) -> bytes:
@@ -294,9 +286,7 @@ class RunServer:
         """Create the directory for the server's saved state; return None if the run ends with its server."""
         server = self._options.server
         goes_on = type(self.transport).serve_again is not Transport.serve_again
-        if server.save is None or server.record or not goes_on or any(part.head for part in parts):
-            return None
-        if self.count > 1:
+        if server.save is None or server.record or not goes_on or self.count > 1 or any(part.head for part in parts):
             return None
         try:
             return PrivateDirectory()

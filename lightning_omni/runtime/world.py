@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_omni.checks import plain
 from lightning_omni.combinations import refuse_pairs
 from lightning_omni.errors import ConfigurationError, OmniError, UnsupportedError, end_reason
-from lightning_omni.group.core import LastAnswer
+from lightning_omni.group.core import NO_ANSWER
 from lightning_omni.methods.model.head import check_mergeable, held_by_one
 from lightning_omni.methods.model.server_optimizer import check_servable
 from lightning_omni.runtime.executor import Exchanging, Executor
@@ -36,7 +36,7 @@ from lightning_omni.runtime.loop_checks import (
     warn_of_no_update,
     warn_of_variables,
 )
-from lightning_omni.runtime.membership import LEARN, Connection, GroupFormation, GroupJoin
+from lightning_omni.runtime.membership import LEARN, Connection, GroupFormation
 from lightning_omni.runtime.model.external_writes import ExternalWrites
 from lightning_omni.runtime.model.merged_head import RemoteHead
 from lightning_omni.runtime.model.meshes import shown
@@ -116,8 +116,7 @@ class World(ParallelState):
         self.residuals = Residuals(self)
         self.exchange = ServerExchange(self)
         self.connection = Connection(self, self.exchange)
-        self._forming = GroupFormation(self, self.exchange)
-        self.late_group = GroupJoin(self, self.exchange, self.connection)
+        self._forming = GroupFormation(self, self.exchange, self.connection)
         self.parameter_groups = ParameterGroups(self, self.exchange)
         self.states = StateTransfer(self, self.exchange, self.residuals)
         self.external_writes = ExternalWrites(self, self.exchange, self.states)
@@ -174,7 +173,7 @@ class World(ParallelState):
             }
             check_sharded(exchanged, self.mesh, self.options.model_parallel, self.replicas > 1)
         replica = ModelReplica(parameters, optimizer, is_shared=self.is_sharded)
-        return self._add_group(Part(optimizer, replica, names=names, outside=outside))
+        return self._add_group(Part(optimizer, replica, self.empty, self.device, names=names, outside=outside))
 
     def attach_head(self, name: str, model: Module, optimizers: Sequence[Optimizer]) -> RemoteHead:
         """Attach the submodule ``name`` of the whole ``model`` as a merged head, before training begins.
@@ -188,7 +187,8 @@ class World(ParallelState):
         module = check_mergeable(name, model)
         optimizer, parameters = held_by_one(name, module, optimizers)
         check_servable(optimizer)
-        part = Part(optimizer, ModelReplica(parameters, optimizer), head=(name, module))
+        replica = ModelReplica(parameters, optimizer)
+        part = Part(optimizer, replica, self.empty, self.device, head=(name, module))
         self.heads.append(
             RemoteHead(self, self.exchange, self.parameter_groups, part, self._add_group(part), name, module)
         )
@@ -219,7 +219,7 @@ class World(ParallelState):
         """Begin training, on every rank; several groups join the server, which gets the recorder's weights."""
         self.connection.open()
         self.is_finished, self.is_begun = False, True
-        self.steps, self.core.last_answer, self.exchange.traffic = 0, LastAnswer(), Traffic(clock_of(self.device))
+        self.steps, self.core.last_answer, self.exchange.traffic = 0, NO_ANSWER, Traffic(clock_of(self.device))
         if not self.has_joined:  # otherwise the server gets changes since the group joined, before its first batch
             self.parameter_groups.renew()
         self.executor.check_parts()
@@ -227,7 +227,7 @@ class World(ParallelState):
         if self.executor.exchanges:
             self.check_method(len(self.topology.alive))
             if self.has_joined:
-                self.late_group.read_weights()
+                self.exchange.read_weights()
                 self.states.leave_to_server()
             else:
                 self.connection.join()
@@ -240,9 +240,9 @@ class World(ParallelState):
             self.registration.close()
 
     def take_part(self) -> m.Joined:
-        """Join a running run with this rank's group: see `GroupJoin.take_part`."""
+        """Join a running run with this rank's group: see `GroupFormation.take_part`."""
         self.executor.check_parts()
-        return self.late_group.take_part()
+        return self._forming.take_part()
 
     def agree_on_recorder(self) -> None:
         """Agree in a sharded group whether it has the recorder, which may change meanwhile. All members call it."""
@@ -254,7 +254,7 @@ class World(ParallelState):
 
         All ranks of the group call it, before its first batch.
         """
-        self.late_group.read_again()
+        self._forming.read_again()
         self.states.forget()
         self.external_writes.begin()
 

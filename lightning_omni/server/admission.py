@@ -22,7 +22,7 @@ class Admission:
     """The service that admits ranks and their data connections.
 
     ``data_port`` returns the port of the data socket; ``standing`` for how many seconds ranks look for a server that is
-    gone, the updates in its weights, and the start time in ms.
+    gone, and the updates in its weights.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Admission:
         key: bytes,
         random: Callable[[int], bytes],
         data_port: Callable[[], int],
-        standing: Callable[[], tuple[float, int, int]],
+        standing: Callable[[], tuple[float, int]],
     ) -> None:
         self._roster, self._replication, self._limits, self._now = run.roster, run.replication, run.limits, run.now
         self._key, self._challenges = key, Challenges[m.Hello](random)
@@ -73,7 +73,7 @@ class Admission:
     def admit(self, sender: Sender, message: m.Proof, payload: Payload) -> list[Out]:
         hello, challenge = self._challenges.proved(sender.peer, message.mac, lambda _: self._key)
         self._roster.admit(sender.peer, hello, challenge, self._now())
-        reconnect_timeout, clock, started_at_ms = self._standing()
+        reconnect_timeout, clock = self._standing()
         welcome = m.Welcome(
             mac=server_mac(self._key, hello, challenge),
             data_port=self._data_port(),
@@ -81,7 +81,6 @@ class Admission:
             servers=self._replication.count,
             reconnect_timeout=reconnect_timeout,
             clock=clock,
-            started_at_ms=started_at_ms,
         )
         self._replication.send_to_all(sm.AdmitRank(hello=hello, challenge=challenge, joins=self._roster.joining))
         return [Out(sender.peer, m.CONTROL, welcome)]

@@ -66,11 +66,9 @@ class ServerCore:
         journal: takes the decisions since the state was saved.
         reconnect_timeout: seconds for which ranks look for this server when it is gone; 0 if no other continues.
         resumed: whether it has continued the run of an earlier server.
-        on_save: called with the number of the save, on servers other than 0, when all must save.
-        on_run_over: called on such a server at the end of the run, before it forgets the run.
+        on_run_over: called on a server other than 0 at the end of the run, before it forgets the run.
         data_port: port of the data socket, reported to every admitted rank; the driver sets it.
         about: returns a description of the server's process for observers; the driver sets it.
-        started_at_ms: see `lightning_omni.wire.messages.Welcome`; the driver sets it.
         strangers: refused messages that were malformed or whose sender had not been admitted, and connections that the
             driver refused.
     """
@@ -111,15 +109,7 @@ class ServerCore:
         if number > 0:
             self.replication = Follower(number, servers)
         elif servers > 1:
-            self.replication = Coordinator(
-                key,
-                random,
-                servers,
-                heartbeat_timeout,
-                join_timeout,
-                self._last_now,
-                lambda: self.reconnect_timeout > 0,
-            )
+            self.replication = Coordinator(key, random, servers, heartbeat_timeout, join_timeout, self._last_now)
             table = (*TABLE, *FOLLOWER_TABLE)
         else:
             self.replication = Replication()
@@ -129,8 +119,7 @@ class ServerCore:
         self.about: Callable[[], m.ProcessInfo] = m.ProcessInfo
         self.observers = Observers(key, random)
         self.journal = Journal()
-        self.reconnect_timeout, self.started_at_ms = 0.0, 0
-        self.on_save: Callable[[int], None] = lambda number: None
+        self.reconnect_timeout = 0.0
         self.on_run_over: Callable[[], None] = lambda: None
         self.reset()
 
@@ -146,7 +135,7 @@ class ServerCore:
             self.key,
             self._random,
             lambda: self.data_port,
-            lambda: (self.reconnect_timeout, self.clock, self.started_at_ms),
+            lambda: (self.reconnect_timeout, self.clock),
         )
         training = self.training = Training(run, self.admission)
         self._collective_service = CollectiveService(run, training, lambda *brought: self.router.forward(*brought))
@@ -248,10 +237,6 @@ class ServerCore:
                 return self.router.relay(_peer_of(message.rank), message.rank, message.message)
             case sm.LoseRank():
                 return self.membership.lose(message.rank, message.reason)
-            case sm.SaveState():
-                self.on_save(message.number)
-            case sm.ReplayEntry():
-                self._restore.redo(message.entry)
             case sm.EndRun(reason=""):
                 if self.roster.run:  # else this server has seen the end first
                     self.on_run_over()
@@ -318,10 +303,6 @@ class ServerCore:
         Call it between two messages, if `has_state`; later decisions go to the `journal`.
         """
         return self._restore.state()
-
-    def save_partitions(self, number: int) -> None:
-        """Request that the other servers save this moment's state, under a number of no other save."""
-        self.replication.send_to_all(sm.SaveState(number=number))
 
     def server_ended(self, number: int, how: str) -> None:
         assert isinstance(self.replication, Coordinator)

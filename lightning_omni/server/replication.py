@@ -11,8 +11,7 @@ Rule 3: if other ranks may act at the other servers upon an answer of the coordi
 have executed the commands.
 Rule 4: where the members of a group hold a shard each, the parts arrive from different ranks, and count as those of
 their leader.
-Rule 5: the loss of a server is the loss of its partition, and ends the run. If all servers save their states, new
-servers continue from the last save, which is of one moment.
+Rule 5: the loss of a server is the loss of its partition, and ends the run.
 """
 
 from __future__ import annotations
@@ -199,7 +198,6 @@ class Coordinator(_PartitionedReplication):
         count: number of servers, including this one.
         heartbeat_timeout: seconds of silence after which a server counts as gone.
         join_timeout: seconds for the others to join once a rank waits for them.
-        continues: returns whether new servers continue when one of these is gone.
     """
 
     def __init__(
@@ -210,10 +208,9 @@ class Coordinator(_PartitionedReplication):
         heartbeat_timeout: float,
         join_timeout: float,
         now: Callable[[], float],
-        continues: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(0, count)
-        self._key, self._now, self._continues = key, now, continues
+        self._key, self._now = key, now
         self._heartbeat_timeout, self._join_timeout = heartbeat_timeout, join_timeout
         self._challenges = Challenges[sm.FollowerHello](random, most=4 * count)
         self._links: dict[int, _FollowerLink] = {}
@@ -265,7 +262,7 @@ class Coordinator(_PartitionedReplication):
 
     def _answers_due(self) -> list[Out]:
         done = min((link.done for link in self._links.values()), default=0) if self._is_complete else -1
-        if self._gone and not self._continues():  # the run is over, so no rank must wait
+        if self._gone:  # the run is over, so no rank must wait
             done = self._sent
         due = [answer for sent, answer in self._waiting if sent <= done]
         self._waiting = [each for each in self._waiting if each[0] > done]
@@ -317,9 +314,6 @@ class Coordinator(_PartitionedReplication):
         if missing and self._asked_at is not None and now - self._asked_at > self._join_timeout:
             self._asked_at = None
             reason = f"{self._description_of(missing[0])}, did not come within {self._join_timeout:.0f} s"
-            if self._continues():
-                self._gone[missing[0]] = reason
-                return []
             return self._end(f"{reason}; the run cannot go on without it")
         return []
 
@@ -339,8 +333,6 @@ class Coordinator(_PartitionedReplication):
     def _fail_to_join(self, number: int, how: str) -> list[Out]:
         reason = f"{self._description_of(number)}, never came: {how}"
         self._gone[number] = reason
-        if self._continues():
-            return []
         return self._end(f"{reason}; the run cannot go on without it") + self._answers_due()
 
     def _lose(self, number: int, what: str) -> list[Out]:
@@ -348,9 +340,6 @@ class Coordinator(_PartitionedReplication):
         reason = (
             f"parameter server {number} of {self.count} at {link.address} {what}, and its partition of the parameters"
         )
-        if self._continues():
-            self._gone[number] = f"{reason}; all servers go on from the last save"
-            return []
         self._gone[number] = f"{reason} is lost"
         return self._end(f"{reason} with it; the run cannot go on") + self._answers_due()
 

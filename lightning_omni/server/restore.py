@@ -12,7 +12,6 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.server.collectives import CollectiveService
 from lightning_omni.server.epochs.service import ValidationService
 from lightning_omni.server.membership.service import Membership
-from lightning_omni.server.replication import Coordinator
 from lightning_omni.server.run_context import RunContext
 from lightning_omni.server.service import Service
 from lightning_omni.server.training import Training
@@ -39,7 +38,6 @@ from lightning_omni.wire.journal import (
     SeededEntry,
     TrainedEntry,
 )
-from lightning_omni.wire.messages import servers as sm
 
 STATE, STATE_VERSION = "lightning_omni.server_state", 6
 """Name and version of a saved state."""
@@ -55,12 +53,7 @@ class Restore:
         synchronization: CollectiveService,
         evaluations: ValidationService,
     ) -> None:
-        self._roster, self._epochs, self._replication, self._journal = (
-            run.roster,
-            run.epochs,
-            run.replication,
-            run.journal,
-        )
+        self._roster, self._epochs, self._journal = run.roster, run.epochs, run.journal
         self._membership, self._services, self._training = membership, services, training
         self._collective_service, self._validation_service = synchronization, evaluations
 
@@ -119,21 +112,14 @@ class Restore:
                 epochs.validations.save(entry.number)
             case LostEntry() | LeftEntry() | JoinedEntry():
                 self._membership.redo(entry)
-                if isinstance(self._replication, Coordinator):
-                    self._replication.send_to_all(sm.ReplayEntry(entry=entry))
             case RestructuredEntry():
                 self._training.redo(entry)
             case NumberedEntry():
                 numbers.given = max(numbers.given, entry.numbered)
-            case FormedEntry():
+            case FormedEntry() | SeededEntry():
                 raise ConfigurationError(
-                    "other groups were formed after the state was saved, and before it was saved again; this run"
-                    " cannot go on: resume it from a checkpoint"
-                )
-            case SeededEntry():
-                raise ConfigurationError(
-                    "weights were handed over after the state was saved, as when several groups are formed of one, and"
-                    " before it was saved again; this run cannot go on: resume it from a checkpoint"
+                    "other groups were formed, or weights were handed over after the state was saved, and before it was"
+                    " saved again; this run cannot go on: resume it from a checkpoint"
                 )
             case RestartedEntry():
                 epochs.go_back()

@@ -1,6 +1,6 @@
 """The protocol in virtual time: simulated devices and links, the real server and methods, real gradients."""
 
-from lightning_omni.simulator.cluster import Cluster, Device, Failure, Jitter, Link, ServerRestart, Slowdown
+from lightning_omni.simulator.cluster import Cluster, Device, Failure, Jitter, Link, Slowdown
 from lightning_omni.simulator.replay import Replayed, replay, trace_of
 from lightning_omni.simulator.run import simulate
 from lightning_omni.simulator.settings import Computation, Evaluation, Limits, StopSimulation
@@ -16,7 +16,6 @@ __all__ = [
     "Limits",
     "Link",
     "Replayed",
-    "ServerRestart",
     "Slowdown",
     "StopSimulation",
     "Workload",

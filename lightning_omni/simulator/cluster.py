@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -200,32 +199,6 @@ class Slowdown:
 
 
 @dataclass(frozen=True)
-class ServerRestart:
-    """The death of the parameter server, and its replacement, which continues from the last save.
-
-    Batches trained since that save are dealt out again. With one group there is no server, and the event has no effect.
-
-    Args:
-        time: time of the death, in seconds.
-        until: time at which the replacement is available, in seconds.
-
-    Raises:
-        ConfigurationError: ``until`` is not later than ``time``.
-
-    Example:
-        >>> ServerRestart(time=10.0, until=10.3).until
-        10.3
-    """
-
-    time: float
-    until: float
-
-    def __post_init__(self) -> None:
-        _check_time("time", self.time)
-        check_number("until", self.until, f"seconds, later than time={self.time:g}", above=self.time, below=math.inf)
-
-
-@dataclass(frozen=True)
 class Cluster:
     """Devices, the network between them, and the events of a run.
 
@@ -239,17 +212,15 @@ class Cluster:
             of the weights takes that part of it.
         head_seconds_per_sample: time of a merged head for one sample, forward and backward, in seconds, one group at a
             time.
-        events: failures and slowdowns of ranks, and restarts of the server.
+        events: failures and slowdowns of ranks.
         servers: number of parameter servers, each of which holds a partition of the parameters; ``"per-node"``: one on
             each node, and a group's exchange with that of its own node crosses no link.
         nodes: number of nodes over which the devices are spread evenly, in the order of ranks, for
             ``servers="per-node"``; None for one device a node.
-        save_every: seconds between two saves of the server's state.
 
     Raises:
-        ConfigurationError: ``devices`` is empty, an event names no rank of the cluster, the devices cannot be spread
-            evenly over the nodes, or a server restart begins before the last one has ended or is combined with several
-            servers.
+        ConfigurationError: ``devices`` is empty, an event names no rank of the cluster, or the devices cannot be spread
+            evenly over the nodes.
 
     Example:
         >>> Cluster.of_speeds([1, 2], seconds_per_sample=0.01).devices[1].seconds_per_sample
@@ -262,10 +233,9 @@ class Cluster:
     group_link: Link = field(default_factory=Link)
     update_seconds: float = 0.0
     head_seconds_per_sample: float = 0.0
-    events: tuple[Failure | Slowdown | ServerRestart, ...] = ()
+    events: tuple[Failure | Slowdown, ...] = ()
     servers: int | Literal["per-node"] = 1
     nodes: int | None = None
-    save_every: float = 30.0
 
     def __post_init__(self) -> None:
         keep_plain(self)
@@ -279,37 +249,14 @@ class Cluster:
         for device in self.devices:
             check_kind("devices", device, Device, "a Device for each rank")
         for event in self.events:
-            check_kind("events", event, (Failure, Slowdown, ServerRestart), "Failure, Slowdown and ServerRestart only")
+            check_kind("events", event, (Failure, Slowdown), "Failure and Slowdown only")
         for name in ("link", "server", "group_link"):
             check_kind(name, getattr(self, name), Link, "a Link such as Link(bandwidth=1e9, latency=1e-4)")
-        self._check_restarts()
         for event in self.events:
-            if not isinstance(event, ServerRestart) and not 0 <= event.rank < len(self.devices):
+            if not 0 <= event.rank < len(self.devices):
                 raise ConfigurationError(
                     f"events: there is no rank {event.rank}; ranks are 0 to {len(self.devices) - 1}"
                 )
-
-    def _check_restarts(self) -> None:
-        check_number("save_every", self.save_every, "seconds, above 0", above=0, below=math.inf)
-        if not (restarts := self.restarts):
-            return
-        if self.servers != 1:
-            raise ConfigurationError(
-                f"events: a ServerRestart with servers={self.servers!r}: only one server is started again; leave"
-                " servers= out"
-            )
-        for first, then in pairwise(restarts):
-            if then.time <= first.until:
-                raise ConfigurationError(
-                    f"events: the server dies at time={then.time:g}, and is not back before until={first.until:g};"
-                    " let it die later"
-                )
-
-    @property
-    def restarts(self) -> list[ServerRestart]:
-        """Return the restarts of the server, by time."""
-        found = [event for event in self.events if isinstance(event, ServerRestart)]
-        return sorted(found, key=lambda restart: restart.time)
 
     def _check_servers(self) -> None:
         if self.servers != "per-node":
@@ -399,8 +346,6 @@ class Cluster:
         plain["devices"] = [{"count": count, **asdict(device)} for device, count in Counter(self.devices).items()]
         if self.server_count == 1:  # both are for several servers
             del plain["servers"], plain["nodes"]
-        if not self.restarts:
-            del plain["save_every"]
         return plain
 
 

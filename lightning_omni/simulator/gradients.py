@@ -192,8 +192,8 @@ class SimulatedHead:
         return self._ask(with_tensors(tree, tensors), exclusive=True)
 
     def _ask(self, tree: Any, exclusive: bool) -> list[Tensor]:
-        request = self._side.forward(tree, exclusive=exclusive)
-        answer, payload = self._server.ask_head(self._group_place[0], request.message, request.payload, m.HeadOutput)
+        message, payload = self._side.forward(tree, exclusive=exclusive)
+        answer, payload = self._server.ask_head(self._group_place[0], message, payload, m.HeadOutput)
         self._output = unpack(answer.packed, payload)
         return tensors_of(self._output)
 
@@ -201,8 +201,8 @@ class SimulatedHead:
         self, gradients: Sequence[Tensor | None], inputs: Sequence[tuple[torch.Size, torch.dtype]]
     ) -> list[Any]:
         leader, epoch, trained = self._group_place
-        request = self._side.backward(gradients, (epoch, trained))
-        answer, payload = self._server.ask_head(leader, request.message, request.payload, m.HeadGradients)
+        message, payload = self._side.backward(gradients, (epoch, trained))
+        answer, payload = self._server.ask_head(leader, message, payload, m.HeadGradients)
         found: list[Any] = unpack(answer.packed, payload)
         return found
 

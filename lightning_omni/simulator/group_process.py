@@ -6,7 +6,6 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -14,7 +13,7 @@ import msgspec
 from torch import Tensor
 
 from lightning_omni.errors import NonFiniteGradients
-from lightning_omni.group.core import Action, GroupCore, LastAnswer, ServerRequest
+from lightning_omni.group.core import Action, GroupCore, ServerRequest
 from lightning_omni.group.leased_batches import LeaseClient
 from lightning_omni.methods.contract import (
     Answer,
@@ -34,7 +33,7 @@ from lightning_omni.methods.model.replica import Replica, copies
 from lightning_omni.methods.model.server_optimizer import hyperparameters_of
 from lightning_omni.simulator.engine import Engine, Process, Timeline
 from lightning_omni.simulator.gradients import Assignment, Gradients, Members
-from lightning_omni.simulator.monitor import LeasedSamples, Monitor, TrainedBatches
+from lightning_omni.simulator.monitor import Monitor
 from lightning_omni.simulator.server import GENERATION, SimulatedNetwork, SimulatedServer
 from lightning_omni.simulator.settings import Batches
 from lightning_omni.simulator.workbench import Result
@@ -92,23 +91,12 @@ class EpochBarrier:
 
 
 class UnpushedWork(msgspec.Struct):
-    """The training of a group since its last push.
-
-    Where the server may restart from a save, `seconds` are those of `batches`, without any that are dealt out again.
-    """
+    """The training of a group since its last push."""
 
     steps: int = 0
     samples: int = 0
     losses: float = 0.0
     seconds: float = 0.0
-    batches: TrainedBatches = []
-
-    def clear(self) -> None:
-        self.seconds, self.batches = 0.0, []
-
-    def go_back(self) -> None:
-        self.batches = [batch for batch in self.batches if not batch[0].is_reissued(*batch[1:3])]
-        self.seconds = sum(seconds for *_, seconds in self.batches)
 
 
 class SimulatedGroup:
@@ -119,8 +107,6 @@ class SimulatedGroup:
         epoch: the current epoch, if the group joins a running run.
 
     Attributes:
-        leased: its progress as reported to the server.
-        asked: its unanswered request for the next step after an epoch's batches.
         process: its process, which ends with the last epoch.
     """
 
@@ -141,9 +127,7 @@ class SimulatedGroup:
         self._data = core.data = LeaseClient(members=len(ranks), generation=GENERATION)
         if epoch is not None:
             self._data.restart(epoch)
-        self._unpushed, self._pushing = UnpushedWork(), UnpushedWork()
-        self.leased = LeasedSamples()
-        self.asked: m.AskNext | None = None
+        self._unpushed = UnpushedWork()
         self._exchange: Process | None = None
         self._under_way: ServerRequest | None = None
         self._before = self._pushed = (0, 0)  # epoch and trained batches at the last two pushes
@@ -160,7 +144,6 @@ class SimulatedGroup:
         yield from self._train_epoch()
         while self._data.epoch + 1 < self._context.monitor.limits.epochs:
             yield from self._context.barrier.wait(self.process)  # other groups may still wait for an answer
-            yield from self._context.server.wait_until_restarted()
             self.open_epoch(self._data.epoch + 1)
             if self.core.method.steps_at == "server":
                 # The master weights have moved while the group waited for others.
@@ -187,28 +170,16 @@ class SimulatedGroup:
         context.monitor.end(self.number)
         while True:
             if data.drawn == data.trained:
-                if context.server.away_until is not None:
-                    yield from context.server.wait_until_restarted()
                 (out,) = context.server.control(self.leader, data.draw(data.drawn, self._finished))
-                self.leased.report(data.epoch, self._finished)
                 data.record_drawn(cast(m.BatchesDrawn, out.message).batches)
             if data.drawn > data.trained:
                 data.begin_batch()
                 return data.current
             if self._under_way is not None:  # there is no batch left to overlap it with
                 self.core.apply_answer(0, (yield from self._receive()))
-            yield from context.server.wait_until_restarted()
-            self.asked = data.ask_next()
-            self.ask(self.asked)
-            verdict = yield None
-            self.asked = None
-            if verdict != "more":
+            context.network.deliver(context.server.control(self.leader, data.ask_next()))
+            if (yield None) != "more":
                 return None
-
-    def ask(self, question: m.AskNext) -> None:
-        out = self._context.server.control(self.leader, question)
-        self.leased.report(question.epoch, question.trained)
-        self._context.network.deliver(out)
 
     @property
     def _finished(self) -> int:
@@ -240,10 +211,7 @@ class SimulatedGroup:
 
     def _step(self, result: Result, size: int) -> Action:
         monitor = self._context.monitor
-        seconds = monitor.computed(self.number, size)
-        self._unpushed.seconds += seconds
-        if monitor.may_go_back:
-            self._unpushed.batches.append((self.leased, *self._data.place, seconds))
+        self._unpushed.seconds += monitor.computed(self.number, size)
         self._unpushed.steps += 1
         self._unpushed.samples += size
         self._unpushed.losses += result.loss
@@ -257,8 +225,7 @@ class SimulatedGroup:
         loss = done.losses / max(1, done.steps)
         row = (self._context.engine.now, self.number, read, write, staleness, loss, done.samples, epoch, done.steps)
         self._context.monitor.rows.append(row)
-        self._context.monitor.pushed(done.seconds, done.batches)
-        done.clear()
+        self._context.monitor.useful_seconds += done.seconds
 
     # --- Actions of its state machine --------------------------------------------------------------------------------
 
@@ -323,45 +290,32 @@ class SimulatedGroup:
         if (attempt := self._context.network.exchanges.pop(self.number, None)) is not None:
             self._context.engine.stop(attempt)
 
-    def go_back(self) -> None:
-        self._unpushed.go_back()
-        self._pushing.go_back()
-
     def _push(self, ask: ServerRequest) -> Timeline:
-        done = self._pushing = self._unpushed
-        self._unpushed = UnpushedWork()
-        return (yield from self._until_answered(lambda: self._try_to_push(ask, done)))
+        done, self._unpushed = self._unpushed, UnpushedWork()
+        return (yield from self._until_answered(self._try_to_push(ask, done)))
 
-    def _until_answered(self, attempt: Callable[[], Timeline]) -> Timeline:
-        """Repeat an attempt to exchange with the server until it is answered; return the answer."""
-        context = self._context
-        while True:
-            if context.server.away_until is not None:
-                yield from context.server.wait_until_restarted()
-            # A separate process, because it ends when the server dies.
-            process = context.network.exchanges[self.number] = Process(attempt())
-            context.engine.resume(process)
-            if (answer := (yield process)) is not None:
-                del context.network.exchanges[self.number]
-                return answer
+    def _until_answered(self, attempt: Timeline) -> Timeline:
+        """Exchange with the server, in a process that receives its answer; return the answer."""
+        exchanges = self._context.network.exchanges
+        process = exchanges[self.number] = Process(attempt)
+        self._context.engine.resume(process)
+        answer = yield process
+        del exchanges[self.number]
+        return answer
 
     def _try_to_push(self, ask: ServerRequest, done: UnpushedWork) -> Timeline:
-        server, network, monitor, need = self._context.server, self._context.network, self._context.monitor, ask.need
+        server, network, need = self._context.server, self._context.network, ask.need
         assert isinstance(need, Exchange)
         nbytes, outgoing = server.prepare(self.core, ask)
         # A separate process, because a push in flight occupies links and server even if this group dies.
         yield self._context.engine.start(network.costs.push(self.number, nbytes))
         served = server.served
         clock, refused = served.master.clock, served.counts.refused
-        read = min(need.read_at, clock)  # a restarted server treats newer weights as those of its save
-        staleness = served.method_side.staleness_of(Push(self.number, read, ()))
+        staleness = served.method_side.staleness_of(Push(self.number, need.read_at, ()))
         out = server.ask(self.leader, self.core, ask, outgoing)
-        self.leased.report(ask.epoch, ask.trained)
         network.deliver(out)
-        if monitor.may_go_back and any(isinstance(item.message, m.Weights) and item.message.repeated for item in out):
-            pass  # a repeated push has been counted
-        elif served.counts.refused == refused:
-            self._record(done, read, clock + 1, staleness, ask.epoch)
+        if served.counts.refused == refused:
+            self._record(done, need.read_at, clock + 1, staleness, ask.epoch)
         else:
             self._check_divergence()
         return (yield None)
@@ -375,13 +329,12 @@ class SimulatedGroup:
             )
 
     def _fetch(self, ask: ServerRequest) -> Timeline:
-        answer = yield from self._until_answered(lambda: self._try_to_fetch(ask))
+        answer = yield from self._until_answered(self._try_to_fetch(ask))
         return (yield from self._receive_answer(ask, answer))
 
     def _try_to_fetch(self, ask: ServerRequest) -> Timeline:
         yield self._context.network.costs.ask(self.number)
         out = self._context.server.ask(self.leader, self.core, ask)
-        self.leased.report(ask.epoch, ask.trained)
         self._context.network.deliver(out)
         return (yield None)
 
@@ -389,7 +342,7 @@ class SimulatedGroup:
         message, tensors = answer
         if len(self.ranks) > 1 and (seconds := self._passed_on(self._bytes_of_answer(ask))):
             yield self._context.engine.now + seconds
-        return self.core.receive(LastAnswer.of(message), tensors, message.clock, message.note, ask.fragment)
+        return self.core.receive(message, tensors)
 
     def _bytes_of_answer(self, ask: ServerRequest) -> int:
         """Return the bytes of an answer's broadcast: encoded, if that is smaller and of a known size."""

@@ -17,29 +17,8 @@ from lightning_omni.trace import reaches
 Columns = dict[str, np.ndarray[Any, Any]]
 Row = tuple[float, int, int, int, int, float, int, int, int]
 """A push or, where groups exchange only with one another, a step, as in `Trace.COLUMNS`."""
-TrainedBatches = list[tuple["LeasedSamples", int, int, float]]
-"""Trained batches: the progress of their group, epoch, number of the batch, and seconds of devices."""
 Work = list[tuple[int, int, float]]
 """Rank, samples and seconds of each member of a group."""
-
-
-class LeasedSamples:
-    """A group's progress as reported to the server, now and when last saved: epoch, and number of trained batches."""
-
-    def __init__(self) -> None:
-        self.known = self.saved = -1, 0
-
-    def save(self) -> None:
-        self.saved = self.known
-
-    def report(self, epoch: int, trained: int) -> None:
-        self.known = max(self.known, (epoch, trained))
-
-    def is_reissued(self, epoch: int, number: int) -> bool:
-        """Return whether a server that restarts from its last save deals a trained batch out again."""
-        known_epoch, known = self.known
-        saved = self.saved[1] if self.saved[0] == known_epoch else 0
-        return epoch == known_epoch and saved < number <= known
 
 
 class Monitor:
@@ -53,8 +32,7 @@ class Monitor:
         evaluations: time, update, samples and metrics of each.
         work: rows of `Trace.WORK`, without steps that the end of the run cut short.
         step_times: rows of `Trace.STEPS`, likewise.
-        useful_seconds: seconds in which ranks computed gradients that were pushed and not lost by a restart, summed
-            over ranks.
+        useful_seconds: seconds in which ranks computed gradients that were pushed, summed over ranks.
     """
 
     def __init__(
@@ -77,8 +55,6 @@ class Monitor:
         self._begun: dict[int, tuple[float, Work]] = {}
         self._computed: dict[int, float] = {}
         self.useful_seconds = 0.0
-        self._since_save: TrainedBatches | None = None
-        self._is_back = False  # whether a restart has replaced the weights since the last evaluation
         self.steps = self.samples = 0
         self.ended = ""
         self.moves_between_updates = False  # whether the evaluated weights change with each local step
@@ -100,31 +76,6 @@ class Monitor:
         self.samples += samples
         self.steps += 1
         return sum(seconds for _, _, seconds in self._begun[group][1])
-
-    @property
-    def may_go_back(self) -> bool:
-        return self._since_save is not None
-
-    def pushed(self, seconds: float, batches: TrainedBatches) -> None:
-        self.useful_seconds += seconds
-        if self._since_save is not None:
-            self._since_save += batches
-
-    def saved(self) -> None:
-        self._since_save = []
-
-    def go_back(self, are_lost: bool) -> None:
-        """Record a restart from the last save; subtract batches that are repeated or lost from the useful time.
-
-        ``are_lost`` is true if all updates since that save are lost.
-        """
-        for leased, epoch, number, seconds in self._since_save or ():
-            if are_lost or leased.is_reissued(epoch, number):
-                self.useful_seconds -= seconds
-        self._since_save, self._is_back = [], True
-        if self._period < math.inf:
-            while self._next_evaluation - self._period > self.updates:
-                self._next_evaluation -= self._period
 
     def end(self, group: int) -> None:
         if group in self._begun:
@@ -154,12 +105,12 @@ class Monitor:
             return
         _, updates, samples, _ = self.evaluations[-1] if self.evaluations else (0.0, -1, -1, {})
         is_same = updates == self.updates and (samples == self.samples or not self.moves_between_updates)
-        if self._is_back or not is_same:
+        if not is_same:
             self.evaluate()
 
     def evaluate(self) -> None:
         assert self._metrics is not None
-        metrics, self._is_back = self._metrics(), False
+        metrics = self._metrics()
         self.evaluations.append((self._engine.now, self.updates, self.samples, metrics))
         if self._evaluation.target is None:
             return

@@ -176,9 +176,6 @@ class Exchanges:
         away = self._away_from(group)
         yield from self._leave([(self._servers[place].outwards, nbytes * self._shares[place]) for place in away])
 
-    def begin_again(self) -> None:
-        self._servers = [_Server(self._engine, self._card) for _ in self._shares]
-
     def _away_from(self, group: int) -> list[int]:
         return [place for place in range(len(self._shares)) if not self._is_at_home(group, place)]
 

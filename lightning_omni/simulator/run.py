@@ -20,7 +20,7 @@ from lightning_omni.methods.contract import Total
 from lightning_omni.methods.model.replica import Replica
 from lightning_omni.registry import to_wire
 from lightning_omni.server.event_log import Recorder
-from lightning_omni.simulator.cluster import Cluster, Failure, ServerRestart
+from lightning_omni.simulator.cluster import Cluster, Failure
 from lightning_omni.simulator.engine import Engine, Priority, Timeline
 from lightning_omni.simulator.gradients import Gradients, Members, MergedHeadGradients, SimulatedHead
 from lightning_omni.simulator.group_process import MOST_REFUSED, EpochBarrier, SimulatedGroup, SimulationContext
@@ -102,8 +102,6 @@ class Simulation:
         self._barrier = EpochBarrier(self._engine, self.groups)
         self._make = workload.optimizer
         self._add_groups()
-        if cluster.restarts:
-            self.server.save_every(cluster.save_every, self._saved)
 
     # --- Its parts ---------------------------------------------------------------------------------------------------
 
@@ -199,8 +197,6 @@ class Simulation:
         for event in self._cluster.events:
             if isinstance(event, Failure):
                 self._engine.start(self._failure(event), Priority.FAILURE)
-            elif isinstance(event, ServerRestart) and not self._formation.topology.is_synchronous:
-                self._engine.start(self._restart(event), Priority.FAILURE)
         if self._evaluation.every_seconds:
             self._engine.start(self._monitor.evaluate_by_time(self._evaluation.every_seconds))
         for group in self.groups.values():
@@ -236,23 +232,17 @@ class Simulation:
         if group.number not in self.groups:
             return
         reason = f"rank {failure.rank} failed at {self._engine.now:g} s"
-        if is_server_gone := self.server.away_until is not None:
-            self._remove(group)
-            self._barrier.leave(group.process)
-            yield from self.server.wait_until_restarted()  # it notices the death only then
         self._network.deliver(self.server.tick())
         rank = group.ranks[topology.members(home).index(failure.rank)]
         out = self.server.lose(rank, reason)
         if over := self.server.core.over:
             self._monitor.ended = f"lost: {over}"
             return
-        if not is_server_gone:
-            self._remove(group)
+        self._remove(group)
         self._network.deliver(out)
         self._barrier.leave(group.process)
         if failure.until is not None:
-            yield max(failure.until, self._engine.now)
-            yield from self.server.wait_until_restarted()
+            yield failure.until
             self._restart_group(home, group)
 
     def _remove(self, group: SimulatedGroup) -> None:
@@ -268,35 +258,6 @@ class Simulation:
         self._homes[home] = self._add_group(joined.group, identity, ranks, dead.members, epoch)
         self._network.deliver(out)
         self._engine.resume(self._homes[home].process)
-
-    def _restart(self, restart: ServerRestart) -> Timeline:
-        yield restart.time
-        self.server.die(restart.until)
-        self._costs.begin_again()
-        self._monitor.go_back(are_lost=self._formation.method.steps_at == "server")
-        for group in list(self.groups.values()):
-            group.go_back()
-            group.drop_answer()
-        self._saved()  # the new server starts with a save
-        yield restart.until
-        self.server.restart(rank for group in self.groups.values() for rank in group.ranks)
-        self._network.deliver(self.server.tick())
-        self._engine.start(self._ask_again())
-
-    def _ask_again(self) -> Timeline:
-        """Let groups repeat their unanswered requests for the next step, one after the other.
-
-        A request may cause the answer to the next one.
-        """
-        for group, question in [(group, group.asked) for group in self.groups.values()]:
-            yield self._engine.now  # earlier answers arrive first
-            if question is not None and group.asked is question:
-                group.ask(question)
-
-    def _saved(self) -> None:
-        self._monitor.saved()
-        for group in self.groups.values():
-            group.leased.save()
 
     # --- Results -----------------------------------------------------------------------------------------------------
 
@@ -440,7 +401,6 @@ def simulate(
     chosen.check(len(topology.alive))
     formats = Compression.of(compression)
     refuse_pairs(chosen, _features(cluster, batches.computation, formats, merged, overlap, record))
-    check_restarts(cluster, topology, chosen, merged, record)
     formation = Formation(chosen, topology, merged, formats, overlap)
     if topology.is_synchronous:
         # With any method, one group is plain synchronous training.
@@ -470,25 +430,6 @@ def _features(
         "rebalance": (computation.rebalance == "auto", 'Computation(rebalance="auto")'),
     }
     return {**{name: given for name, (is_used, given) in used.items() if is_used}, **formats.features}
-
-
-def check_restarts(
-    cluster: Cluster, topology: Topology, method: Method, merged: str | None = None, record: Recorder | None = None
-) -> None:
-    """Raise `ConfigurationError` if the server restarts, but the run cannot continue from a save."""
-    if not cluster.restarts or topology.is_synchronous:
-        return
-    if method.talks_to_peers:
-        raise ConfigurationError(
-            f"events: a ServerRestart with method={method!r}, for which it is not simulated: take another method, or"
-            " leave the event out"
-        )
-    for name, given in (("merged", merged), ("record", record)):
-        if given is not None:
-            raise ConfigurationError(
-                f"{name}={given!r} with a ServerRestart among events: a server's state is not saved then, and the run"
-                " would end; leave either out"
-            )
 
 
 def _check_together(topology: Topology, cluster: Cluster, computation: Computation, merged: str | None) -> None:

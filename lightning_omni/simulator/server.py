@@ -7,7 +7,7 @@ computes the time that several take.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from random import Random
 from typing import Any, TypeVar, cast
@@ -33,7 +33,7 @@ from lightning_omni.simulator.workbench import WeightsByClock
 from lightning_omni.topology import Topology
 from lightning_omni.wire import handshake
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.codec import Packed, pack, unpack
+from lightning_omni.wire.codec import pack
 from lightning_omni.wire.formats import PerDirection
 from lightning_omni.wire.formats.base import (
     RAW,
@@ -47,7 +47,6 @@ from lightning_omni.wire.formats.base import (
     to_wire,
 )
 from lightning_omni.wire.handshake import NONCE_BYTES
-from lightning_omni.wire.journal import Entry
 from lightning_omni.wire.layout import Layout
 from lightning_omni.wire.partition import Partition
 
@@ -82,48 +81,6 @@ class InMemoryConnections:
         return int(peer[1:])
 
 
-class SavedState:
-    """The last save of a server, and the journal of its answers to ranks since.
-
-    The state is saved when a real server saves it (`lightning_omni.transport.serving.state_directory`).
-
-    Args:
-        every: seconds between two saves, above 0.
-        on_save: called after each save, except that of a restarted server.
-    """
-
-    def __init__(self, every: float, on_save: Callable[[], None]) -> None:
-        self._every, self._on_save = every, on_save
-        self._due = self._latest = self._changed = 0.0
-        self._saved: tuple[Packed, Tensor]
-        self._journal: list[Entry] = []
-
-    def save(self, core: ServerCore, moment: float) -> None:
-        self._write(core, moment)
-        self._on_save()
-
-    def poll(self, core: ServerCore, now: float) -> None:
-        """Make the saves that are due by now. The caller polls before each message, and before the server dies."""
-        if core.has_state:
-            due = self._changed if core.journal.is_due else self._due
-            moment = max(self._changed, due if core.training.all_answered else self._latest)
-            if moment <= now:
-                self.save(core, moment + (now - moment) // self._every * self._every)
-        self._changed = now
-
-    def restore(self, core: ServerCore, now: float) -> None:
-        packed, buffer = self._saved
-        core.load(unpack(packed, buffer.clone()), self._journal, now)
-        self._write(core, now)
-        self._changed = now
-
-    def _write(self, core: ServerCore, moment: float) -> None:
-        self._saved, self._journal = pack(core.state()), []
-        core.journal.write, core.journal.is_due = self._journal.append, False
-        self._due = moment + self._every
-        self._latest = self._due + self._every
-
-
 GENERATION = 1
 """The generation of groups; the groups are formed once."""
 HEAD = 1
@@ -138,7 +95,6 @@ class SimulatedServer:
     """A `ServerCore` that all ranks have joined; ``seed`` is that of nonces and tickets.
 
     Attributes:
-        away_until: time at which a dead server is available again, in seconds; None while it is available.
         served: the master weights; unset before the groups were formed.
     """
 
@@ -151,16 +107,15 @@ class SimulatedServer:
         optimizer: Optimizer,
         record: Recorder | None,
     ) -> None:
-        self._random, self._resolve, self._record = Random(seed), resolve_also(optimizer), record
-        self._key = self._random.randbytes(NONCE_BYTES)
-        self.core = self._new_core()
+        random, resolve = Random(seed), resolve_also(optimizer)
+        self._key = random.randbytes(NONCE_BYTES)
+        # Ranks never time out: they die only in the cluster's events.
+        self.core = ServerCore(self._key, random.randbytes, math.inf, math.inf, resolve=resolve, record=record)
         self.snapshots = WeightsByClock(layout)
         self._engine, self._layout, self._topology = engine, layout, topology
         self._announced = len(topology.ranks)
         self._link, self._memory = InMemoryConnections(self.core), Memory()
-        self._saved_state: SavedState | None = None
         self.incarnation = 0
-        self.away_until: float | None = None
         self.served: ServedParameters
         for rank in topology.ranks:
             self._join(rank)
@@ -192,7 +147,7 @@ class SimulatedServer:
         return joined, ranks, out
 
     def control(self, rank: int, message: m.Message) -> list[Out]:
-        self._poll()
+        self._link.now = self._engine.now
         return _accepted(self._link.control(rank, message))
 
     def prepare(self, core: GroupCore, ask: ServerRequest) -> tuple[int, Outgoing | None]:
@@ -224,37 +179,10 @@ class SimulatedServer:
         return out.message, answer.clone()
 
     def tick(self) -> list[Out]:
-        self._poll()
         return _accepted(self.core.tick(self._engine.now))
 
     def lose(self, rank: int, reason: str) -> list[Out]:
-        self._poll()
         return self.core.lose(rank, reason)
-
-    # --- Restarts ----------------------------------------------------------------------------------------------------
-
-    def save_every(self, seconds: float, on_save: Callable[[], None]) -> None:
-        """Save the server's state now and every ``seconds``. The groups must be formed."""
-        self._saved_state = SavedState(seconds, on_save)
-        self._saved_state.save(self.core, self._engine.now)
-
-    def die(self, until: float) -> None:
-        """Replace the server by one from the last save, which receives no message before ``until``, in seconds."""
-        self._poll()
-        assert self._saved_state is not None
-        self.core, self.away_until = self._new_core(), until
-        self._saved_state.restore(self.core, self._engine.now)
-        self._link, self.served = InMemoryConnections(self.core), self.core.optimizers[0]
-        self.snapshots.forget()
-
-    def restart(self, ranks: Iterable[int]) -> None:
-        self.away_until = None
-        for rank in ranks:
-            self._join(rank, returns=True)
-
-    def wait_until_restarted(self) -> Timeline:
-        while self.away_until is not None:
-            yield self.away_until
 
     # --- Messages from the server ------------------------------------------------------------------------------------
 
@@ -277,26 +205,15 @@ class SimulatedServer:
 
     # --- Connections -------------------------------------------------------------------------------------------------
 
-    def _new_core(self) -> ServerCore:
-        # Ranks never time out: they die only in the cluster's events.
-        return ServerCore(
-            self._key, self._random.randbytes, math.inf, math.inf, resolve=self._resolve, record=self._record
-        )
-
-    def _join(self, rank: int, returns: bool = False) -> None:
+    def _join(self, rank: int) -> None:
         announced = self._announced if rank < self._announced else 0
-        hello = handshake.hello_of("simulated", rank, announced, self._layout, _NONCE, returns)
+        hello = handshake.hello_of("simulated", rank, announced, self._layout, _NONCE)
         _, secret = handshake.join(lambda message, _: self.control(rank, message)[0].message, self._key, hello)
         handshake.attach(lambda message, _: self._data(rank, message)[0].message, secret, rank, _NONCE)
 
     def _data(self, rank: int, message: m.Message, payload: bytes | Tensor = _NOTHING) -> list[Out]:
-        self._poll()
-        return _accepted(self._link.data(rank, message, payload))
-
-    def _poll(self) -> None:
         self._link.now = self._engine.now
-        if self._saved_state is not None:
-            self._saved_state.poll(self.core, self._engine.now)
+        return _accepted(self._link.data(rank, message, payload))
 
 
 class SimulatedNetwork:
@@ -340,8 +257,6 @@ class SimulatedNetwork:
         """Tick the server when its method has requested, unless it requests a later moment."""
         yield due
         self._due = math.inf
-        if self._server.away_until is not None:  # it checks the time when it is available again
-            return
         self.deliver(self._server.tick() if self._server.core.due <= self._engine.now else [])
 
     # --- From group to group -----------------------------------------------------------------------------------------

@@ -52,10 +52,6 @@ class WeightsByClock:
             self.most = max(self.most, len(self._at))
         return known
 
-    def forget(self) -> None:
-        """Forget all weights, because the clock will reach the same values with other weights."""
-        self._at.clear()
-
 
 class OwnReplica(Replica):
     """A replica that frees gradients after each step; otherwise a thousand groups would keep a thousand."""

@@ -117,7 +117,7 @@ def workload_named(text: str, seed: int = 0) -> Workload:
         >>> workload_named("synthetic").nbytes
         9000
     """
-    make = synthetic if text == BUILT_IN else imported(text, "workload", "function", BUILT_IN)
+    make = synthetic if text == BUILT_IN else imported(text)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         workload = make()
@@ -128,23 +128,22 @@ def workload_named(text: str, seed: int = 0) -> Workload:
     return workload
 
 
-def imported(text: str, what: str, kind: str, *others: str) -> Callable[..., Any]:
-    """Return the ``kind`` that the text names; errors name ``what`` it is for, and ``others`` that are possible."""
+def imported(text: str) -> Callable[..., Any]:
     place, colon, name = text.rpartition(":")
     if not colon or not place or not name:
-        known = ", ".join([*map(repr, others), f"'file.py:{kind}' or 'package.module:{kind}'"])
-        raise ConfigurationError(f"{what}={text!r}: pass {known}")
-    module = _module_of_file(Path(place), what) if place.endswith(".py") else _module(place, what, kind)
+        known = f"{BUILT_IN!r}, 'file.py:function' or 'package.module:function'"
+        raise ConfigurationError(f"workload={text!r}: pass {known}")
+    module = _module_of_file(Path(place)) if place.endswith(".py") else _module(place)
     function = getattr(module, name, None)
     if not callable(function):
-        raise ConfigurationError(f"{what}={text!r}: there is no {kind} {name!r} in {place}")
+        raise ConfigurationError(f"workload={text!r}: there is no function {name!r} in {place}")
     return function  # type: ignore[no-any-return]
 
 
-def _module_of_file(path: Path, what: str) -> ModuleType:
+def _module_of_file(path: Path) -> ModuleType:
     """Import a file as a module; as for a script, its folder is added to the import path."""
     if not path.is_file():
-        raise ConfigurationError(f"{what}: there is no file {str(path)!r}; pass its path before the colon")
+        raise ConfigurationError(f"workload: there is no file {str(path)!r}; pass its path before the colon")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -155,7 +154,7 @@ def _module_of_file(path: Path, what: str) -> ModuleType:
     return module
 
 
-def _module(name: str, what: str, kind: str) -> ModuleType:
+def _module(name: str) -> ModuleType:
     _import_from(Path.cwd())
     try:
         return importlib.import_module(name)
@@ -163,7 +162,7 @@ def _module(name: str, what: str, kind: str) -> ModuleType:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # an import inside it
         raise ConfigurationError(
-            f"{what}: there is no module {error.name!r}; pass 'file.py:{kind}', or a module that can be imported"
+            f"workload: there is no module {error.name!r}; pass 'file.py:function', or a module that can be imported"
         ) from error
 
 

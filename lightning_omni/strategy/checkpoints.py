@@ -530,7 +530,7 @@ class CheckpointHooks:
         # Without a world there is no run in this process (after one in others), and the module may have no Trainer.
         if parts.current_world is None or path != parts.trainer.ckpt_path:  # the user's code loads it
             self.contents.folder = before
-        elif is_fitting(parts.trainer) and not parts.world.is_begun:  # neither an evaluation nor a finder resumes
+        elif is_fitting(parts.trainer) and not parts.world.is_begun:  # an evaluation resumes nothing
             self.contents.read(checkpoint)
             parts.epochs.resume(self.contents.resumed)
         return checkpoint

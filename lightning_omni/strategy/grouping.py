@@ -9,7 +9,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -157,7 +157,6 @@ class Grouping:
             )
         for optimizer in self.real_optimizers:
             world.check_optimizer(optimizer)
-        parts.proxies.unguard()
         self.attach_optimizers()
         self.form(len(world.live_groups))
 
@@ -272,21 +271,15 @@ class Grouping:
 # A tuner chooses others; a later fit begins with those of the user again.
 
 
-class UserGroups(NamedTuple):
-    topology: Topology
-    communication: Communication
-    balance: Balance
-
-
 class UserGroupsStash:
     def __init__(self, parts: SharedParts, grouping: Grouping) -> None:
         self._parts, self._grouping = parts, grouping
-        self._users: UserGroups | None = None
+        self._users: tuple[Topology, Communication, Balance] | None = None
 
     def stash(self) -> None:
         if self._users is None:
             parts, world = self._parts, self._parts.world
-            self._users = UserGroups(world.topology, world.communication, parts.balance)
+            self._users = world.topology, world.communication, parts.balance
 
     def begin_in_one_group(self) -> None:
         self.stash()
@@ -295,7 +288,7 @@ class UserGroupsStash:
     def form(self) -> None:
         if self._users is None:
             return
-        groups = len(self._users.topology.alive)
+        groups = len(self._users[0].alive)
         if groups != len(self._parts.world.topology.alive):
             self._grouping.check_several(self._parts.trainer)
             self._grouping.form(groups)

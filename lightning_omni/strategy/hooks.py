@@ -30,6 +30,7 @@ from lightning_omni.strategy.arguments import (
     split_model_parallel,
 )
 from lightning_omni.strategy.checkpoints import SAVING
+from lightning_omni.strategy.lightning_internals.callbacks import forget_loaded_path
 from lightning_omni.strategy.lightning_internals.loops import is_fitting, loops_iterate, seed_workers
 from lightning_omni.strategy.lightning_internals.metrics import validation_loaders
 from lightning_omni.strategy.lightning_internals.strategies import (
@@ -270,6 +271,7 @@ class OmniStrategyHooks(_Base):
                 elastic, server = replace(options.elastic, join=False), replace(options.server, address=None)
                 options = replace(options, elastic=elastic, server=server, groups=1)
         if fits:
+            forget_loaded_path(parts.trainer)  # Lightning has chosen that of this fit, and sets it later
             check_none_lost()
             parts.user_groups.restore()  # an earlier fit may have been tuned
             if parts.current_world is not None:

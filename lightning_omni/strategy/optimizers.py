@@ -7,12 +7,10 @@ averaged, without a warning: `Trainable` notices them.
 from __future__ import annotations
 
 import re
-import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -35,7 +33,6 @@ class Proxies:
 
     def __init__(self) -> None:
         self._of: dict[int, OmniOptimizer] = {}
-        self._own_steps: dict[Optimizer, Callable[..., Any] | None] = {}
         self._world: World | None = None
         self._module: Module | None = None
         self._hook: Any = None
@@ -72,38 +69,34 @@ class Proxies:
         This includes optimizers outside the Trainer.
         """
         if self._hook is None:
-            self._hook = register_optimizer_step_pre_hook(self._refuse_unknown)
+            self._hook = register_optimizer_step_pre_hook(self._refuse)
         for optimizer in optimizers:
-            if optimizer not in self._own_steps:
-                # A scheduler may have replaced the step of the instance.
-                self._own_steps[optimizer] = vars(optimizer).get("step")
-                optimizer.step = types.MethodType(_refuse_raw_step, optimizer)  # type: ignore[method-assign]
-                ignore_missing_step(optimizer)
+            ignore_missing_step(optimizer)
 
     def unguard(self) -> None:
-        for optimizer, own in self._own_steps.items():
-            del optimizer.step
-            if own is not None:
-                optimizer.step = own  # type: ignore[method-assign]
-        self._own_steps.clear()
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
 
-    def _refuse_unknown(self, optimizer: Optimizer, *_: Any) -> None:
+    def _refuse(self, optimizer: Optimizer, *_: Any) -> None:
         world, module = self._world, self._module
         assert world is not None
         assert module is not None
-        if not world.is_computing or world.executor.is_stepping or optimizer in self._own_steps:
+        if world.executor.is_stepping:
             return
-        names = names_of(module)
+        if id(optimizer) in self._of:
+            raise UnsupportedError(
+                "a raw optimizer.step() would move this rank's weights behind the parameter server's back; take the"
+                " optimizer from self.optimizers() (with use_pl_optimizer=True, its default), or use groups=1"
+            )
+        names = names_of(module) if world.is_computing else {}
         for parameter in held_by(optimizer):
             if parameter in names:
                 self._refuse_step(optimizer, names[parameter])
 
     def _refuse_step(self, optimizer: Optimizer, name: str) -> NoReturn:
         its = type(optimizer).__name__
-        for own in self._own_steps:
+        for own in (proxy.optimizer for proxy in self._of.values()):
             if any(each is optimizer for each in vars(own).values()):
                 outer = type(own).__name__
                 raise UnsupportedError(
@@ -116,16 +109,6 @@ class Proxies:
             " would train weights of its own, of which rank 0's are kept; return it from configure_optimizers and take"
             " it from self.optimizers(), keep what it trains out of the LightningModule, or use groups=1"
         )
-
-
-def _refuse_raw_step(self: Optimizer, closure: Any = None) -> Tensor:
-    raise UnsupportedError(
-        "a raw optimizer.step() would move this rank's weights behind the parameter server's back; take the optimizer"
-        " from self.optimizers() (with use_pl_optimizer=True, its default), or use groups=1"
-    )
-
-
-_refuse_raw_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers look for their own mark
 
 
 class MergedSubmodule:

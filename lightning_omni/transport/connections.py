@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -33,10 +32,6 @@ REQUEST_TIMEOUT = 1800.0
 """Default seconds that a request waits for its answer."""
 
 
-class ServerUnavailable(ConnectionLost):
-    """The loss of a server that another one may replace; requests must be repeated to that one."""
-
-
 # --- Rank ------------------------------------------------------------------------------------------------------------
 
 
@@ -55,8 +50,7 @@ class Control(ABC):
         progress: count of this rank's progress, and of its checks while it waits for the server.
         metrics: numbers for the next heartbeat; replaced as a whole, because another thread reads them.
         reconnect_timeout: seconds for which the rank looks for a server that is gone; 0 if its loss ends the run.
-        server_epoch: number of the server among those that continue a run; larger for later ones, equal at all ranks of
-            a group.
+        server_epoch: number of the server among those that continue the run, from 0.
     """
 
     servers = 1
@@ -138,19 +132,13 @@ class Control(ABC):
 
         The first connection is to the coordinating server, the last one to ``share``.
         """
-        if self.reconnect_timeout:
-            numbers = range(self.servers) if share is None else sorted({0, share})
-            return [
-                ReconnectingData(self, partial(self._find, number), partial(self.attach, timeout)) for number in numbers
-            ]
+        if self.reconnect_timeout:  # one server, because several save no state
+            return [ReconnectingData(self, partial(self.attach, timeout))]
         others = self.request(m.AskServerAddresses(), m.ServerAddresses).addresses if self.servers > 1 else ()
         addresses = ("", *others)
         if share is not None:
             addresses = ("",) if share == 0 else ("", addresses[share])
         return [self.attach(timeout, address) for address in addresses]
-
-    def _find(self, server: int) -> str:
-        return self.request(m.AskServerAddresses(), m.ServerAddresses).addresses[server - 1] if server else ""
 
     @property
     def records(self) -> bool:
@@ -160,24 +148,18 @@ class Control(ABC):
         return not self.is_server_gone and self.server_epoch == server_epoch
 
     def check_same_server(self, server_epoch: int) -> None:
-        """Raise the error that ended this rank's run, or `ServerUnavailable` if the server is gone or was replaced."""
+        """Raise the error that ended this rank's run, or `ConnectionLost` if the server is gone or was replaced."""
         self.check()
         if not self.is_same_server(server_epoch):
-            raise ServerUnavailable(f"the parameter server at {self.address} is gone")
+            raise ConnectionLost(f"the parameter server at {self.address} is gone")
 
     def wait_for_server(self) -> None:
         self.check()
         if self.is_server_gone:
             raise ConnectionLost(f"the parameter server at {self.address} is gone")
 
-    def wait_for_server_epoch(self, server_epoch: int) -> None:
-        """Wait until a server is present whose ``server_epoch`` is at least this; raise an error if none follows."""
-        self.check()
-        if self.server_epoch < server_epoch:
-            raise ConnectionLost(f"the parameter server at {self.address} is gone")
-
     def reconnected(self, welcome: m.Welcome) -> None:
-        self.server_epoch, self.is_server_gone = max(self.server_epoch + 1, welcome.started_at_ms), False
+        self.server_epoch, self.is_server_gone = self.server_epoch + 1, False
         if self.records:
             lost = max(0, (self.status.clock if self.status is not None else 0) - welcome.clock)
             _log.warning(
@@ -298,13 +280,10 @@ class Data(ABC):
 
 
 class ReconnectingData(Data):
-    """A data connection that outlasts its server: an unanswered message is repeated to the server that continues.
+    """A data connection that outlasts its server: an unanswered message is repeated to the server that continues."""
 
-    ``find`` returns the server's address.
-    """
-
-    def __init__(self, control: Control, find: Callable[[], str], open: Callable[[str], Data]) -> None:
-        self._control, self._find, self._open = control, find, open
+    def __init__(self, control: Control, open: Callable[[], Data]) -> None:
+        self._control, self._open = control, open
         self._said: tuple[m.Message, Tensor | None, Tensor | None] | None = None
         self._before = (0, 0)
         self._connect()
@@ -330,50 +309,13 @@ class ReconnectingData(Data):
     def close(self) -> None:
         self._data.close()
 
-    # --- Parts of a request, which is repeated as a whole or not at all ----------------------------------------------
-
-    @property
-    def control(self) -> Control:
-        return self._control
-
-    @property
-    def server_epoch(self) -> int:
-        return self._server_epoch
-
-    def send_part(self, message: m.Message, payload: Tensor | None = None, into: Tensor | None = None) -> None:
-        """Send to this connection's server only; raise `ServerUnavailable` if it is gone."""
-        with self._telling():
-            self._data.send(message, payload, into)
-
-    def receive_part(self, expect: type[Answer], into: Tensor | None = None) -> tuple[Answer, Tensor]:
-        with self._telling():
-            answer = self._data.receive(expect, into)
-        self.moved, self.shared = self._before[0] + self._data.moved, self._before[1] + self._data.shared
-        return answer
-
-    def renew(self) -> None:
-        if not self._control.is_same_server(self._server_epoch):
-            self._reconnect()
-
-    @contextmanager
-    def _telling(self) -> Iterator[None]:
-        try:
-            yield
-        except (ConnectionLost, Refused) as error:
-            if isinstance(error, ServerUnavailable) or self._control.is_same_server(self._server_epoch):
-                raise
-            raise ServerUnavailable(str(error)) from error
-
-    def _reconnect(self) -> None:
-        self._before = self._before[0] + self._data.moved, self._before[1] + self._data.shared
-        self._data.close()
-        self._connect()
-
     def _return(self, error: OmniError) -> None:
         """Repeat the unanswered message to the server that continues; raise the error if no other does."""
         if self._said is None or self._control.is_same_server(self._server_epoch):
             raise error
-        self._reconnect()
+        self._before = self._before[0] + self._data.moved, self._before[1] + self._data.shared
+        self._data.close()
+        self._connect()
         self.send(*self._said)
 
     def _connect(self) -> None:
@@ -381,10 +323,7 @@ class ReconnectingData(Data):
             self._control.wait_for_server()
             self._server_epoch = self._control.server_epoch
             try:
-                address = self._find()
-                if not self._control.is_same_server(self._server_epoch):
-                    continue
-                self._data = self._open(address)
+                self._data = self._open()
             except (ConnectionLost, Refused):
                 if self._control.is_same_server(self._server_epoch):
                     raise
@@ -432,8 +371,9 @@ class Peers(Protocol):
         """Close both directions."""
 
 
-def refused_return(no: Refused) -> ConnectionLost:
-    return ConnectionLost(f"the parameter server is gone, and the one at its address refuses this rank: {no}")
+def refused_return(no: Refused) -> OmniError:
+    kind = RankLost if no.code == "gone" else ConnectionLost  # no group rejoins a run that its server does not know
+    return kind(f"the parameter server is gone, and the one at its address refuses this rank: {no}")
 
 
 def answer_of(message: m.Message, expect: type[Answer]) -> Answer:

@@ -60,8 +60,6 @@ def check_tunable(trainer: Trainer) -> None:
         raise ConfigurationError("fast_dev_run trains too little")
     if not trainer.lightning_module.automatic_optimization:
         raise ConfigurationError("with manual optimization only training_step knows what a step is")
-    if len(trainer.optimizers) != 1:
-        raise ConfigurationError(f"it needs one optimizer, and there are {len(trainer.optimizers)}")
     arguments_of(type(trainer.lightning_module).training_step)
     loader = trainer.train_dataloader
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):

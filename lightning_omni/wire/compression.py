@@ -167,13 +167,13 @@ class PowerSGD(AllReduce, frozen=True, kw_only=True, tag="powersgd"):
         ]
         matrices = [(each.to(dtype) + unsent.error).flatten(1) for each, unsent, _ in known]
         factors = [unsent.factor for _, unsent, _ in known]
-        # DDP drops the mean of a parameter that no member has used, so without a gradient no residual is sent.
-        used = [each.any() for each, _, _ in known]
-        left = [matrix @ factor * is_used for matrix, factor, is_used in zip(matrices, factors, used, strict=True)]
+        left = [matrix @ factor for matrix, factor in zip(matrices, factors, strict=True)]
+        used = [each.any().to(dtype) for each, _, _ in known]
         sent = torch.bfloat16 if self.dtype == "bf16" else dtype
-        _put((yield _flat([*whole, *left], sent)), [*whole, *left])
-        left = [torch.linalg.qr(each).Q for each in left]
-        factors = [matrix.T @ each * is_used for matrix, each, is_used in zip(matrices, left, used, strict=True)]
+        _put((yield _flat([*whole, *left, *used], sent)), [*whole, *left, *used])
+        # DDP drops the mean of a parameter that no member has used: then nothing of its residuals counts as sent.
+        left = [torch.linalg.qr(each).Q * is_used.bool() for each, is_used in zip(left, used, strict=True)]
+        factors = [matrix.T @ each for matrix, each in zip(matrices, left, strict=True)]
         if not factors:
             return
         _put((yield _flat(factors, sent)), factors)
@@ -194,7 +194,7 @@ class PowerSGD(AllReduce, frozen=True, kw_only=True, tag="powersgd"):
 
     def _numbers(self, shape: Sequence[int]) -> int:
         columns = self._columns(shape)
-        return columns * (shape[0] + math.prod(shape[1:])) if columns else math.prod(shape)
+        return columns * (shape[0] + math.prod(shape[1:])) + 1 if columns else math.prod(shape)
 
 
 def resumed(steps: Steps, mean: Tensor) -> Tensor | None:

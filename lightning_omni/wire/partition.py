@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_omni.checks import counted
 from lightning_omni.errors import MalformedMessage, UnsupportedError
 from lightning_omni.methods import Method
-from lightning_omni.methods.contract import Tensors, Total
+from lightning_omni.methods.contract import Tensors
 from lightning_omni.methods.model.fragments import FRAGMENTS, divide
 from lightning_omni.methods.model.modules import class_path
 from lightning_omni.wire.formats.base import RESIDUAL, State
@@ -290,18 +291,15 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
             return type(first)(self.merged_tree(items) for items in zip(*trees, strict=True))
         return first
 
-    def recut(self, tree: Any) -> Any:
-        """Convert states of fragments, from `merged_tree`, that were cut for another number of servers.
-
-        Pushes to fragments that were not merged yet are dropped, because a total has one count for all of its elements.
-        """
+    def check_fragments(self, tree: Any) -> None:
+        """Raise `UnsupportedError` if states of fragments, from `merged_tree`, are of another number of servers."""
         servers = tree.get(_SERVERS, 1) if FRAGMENTS in tree else len(self.shares)
-        if servers == len(self.shares):
-            return tree
-        of, whole = len(tree[FRAGMENTS]), msgspec.structs.replace(self.layout, servers=servers)
-        before, after = ([layout.fragment(number, of) for number in range(of)] for layout in (whole, self.layout))
-        fragments = _recut(tree[FRAGMENTS], before, after)
-        return {**_beside_fragments(tree), FRAGMENTS: fragments, _SERVERS: len(self.shares)}
+        if servers != len(self.shares):
+            raise UnsupportedError(
+                f"the checkpoint was saved with {counted(servers, 'server')}, each of which cuts its own share into"
+                f" {len(tree[FRAGMENTS])} fragments, and this run has {len(self.shares)}: pass"
+                f" Server(count={servers}), or start lightning-omni serve --servers {servers}"
+            )
 
     def _each_fragment(self, states: Sequence[Any]) -> Iterable[tuple[Partition, Any]]:
         return ((self.fragment(number, len(states)), state) for number, state in enumerate(states))
@@ -382,53 +380,6 @@ def check_by_parts(method: Method, optimizer: Optimizer, inside: str) -> None:
 
 def _beside_fragments(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in tree.items() if key not in (FRAGMENTS, _SERVERS)}
-
-
-def _recut(trees: Sequence[Any], before: Sequence[Layout], after: Sequence[Layout]) -> Sequence[Any]:
-    first, count = trees[0], len(trees)
-    if isinstance(first, Mapping) and first.keys() == Total().state().keys():
-        return [Total().state() for _ in range(count)]
-    if any(trees) and all(map(_is_by_place, trees)):
-        names = dict.fromkeys(name for tree in trees for values in tree.values() for name in values)
-        moved = {}
-        for name in names:
-            each = zip(trees, before, strict=True)
-            of_name = [[tree.get(place, {}).get(name) for place in range(len(of.specs))] for tree, of in each]
-            moved[name] = _moved(of_name, before, after)
-        return [
-            {place: {name: moved[name][number][place] for name in names} for place in range(len(of.specs))}
-            for number, of in enumerate(after)
-        ]
-    if isinstance(first, Mapping) and all(tree.keys() == first.keys() for tree in trees):
-        parts = {key: _recut([tree[key] for tree in trees], before, after) for key in first}
-        return [{key: part[number] for key, part in parts.items()} for number in range(count)]
-    if all(_is_for_each(tree, of.specs) for tree, of in zip(trees, before, strict=True)):
-        return _moved(trees, before, after)
-    return trees
-
-
-def _moved(values: Sequence[Sequence[Any]], before: Sequence[Layout], after: Sequence[Layout]) -> list[list[Any]]:
-    """Return the values of all entries as values of other ranges of the same tensors."""
-    known: dict[str, list[tuple[TensorSpec, Any]]] = {}
-    for layout, each in zip(before, values, strict=True):
-        for spec, value in zip(layout.specs, each, strict=True):
-            if value is not None:
-                known.setdefault(spec.name, []).append((spec, value))
-    return [[_gathered(spec, known.get(spec.name, ())) for spec in layout.specs] for layout in after]
-
-
-def _gathered(spec: TensorSpec, pieces: Sequence[tuple[TensorSpec, Any]]) -> Any:
-    """Return an entry's value from overlapping pieces, with zeros in the gaps; None without any."""
-    whole: Tensor | None = None
-    for held, value in pieces:
-        part = _overlap(spec, held)
-        if part is None:
-            continue
-        if not _is_like(value, held):  # it is the same for all elements
-            return value
-        whole = value.new_zeros(spec.local_shape) if whole is None else whole
-        _piece(whole, spec, part).copy_(_piece(value, held, part))
-    return whole
 
 
 def _ranges(layout: Layout, servers: int) -> list[list[tuple[int, TensorSpec]]]:

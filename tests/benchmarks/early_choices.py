@@ -27,7 +27,7 @@ from rich.progress import track
 from rich.table import Table
 
 from lightning_omni.tuning.callback.online_tuner import DECISION_STEPS
-from lightning_omni.tuning.model.forecast import Forecast, Scaling, Setting, TrainedBatches
+from lightning_omni.tuning.model.forecast import Scaling, Setting, TrainedBatches
 from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.search import Observation, Search, SearchSpec, Space
 from lightning_omni.tuning.search import constants as c
@@ -105,7 +105,7 @@ class Cluster:
         self.ranks, self._draw = ranks, draw
         known = self._search([self._measured(draw(np.random.default_rng(999), (ranks, MANY)), np.full(ranks, BATCH))])
         known.choice()
-        self._truth: Forecast = known.forecast()
+        self._truth = known
 
     def _measured(self, factors: Array, samples: Array) -> Measured:
         """As `OmniTuner` would measure them in one group, on links on which bytes take no time to speak of."""
@@ -137,7 +137,7 @@ class Cluster:
     @property
     def of_one_group(self) -> float:
         """See `Look`."""
-        return self._truth.log_seconds(OWN)
+        return self._truth.log_time(OWN)
 
     def looks(self, seed: int) -> list[Look]:
         """All of a run's, in their order."""
@@ -152,7 +152,7 @@ class Cluster:
             is_clear, choice = bool(verdict(search, is_early=is_early)), search.choice(asks=not is_early).setting
             is_known = bool(verdict(search, is_early=is_early, can_wait=True))
             splits = is_early and is_clear
-            found.append(Look(trained + steps, is_clear, is_known, splits, self._truth.log_seconds(choice)))
+            found.append(Look(trained + steps, is_clear, is_known, splits, self._truth.log_time(choice)))
             if splits:
                 known, trained = [self._measured(factors[:, timed], samples)], steps
                 speeds = 1 / factors[:, timed].mean(axis=1)

@@ -8,14 +8,13 @@ parts, a moment for each, a group that works) and simulates it from what one mea
     --start     seconds from the death of a group to its first batch, and from its return after an eviction
     --silence   the server's heartbeat time-out, after which a group that is frozen or cut off is evicted
     --away      seconds for which it is
-    --downtime  seconds without a server
-    --save-every, --exchange    between two saves of the server's state; of a push and its answer
+    --exchange  seconds of a push and its answer
     --validation                for which all groups validate, and get ready for the next epoch, when one has ended
 
 Printed is the goodput as `faults.py` counts it: the seconds of each batch once, over the time that groups were up,
 which is without the seconds for which they were frozen or cut off; and how many batches were computed in vain. Then the
-same for --many groups, at the same rate of faults for each group, of the server for the run (--many-minutes, for a
-thousand groups compute 2,000 batches in a second).
+same for --many groups, at the same rate of faults for each group (--many-minutes, for a thousand groups compute 2,000
+batches in a second).
 
 At the end of an epoch all groups wait for the last one. Of a thousand, one is nearly always frozen then, or has just
 come back, and a simulated group that comes back to an epoch of which nothing is left trains a batch again, for which a
@@ -41,10 +40,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lightning_omni.simulator import Cluster, Failure, Limits, Link, ServerRestart, Slowdown, Workload, simulate
+from lightning_omni.simulator import Cluster, Failure, Limits, Link, Slowdown, Workload, simulate
 from lightning_omni.trace import Trace
 
-KINDS = ("kill", "leave", "freeze", "server", "cut")
+KINDS = ("kill", "leave", "freeze", "cut")
 ABSENT = ("freeze", "cut")
 FIRST = 10.0
 """Seconds before the first fault."""
@@ -59,25 +58,21 @@ class Durations:
     start: float
     silence: float
     away: float
-    downtime: float
-    save_every: float
     exchange: float
     validation: float
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens, to which rank, when, and until when that rank, or the server, is away."""
+    """What happens, to which rank, when, and until when that rank is away."""
 
     kind: str
     rank: int
     time: float
     until: float
 
-    def events(self, durations: Durations) -> list[Failure | Slowdown | ServerRestart]:
+    def events(self, durations: Durations) -> list[Failure | Slowdown]:
         """The same for the simulator."""
-        if self.kind == "server":
-            return [ServerRestart(self.time, self.until)]
         if self.kind not in ABSENT:
             return [Failure(self.rank, self.time, self.until)]
         evicted = self.time + durations.silence
@@ -94,13 +89,8 @@ def schedule(groups: int, seconds: float, counts: Counter[str], durations: Durat
     kinds = sorted(counts.elements(), key=KINDS.index)
     chance.shuffle(kinds)
     away = [0.0] * groups
-    server = 0.0
     for moment, kind in zip(sorted(chance.uniform(FIRST, seconds) for _ in kinds), kinds, strict=True):
-        if kind == "server":
-            moment = max(moment, server + 0.01)
-            server = moment + durations.downtime
-            found.append(Fault(kind, 0, moment, server))
-        elif free := [rank for rank in range(1, groups) if away[rank] <= moment]:
+        if free := [rank for rank in range(1, groups) if away[rank] <= moment]:
             rank = chance.choice(free)
             away[rank] = moment + durations.start + (durations.away if kind in ABSENT else 0.0)
             found.append(Fault(kind, rank, moment, away[rank]))
@@ -114,7 +104,7 @@ def equal_parts(faults: int, kinds: Sequence[str]) -> Counter[str]:
 
 def scaled(counts: Counter[str], groups: float, minutes: float) -> Counter[str]:
     """As many faults of each group in a minute where there are so many times as many groups and minutes."""
-    return Counter({kind: round(n * minutes * (1 if kind == "server" else groups)) for kind, n in counts.items()})
+    return Counter({kind: round(number * minutes * groups) for kind, number in counts.items()})
 
 
 def loss(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
@@ -129,7 +119,7 @@ def train(
     """A run of so many seconds, with so many batches of a group in an epoch; a sample stands for a batch."""
     events = [event for fault in faults for event in fault.events(of)]
     link = Link(latency=of.exchange / 2)
-    cluster = Cluster.even(groups, args.step, link=link, events=tuple(events), save_every=of.save_every)
+    cluster = Cluster.even(groups, args.step, link=link, events=tuple(events))
     return simulate(
         args.method,
         groups,
@@ -179,14 +169,13 @@ def main() -> None:
     parser.add_argument("--many", type=int, default=1000, help="groups of the second run; 0 for none")
     parser.add_argument("--many-minutes", type=float, default=2.0)
     measured: dict[str, Any] = {
-        "start": 5.0, "silence": 5.0, "away": 9.0, "downtime": 0.3, "save-every": 2.0, "exchange": 0.0,
-        "validation": 0.0,
+        "start": 5.0, "silence": 5.0, "away": 9.0, "exchange": 0.0, "validation": 0.0,
     }  # fmt: skip
     for name, value in measured.items():
         parser.add_argument(f"--{name}", type=float, default=value, help="seconds")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    of = Durations(args.start, args.silence, args.away, args.downtime, args.save_every, args.exchange, args.validation)
+    of = Durations(args.start, args.silence, args.away, args.exchange, args.validation)
     counts = equal_parts(args.faults, args.kinds)
     for each in (Counter[str](), counts):
         report(args.groups, 60 * args.minutes, args.epoch, each, of, args)

@@ -31,8 +31,6 @@ from rich.progress import track
 from rich.table import Table
 from tasks import CLUSTERS, DEVELOPING, RANKS, TASKS, cluster_of
 
-from lightning_omni.tuning.search.prior import PriorTheory
-
 FIXED: dict[str, dict[str, Any]] = {
     "1 group, proportional batches": {"rebalance": True},
     "1 group, proportional batches, bf16": {"rebalance": True, "all_reduce": "bf16"},
@@ -75,7 +73,6 @@ def measured(task: str, cluster: str, names: list[str]) -> Iterator[tuple[str, f
         return
     judged = Judged(TASKS[task], cluster_of(cluster, TASKS[task]), seed=0)
     theory = judged.decide().search.theory
-    assert isinstance(theory, PriorTheory)
     for name in names:
         setting = replace(judged.own, **FIXED[name])
         suited = theory.suggested(setting) if setting.groups > 1 else setting

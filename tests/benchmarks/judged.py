@@ -52,7 +52,6 @@ from lightning_omni.tuning.model.forecast import Scaling, Setting, TrainedBatche
 from lightning_omni.tuning.search import Observation, Search, SearchSpec, Space
 from lightning_omni.tuning.search.choice import verdict
 from lightning_omni.tuning.search.evidence import Evidence
-from lightning_omni.tuning.search.prior import PriorTheory
 from lightning_omni.tuning.search.space import DEFAULT_ALL_REDUCES, DEFAULT_METHODS, DEFAULT_WIRES, compression_named
 
 LONGEST = 6.0
@@ -166,7 +165,6 @@ class Judged:
 
     def alternatives(self, evidence: Evidence) -> Iterator[Setting]:
         """Ways of exchanging, each in steps of three sizes."""
-        assert isinstance(evidence.theory, PriorTheory)
         for rebalance in (False, True):
             for format_ in ("fp32", *DEFAULT_ALL_REDUCES):
                 yield replace(self.own, all_reduce=format_, rebalance=rebalance)

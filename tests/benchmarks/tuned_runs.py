@@ -301,7 +301,7 @@ class TunedRun:
         speed = speed_in(trace, float(len(self.judged.task.subject.data)))
         if setting.groups == 1 or speed is None:
             return None
-        one, theory = best_by_forecast(search, groups=1), search.forecast().theory
+        one, theory = best_by_forecast(search, groups=1), search.theory
         one_at_least = math.log(search.prediction(one).samples_per_second.low)
         if speed.log_most() - theory(setting) >= one_at_least - theory(one):
             return None
@@ -400,15 +400,15 @@ def measure(task: str, cluster: str, seed: int, options: Options) -> Row:
     judged = Judged(TASKS[task], cluster_of(cluster, TASKS[task]), seed)
     run, ddp = TunedRun(judged, options), judged.ddp
     first = run.decide(Moment(), ())
-    setting, forecast = first.setting, first.search.forecast()
+    setting, search = first.setting, first.search
     if setting == judged.own:
         return Row(task, cluster, seed, ddp.seconds / SECONDS, ddp.seconds / SECONDS, [AS_IT_WAS], 0.0, 0.0, 0.0)
     seconds, to_first = run.train(first)
     left = run.own_left(first)
     own = ddp.seconds * first.at.samples / ddp.samples + left
     tuned, began = min(seconds, LONGEST * own), first.at.seconds + options.switch * (setting.groups > 1)
-    predicted = forecast.log_seconds(judged.own) - forecast.log_seconds(setting)
-    deviation = math.hypot(forecast.theory.error(setting), first.search.residual(setting)[1])
+    predicted = search.log_time(judged.own) - search.log_time(setting)
+    deviation = math.hypot(search.theory.error(setting), search.residual(setting)[1])
     measured = math.log(left / min(to_first - began, LONGEST * left))
     told = [str(each) if each != judged.own else AS_IT_WAS for each in run.settings]
     return Row(task, cluster, seed, own / SECONDS, tuned / SECONDS, told, predicted, deviation, measured)

@@ -204,7 +204,9 @@ class Pretrained(Net):
 
     def setup(self, stage: str) -> None:
         if stage == "fit":
-            self.load_state_dict(self.trainer.strategy.load_checkpoint(FOLDER / "half.ckpt")["state_dict"])
+            self.load_state_dict(
+                self.trainer.strategy.load_checkpoint(self.trainer.ckpt_path or FOLDER / "half.ckpt")["state_dict"]
+            )
 
     def predict_step(self, batch: Any, batch_idx: int) -> list[int]:
         return batch[2].tolist()
@@ -215,7 +217,8 @@ def with_the_weights_of_half() -> dict[str, list[int]]:
     pl.seed_everything(1, verbose=False)
     noted = Samples()
     run = trainer(omni.OmniStrategy(groups=2), 2, callbacks=[noted])
-    module = Pretrained(norm=False)
+    module, evaluated = Pretrained(norm=False), FOLDER / "half.ckpt"
+    run.validate(module, loaders()[1], ckpt_path=evaluated, verbose=False)  # which the fit does not resume
     run.fit(module, *loaders())
     predicted = run.predict(module, run.train_dataloader)
     return {"seen": noted.seen[0], "predicted": [sample for batch in predicted or () for sample in batch]}

@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.runtime.model.replica import fingerprints
-from lightning_omni.runtime.model.tensor_sync import write
+from lightning_omni.runtime.model.tensor_sync import are_alike, write
 from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.topology import RECORDER
 
@@ -102,7 +102,8 @@ def merge(parallel: ParallelState, untrained: Iterable[BufferSync]) -> None:
 
 
 def _check_shapes(parallel: ParallelState, untrained: Sequence[BufferSync]) -> None:
-    for each, is_one in zip(untrained, _are_one(parallel, [_mark(each.tensor) for each in untrained]), strict=True):
+    marks = [_mark(each.tensor) for each in untrained]
+    for each, is_one in zip(untrained, are_alike(marks, parallel.all_reduce_max), strict=True):
         if not is_one:
             raise UnsupportedError(
                 f"{each.name} is not of one shape and dtype on all ranks ({list(each.tensor.shape)} on rank"
@@ -113,13 +114,6 @@ def _check_shapes(parallel: ParallelState, untrained: Sequence[BufferSync]) -> N
 
 def _mark(tensor: Tensor) -> int:
     return zlib.crc32(f"{tensor.dtype}{list(tensor.shape)}".encode())
-
-
-def _are_one(parallel: ParallelState, marks: Sequence[int]) -> list[bool]:
-    if not marks:
-        return []
-    largest, negated = parallel.all_reduce_max(marks), parallel.all_reduce_max([-mark for mark in marks])
-    return [most == -least for most, least in zip(largest, negated, strict=True)]
 
 
 def _average(parallel: ParallelState, untrained: Sequence[BufferSync]) -> None:
@@ -159,7 +153,7 @@ def _take_largest(untrained: Sequence[BufferSync]) -> None:
 
 
 def _take_first(parallel: ParallelState, untrained: Sequence[BufferSync]) -> None:
-    are_one = _are_one(parallel, fingerprints(each.tensor for each in untrained))
+    are_one = are_alike(fingerprints(each.tensor for each in untrained), parallel.all_reduce_max)
     differ = [each for each, is_one in zip(untrained, are_one, strict=True) if not is_one]
     if differ:
         flat = torch.cat([each.tensor.contiguous().flatten().view(torch.uint8).cpu() for each in differ])

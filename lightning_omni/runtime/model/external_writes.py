@@ -19,15 +19,12 @@ from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods.model.server_optimizer import plain_attributes_of
 from lightning_omni.runtime.model.buffer_sync import BufferSync, buffers_of, merge, parameters_of
 from lightning_omni.runtime.model.meshes import shown
-from lightning_omni.runtime.model.replica import Part, fingerprints
+from lightning_omni.runtime.model.replica import SAMPLED, Part, fingerprints
 from lightning_omni.runtime.model.tensor_sync import take_from_rank_zero
 from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.runtime.server_exchange import ServerExchange
 from lightning_omni.runtime.state.served_state import ServedState
 from lightning_omni.runtime.state.transfer import StateTransfer
-
-_SAMPLED = 1 << 16
-"""Approximate number of a tensor's elements that a synchronization point compares to detect a write."""
 
 
 class ExternalWrites:
@@ -214,8 +211,7 @@ class ExternalWrites:
             self._exchange.peers.grow(index, part.replica.layout)  # drops what was published or received before
         self._states.seed()
         self._states.forget()
-        for index, part in enumerate(parallel.parts):
-            part.replica.load(self._exchange.fetch(index))
+        self._exchange.read_weights()
 
     def _share_loose(self) -> None:
         others = list(self.others())
@@ -234,7 +230,7 @@ class ExternalWrites:
 
 
 def _marks(untrained: Iterable[BufferSync]) -> list[int]:
-    return fingerprints((each.tensor for each in untrained), _SAMPLED)
+    return fingerprints((each.tensor for each in untrained), SAMPLED)
 
 
 def _check_whole(written: Iterable[BufferSync]) -> None:

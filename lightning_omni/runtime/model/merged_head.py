@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import torch
@@ -15,18 +15,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_omni.errors import ConfigurationError, Refused, UnsupportedError
-from lightning_omni.group.merged_head import HeadMessage, MergedHeadClient
+from lightning_omni.group.merged_head import MergedHeadClient
 from lightning_omni.methods.model.head import pass_through
 from lightning_omni.methods.model.modules import tensors_of, with_tensors
 from lightning_omni.runtime.model.parameter_groups import ParameterGroups
 from lightning_omni.runtime.model.replica import Part
+from lightning_omni.runtime.model.tensor_sync import gathered
 from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.runtime.server_exchange import ServerExchange
+from lightning_omni.transport.connections import Answer
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, unpack
 from lightning_omni.wire.layout import DTYPES
-
-_Answer = TypeVar("_Answer", bound=m.Message)
 
 
 class RemoteHead:
@@ -95,7 +95,7 @@ class RemoteHead:
     def _evaluate(self, tree: Any) -> Any:
         """Return the output for this rank's rows, without training; a rank may request it alone."""
         with self._exchange.timed():
-            answer, payload = self._ask(self._forward(tree, exclusive=False), m.HeadOutput)
+            answer, payload = self._ask(*self._forward(tree, exclusive=False), m.HeadOutput)
         output = unpack(answer.packed, payload)
         return with_tensors(output, [tensor.to(self._parallel.device) for tensor in tensors_of(output)])
 
@@ -126,7 +126,7 @@ class RemoteHead:
             whole = self._gather(tensors)
             packed, payload = Packed(b"", ()), torch.empty(0)
             if parallel.is_leader:
-                answer, payload = self._ask(self._forward(with_tensors(tree, whole), exclusive=True), m.HeadOutput)
+                answer, payload = self._ask(*self._forward(with_tensors(tree, whole), exclusive=True), m.HeadOutput)
                 packed = answer.packed
             note = self._exchange.members.broadcast_bytes(msgspec.msgpack.encode(packed))
             packed = msgspec.msgpack.decode(note, type=Packed)
@@ -136,15 +136,15 @@ class RemoteHead:
             # Copies, because torch does not allow writes to a view that a function returns.
             return [tensor.clone() for tensor in self._scatter(views, shapes)]
 
-    def _forward(self, tree: Any, exclusive: bool) -> HeadMessage:
+    def _forward(self, tree: Any, exclusive: bool) -> tuple[m.HeadForward, Tensor]:
         kind = self._parallel.device.type
         mixed = torch.is_autocast_enabled(kind)
         autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if mixed else ""
         return self.side.forward(tree, autocast, exclusive)
 
-    def _ask(self, request: HeadMessage, expect: type[_Answer]) -> tuple[_Answer, Tensor]:
+    def _ask(self, message: m.Message, payload: Tensor, expect: type[Answer]) -> tuple[Answer, Tensor]:
         try:
-            return self._exchange.ask(request.message, expect, request.payload)
+            return self._exchange.ask(message, expect, payload)
         except Refused as no:
             raise ConfigurationError(f'merged="{self._name}": {no}') from no
 
@@ -165,7 +165,7 @@ class RemoteHead:
             back: list[Any] = []
             if parallel.is_leader:
                 mean = 1 / len(parallel.members)  # as DDP averages over ranks
-                answer, payload = self._ask(self.side.backward(whole, parallel.core.place, mean), m.HeadGradients)
+                answer, payload = self._ask(*self.side.backward(whole, parallel.core.place, mean), m.HeadGradients)
                 back = unpack(answer.packed, payload)
                 there = msgspec.msgpack.encode(
                     ([gradient is not None for gradient in back], answer.applied, answer.refused_in_row)
@@ -197,9 +197,7 @@ class RemoteHead:
                 f" into the submodule must have the batch as its first dimension; their sizes are {sorted(sizes)}"
             )
         mine = torch.tensor([sizes.pop()], device=self._parallel.device)
-        of_all = [torch.zeros_like(mine) for _ in self._parallel.members]
-        dist.all_gather(of_all, mine, group=self._parallel.compute_group)
-        return [int(rows) for rows in of_all]
+        return [int(rows) for rows in gathered(mine, self._parallel.compute_group)]
 
     def _share_presence(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients, with zeros for those that only other members have."""

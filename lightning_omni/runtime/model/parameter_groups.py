@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from lightning_omni.errors import ConfigurationError, ProtocolError, UnsupportedError
 from lightning_omni.methods.model.server_optimizer import held_by, holds, hyperparameters_of, state_of
 from lightning_omni.runtime.model.replica import Part
-from lightning_omni.runtime.model.tensor_sync import agree, describe
+from lightning_omni.runtime.model.tensor_sync import agree, are_alike, describe
 from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.runtime.server_exchange import ServerExchange
 from lightning_omni.wire import messages as m
@@ -53,7 +53,6 @@ class ParameterGroups:
                 before = part.replica.ordered
                 part.replica.hold(self._named(part, {}))
                 self._reorder_residual(index, before)
-                part.into = None
             elif not set(part.replica.ordered) <= set(held_by(part.optimizer)):
                 raise UnsupportedError(
                     f'merged="{part.head[0]}": its weights were taken out of their optimizer; put them back, or leave'
@@ -120,7 +119,6 @@ class ParameterGroups:
                     " groups the same model, and register in it what an optimizer may come to hold"
                 )
             part.replica.hold({name: known[name] for name in names})
-            part.into = None
 
     def follow_all(self) -> bool:
         grown = [self.follow(index) for index in range(len(self._parallel.parts))]
@@ -161,7 +159,6 @@ class ParameterGroups:
         version, theirs = self._announce(index, tree, grown.nbytes - first)
         if fresh:
             replica.grow(fresh, version)
-            part.into = None
             self._exchange.peers.grow(index, grown)
             buffer = torch.cat([torch.zeros(first, dtype=torch.uint8), theirs])
             _take_over(list(fresh.values()), grown.views(buffer)[start:])
@@ -174,8 +171,7 @@ class ParameterGroups:
 
     def check_alike(self) -> None:
         mine = _digest(repr([(list(part.replica.parameters), self._places(part)) for part in self._parallel.parts]))
-        largest, smallest = self._parallel.all_reduce_max([mine, -mine])
-        if largest != -smallest:
+        if not all(are_alike([mine], self._parallel.all_reduce_max)):
             raise ConfigurationError(
                 "other groups are to be formed, and the ranks' optimizers do not hold the same parameters in the same"
                 " parameter groups: freeze, unfreeze and add_param_group on all ranks before, or after"

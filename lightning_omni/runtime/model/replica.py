@@ -31,6 +31,8 @@ _LARGE = 1 << 16
 """Elements of a weight above which a comparison of all takes too long for a step."""
 _AT_ONCE = 1 << 24
 """Elements that a device compares at once, because their comparison takes memory."""
+SAMPLED = 1 << 16
+"""Approximate number of a tensor's elements by which ranks compare it, or detect a write where they synchronize."""
 _FEW = 1 << 12
 """Approximate number of a frozen weight's elements that a step compares to detect a write."""
 
@@ -312,14 +314,9 @@ class ModelReplica(Replica):
 class Part:
     optimizer: Optimizer
     replica: ModelReplica
-    into: Tensor | None = None
-    flat: Tensor | None = None
-    """Memory for the tensors of an answer on the device of the weights, if that is not the CPU."""
-    coded: Memory | None = None
-    handed: Memory | None = None
-    """Memory for a part of an encoded answer, on the device of the weights."""
-    spare: Tensor | None = None
-    """A second ``into``; each exchange that overlaps computation swaps the two."""
+    empty: Callable[[int], Tensor]
+    """Returns memory for exchanges with the server."""
+    device: torch.device
     split: Partition | None = None
     """The division of its parameters over several servers, at the last exchange."""
     staleness: Counter[int] = field(default_factory=Counter)
@@ -336,27 +333,30 @@ class Part:
     def __post_init__(self) -> None:
         self.arranged = self.arrangement
         self._outs: list[Memory] = []
+        self._into, self._spare, self.coded = (Memory(self.empty) for _ in range(3))
+        self.release()
 
-    def memory(self, before: int, empty: Callable[[int], Tensor]) -> Tensor:
-        nbytes = before + self.replica.layout.nbytes
-        if self.into is None or self.into.numel() != nbytes:
-            self.into = empty(nbytes)
-        return self.into
+    def memory(self, before: int) -> Tensor:
+        """Return memory in which a rank that exchanges receives the weights, after so many bytes."""
+        return self._into.room(before + self.replica.layout.nbytes)
 
-    def on_device(self, before: int, device: torch.device) -> Tensor:
-        nbytes = before + self.replica.layout.nbytes
-        if self.flat is None or self.flat.numel() != nbytes:
-            self.flat = zeros_on(device)(nbytes)
-        return self.flat
+    def swap(self) -> None:
+        """Receive the next weights in other memory: the last ones are still compared with the group's."""
+        self._into, self._spare = self._spare, self._into
+
+    def on_device(self, before: int) -> Tensor:
+        """Return memory for an answer's tensors on the device of the weights, if that is not the CPU."""
+        return self._flat.room(before + self.replica.layout.nbytes)
 
     def release(self) -> None:
-        if self.flat is not None:
-            self.flat = self.handed = None
+        """Release the memory on the device."""
+        self._flat, self.handed = (Memory(zeros_on(self.device)) for _ in range(2))
+        if self.device.type != "cpu":
             self.replica.forget()
 
-    def outs(self, servers: int, empty: Callable[[int], Tensor]) -> list[Memory]:
+    def outs(self, servers: int) -> list[Memory]:
         while len(self._outs) < servers:
-            self._outs.append(Memory(empty))
+            self._outs.append(Memory(self.empty))
         return self._outs[:servers]
 
     @property

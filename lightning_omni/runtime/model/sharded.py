@@ -28,7 +28,7 @@ from lightning_omni.methods.model.replica import load_optimizer_state
 from lightning_omni.methods.model.server_optimizer import held_by
 from lightning_omni.runtime._private import all_reduce_hook_of, root_mesh
 from lightning_omni.runtime.model.meshes import DATA, TENSOR, Sharding, shown
-from lightning_omni.runtime.model.tensor_sync import contiguous, take_from_rank_zero
+from lightning_omni.runtime.model.tensor_sync import contiguous, gathered, take_from_rank_zero
 from lightning_omni.topology import RECORDER, Topology
 
 # --- The module ------------------------------------------------------------------------------------------------------
@@ -274,8 +274,7 @@ def _exchange_in_row(tensors: Sequence[DTensor]) -> None:
     for room, flat in zip(mine.split(sizes), flats, strict=True):
         part = _part(flat, number, of)
         room[: part.numel()] = part
-    theirs = [torch.empty_like(mine) for _ in range(of)]
-    dist.all_gather(theirs, mine, group=root_mesh(tensors[0].device_mesh).get_group(TENSOR))
+    theirs = gathered(mine, root_mesh(tensors[0].device_mesh).get_group(TENSOR))
     for tensor, *parts in zip(tensors, *(each.split(sizes) for each in theirs), strict=True):
         local = _memory_of(tensor)
         local.copy_(torch.cat(parts)[: local.numel()].view(local.shape))

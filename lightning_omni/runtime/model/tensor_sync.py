@@ -18,6 +18,9 @@ from torch.nn.parameter import is_lazy
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.runtime._private import ignored_by_ddp, put_in_order
 
+_LETTER = 1024
+"""Bytes of a note that one broadcast holds; a longer one takes two."""
+
 # --- Transfer ---------------------------------------------------------------------------------------------------------
 
 # gloo and NCCL read and write as many elements of memory as a tensor has, from its first one on. That is the tensor
@@ -56,6 +59,43 @@ def take_from_rank_zero(named: Iterable[tuple[str, Tensor]], group: Any = None) 
     for name, tensor in named:
         with contiguous(tensor, name) as memory:
             dist.broadcast(memory, src=0, group=group)
+
+
+def broadcast_from(memory: Tensor, group: Any, device: torch.device, source: int = 0) -> None:
+    """Overwrite memory by that of one rank of a process group, by its number there; its backend takes ``device``."""
+    if memory.device.type == device.type:
+        dist.broadcast(memory, group=group, group_src=source)
+        return
+    is_source = group.rank() == source  # the default process group may number its ranks otherwise
+    shared = memory.to(device) if is_source else torch.empty_like(memory, device=device)
+    dist.broadcast(shared, group=group, group_src=source)
+    if not is_source:
+        memory.copy_(shared)
+
+
+def broadcast_bytes(note: bytes | None, broadcast: Callable[[Tensor], Any]) -> bytes:
+    """Return one rank's ``note`` on all ranks of a process group; the others pass None."""
+    letter = torch.zeros(8 + _LETTER, dtype=torch.uint8)
+    if note:  # torch takes no empty buffer
+        beginning = torch.frombuffer(bytearray(note[:_LETTER]), dtype=torch.uint8)
+        letter[:8].view(torch.int64)[0] = len(note)
+        letter[8 : 8 + beginning.numel()] = beginning
+    broadcast(letter)
+    size = int(letter[:8].view(torch.int64)[0])
+    if size <= _LETTER:
+        return letter[8 : 8 + size].numpy().tobytes()
+    long = torch.zeros(size, dtype=torch.uint8)
+    if note is not None:
+        long.copy_(torch.frombuffer(bytearray(note), dtype=torch.uint8))
+    broadcast(long)
+    return long.numpy().tobytes()
+
+
+def gathered(mine: Tensor, group: Any) -> list[Tensor]:
+    """Return the tensor of every rank of a process group, all of which call it, in rank order."""
+    places = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(places, mine, group=group)
+    return places
 
 
 def write(tensor: Tensor, values: Tensor, name: str = "a tensor") -> None:
@@ -142,6 +182,12 @@ def agree(found: Mapping[str, str], rank: int, largest: Largest, remedy: str) ->
     if lowest:
         raise ConfigurationError(f"{_text_of(lowest == _MOST_RANKS - rank, problem, largest)}; {remedy}")
     return list(theirs)
+
+
+def are_alike(numbers: Sequence[int], largest: Largest) -> list[bool]:
+    """Return of each number whether all ranks, which call it, have the same."""
+    both = largest([*numbers, *(-each for each in numbers)]) if numbers else []
+    return [most == -least for most, least in zip(both, both[len(numbers) :], strict=False)]
 
 
 def describe(tensor: Tensor) -> str:

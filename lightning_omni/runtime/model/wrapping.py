@@ -22,7 +22,7 @@ from lightning_omni.runtime._private import ignored_by_ddp
 from lightning_omni.runtime.model.buffer_sync import check_dense
 from lightning_omni.runtime.model.meshes import FSDP
 from lightning_omni.runtime.model.sharded import average_over_replicas, is_sharded, shard, share_initial
-from lightning_omni.runtime.model.tensor_sync import check_all_shared, make_alike, take_from_rank_zero
+from lightning_omni.runtime.model.tensor_sync import check_all_shared, gathered, make_alike, take_from_rank_zero
 from lightning_omni.runtime.parallel_state import ParallelState
 
 
@@ -227,9 +227,7 @@ class ReductionCheck:
         mine = torch.zeros(2, device=parameters[0].device)
         for each in sums:
             mine += each.to(mine.device)
-        every = [torch.empty_like(mine) for _ in self._members]
-        dist.all_gather(every, mine, group=self._group)
-        both = torch.stack(every)
+        both = torch.stack(gathered(mine, self._group))
         scale = both[:, 1].max()
         if scale.isfinite() and bool((both - both[0]).abs().max() > _TOLERANCE * scale):
             raise ConfigurationError(

@@ -22,8 +22,9 @@ from lightning_omni.methods.model.modules import describe_module
 from lightning_omni.methods.model.replica import optimizer_state_of
 from lightning_omni.methods.model.server_optimizer import held_by, hyperparameters_of, set_hyperparameter
 from lightning_omni.runtime.model.parameter_groups import ParameterGroups
-from lightning_omni.runtime.model.replica import Part, fingerprints
+from lightning_omni.runtime.model.replica import SAMPLED, Part, fingerprints
 from lightning_omni.runtime.model.sharded import here, in_order, load_state, parts_of, whole
+from lightning_omni.runtime.model.tensor_sync import are_alike
 from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.runtime.server_exchange import ServerExchange, ServerSnapshot
 from lightning_omni.runtime.state.checkpoint import RunCheckpoint
@@ -33,9 +34,6 @@ from lightning_omni.wire.codec import pack
 from lightning_omni.wire.formats.base import RESIDUAL, to_wire
 
 _log = logging.getLogger(__name__)
-
-_SAMPLED = 1 << 16
-"""Approximate number of a tensor's elements by which ranks compare it."""
 
 
 class StateTransfer:
@@ -142,9 +140,8 @@ class StateTransfer:
             return
         parts = self._parallel.parts if self._parallel.steps_at_worker or self._parallel.is_synchronous else []
         marks = [_mark(optimizer_state_of(part.optimizer)) for part in parts]
-        both = self._parallel.process_groups.largest([*marks, *(-mark for mark in marks)], self._parallel.replica_group)
-        least = both[len(parts) :]
-        self._share([part for part, most, less in zip(parts, both, least, strict=False) if most != -less])
+        alike = are_alike(marks, partial(self._parallel.process_groups.largest, group=self._parallel.replica_group))
+        self._share([part for part, is_alike in zip(parts, alike, strict=True) if not is_alike])
 
     # --- To the server and back ---------------------------------------------------------------------------------------
 
@@ -460,7 +457,7 @@ class Residuals:
 
 def _mark(state: Mapping[Any, Any]) -> int:
     tensors = [each for each in tree_leaves(state) if isinstance(each, Tensor)]
-    return zlib.crc32(str(fingerprints(tensors, _SAMPLED)).encode())
+    return zlib.crc32(str(fingerprints(tensors, SAMPLED)).encode())
 
 
 def _describe_head(part: Part) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from lightning_omni.methods import Pulled
 from lightning_omni.runtime.model.external_writes import ExternalWrites
@@ -21,7 +21,6 @@ from lightning_omni.wire.messages import SnapshotId
 
 _SAMPLED = 1 << 12
 """Approximate number of a parameter's elements by which it is recognized."""
-_Answer = TypeVar("_Answer", bound=m.Message)
 
 
 class ValidationSnapshots:
@@ -32,10 +31,10 @@ class ValidationSnapshots:
     def claim(self, epoch: int, passed: int) -> int:
         """Report how many validation points this group has passed; return the validation to evaluate, or 0."""
         message = m.ClaimValidation(epoch=epoch, generation=self._parallel.generation, passed=passed)
-        return self._ask(message, m.ValidationClaimed).number
+        return self._parallel.joined.request(message, m.ValidationClaimed).number
 
     def ask(self) -> m.Validations:
-        return self._ask(m.AskValidations(), m.Validations)
+        return self._parallel.joined.request(m.AskValidations(), m.Validations)
 
     @contextmanager
     def loaded(self, number: int) -> Iterator[SnapshotId]:
@@ -108,7 +107,4 @@ class ValidationSnapshots:
     def release(self, number: int) -> None:
         """Report, on the recorder, that no checkpoint of validations up to this one is saved any more."""
         if self._parallel.is_recorder:
-            self._ask(m.ReleaseVersion(number=number), m.VersionReleased)
-
-    def _ask(self, message: m.Message, expect: type[_Answer]) -> _Answer:
-        return self._parallel.joined.request(message, expect)
+            self._parallel.joined.request(m.ReleaseVersion(number=number), m.VersionReleased)

@@ -143,15 +143,8 @@ class FormedGroups:
 
 JOINS = "joins-"
 """Prefix of the names of runs that groups join on their own. The server recognizes such a run by it."""
-AGAIN = "+"
-"""Separator in the name of a run that begins again because its server ended before the first save."""
 MOST_RANKS = 1 << 16
 """The most rank numbers of a run."""
-
-
-def origin(run: str) -> str:
-    """Return the original name of a run, the same for all runs that replaced it."""
-    return run.partition(AGAIN)[0]
 
 
 class RankNumbers:
@@ -159,12 +152,10 @@ class RankNumbers:
 
     Attributes:
         given: numbers from this one on are free, except announced ones.
-        lost: name of the run that groups were about to join at an earlier server, which has saved none of it: the next
-            run is this one, begun again; with `AGAIN` if a rank had joined.
     """
 
     def __init__(self) -> None:
-        self.given, self.lost = 0, ""
+        self.given = 0
         self._claim: tuple[bytes, str] | None = None  # the connection that begins the run, and its name
         self._enlisted: dict[bytes, tuple[int, int]] = {}
 
@@ -186,8 +177,7 @@ class RankNumbers:
         if peer in self._enlisted:
             return self._enlisted[peer]
         if not announced:
-            name = f"{origin(self.lost)}{AGAIN}{run}" if self.lost else JOINS + run
-            self._claim = self._claim or (peer, name)
+            self._claim = self._claim or (peer, JOINS + run)
             return (0 if self._claim[0] == peer else -1), 0
         self.given = first + ranks
         self._enlisted[peer] = first, announced
@@ -311,8 +301,8 @@ class Roster:
         if self._first is not None and not self.joining:
             raise Refused(
                 "busy",
-                "this server is busy with a run whose ranks were all announced when it began; start a server for each"
-                " run",
+                "this server is busy with a run whose ranks were all announced when it began; wait until it is over, or"
+                " start a server for each run",
             )
         return self.numbers.register(peer, ranks, run, self.world_size)
 
@@ -345,14 +335,18 @@ class Roster:
         Raises:
             Refused: another run, another model, an invalid rank, or an unknown run of an earlier server.
         """
-        if problem := self._gone_with_its_server(hello):
-            raise Refused("gone", problem)
         joins = hello.run.startswith(JOINS)
-        if joins and self._first is None and self.numbers.claimed not in ("", hello.run):
+        if hello.run != self.run and (hello.returns or (joins and not hello.world_size)):
+            raise Refused(
+                "gone",
+                "this server knows nothing of the run: it was not started with the same --state, nothing was saved yet,"
+                " or its log says why it cannot go on with what was; start the run again: each of its groups",
+            )
+        if joins and (self.run if self.joining else self.numbers.claimed) not in ("", hello.run):
             raise Refused(
                 "busy",
-                "another group is about to begin a run here, and this server, which was started again meanwhile, knows"
-                " nothing of this group; start it again, and it joins the other",
+                "another group is about to begin a run here, or has begun it, and this server knows nothing of this"
+                " one: it was started again, or this one's connection was cut; start it again, and it joins the other",
             )
         if hello.world_size > MOST_RANKS:
             raise Refused("rank", f"a run of {hello.world_size} ranks cannot be: {MOST_RANKS} are the most")
@@ -360,7 +354,9 @@ class Roster:
         comes_late = self._first is not None and not hello.world_size
         if hello.run != first.run or (hello.world_size != first.world_size and not comes_late):
             raise Refused(
-                "busy", f"this server is busy with another run of {first.world_size} ranks; start a server for each run"
+                "busy",
+                f"this server is busy with another run of {first.world_size} ranks; wait until it is over, a while"
+                " after its ranks have died, or start a server for each run",
             )
         allowed = range(first.world_size, MOST_RANKS) if comes_late else range(min(hello.world_size, MOST_RANKS))
         if hello.rank not in allowed or hello.rank in self.lost or hello.rank in self.gone:
@@ -374,20 +370,6 @@ class Roster:
         if problem := fingerprint_problem(hello, first):
             raise Refused("fingerprint", problem)
         self.add_member(peer, hello, challenge, now)
-
-    def _gone_with_its_server(self, hello: Hello) -> str:
-        """Return why a rank cannot continue the run that it joined at an earlier server, or ""."""
-        joins = hello.run.startswith(JOINS)
-        is_unknown = self._first is None and (hello.returns or (joins and not hello.world_size))
-        here = self.run or self.numbers.claimed or self.numbers.lost
-        if joins and origin(hello.run) == origin(here) and (is_unknown or hello.run != here):
-            return "the server before this one was gone before it had saved anything; the run is begun again"
-        if is_unknown:
-            return (
-                "this server knows nothing of the run: what the one before it had saved is not there; start it with the"
-                " same --state"
-            )
-        return ""
 
     def add_member(self, peer: bytes, hello: Hello, challenge: bytes, now: float) -> None:
         if self._first is None:

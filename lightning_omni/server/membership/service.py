@@ -200,9 +200,11 @@ class Membership:
         roster = self._roster
         if self.over or not roster.is_over or not (roster.finished or roster.joining):
             return []
-        reason = TRAINED_TO_ITS_END if roster.finished else _BEGINNER_IS_GONE
-        notice = m.Notice(lost=roster.lost_ranks, reason=reason, over=True)
-        return [Out(peer, m.CONTROL, notice) for peer in (*self.peers, *roster.numbers.peers)]
+        return self._send_end(TRAINED_TO_ITS_END if roster.finished else _BEGINNER_IS_GONE)
+
+    def _send_end(self, reason: str) -> list[Out]:
+        notice = m.Notice(lost=self._roster.lost_ranks, reason=reason, over=True)
+        return [Out(peer, m.CONTROL, notice) for peer in (*self.peers, *self._roster.numbers.peers)]
 
     # --- Losses ------------------------------------------------------------------------------------------------------
 
@@ -248,7 +250,7 @@ class Membership:
     def end(self, reason: str) -> list[Out]:
         self.over, self._roster.can_continue = reason, False
         self._replication.send_to_all(sm.EndRun(reason=reason))
-        return self._send_to_everyone(m.Notice(lost=self._roster.lost_ranks, reason=reason, over=True))
+        return self._send_end(reason)
 
     def _evict(self, group: int, lost: bool) -> list[Out]:
         return [out for service in self._services for out in service.evict(group, lost)]

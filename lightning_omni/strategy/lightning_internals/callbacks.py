@@ -250,6 +250,12 @@ def dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
     return checkpoint
 
 
+def forget_loaded_path(trainer: Trainer) -> None:
+    """Forget the checkpoint that an earlier run has loaded: a hook of this fit may load it for its weights."""
+    if not (connector := trainer._checkpoint_connector)._user_managed:
+        connector._ckpt_path = None
+
+
 def load_checkpoint(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     calls, connector = call_module(trainer), trainer._checkpoint_connector
     connector._loaded_checkpoint = checkpoint

@@ -20,6 +20,7 @@ from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_omni.errors import UnsupportedError
+from lightning_omni.runtime.model.tensor_sync import gathered
 from lightning_omni.strategy.lightning_internals.callbacks import call_module, reloads
 
 if TYPE_CHECKING:
@@ -98,9 +99,7 @@ _DTYPES = (
 def _sizes(lists: Iterable[list[Any]], group: Any, device: torch.device) -> list[list[tuple[int, int, int]]]:
     """Return by rank and list its length (-1 if an entry is no tensor of `_DTYPES`), and the dimensions and type."""
     mine = torch.tensor([_size(each) for each in lists], device=device)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, mine, group=group)
-    return [[(length, dims, kind) for length, dims, kind in each.tolist()] for each in everyone]
+    return [[(length, dims, kind) for length, dims, kind in each.tolist()] for each in gathered(mine, group)]
 
 
 def _size(entries: list[Any]) -> tuple[int, int, int]:

@@ -120,7 +120,6 @@ class EpochDriver:
         self.data.connect(world)
         self.published.connect(trainer, world)
         self.run.connect(trainer, world)
-        self.schedulers.connect(trainer)
         self._started, self._begun, self._have_differed = False, -1, False
         self._plateaus = Plateaus()
 
@@ -206,7 +205,9 @@ class EpochDriver:
             self.run.advance(max(entered.samples, self.world.core.last_answer.progress))
         self._epoch.plan = plan
         self._plateaus.begin(plan, size_of(trained) if entered is None else entered.samples)
-        self.world.core.last_answer.progress, self.world.core.last_answer.stop = self.run.now().samples, ""
+        self.world.core.last_answer = msgspec.structs.replace(
+            self.world.core.last_answer, progress=self.run.now().samples, stop=""
+        )
         self.schedulers.begin_epoch()
         self._follow_schedulers()
         if entered is not None:

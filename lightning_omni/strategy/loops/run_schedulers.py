@@ -41,16 +41,12 @@ class RunSchedulers:
 
     def __init__(self, run: RunProgress, steps: Callable[[], int]) -> None:
         self._run, self._steps = run, steps
-        self._trainer: Trainer | None = None
         self._pacer: Pacer | None = None
         self._counts = StepCounts()
         self._resumed: Sequence[Sequence[int]] = ()
         self._before = 0  # steps of DDP before the epoch
         self.bases: Schedule = {}
         self.synchronized: dict[Any, SchedulerSnapshot | None] = {}
-
-    def connect(self, trainer: Trainer) -> None:
-        self._trainer = trainer
 
     def resume(self, counts: Sequence[Sequence[int]]) -> None:
         self._resumed = counts
@@ -68,8 +64,7 @@ class RunSchedulers:
 
     def keep_pace(self, is_paced: bool) -> None:
         """Let schedulers follow the progress of all groups from now on, or only store their counts."""
-        trainer = self._trainer
-        assert trainer is not None
+        trainer = self._run.trainer
         if not trainer.lightning_module.automatic_optimization:
             return
         pacer = Pacer(
@@ -128,11 +123,11 @@ class RunSchedulers:
 
     def catch_up_in(self, checkpoint: dict[str, Any], progress: Progress | None) -> list[Counts]:
         """Advance the schedulers in a checkpoint to its progress; return their counts: see `caught_up`."""
-        if self._pacer is None or progress is None or self._trainer is None:
+        if self._pacer is None or progress is None:
             return []
         counts = self._pacer.counts_at(self._configs, self._run.steps_at(progress))
         schedulers = [config.scheduler for config in self._configs]
-        return caught_up(checkpoint, schedulers, self._trainer.optimizers, counts, self.synchronized)
+        return caught_up(checkpoint, schedulers, self._run.trainer.optimizers, counts, self.synchronized)
 
     def release(self) -> None:
         if self._pacer is not None:
@@ -146,12 +141,10 @@ class RunSchedulers:
     def forget(self) -> None:
         self.finish()
         self._counts.forget()
-        self._trainer = None
 
     @property
     def _configs(self) -> list[Any]:
-        assert self._trainer is not None
-        return self._trainer.lr_scheduler_configs
+        return self._run.trainer.lr_scheduler_configs
 
 
 class Plateaus:

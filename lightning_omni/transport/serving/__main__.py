@@ -22,7 +22,6 @@ import torch
 from lightning_omni.server.core import ServerCore
 from lightning_omni.transport import registry
 from lightning_omni.transport.serving.process import (
-    ORPHANED,
     Lifeline,
     Ready,
     ServerSettings,
@@ -34,7 +33,7 @@ from lightning_omni.transport.serving.process import (
     raise_limit_of_files,
     supervise,
 )
-from lightning_omni.transport.serving.state_directory import EMBEDDED_RECONNECT_TIMEOUT, ShareDirectory, StateDirectory
+from lightning_omni.transport.serving.state_directory import EMBEDDED_RECONNECT_TIMEOUT, StateDirectory
 from lightning_omni.transport.zeromq.addresses import remove_if_abandoned
 
 _log = logging.getLogger(__name__)
@@ -49,7 +48,7 @@ def main() -> int:
     if not line.strip():  # the run has ended without needing a server
         return 0
     settings = msgspec.json.decode(line, type=ServerSettings)
-    if not settings.state or settings.number or not can_supervise():
+    if not settings.state or not can_supervise():
         return _serve(settings, None)
     stdin = sys.stdin.fileno()
 
@@ -106,9 +105,6 @@ def _restore(settings: ServerSettings, core: ServerCore) -> StateDirectory | Non
     """Load an earlier server's state, if any; return the `StateDirectory` to poll, if any."""
     if not settings.state:
         return None
-    if settings.number:
-        ShareDirectory(settings.state).restore(core, settings.restore)
-        return None
     states = StateDirectory(settings.state, settings.save_every, EMBEDDED_RECONNECT_TIMEOUT)
     if text := states.restore(core):
         _log.warning("%s", text)
@@ -118,18 +114,10 @@ def _restore(settings: ServerSettings, core: ServerCore) -> StateDirectory | Non
 def _listen(settings: ServerSettings, core: ServerCore, again: str) -> registry.Served:
     chosen = registry.from_wire(settings.transport)
     if settings.number:
-        if settings.state:
-            threading.Thread(target=_end_with_coordinator, name="omni-coordinator", daemon=True).start()
         return chosen.follow(core, settings.coordinator, settings.host, settings.port)
     if again:
         return chosen.serve_again(core, again)
     return chosen.serve(core, settings.host, settings.port)
-
-
-def _end_with_coordinator() -> None:
-    """Exit at once when the coordinating server is gone: its successor starts new servers for the shares."""
-    if not _standard_input().read(1):
-        os._exit(ORPHANED)
 
 
 class _Parent:

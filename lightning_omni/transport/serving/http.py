@@ -164,7 +164,8 @@ class _Handler(BaseHTTPRequestHandler):
         if path not in ("/metrics", "/status", "/healthz", "/readyz"):
             return HTTPStatus.NOT_FOUND, _TEXT, _PATHS
         if snapshot is None:
-            return _sentence(HTTPStatus.SERVICE_UNAVAILABLE, "the server has not begun to serve")
+            code = HTTPStatus.OK if path == "/healthz" else HTTPStatus.SERVICE_UNAVAILABLE  # it may be loading a state
+            return _sentence(code, "the server has not begun to serve")
         age = time.monotonic() - snapshot.at
         if path == "/metrics":
             with _rendering:  # concurrent requests wait for the result

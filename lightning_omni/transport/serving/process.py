@@ -54,8 +54,7 @@ class ServerSettings(msgspec.Struct, frozen=True):
         host: address to bind; empty for sockets in a private directory, where possible, or with a ``coordinator`` on
             TCP for the address from which it is reached.
         coordinator: address of server 0, for the others.
-        state: directory for the server's state, or its share of it; empty to save none.
-        restore: number of the save from which a server with a ``coordinator`` continues; 0 for none.
+        state: directory for the server's state; empty to save none.
         save_every: seconds between two saves.
         progress_timeout: as in `ServerCore`; None for infinite.
         again: address of an earlier server whose run this one continues.
@@ -81,7 +80,6 @@ class ServerSettings(msgspec.Struct, frozen=True):
     save_every: float = 30.0
     again: str = ""
     progress_timeout: float | None = None
-    restore: int = 0
     joined_heartbeat_timeout: float | None = None
 
 

@@ -18,8 +18,6 @@ from lightning_omni.wire.codec import Packed, unpack
 
 SAVED, JOURNAL, NEW = "state-", "journal-", "new"
 """Prefixes of the files of a directory: saves, their journals, and files that are being written."""
-SHARE = "share-"
-"""Prefix of the directories of the other servers, each of which holds a partition of the parameters."""
 ENDED = "ended"
 """The file name of the last save of a run that ended early."""
 LENGTH = 4
@@ -27,10 +25,6 @@ LENGTH = 4
 _ATTEMPTS = 5
 """Attempts to read a save while a server may write the next one."""
 _MARK = b"lightning-omni state\n"
-
-
-def share_directory(path: str | Path, number: int) -> Path:
-    return Path(path) / f"{SHARE}{number}"
 
 
 def file_of(folder: Path, kind: str, number: int) -> Path:
@@ -88,17 +82,11 @@ def saved_weights(path: str | Path) -> dict[str, Tensor]:
     A server may be using the directory meanwhile.
 
     Raises:
-        ConfigurationError: the directory does not exist, it has no readable save, or several servers have saved a share
-            of the weights each.
+        ConfigurationError: the directory does not exist, or has no readable save.
     """
     folder = Path(path)
     if not folder.is_dir():
         raise ConfigurationError(f"{path}: there is no such directory; pass the one that the server was given: --state")
-    if any(folder.glob(f"{SHARE}*")):
-        raise ConfigurationError(
-            f"{path}: several servers have saved a share of the weights each, and the module's shapes are in none of"
-            " them; start lightning-omni serve again, or load a checkpoint"
-        )
     state = _last_of(folder)
     return {
         name: weight for part in state["services"]["Snapshots"]["parts"] for name, weight in part["weights"].items()

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import zmq
@@ -22,7 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from lightning_omni.checks import counted
 from lightning_omni.errors import INTERRUPTED, ConnectionLost, MalformedMessage, OmniError, Refused, quoted
-from lightning_omni.transport.connections import REQUEST_TIMEOUT, Control, Data, answer_of, refused_return
+from lightning_omni.transport.connections import REQUEST_TIMEOUT, Answer, Control, Data, answer_of, refused_return
 from lightning_omni.transport.zeromq.addresses import (
     beside,
     check_address,
@@ -59,7 +59,6 @@ from lightning_omni.wire.layout import Layout
 
 _log = logging.getLogger(__name__)
 
-T = TypeVar("T", bound=m.Message)
 LAST_WORDS = 50
 """Milliseconds for which an ended connection is still read for messages sent before its end."""
 HEARTBEAT = 0.5
@@ -130,7 +129,7 @@ class ControlConnection(Control):
             raise
         self._wire, self._monitor = self._dialed.wire, self._dialed.monitor
         self.heartbeat_timeout, self.servers = welcome.heartbeat_timeout, welcome.servers
-        self.reconnect_timeout, self.server_epoch = welcome.reconnect_timeout, welcome.started_at_ms
+        self.reconnect_timeout = welcome.reconnect_timeout
         self.data_address = data_address(address, welcome.data_port)
         shares = shared_memory and is_private(address) and can_share_memory()
         self.session = Session(self.data_address, rank, self._secret, self.keys, memory_path(address) if shares else "")
@@ -143,8 +142,8 @@ class ControlConnection(Control):
     # --- Requests, from the rank's own thread ------------------------------------------------------------------------
 
     def request_payload(
-        self, message: m.Message, expect: type[T], payload: bytes = b"", timeout: float = REQUEST_TIMEOUT
-    ) -> tuple[T, list[bytes]]:
+        self, message: m.Message, expect: type[Answer], payload: bytes = b"", timeout: float = REQUEST_TIMEOUT
+    ) -> tuple[Answer, list[bytes]]:
         self.check()
         data = m.encode(message)
         if max(len(data), len(payload)) > m.LARGEST_INLINE:
@@ -192,11 +191,6 @@ class ControlConnection(Control):
             self.check()
             time.sleep(_PAUSE)
         self.check()
-
-    def wait_for_server_epoch(self, server_epoch: int) -> None:
-        while self.server_epoch < server_epoch:
-            self.check()
-            time.sleep(_PAUSE)
 
     def empty(self, nbytes: int) -> Tensor:
         if self.session.memory:
@@ -438,7 +432,7 @@ class DataConnection(Data):
             self.moved += payload.numel()
             self.shared += payload.numel() if places.payload is not None else 0
 
-    def receive(self, expect: type[T], into: Tensor | None = None) -> tuple[T, Tensor]:
+    def receive(self, expect: type[Answer], into: Tensor | None = None) -> tuple[Answer, Tensor]:
         arriving = self._arriving  # an exception has interrupted its arrival
         if arriving is None:
             head, *self._besides = self._receive()

@@ -13,6 +13,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from lightning_omni.errors import ConnectionLost, MalformedMessage, Refused
+from lightning_omni.transport.connections import Answer
 from lightning_omni.transport.zeromq.frames import configure
 from lightning_omni.transport.zeromq.keys import RunKeys
 from lightning_omni.wire import handshake
@@ -53,7 +54,6 @@ class SuspendAwareClock:
 # --- Attempts ---------------------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
-Answer = TypeVar("Answer", bound=m.Message)
 
 _SLICE = 100
 """Milliseconds between two checks whether waiting is still of use."""
@@ -93,7 +93,11 @@ class Dialed:
     ) -> None:
         self._context, self._owns_context = context or zmq.Context(), context is None
         self._decode = decode or partial(m.decode, at="rank", channel=channel)
-        self.wire: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        try:
+            self.wire: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        except BaseException:
+            self._end_context()
+            raise
         configure(self.wire, largest_frame)
         self.wire.setsockopt(zmq.IPV6, int("[" in address))
         # The ranks that wait for answers bound both queues.

@@ -7,12 +7,12 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import zmq
 
 from lightning_omni.errors import ConnectionLost
-from lightning_omni.transport.connections import answer_of
+from lightning_omni.transport.connections import Answer, answer_of
 from lightning_omni.transport.zeromq.addresses import check_address
 from lightning_omni.transport.zeromq.dialing import Dialed, dial
 from lightning_omni.transport.zeromq.frames import LARGEST_ANSWER_FRAME, PROBE
@@ -20,7 +20,6 @@ from lightning_omni.transport.zeromq.keys import RunKeys
 from lightning_omni.wire import handshake
 from lightning_omni.wire import messages as m
 
-Answer = TypeVar("Answer", bound=m.Message)
 ANSWER_TIMEOUT = 30.0
 """Seconds to wait for any one answer: meanwhile the server may be busy with an update of a large model."""
 

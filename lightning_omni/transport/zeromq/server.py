@@ -235,7 +235,6 @@ class ZeroMQServer:
         # Makes sending to a lost peer fail.
         self._sockets[m.CONTROL].setsockopt(zmq.ROUTER_MANDATORY, 1)
         core.about, core.limits.hears_connections = about, True
-        core.started_at_ms = core.started_at_ms or time.time_ns() // 1_000_000
         core.data_port = urlsplit(self._sockets[m.DATA].getsockopt_string(zmq.LAST_ENDPOINT)).port or 0
         self.shared = SharedMemory(
             core.data_connection,  # a leader's memory for answers is one segment for all servers
@@ -439,6 +438,8 @@ class ZeroMQServer:
 
     def _forget_strangers(self) -> None:
         attached = self.core.admission.attached
+        if not attached:
+            self._copies = Copies()  # the memory of a run that is over is given back
         for kept in (self._buffers, self._assemblies):  # an assembly whose payload is kept has no buffer
             for peer in kept.keys() - attached:
                 del kept[peer]

@@ -63,6 +63,8 @@ class Hyperparameters:
 
     @classmethod
     def of(cls, trainer: Trainer) -> Hyperparameters:
+        if len(trainer.optimizers) != 1:
+            raise ConfigurationError(f"it needs one optimizer, and there are {len(trainer.optimizers)}")
         return cls(trainer.optimizers[0], [config.scheduler for config in trainer.lr_scheduler_configs])
 
     @property

@@ -6,19 +6,13 @@ import pytorch_lightning as pl
 
 from lightning_omni.tuning.callback import both_namespaces
 from lightning_omni.tuning.callback.hooks import OmniTunerHooks
-from lightning_omni.tuning.device.device_tuner import DeviceProbeHooks, DeviceTunerHooks
+from lightning_omni.tuning.device.device_tuner import DeviceTunerHooks
 
 Names = both_namespaces.names_of(pl)
 
 
 class DeviceTuner(DeviceTunerHooks, pl.Callback):
     __doc__ = DeviceTunerHooks.__doc__
-
-
-class DeviceProbe(DeviceProbeHooks, DeviceTuner):
-    """A `DeviceTuner` that ends the fit before its first batch."""
-
-    trainer_class = pl.Trainer
 
 
 class OmniTuner(OmniTunerHooks, pl.Callback):

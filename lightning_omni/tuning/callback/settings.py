@@ -341,8 +341,8 @@ class AppliedSetting:
         if not any(self._run.world.all_reduce_max([int(self.rollback_point.is_spoilt)])):
             self.rollback_point.keep_weights()
 
-    def roll_back(self) -> None:
-        """Restore the rollback point, in one group with the user's own setting. All ranks call it.
+    def roll_back(self) -> Command:
+        """Restore the rollback point, in one group with the user's own setting; report how. All ranks call it.
 
         A run that has diverged in one group, with the user's all-reduce and own dimensions, keeps its setting with
         smaller steps.
@@ -358,10 +358,8 @@ class AppliedSetting:
             self._train_in_one_group(run.own)
         run.renew_choice()
         self.watch(state.divergence_threshold)
-        run.info(
-            f"OmniTuner: the run has diverged with {was}: it is rolled back to the weights that it had after the last"
-            f" good epoch or search, and goes on with {state.setting}"
-        )
+        why = f"the run has diverged with {was}, and is rolled back to its weights after the last good epoch or search"
+        return Command(run.setting, why=why)
 
     def _now(self) -> RollbackPoint:
         run = self._run

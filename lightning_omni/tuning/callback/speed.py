@@ -364,7 +364,7 @@ class ForecastCheck:
     def _refutes(self, search: Search, setting: Setting, speed: Speed) -> Command | None:
         """Return a command for one group; None if groups of that speed may be worth their samples."""
         one = best_by_forecast(search, groups=1)
-        theory = search.forecast().theory
+        theory = search.theory
         one_at_least = math.log(search.prediction(one).samples_per_second.low)
         if setting.groups == 1 or speed.log_most() - theory(setting) >= one_at_least - theory(one):
             return None
@@ -373,5 +373,5 @@ class ForecastCheck:
             f"{setting.groups} groups train {speed.rate:.3g} samples per second, and {predicted:.3g} were predicted;"
             " for the samples that they need, one group is faster"
         )
-        self._run.choice = Choice(one, why, search.forecast().of(one))
+        self._run.choice = Choice(one, why)
         return Command(one, why=why)

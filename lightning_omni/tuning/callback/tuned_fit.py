@@ -17,9 +17,8 @@ from typing_extensions import override
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.methods import AsyncSGD, Method
 from lightning_omni.runtime.balance import gather_values
-from lightning_omni.strategy import NAMESPACES
 from lightning_omni.strategy.hooks import OmniStrategyHooks
-from lightning_omni.strategy.lightning_internals.callbacks import callbacks_of, is_fast_dev_run
+from lightning_omni.strategy.lightning_internals.callbacks import is_fast_dev_run
 from lightning_omni.strategy.lightning_internals.loops import should_stop_now, will_step
 from lightning_omni.strategy.lightning_internals.metrics import loss_in
 from lightning_omni.strategy.lightning_internals.strategies import has_ddp_comm_hook
@@ -28,7 +27,7 @@ from lightning_omni.tuning.callback.online_tuner import OnlineTuner
 from lightning_omni.tuning.callback.plateau import PlateauGuard
 from lightning_omni.tuning.callback.settings import AppliedSetting, FitSpace
 from lightning_omni.tuning.callback.speed import ForecastCheck, SpeedRecord, samples_in
-from lightning_omni.tuning.callback.tuned_run import Command, TunedRun, TunerOptions, TunerReports
+from lightning_omni.tuning.callback.tuned_run import TunedRun, TunerOptions, TunerReports
 from lightning_omni.tuning.model.forecast import Scaling, Setting, explicit_for
 from lightning_omni.tuning.search import Space
 from lightning_omni.tuning.search import constants as c
@@ -36,69 +35,19 @@ from lightning_omni.tuning.trainer import end_epoch, log
 from lightning_omni.wire.compression import EXACT
 
 if TYPE_CHECKING:
-    from pytorch_lightning import LightningModule, Trainer
+    from pytorch_lightning import Trainer
 
-
-# --- The metric that a run is tuned for -------------------------------------------------------------------------------
-
-# Whether a run logs it is checked as early as possible. A metric that is logged in the sanity check is accepted;
-# otherwise the first validations decide, as for EarlyStopping.
 
 MONITORED = "val_loss"
 """The default metric."""
-_LATE = "on_train_epoch_end"
-"""The hook whose metrics are missing until the second validation."""
 
 
-class MonitoredMetric:
-    """The logged metrics, until it is certain whether the wanted one is among them.
-
-    ``is_needed`` tells whether anything depends on it.
-    """
-
-    def __init__(self, name: str, is_needed: bool) -> None:
-        self.name, self._is_needed = name, is_needed
-        self._known: set[str] = set()
-        self._validations = 0
-        self._is_decided = not is_needed
-
-    def check_validated(self, trainer: Trainer) -> None:
-        if not self._is_decided and not trainer.enable_validation:
-            raise ConfigurationError(
-                f"target= is compared with monitor={self.name!r} when the run validates, and this one never does; pass"
-                " validation data, or target=None"
-            )
-
-    @property
-    def is_open(self) -> bool:
-        """Return whether the next validation may still decide; the same on all ranks."""
-        return self._is_needed and self._validations < 2
-
-    def validated(self, trainer: Trainer, module: LightningModule, names: Iterable[str]) -> str:
-        """Record the metrics of a validation; return an error message if the wanted one is missing."""
-        self.record(names)
-        self._validations += 1
-        if self._is_decided or (self._validations == 1 and _may_log_late(trainer, module)):
-            return ""  # metrics of an epoch's end appear in the next validation
-        return self._problem
-
-    def record(self, names: Iterable[str]) -> None:
-        self._known |= set(names)
-        self._is_decided = self._is_decided or self.name in self._known
-
-    @property
-    def _problem(self) -> str:
-        known = sorted(name for name in self._known if name.removesuffix("_step").removesuffix("_epoch") == name)
-        near = difflib.get_close_matches(self.name, known, n=1)
-        meant = f"did you mean {near[0]!r}? " if near else ""
-        there = f"Logged are {', '.join(known)}" if known else "Nothing is logged"
-        return f"monitor={self.name!r}: no metric of that name is logged; {meant}{there}"
-
-
-def _may_log_late(trainer: Trainer, module: LightningModule) -> bool:
-    known = tuple(f"{name}." for name in (*NAMESPACES, "lightning_omni"))
-    hooks = [getattr(type(each), _LATE, None) for each in (module, *callbacks_of(trainer))]
-    return any(hook is not None and not (getattr(hook, "__module__", None) or "").startswith(known) for hook in hooks)
+def _missing(name: str, logged: Iterable[str]) -> str:
+    known = sorted(each for each in logged if each.removesuffix("_step").removesuffix("_epoch") == each)
+    near = difflib.get_close_matches(name, known, n=1)
+    meant = f"did you mean {near[0]!r}? " if near else ""
+    there = f"Logged are {', '.join(known)}" if known else "Nothing is logged"
+    return f"monitor={name!r}: no metric of that name is logged; {meant}{there}"
 
 
 # --- Fits -------------------------------------------------------------------------------------------------------------
@@ -153,7 +102,8 @@ class TunedFit(Fit):
     def __init__(self, run: TunedRun) -> None:
         super().__init__(run)
         self._check(run.strategy, run.options)
-        self.monitor = MonitoredMetric(run.options.monitor, run.options.target is not None)
+        self._logged: set[str] = set()
+        self._validations = 0
         self.space = FitSpace(run)
         self.applied = AppliedSetting(run, self.space)
         self.speeds = SpeedRecord(run)
@@ -186,11 +136,14 @@ class TunedFit(Fit):
 
     @override
     def fit_starts(self) -> None:
-        run = self.run
-        self.monitor.check_validated(run.trainer)
-        monitor = run.options.monitor
+        run, monitor = self.run, self.run.options.monitor
         if run.options.target is None and monitor != MONITORED:
             run.info(f"OmniTuner: monitor={monitor!r} is not used: it is compared with target=, and there is none")
+        elif run.options.target is not None and not run.trainer.enable_validation:
+            raise ConfigurationError(
+                f"target= is compared with monitor={monitor!r} when the run validates, and this one never does; pass"
+                " validation data, or target=None"
+            )
         if may_form_groups(run.options, run.trainer) and not self.space.why_impossible(2):
             run.world.connection.start_server()
         else:
@@ -319,15 +272,16 @@ class TunedFit(Fit):
     def validated(self) -> None:
         run, options = self.run, self.run.options
         metrics = run.trainer.callback_metrics
+        self._logged |= set(metrics)
         if run.trainer.sanity_checking:
-            self.monitor.record(metrics)
             return
         self.speeds.throughput.interrupt()
-        if self.monitor.is_open:
-            problem, world = self.monitor.validated(run.trainer, run.module, metrics), run.world
+        self._validations += 1
+        if options.target is not None and self._validations == 2:  # metrics of an epoch's end appear in the second
+            is_missing = options.monitor not in self._logged
             # While groups train, all have the same metrics, but at different times.
-            if bool(problem) if world.is_computing else run.broadcast(bool(problem)):
-                raise ConfigurationError(problem or f"monitor={options.monitor!r}: no metric of that name is logged")
+            if is_missing if run.world.is_computing else run.broadcast(is_missing):
+                raise ConfigurationError(_missing(options.monitor, self._logged))
         if (value := metrics.get(options.monitor)) is not None:
             self.reports.validated(float(value))
         self._check_in_mid_epoch()
@@ -348,8 +302,7 @@ class TunedFit(Fit):
         ``reason`` returns why to choose again, or "". Without ``may_change``, only a rollback is possible.
         """
         if self.applied.has_diverged:
-            self.applied.roll_back()
-            self.reports.chosen(Command(self.run.setting, why="the run has diverged with what was chosen"))
+            self.reports.chosen(self.applied.roll_back())
             self.speeds.changed(in_mid_epoch=not ends_epoch)
             return
         self.plateau.synchronized(ends_epoch)
@@ -474,14 +427,11 @@ class JoinedFit(Fit):
         hyperparameters.make_default()  # a group that joins later has the momentum that the others have by now
 
     def _tunable_hyperparameters(self) -> Hyperparameters:
-        run = self.run
-        method, optimizers = run.world.method, len(run.trainer.optimizers)
+        run, method = self.run, self.run.world.method
         if not run.options.budget:
             raise ConfigurationError("budget=0")
         if method.updates_per_batch(2) == 1:
             raise ConfigurationError(f"with {method} they do not depend on the number of groups")
-        if optimizers != 1:
-            raise ConfigurationError(f"it needs one optimizer, and there are {optimizers}")
         hyperparameters = Hyperparameters.of(run.trainer)
         hyperparameters.check_schedules()
         return hyperparameters

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 import torch
 from rich.console import Console
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
@@ -53,8 +52,7 @@ class DeviceTunerHooks(_CallbackBase):
             ``"propose"`` measures it for the report alone; ``"skip"`` does not measure it.
         budget: seconds for all measurements together.
         tolerance: largest difference between the loss curves of two precisions, as a fraction of the losses.
-        setting: a setting of an earlier report, used without measuring; None measures, unless the checkpoint or an
-            earlier fit of this model has one.
+        setting: a setting of an earlier report, used without measuring; None measures, unless the checkpoint has one.
         batches: a list of batches to measure with; None takes some of the train dataloader's, from its dataset.
 
     Attributes:
@@ -90,7 +88,6 @@ class DeviceTunerHooks(_CallbackBase):
         self.problem: str | None = None
         self._setting, self._batches = setting, batches
         self._is_given = setting is not None
-        self._model: object = None  # the model of the setting; None if a checkpoint set it
         self._options: dict[str, Any] = {"bf16": bf16, "budget": budget, "tolerance": tolerance}
         self._applied = ExitStack()
         self._stage = ""
@@ -100,13 +97,14 @@ class DeviceTunerHooks(_CallbackBase):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._stage = stage
+        if stage == "fit" and not self._is_given:
+            self._setting = self.report = None
         if isinstance(trainer.strategy, OmniStrategyHooks):
             trainer.strategy.parts.grouping.check_whole("DeviceTuner measures copies of the model")
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure and apply a setting, after all loading and before weights are sent to a server."""
-        self._forget_other_model(_description(pl_module))
         if self._setting is None:
             self._measure(trainer, pl_module)
         if self._setting is not None:
@@ -131,8 +129,7 @@ class DeviceTunerHooks(_CallbackBase):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._stage == "fit" and not self._is_given and state_dict.get("setting"):
-            if (setting := DeviceSetting.from_dict(state_dict["setting"])) != self._setting:
-                self._model, self._setting = None, setting
+            self._setting = DeviceSetting.from_dict(state_dict["setting"])
             self.report = DeviceReport.from_dict(state_dict["report"]) if state_dict.get("report") else None
 
     def omni_results(self) -> dict[str, Any]:
@@ -153,11 +150,6 @@ class DeviceTunerHooks(_CallbackBase):
                     checkpoint[name] = contiguous(checkpoint[name])
 
     # --- Measuring ----------------------------------------------------------------------------------------------------
-
-    def _forget_other_model(self, model: object) -> None:
-        if not self._is_given and self._model not in (None, model):
-            self._setting = self.report = None
-        self._model = model
 
     def _measure(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.problem = None  # an earlier fit may have set it
@@ -228,33 +220,6 @@ class DeviceTunerHooks(_CallbackBase):
             (folder / "device.json").write_text(json.dumps(report.to_dict(), indent=1))
 
 
-class DeviceProbeHooks(DeviceTunerHooks):
-    """A `DeviceTuner` that ends the fit before its first batch, for the command line."""
-
-    trainer_class: Callable[..., Any]
-
-    @classmethod
-    def measure(
-        cls, module: LightningModule, data: Mapping[str, Any], batches: Sequence[Any] | None, **options: Any
-    ) -> DeviceReport:
-        """Measure in a Trainer of its own; ``data`` is as for ``Trainer.fit``."""
-        probe = cls(batches=batches)
-        probe._options = options
-        quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-        trainer = cls.trainer_class(
-            devices=1, max_epochs=1, num_sanity_val_steps=0, callbacks=[probe], **dict.fromkeys(quiet, False)
-        )
-        trainer.fit(module, **data)
-        if probe.report is None:
-            raise ConfigurationError(probe.problem or "the fit ended before its first batch; does the model have data?")
-        return probe.report
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._measure(trainer, pl_module)
-        trainer.should_stop = True
-
-
 def _skipped_steps(trainer: Trainer) -> dict[str, str]:
     skipped = {}
     precision = trainer.precision_plugin.precision
@@ -264,11 +229,6 @@ def _skipped_steps(trainer: Trainer) -> dict[str, str]:
     if world is not None and world.executor.exchanges and any(part.head is not None for part in world.parts):
         skipped["compile"] = "a part of the model is a merged head, which runs at the parameter server"
     return skipped
-
-
-def _description(module: LightningModule) -> object:
-    parameters = module.named_parameters()
-    return type(module), [(name, None if is_lazy(each) else each.shape) for name, each in parameters]
 
 
 # --- The training step of a copy --------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,6 +79,7 @@ class Trial:
         Applied().to_model(setting, self.model, self.optimizer)  # never undone: the copy is discarded
 
     def run(self, steps: int) -> float:
+        """Return the seconds of ``steps`` steps after an untimed warm-up."""
         with Applied() as applied:
             applied.to_process(self.setting)
             self.reset()
@@ -209,16 +210,6 @@ TOLERANCE = 0.02
 """Distance of two loss curves, as a fraction of the losses, up to which they agree."""
 
 
-class TimedTraining(Protocol):
-    """A training that can be timed, with ``samples`` in one step."""
-
-    samples: int
-
-    def run(self, steps: int) -> float:
-        """Return the seconds of ``steps`` steps after an untimed warm-up."""
-        ...
-
-
 @dataclass(frozen=True)
 class Comparison:
     """The samples per second of paired blocks, ``before`` and ``after`` a change.
@@ -260,7 +251,7 @@ class Comparison:
 
 
 def compare(
-    before: TimedTraining, after: TimedTraining, deadline: float, clock: Callable[[], float], enough: float = math.inf
+    before: Trial, after: Trial, deadline: float, clock: Callable[[], float], enough: float = math.inf
 ) -> Comparison:
     """Time two ways alternately, each first in half of the pairs, until the difference is clear, or `REPEATS` times.
 

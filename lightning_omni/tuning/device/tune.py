@@ -25,6 +25,7 @@ from lightning_omni.tuning.device.trial import (
     FEWEST,
     MARGIN,
     TOLERANCE,
+    Comparison,
     Loss,
     TrainingSetup,
     Trial,
@@ -69,7 +70,6 @@ class DeviceReport(Serializable):
     Args:
         findings: results in order, each compared to the best setting by then.
         setting: best setting that may be applied.
-        proposal: best measured setting, with changes that were not allowed.
         baseline: samples per second with all defaults.
         tuned: samples per second with `setting`.
         gain: ratio of `setting` to the baseline, measured in separate pairs; None if nothing is applied.
@@ -79,13 +79,12 @@ class DeviceReport(Serializable):
     Example:
         >>> found = Finding("memory format", "channels_last", "applied", after=150.0, gain=1.5)
         >>> setting = DeviceSetting(channels_last=True)
-        >>> DeviceReport((found,), setting, setting, 100.0, 150.0, 1.5, 32).summary
+        >>> DeviceReport((found,), setting, 100.0, 150.0, 1.5, 32).summary
         '150 instead of 100 samples/s (1.50 times): channels_last'
     """
 
     findings: tuple[Finding, ...]
     setting: DeviceSetting
-    proposal: DeviceSetting
     baseline: float
     tuned: float
     gain: float | None
@@ -215,12 +214,12 @@ Candidate = tuple[str, dict[str, Any]]
 """Description of a candidate, and the fields of the setting that it changes."""
 
 
-class _Rejected(Exception):
-    """The reason why a candidate is rejected."""
-
-
-class _Skipped(Exception):
-    """The reason why a step is skipped."""
+_CANDIDATES: dict[str, Candidate] = {
+    "allocator": ("keep freed memory", {"keep_memory": True}),
+    "memory format": ("channels_last", {"channels_last": True}),
+    "precision": ("bf16-mixed", {"bf16": True}),
+}
+"""The candidate of each step that has one."""
 
 
 class _DeviceSearch:
@@ -238,7 +237,6 @@ class _DeviceSearch:
         self._began = setup.clock()
         self._deadline = self._began + budget
         self._findings: list[Finding] = []
-        self._has_faster_bf16 = False
         self._first_loss: float | None = None
 
     def run(self) -> DeviceReport:
@@ -247,17 +245,16 @@ class _DeviceSearch:
         self._step_seconds = self._baseline.run(1)
         # The time left is for the combined measurement at the end.
         self._deadline -= min(self._budget / 4, FEWEST * 5 * max(self._step_seconds, BLOCK_SECONDS))
-        precision = {"precision": self._precision}
-        # A precision to be applied is tried early, so that the later steps are measured in it.
-        steps = {
-            "allocator": self._allocator,
-            **(precision if self._bf16 == "apply" else {}),
-            "memory format": self._memory_format,
-            "compile": self._compile,
-            **precision,
-        }
-        for step, candidates in steps.items():
-            self._try_all(step, candidates())
+        steps = ["allocator", "memory format", "compile"]
+        if self._bf16 != "skip":
+            # A precision to be applied is tried early, so that the later steps are measured in it.
+            steps.insert(1 if self._bf16 == "apply" else 3, "precision")
+        for step in steps:
+            if reason := self._why_impossible(step):
+                self._findings.append(Finding(step, "-", "skipped", reason))
+                continue
+            for tried, changed in self._candidates(step):
+                self._try(step, tried, replace(self._best.setting, **changed))
         return self._report()
 
     def _measure_baseline(self) -> Trial:
@@ -276,39 +273,27 @@ class _DeviceSearch:
 
     # --- Candidates ---------------------------------------------------------------------------------------------------
 
-    def _allocator(self) -> Iterator[Candidate]:
-        if self._setup.device.type != "cpu" or not can_keep_memory():
-            raise _Skipped("for CPU tensors from glibc's malloc only")
-        yield "keep freed memory", {"keep_memory": True}
+    def _why_impossible(self, step: str) -> str:
+        model = self._setup.model
+        if step == "allocator" and (self._setup.device.type != "cpu" or not can_keep_memory()):
+            return "for CPU tensors from glibc's malloc only"
+        if step == "memory format" and not any(parameter.dim() in (4, 5) for parameter in model.parameters()):
+            return "there are no convolutions"
+        if step == "compile" and any(module._compiled_call_impl is not None for module in model.modules()):
+            return "the model is compiled already"
+        return "there is no submodule of several layers" if step == "compile" and not compilable(model) else ""
 
-    def _memory_format(self) -> Iterator[Candidate]:
-        if not any(parameter.dim() in (4, 5) for parameter in self._setup.model.parameters()):
-            raise _Skipped("there are no convolutions")
-        yield "channels_last", {"channels_last": True}
-
-    def _compile(self) -> Iterator[Candidate]:
+    def _candidates(self, step: str) -> Iterator[Candidate]:
+        if step != "compile":
+            yield _CANDIDATES[step]
+            return
         names = compilable(self._setup.model)
-        if any(module._compiled_call_impl is not None for module in self._setup.model.modules()):
-            raise _Skipped("the model is compiled already")
-        if not names:
-            raise _Skipped("there is no submodule of several layers")
         for tried in dict.fromkeys([names, *((name,) for name in names)]):
             compiled = tuple(dict.fromkeys((*self._best.setting.compiled, *tried)))
             if compiled != self._best.setting.compiled:
                 yield ", ".join(name or "model" for name in tried), {"compiled": compiled}
 
-    def _precision(self) -> Iterator[Candidate]:
-        if self._bf16 != "skip":
-            yield "bf16-mixed", {"bf16": True}
-
     # --- One candidate ------------------------------------------------------------------------------------------------
-
-    def _try_all(self, step: str, candidates: Iterator[Candidate]) -> None:
-        try:
-            for tried, changed in candidates:
-                self._try(step, tried, replace(self._best.setting, **changed))
-        except _Skipped as reason:
-            self._findings.append(Finding(step, "-", "skipped", str(reason)))
 
     def _try(self, step: str, tried: str, setting: DeviceSetting) -> None:
         left = self._deadline - self._setup.clock()
@@ -328,7 +313,6 @@ class _DeviceSearch:
         self._findings.append(finding)
         if finding.verdict == "applied":
             self._best = trial
-        self._has_faster_bf16 |= finding.verdict == "proposed"
 
     def _measure(self, step: str, tried: str, setting: DeviceSetting) -> tuple[Finding, Trial]:
         trial = Trial(self._setup, setting)
@@ -339,34 +323,32 @@ class _DeviceSearch:
             raise RuntimeError(f"it computes something else: a loss of {first:.6g} instead of {known:.6g}")
         enough = (1 - _SHARE) * self._setup.clock() + _SHARE * self._deadline
         found = compare(self._best, trial, self._deadline, self._setup.clock, enough)
-        verdict: Verdict = "proposed" if is_bf16 and self._bf16 != "apply" else "applied"
-        try:
-            if len(found.before) < FEWEST:
-                raise _Rejected(f"the budget of {self._budget:g} s ended within the measurement")
-            if not found.is_faster:
-                raise _Rejected("slower" if found.spread[1] < 1 else f"no gain of {MARGIN:.0%} beyond the noise")
-            reason = self._compare_losses(trial) if is_bf16 else ""
-        except _Rejected as error:
-            verdict, reason = "rejected", str(error)
-        if verdict == "proposed":
-            reason = f'pass bf16="apply" to use it; {reason}'
-        finding = Finding(step, tried, verdict, reason)
+        finding = Finding(step, tried, *self._judged(found, trial, is_bf16))
         if not found.before:
             return finding, trial
         after = statistics.median(found.after)
         return replace(finding, after=after, gain=found.gain, spread=found.spread), trial
 
-    def _compare_losses(self, trial: Trial) -> str:
+    def _judged(self, found: Comparison, trial: Trial, is_bf16: bool) -> tuple[Verdict, str]:
+        if len(found.before) < FEWEST:
+            return "rejected", f"the budget of {self._budget:g} s ended within the measurement"
+        if not found.is_faster:
+            return "rejected", "slower" if found.spread[1] < 1 else f"no gain of {MARGIN:.0%} beyond the noise"
+        if not is_bf16:
+            return "applied", ""
+        agrees, words = self._compare_losses(trial)
+        if not agrees:
+            return "rejected", words
+        return ("applied", words) if self._bf16 == "apply" else ("proposed", f'pass bf16="apply" to use it; {words}')
+
+    def _compare_losses(self, trial: Trial) -> tuple[bool, str]:
         seconds = 2 * self._best.run(1) + trial.run(1)
         steps = int(min(_PROBE_STEPS, (self._deadline - self._setup.clock()) / max(seconds, 1e-9)))
         if steps < _FEWEST_PROBE_STEPS:
-            raise _Rejected(f"no time for a probe of {_FEWEST_PROBE_STEPS} steps")
+            return False, f"no time for a probe of {_FEWEST_PROBE_STEPS} steps"
         nudged = Trial(self._setup, self._best.setting, nudge=_ROUNDING)
         own, other, rounded = (each.losses(steps) for each in (self._best, trial, nudged))
-        agrees, words = agreement(own, other, rounded, self._tolerance)
-        if not agrees:
-            raise _Rejected(words)
-        return words
+        return agreement(own, other, rounded, self._tolerance)
 
     def _report(self) -> DeviceReport:
         setup, setting, gain, spread = self._setup, self._best.setting, None, None
@@ -387,7 +369,6 @@ class _DeviceSearch:
         return DeviceReport(
             tuple(self._findings),
             setting,
-            replace(setting, bf16=setting.bf16 or self._has_faster_bf16),
             baseline,
             tuned,
             gain,

@@ -46,8 +46,6 @@ EXTRAPOLATION_ERROR = 1.2
 
 BLOCKS, TAIL = 8, 3
 """Equal segments over which a run averages its first losses, and the number of last ones that give its current loss."""
-THEORY_ERROR = 0.25
-"""Standard deviation of the theory's log error where no prior exists."""
 
 # --- Splits of a batch, and stragglers (`steps`) ----------------------------------------------------------------------
 

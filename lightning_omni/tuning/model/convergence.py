@@ -14,7 +14,6 @@ from statistics import NormalDist
 
 import numpy as np
 
-from lightning_omni.checks import check_number
 from lightning_omni.tuning.model import constants as c
 
 _NEVER = -math.log(sys.float_info.epsilon)
@@ -45,10 +44,6 @@ class Estimate:
 
     def times(self, factor: float) -> Estimate:
         return Estimate(self.value * factor, self.low * factor, self.high * factor)
-
-
-def check_level(level: float) -> None:
-    check_number("level", level, "a probability between 0 and 1", above=0, below=1)
 
 
 def samples_to(target: float, samples: Sequence[float], losses: Sequence[float]) -> Estimate | None:

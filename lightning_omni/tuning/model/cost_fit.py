@@ -261,7 +261,7 @@ def fit_model(measured: Sequence[Measured], draws: int, seed: int) -> CostModel:
     delay, own_per_byte, serve, link_per_byte = fit_exchange(drawn, ring, hop, placement)
     sizes = {number for each in measured for row in each.samples for number in row}
     model = CostModel(
-        devices={rank: (device, 1.0) for device, rank in enumerate(ranks)},
+        devices={rank: device for device, rank in enumerate(ranks)},
         overhead=np.stack(overhead, axis=1),
         per_sample=np.stack(per_sample, axis=1),
         jitter=_jitter(_of_each(drawn, dict(zip(ranks, factors, strict=True)))),

@@ -288,7 +288,6 @@ class ClusterChange(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     ranks: int | None = None
     bandwidth: float | None = None
     latency: float | None = None
-    slowest: float | None = None
     servers: int | None = None
     per_node: bool = False
     batch_size: float | None = None
@@ -304,8 +303,6 @@ class ClusterChange(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             check_number("bandwidth", self.bandwidth, "a positive number", above=0)
         if self.latency is not None:
             check_number("latency", self.latency, "a number, 0 or more", low=0, below=math.inf)
-        if self.slowest is not None:
-            check_number("slowest", self.slowest, "a positive number", above=0, below=math.inf)
         if self.batch_size is not None:
             size = self.batch_size
             check_number("batch_size", size, "samples per rank and step, above 0", above=0, below=math.inf)
@@ -322,7 +319,7 @@ class CostModel:
     (draws,).
 
     Attributes:
-        devices: for each rank, the index of its measured device and the factor by which it is slower.
+        devices: for each rank, the index of its measured device.
         overhead: seconds of a step that do not depend on its samples.
         per_sample: seconds of a sample.
         jitter: quantiles of the factor by which steps scatter, ascending.
@@ -342,7 +339,7 @@ class CostModel:
         forecast: the same costs with a forecast exchange; None if it was measured, or cannot be forecast.
     """
 
-    devices: Mapping[int, tuple[int, float]]
+    devices: Mapping[int, int]
     overhead: Array
     per_sample: Array
     jitter: Array
@@ -370,7 +367,7 @@ class CostModel:
     def of(cls, costs: Costs, ranks: int) -> CostModel:
         ones = np.ones(2)
         return cls(
-            devices=dict.fromkeys(range(ranks), (0, 1.0)),
+            devices=dict.fromkeys(range(ranks), 0),
             overhead=costs.overhead * ones[:, None],
             per_sample=costs.per_sample * ones[:, None],
             jitter=np.ones((2, 1, 1)),
@@ -427,7 +424,7 @@ class CostModel:
 
     def speeds(self, samples: float) -> dict[int, float]:
         seconds = self.overhead[0] + samples * self.per_sample[0]
-        return {rank: float(samples / seconds[device] / slower) for rank, (device, slower) in self.devices.items()}
+        return {rank: float(samples / seconds[device]) for rank, device in self.devices.items()}
 
     def changed(self, change: ClusterChange) -> CostModel:
         """Return the costs on a changed cluster."""
@@ -448,10 +445,6 @@ class CostModel:
         if change.latency is not None:
             hop = alike * change.latency
             model = replace(model, hop=hop, hand_hop=hop, delay=2 * hop)
-        if change.slowest is not None:
-            last = max(model.devices)
-            device, slower = model.devices[last]
-            model = replace(model, devices={**model.devices, last: (device, slower * change.slowest)})
         return model
 
 

@@ -1,4 +1,4 @@
-"""The time to a target of any setting, hardware efficiency × statistical efficiency, with an interval.
+"""Settings, the rule for their learning rates and momentum, and the losses of a run's first batches.
 
 Rule 1: Settings are compared by samples, not updates: groups of different size make updates of different size.
 Rule 2: Proportional batches have the sample efficiency of equal ones, because the gradient is the same.
@@ -7,9 +7,8 @@ Rule 2: Proportional batches have the sample efficiency of equal ones, because t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from lightning_omni.checks import counted
 from lightning_omni.methods import method_named
 from lightning_omni.serialization import Serializable
 from lightning_omni.tuning.model import constants as c
-from lightning_omni.tuning.model.convergence import Estimate
 
 Array = np.ndarray[Any, Any]
 
@@ -180,63 +178,7 @@ class TrainedBatches(Serializable):
         return np.asarray(np.diff(np.interp(edges, np.concatenate([[0.0], ends]), total)) / np.diff(edges))
 
 
-# --- Sample efficiency -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Theory:
-    """The expected log samples of settings that were not tried yet.
-
-    Staleness costs much at first, and then little; the best explicit momentum is about what implicit momentum leaves;
-    the best step is near the user's. The coefficients are empirical.
-
-    Args:
-        start: reference for all other settings.
-        staleness: cost of very many groups, without ``spread``.
-        spread: cost of every further group.
-        narrow: cost of a step smaller by a factor of e, as a fraction; a larger step costs twice that.
-
-    References:
-        Mitliagkas et al. 2016, "Asynchrony begets Momentum", Theorem 6, for the momentum.
-    """
-
-    start: Setting
-    scaling: Scaling
-    staleness: float = 0.4
-    spread: float = 0.01
-    narrow: float = 0.15
-
-    @property
-    def step(self) -> float:
-        return self.scaling.step(self.start)
-
-    @property
-    def total_momentum(self) -> float:
-        return 1 - (1 - self.start.momentum) / self.start.groups
-
-    def momentum(self, groups: int) -> float:
-        """Return the explicit momentum that keeps the total, at most the start's; adaptive optimizers keep theirs."""
-        if self.scaling.is_adaptive:
-            return self.start.momentum
-        return min(self.start.momentum, max(0.0, round(1 - (1 - self.total_momentum) * groups, 6)))
-
-    def setting(self, groups: int) -> Setting:
-        """Return the setting that theory proposes for a number of groups."""
-        momentum = self.momentum(groups)
-        return Setting(groups, momentum, self.scaling.lr(groups, momentum, self.step))
-
-    def error(self, setting: Setting) -> float:
-        """Return the standard deviation of the log samples' error."""
-        return c.THEORY_ERROR
-
-    def __call__(self, setting: Setting) -> float:
-        """Return the logarithm of the samples to a target, up to a constant."""
-        away = math.log(max(self.scaling.step(setting), 1e-12) / self.step)
-        steepness = self.narrow if away < 0 else 2 * self.narrow
-        momentum = 0.5 * (setting.momentum - self.momentum(setting.groups)) ** 2
-        exchangers = setting.groups * setting.period if setting.groups > 1 else 1  # one group exchanges with no other
-        stale = self.staleness * (1 - 1 / exchangers) + self.spread * (exchangers - 1)
-        return math.log1p(stale) + steepness * away**2 + momentum
+# --- Momentum of staleness -------------------------------------------------------------------------------------------
 
 
 def explicit_for(total: float, staleness: float) -> float:
@@ -254,77 +196,3 @@ def explicit_for(total: float, staleness: float) -> float:
         Mitliagkas et al. 2016, "Asynchrony begets Momentum", Theorem 6.
     """
     return max(0.0, min(total, round(1 - (1 - total) * (1 + staleness), 12)))
-
-
-# --- Forecast --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class SettingEstimate:
-    """The expected time and samples of a setting.
-
-    Attributes:
-        seconds: time to the target; without a known target, only ratios are meaningful.
-        samples: samples to the target, or relative to those of the theory's starting setting.
-    """
-
-    setting: Setting
-    seconds: Estimate
-    samples_per_second: float
-    samples: Estimate
-
-
-class Forecast:
-    """An estimator of the time to the target for any setting.
-
-    Args:
-        theory: expected samples of settings, and the error of that expectation.
-        throughput: returns the samples per second of a setting.
-        samples: samples to the target with the theory's starting setting; if None, all times are relative.
-    """
-
-    def __init__(
-        self,
-        theory: Theory,
-        throughput: Callable[[Setting], float],
-        samples: Estimate | None = None,
-    ) -> None:
-        self.theory, self.throughput, self.samples = theory, throughput, samples
-        self._width = NormalDist().inv_cdf(0.9)
-
-    def log_seconds(self, setting: Setting) -> float:
-        """Return the logarithm of the time to the target, up to a constant; a search minimizes it."""
-        return self.theory(setting) - math.log(max(self.throughput(setting), 1e-12))
-
-    def deviation(self, one: Setting, other: Setting) -> float:
-        """Return the standard deviation of the log ratio of the samples; 0 if only ``rebalance`` differs."""
-        alike = replace(one, rebalance=other.rebalance) == other
-        return 0.0 if alike else math.hypot(self.theory.error(one), self.theory.error(other))
-
-    def of(self, setting: Setting) -> SettingEstimate:
-        mean, error = self.theory(setting), self.theory.error(setting)
-        rate = max(self.throughput(setting), 1e-12)
-        low, high = math.exp(mean - self._width * error), math.exp(mean + self._width * error)
-        samples = _times(self.samples or Estimate(1.0, 1.0, 1.0), math.exp(mean), low, high)
-        return SettingEstimate(setting, _times(samples, 1 / rate, 1 / rate, 1 / rate), rate, samples)
-
-    def of_systems(self, ranks: int, saturating: int, own: Setting | None = None) -> dict[str, SettingEstimate]:
-        """Estimate the settings that well-known systems would use.
-
-        They keep the learning rate of the user's setting ``own`` (by default the theory's start), except for Rudra,
-        which divides it by the staleness, and Omnivore, which tunes it and uses the ``saturating`` groups.
-        """
-        start = own or self.theory.start
-        alone = Setting(1, start.momentum, start.lr)
-        systems = {
-            "DDP, Horovod (synchronous)": alone,
-            "proportional batches": Setting(1, start.momentum, start.lr, rebalance=True),
-            "Downpour, A-SGD (asynchronous, untuned)": Setting(ranks, start.momentum, start.lr),
-            "Rudra (asynchronous, lr by staleness)": Setting(ranks, start.momentum, start.lr / max(1, ranks - 1)),
-            "Omnivore (groups where a part saturates)": self.theory.setting(saturating),
-        }
-        return {name: self.of(setting) for name, setting in systems.items()}
-
-
-def _times(estimate: Estimate, value: float, low: float, high: float) -> Estimate:
-    return Estimate(estimate.value * value, estimate.low * low, estimate.high * high)

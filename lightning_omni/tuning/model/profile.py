@@ -28,7 +28,7 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.serialization import Serializable
 from lightning_omni.topology import Topology
 from lightning_omni.tuning.model import constants as c
-from lightning_omni.tuning.model.convergence import Estimate, check_level
+from lightning_omni.tuning.model.convergence import Estimate
 from lightning_omni.tuning.model.cost_fit import fit_model
 from lightning_omni.tuning.model.cost_model import ClusterChange, CostModel, Costs, ExchangePattern, first_draw
 from lightning_omni.tuning.model.measurements import Measured, mean_samples
@@ -209,10 +209,8 @@ class Profile(Serializable):
         batch_size: float | None = None,
         rebalance: bool = False,
         period: int | None = None,
-        nbytes: int | None = None,
         exchanging: ExchangePattern | None = None,
         all_reduce: str = "fp32",
-        level: float = 0.8,
     ) -> Prediction:
         """Predict the speed of a grouping.
 
@@ -222,12 +220,12 @@ class Profile(Serializable):
             batch_size: mean samples per rank and step; None for the profile's.
             rebalance: whether the members of a group share its batch in proportion to their speeds.
             period: local steps between two exchanges, H; None for the measured number.
-            nbytes: bytes of one exchange, one way; None for the measured number.
-            exchanging: pattern of exchanges, in place of ``period`` and ``nbytes``; None for groups that wait for their
-                own answers only, with equal bytes each way. With a pattern, the bottleneck is the part that would help
-                most if it were twice as fast.
+            exchanging: pattern of exchanges, in place of ``period``; None for groups that wait for their own answers
+                only, with the measured bytes each way. With a pattern, the bottleneck is the part that would help most
+                if it were twice as fast.
             all_reduce: format of gradients in a group, as in ``Compression(all_reduce=...)``; ``"fp32"`` as measured.
-            level: probability of the intervals, which cover noise in the measurements, not errors of the model.
+
+        The intervals, of probability 0.8, cover noise in the measurements, not errors of the model.
 
         Raises:
             ConfigurationError: an argument is out of range, or needs what was not measured.
@@ -235,19 +233,14 @@ class Profile(Serializable):
         model = self._model if exchanging is None else self._model.forecast or self._model
         model = self._averaging(model, all_reduce)
         batch = self.batch_size if batch_size is None else batch_size
-        if exchanging is not None and (period is not None or nbytes is not None):
+        if exchanging is not None and period is not None:
             raise ConfigurationError(
-                f"exchanging={exchanging} with period={period}, nbytes={nbytes}: it has a period and bytes of its own;"
-                " leave the others out"
+                f"exchanging={exchanging} with period={period}: it has a period of its own; leave the other out"
             )
         period = model.period if period is None else period
         check_number("batch_size", batch, "samples per rank and step, above 0", above=0, below=math.inf)
         check_whole("period", period, "local steps between two exchanges, 1 or more", low=1)
-        check_level(level)
-        if nbytes is not None:
-            check_number("nbytes", nbytes, "bytes of one exchange, 0 or more", low=0)
-            model.check_nbytes(f"nbytes={nbytes}: what an exchange had was")
-        usual = ExchangePattern(period, *(model.nbytes if nbytes is None else nbytes,) * 2)
+        usual = ExchangePattern(period, model.nbytes, model.nbytes)
         plan = TrainingPlan(model, batch, rebalance, usual if exchanging is None else model.known(exchanging))
         topology = groups if isinstance(groups, Topology) else self._fastest_topology(groups, plan)[0]
         if not set(topology.ranks) <= set(model.devices):
@@ -258,8 +251,8 @@ class Profile(Serializable):
         outcome = plan.outcome(topology)
         least = outcome.serial
         most = float(outcome.samples_rate[0] * outcome.seconds_per_update[0]) / least if least else math.inf
-        seconds = _interval(outcome.seconds_per_update, level, least=least)
-        samples = _interval(outcome.samples_rate, level, most=most)
+        seconds = _interval(outcome.seconds_per_update, least=least)
+        samples = _interval(outcome.samples_rate, most=most)
         bottleneck = outcome.bottleneck if exchanging is None else plan.bottleneck(topology)
         return Prediction(seconds, samples, outcome.parts, bottleneck, topology)
 
@@ -346,7 +339,6 @@ class Profile(Serializable):
         ranks: int | None = None,
         bandwidth: float | None = None,
         latency: float | None = None,
-        slowest: float | None = None,
         servers: int | None = None,
         per_node: bool = False,
         batch_size: float | None = None,
@@ -357,7 +349,6 @@ class Profile(Serializable):
             ranks: number of ranks, copied cyclically from the measured ones.
             bandwidth: bytes per second of the server's link, and between the members of a group.
             latency: seconds of one message, on both.
-            slowest: factor that multiplies the last rank's compute time.
             servers: number of parameter servers, which agree by one more message each way. If all measured exchanges
                 were of one size, its delay is unknown: pass ``latency``, too.
             per_node: whether each node runs one server.
@@ -376,7 +367,6 @@ class Profile(Serializable):
             ranks=ranks,
             bandwidth=bandwidth,
             latency=latency,
-            slowest=slowest,
             servers=servers,
             per_node=per_node,
             batch_size=batch_size,
@@ -410,7 +400,7 @@ class Profile(Serializable):
         return profile
 
 
-def _interval(draws: Array, level: float, least: float = 0.0, most: float = math.inf) -> Estimate:
+def _interval(draws: Array, least: float = 0.0, most: float = math.inf, level: float = 0.8) -> Estimate:
     """Return the basic bootstrap interval: resampled fits are off the first by as much as it is off the true value.
 
     ``draws`` are the fit and the resampled fits; ``least`` and ``most`` bound the value.

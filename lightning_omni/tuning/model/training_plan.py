@@ -198,12 +198,10 @@ class TrainingPlan:
             return [self.batch] * len(members)
         return apportion(round(len(members) * self.batch), [self.speeds[rank] for rank in members])
 
-    def _times(self, kinds: Mapping[tuple[tuple[int, float], float], int]) -> tuple[Array, Array]:
+    def _times(self, kinds: Mapping[tuple[int, float], int]) -> tuple[Array, Array]:
         """Return equally likely seconds of a step of each kind of member, and the number of members of each kind."""
-        which = np.array([device for (device, _), _ in kinds])
-        slower = np.array([factor for (_, factor), _ in kinds])
-        samples = np.array([share for _, share in kinds])
-        seconds = slower * (self.model.overhead[:, which] + samples * self.model.per_sample[:, which])
+        which, samples = (np.array(column) for column in zip(*kinds, strict=True))
+        seconds = self.model.overhead[:, which] + samples * self.model.per_sample[:, which]
         return seconds[:, :, None] * self.model.jitter[:, which], np.array(list(kinds.values()))
 
 

@@ -32,8 +32,6 @@ _PART_LABELS = {
     "exchange": "way to the server",
     "wait": "queue at server, link or head",
 }
-_LETTERS = "YSPDRO"
-"""Letters of the user's own setting and the well-known systems, in the order of `SearchSummary.systems`."""
 _CHOSEN = {"marker": "*", "s": 430, "color": CHOSEN, "edgecolor": "white", "zorder": 6}
 
 
@@ -82,8 +80,6 @@ def _entries(summary: SearchSummary) -> tuple[list[Any], list[str]]:
     if summary.measured_after:
         entries.append(("measured in training", {**alone, "marker": "X", "color": MEASURED}))
     entries.append(("the choice", {**alone, "marker": "*", "color": CHOSEN, "markersize": 15}))
-    letters = {**alone, "marker": "s", "color": "white", "markeredgecolor": YOURS, "markersize": 11}
-    entries.append(("yours and other systems' (letters: see below)", letters))
     return [Line2D([], [], **{"markersize": 5, **style}) for _, style in entries], [text for text, _ in entries]
 
 
@@ -255,48 +251,15 @@ def _of_statistics(summary: SearchSummary) -> str:
 def _speed_up(axes: Any, summary: SearchSummary) -> None:
     values = [summary.speed_up_of(summary.curve[g]) for g in summary.groups]
     _over_groups(axes, summary, values, "speed_up", summary.speed_up.value)
-    top = 1.15 * max([*(min(each.high, 2.5 * each.value) for each in values), 1.2, *_heights(summary)])
-    _letters(axes, summary, top)
+    considered = [row.speed_up for row in summary.considered]
+    top = 1.15 * max([*(min(each.high, 2.5 * each.value) for each in values), 1.2, *considered])
     title = "Both together: speed-up over your own setting"
     axes.set(ylabel="speed-up to the target  (1: yours)", ylim=(0, top), title=title)
 
 
-def _heights(summary: SearchSummary) -> list[float]:
-    return [row.speed_up for row in summary.considered]
-
-
-def _letters(axes: Any, summary: SearchSummary, top: float) -> None:
-    boxes: list[tuple[int, float, str]] = []
-    for letter, estimate in zip(_LETTERS, summary.systems.values(), strict=True):
-        groups, value = estimate.setting.groups, summary.ratio(estimate.setting)
-        height, text = min(max(value, 0.05 * top), 0.94 * top), letter
-        if groups not in summary.groups:
-            continue  # the axis ends before
-        near = [box for box in boxes if box[0] == groups and abs(box[1] - height) < 0.055 * top]
-        if near:
-            boxes.remove(near[0])
-            height, text = near[0][1], f"{near[0][2]} {text}"
-        boxes.append((groups, height, text))
-    for groups, height, text in boxes:
-        is_last = groups > 0.7 * max(summary.groups) and groups > 1
-        axes.annotate(
-            text,
-            (groups, height),
-            (-16 if is_last else 16, 0),
-            textcoords="offset points",
-            ha="right" if is_last else "left",
-            va="center",
-            color=YOURS,
-            fontsize=8.5,
-            bbox={"boxstyle": "round,pad=0.22", "fc": "white", "ec": YOURS, "lw": 1.2},
-            zorder=5,
-        )
-
-
 def _systems(axes: Any, summary: SearchSummary) -> None:
-    names = ["the choice", *summary.systems]
-    settings = [summary.choice.setting, *(each.setting for each in summary.systems.values())]
-    values = [summary.speed_up_of(each) for each in settings]
+    systems = {"the choice": summary.choice.setting, **summary.systems}
+    names, values = list(systems), [summary.speed_up_of(each) for each in systems.values()]
     most = max(each.value for each in values)
     places = range(len(names))
     colours = [CHOSEN, YOURS, *[GREY] * (len(names) - 2)]
@@ -304,8 +267,7 @@ def _systems(axes: Any, summary: SearchSummary) -> None:
     for place, each in enumerate(values):
         text = f"{times(each.value)} ({times(each.low)} to {times(each.high)})"
         axes.text(each.value + 0.01 * most, place, text, va="center", fontsize=9)
-    letters = ["★", *_LETTERS]
-    axes.set_yticks(places, [f"{name}  {letter}" for letter, name in zip(letters, names, strict=True)], fontsize=9)
+    axes.set_yticks(places, names, fontsize=9)
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.axvline(1, color=YOURS, linewidth=1, linestyle="--", zorder=0)
@@ -314,7 +276,7 @@ def _systems(axes: Any, summary: SearchSummary) -> None:
 
 
 def _of_systems(summary: SearchSummary) -> str:
-    others = {name: summary.ratio(each.setting) for name, each in list(summary.systems.items())[1:]}
+    others = {name: summary.ratio(each) for name, each in list(summary.systems.items())[1:]}
     best = max(others, key=lambda name: others[name])
     return f"Other systems: at most {times(others[best])}, with {best.partition(' (')[0]}"
 

@@ -16,7 +16,7 @@ import msgspec
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.palette import CHOSEN, EXPECTED, can_draw, new_figure, plot_interval, png_of
 from lightning_omni.tuning.model.convergence import Estimate
-from lightning_omni.tuning.model.forecast import Scaling, Setting, Theory
+from lightning_omni.tuning.model.forecast import Scaling, Setting
 from lightning_omni.tuning.model.profile import BOTTLENECKS, Prediction, Profile
 from lightning_omni.tuning.report.summary import ReportOrigin, duration
 from lightning_omni.tuning.report.tuning import TextTable, templates
@@ -64,36 +64,14 @@ class PlanSource:
     def rebalance(self) -> bool:
         return self.search is None or self.search.spec.space.rebalance
 
-    def theory(self, momentum: float | None, lr: float | None) -> Theory:
-        """Return the file's theory of settings, with another momentum or learning rate for one group if given."""
-        theory: Theory = Theory(Setting(1, _USUAL_MOMENTUM, 1.0), Scaling())
-        if self.search is not None:
-            theory = self.search.theory
-        if momentum is not None or lr is not None:
-            alone = theory.setting(1)
-            base = replace(
-                alone,
-                momentum=alone.momentum if momentum is None else momentum,
-                lr=alone.lr if lr is None else lr,
-                period=1,
-            )
-            theory = replace(theory, start=base)
-        return theory
+    def own(self, momentum: float | None, lr: float | None) -> Setting:
+        """Return the file's setting of one group, with another momentum or learning rate if given."""
+        known = self.search.spec.start if self.search is not None else Setting(1, _USUAL_MOMENTUM, 1.0)
+        return Setting(1, known.momentum if momentum is None else momentum, known.lr if lr is None else lr)
 
-
-@dataclass(frozen=True)
-class PlannedCluster:
-    """The planned machines: the measured ones, with the user's changes, the arguments of `Profile.scaled`."""
-
-    measured: Profile
-    changes: Mapping[str, Any]
-
-    @cached_property
-    def profile(self) -> Profile:
-        try:
-            return self.measured.scaled(**self.changes) if self.changes else self.measured
-        except ConfigurationError as error:
-            raise ConfigurationError(f"--{error}") from error
+    @property
+    def scaling(self) -> Scaling:
+        return self.search.spec.scaling if self.search is not None else Scaling()
 
 
 # --- Predictions ------------------------------------------------------------------------------------------------------
@@ -126,13 +104,14 @@ class PlanRow:
 class Plan:
     """The predictions for planned machines, for each number of groups.
 
-    Groups may exchange, and their members average gradients, as in ``ways``; numbers of groups follow from the ranks.
+    ``changes`` of the measured machines are arguments of `Profile.scaled`; ``own`` is the setting of one group. Groups
+    may exchange, and their members average gradients, as in ``ways``; numbers of groups follow from the ranks.
     If learning rates are unknown (not ``has_lr``), they are multiples of the user's.
     """
 
-    cluster: PlannedCluster
     known: PlanSource
-    theory: Theory
+    changes: Mapping[str, Any]
+    own: Setting
     ways: Space
     has_lr: bool
 
@@ -143,23 +122,30 @@ class Plan:
         return f"{str(setting).rpartition(', lr')[0]}, {factor}your lr"
 
     @cached_property
+    def profile(self) -> Profile:
+        measured = self.known.profile
+        try:
+            return measured.scaled(**self.changes) if self.changes else measured
+        except ConfigurationError as error:
+            raise ConfigurationError(f"--{error}") from error
+
+    @cached_property
     def rows(self) -> list[PlanRow]:
         return [self._row(groups) for groups in self._evidence.possible_groups]
 
     def _row(self, groups: int) -> PlanRow:
         evidence = self._evidence
         best = best_by_forecast(evidence, groups)
-        theory = evidence.forecast().theory
-        is_extrapolated = not evidence.theory.covers(best)
+        theory = evidence.theory
+        is_extrapolated = not theory.covers(best)
         return PlanRow(best, evidence.prediction(best), (theory(best), theory.error(best)), is_extrapolated)
 
     @cached_property
     def _evidence(self) -> PlannedEvidence:
-        profile, ways = self.cluster.profile, self.ways
+        profile, ways = self.profile, self.ways
         space = replace(ways, groups=tuple(group_counts(profile.ranks)), rebalance=self.known.rebalance)
         batch = max(1, round(profile.ranks * profile.batch_size))
-        start = replace(self.theory.setting(1), period=1)
-        return PlannedEvidence(SearchSpec(start, batch, batch, space, self.theory.scaling), profile)
+        return PlannedEvidence(SearchSpec(self.own, batch, batch, space, self.known.scaling), profile)
 
     @cached_property
     def best(self) -> PlanRow:
@@ -181,16 +167,15 @@ class Plan:
         """Return the standard deviation of the log samples, relative to the best row's."""
         return 0.0 if row is self.best else math.hypot(row.efficiency[1], self.best.efficiency[1])
 
-    def with_cluster(self, **changes: Any) -> Plan:
-        cluster = replace(self.cluster, changes={**self.cluster.changes, **changes})
-        return replace(self, cluster=cluster)
+    def changed(self, **changes: Any) -> Plan:
+        return replace(self, changes={**self.changes, **changes})
 
 
 # --- Text ------------------------------------------------------------------------------------------------------------
 
 
 def title(plan: Plan) -> str:
-    profile = plan.cluster.profile
+    profile = plan.profile
     servers = f", {profile.servers} servers" if profile.servers > 1 else ""
     return f"{profile.ranks} ranks, {_speeds(profile)}{servers}"
 
@@ -232,7 +217,7 @@ def sentences(plan: Plan, samples: float | None) -> list[str]:
     if samples is not None:
         text += f", {duration(plan.seconds(best, samples))} for {samples:.4g} samples"
     lines = [text, f"buy next: {_advice(plan)}"]
-    profile, measured = plan.cluster.profile, known.profile
+    profile, measured = plan.profile, known.profile
     growth = profile.ranks * profile.batch_size / (measured.ranks * measured.batch_size)
     if abs(growth - 1) > 0.01:
         lines.append(
@@ -252,15 +237,14 @@ def sentences(plan: Plan, samples: float | None) -> list[str]:
 
 def _advice(plan: Plan) -> str:
     bottleneck = plan.best.prediction.bottleneck
-    cluster = plan.cluster
     if bottleneck == "compute":
-        count = 2 * cluster.profile.ranks
-        change, other = f"{count} ranks", plan.with_cluster(ranks=count)
-    elif bottleneck in ("allreduce", "exchange", "link") and "bandwidth" in cluster.changes:
-        change, other = "twice the bandwidth", plan.with_cluster(bandwidth=2 * cluster.changes["bandwidth"])
-    elif bottleneck in ("server", "link") and not cluster.profile.per_node:
-        count = 2 * cluster.profile.servers
-        change, other = f"{count} servers", plan.with_cluster(servers=count)
+        count = 2 * plan.profile.ranks
+        change, other = f"{count} ranks", plan.changed(ranks=count)
+    elif bottleneck in ("allreduce", "exchange", "link") and "bandwidth" in plan.changes:
+        change, other = "twice the bandwidth", plan.changed(bandwidth=2 * plan.changes["bandwidth"])
+    elif bottleneck in ("server", "link") and not plan.profile.per_node:
+        count = 2 * plan.profile.servers
+        change, other = f"{count} servers", plan.changed(servers=count)
     else:
         what = "servers twice as fast" if bottleneck == "server" else "a network twice as fast"
         faster = f"{what} would be at most {_halved(plan.best.prediction):.2f} times faster"
@@ -347,7 +331,7 @@ def _draw_speed(axes: Any, plan: Plan) -> None:
             va="top" if falls else "bottom",
             fontsize=8,
         )
-    title = f"{plan.cluster.profile.ranks} ranks, and the bottleneck"
+    title = f"{plan.profile.ranks} ranks, and the bottleneck"
     axes.set(ylabel="samples / s", title=title, ylim=(0, 1.18 * max(each.high for each in rates)))
     axes.legend(loc="lower left", frameon=False, fontsize="small")
 

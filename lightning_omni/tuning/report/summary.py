@@ -12,7 +12,7 @@ from functools import cached_property
 from lightning_omni.checks import counted
 from lightning_omni.serialization import Serializable
 from lightning_omni.tuning.model.convergence import Estimate, samples_to
-from lightning_omni.tuning.model.forecast import Forecast, Setting, SettingEstimate
+from lightning_omni.tuning.model.forecast import Setting
 from lightning_omni.tuning.model.profile import BOTTLENECKS, Prediction, Profile
 from lightning_omni.tuning.search import Choice, Search
 from lightning_omni.tuning.search.choice import best_by_forecast
@@ -230,9 +230,7 @@ class SearchSummary:
     ) -> None:
         self.search, self.measured_after = search, measured_after or {}
         batches = search.observation.batches
-        samples = samples_to(target, batches.samples, batches.losses) if target is not None else None
-        search.profile  # noqa: B018 - it sets the scatter of step times in the theory
-        self.forecast = Forecast(search.theory, search.throughput, samples)
+        self._samples = samples_to(target, batches.samples, batches.losses) if target is not None else None
 
     @cached_property
     def choice(self) -> Choice:
@@ -262,10 +260,12 @@ class SearchSummary:
     @property
     def seconds(self) -> Estimate | None:
         """Return the seconds to the target with the choice; None without a target or a finite forecast."""
-        if self.forecast.samples is None:
+        if self._samples is None:
             return None
-        found = self.forecast.of(self.choice.setting).seconds
-        return found if math.isfinite(found.value) else None
+        chosen, rate = self.samples(self.choice.setting), self.search.throughput(self.choice.setting)
+        value = self._samples.value * chosen.value / rate
+        found = Estimate(value, self._samples.low * chosen.low / rate, self._samples.high * chosen.high / rate)
+        return found if math.isfinite(value) else None
 
     @cached_property
     def speed_up(self) -> Estimate:
@@ -276,7 +276,7 @@ class SearchSummary:
 
     def ratio(self, setting: Setting) -> float:
         """Return the value of `speed_up_of`, without its interval and much faster."""
-        return math.exp(self.forecast.log_seconds(self.start) - self.forecast.log_seconds(setting))
+        return math.exp(self.search.log_time(self.start) - self.search.log_time(setting))
 
     @cached_property
     def rate(self) -> Estimate:
@@ -316,7 +316,7 @@ class SearchSummary:
 
     def samples(self, setting: Setting) -> Estimate:
         """Return the samples to the target with a setting, relative to the user's own."""
-        theory = self.forecast.theory
+        theory = self.search.theory
         mean, width = theory(setting) - theory(self.start), QUANTILE * theory.error(setting)
         return Estimate(*(math.exp(each) for each in (mean, mean - width, mean + width)))
 
@@ -328,7 +328,7 @@ class SearchSummary:
         before = self.start
         for part, setting in self._on_the_way(self.choice.setting):
             rate = self.search.throughput(setting) / self.search.throughput(before)
-            more = self.forecast.theory(setting) - self.forecast.theory(before)
+            more = self.search.theory(setting) - self.search.theory(before)
             found.append(Contribution(part, rate, math.exp(more)))
             before = setting
         return found
@@ -370,10 +370,22 @@ class SearchSummary:
         return best
 
     @cached_property
-    def systems(self) -> dict[str, SettingEstimate]:
-        saturating = self.profile.saturating_groups()
-        own = self.forecast.of(self.start)
-        return {"your own setting": own, **self.forecast.of_systems(self.ranks, saturating, self.start)}
+    def systems(self) -> dict[str, Setting]:
+        """Return the settings that well-known systems would use.
+
+        They keep the user's learning rate, except for Rudra, which divides it by the staleness, and Omnivore, which
+        tunes it and uses the groups at which a part saturates.
+        """
+        own, ranks = self.start, self.ranks
+        alone, all_apart = Setting(1, own.momentum, own.lr), Setting(ranks, own.momentum, own.lr)
+        return {
+            "your own setting": own,
+            "DDP, Horovod (synchronous)": alone,
+            "proportional batches": replace(alone, rebalance=True),
+            "Downpour, A-SGD (asynchronous, untuned)": all_apart,
+            "Rudra (asynchronous, lr by staleness)": replace(all_apart, lr=own.lr / max(1, ranks - 1)),
+            "Omnivore (groups where a part saturates)": self.search.theory.tuned(self.profile.saturating_groups()),
+        }
 
     @cached_property
     def predictions(self) -> dict[tuple[int, bool], Prediction]:
@@ -405,7 +417,7 @@ class SearchSummary:
 
     @property
     def statement(self) -> str:
-        if self.choice.estimate is None:
+        if not self.search.observation.batches.is_finite:
             return f"{self.choice.setting}: {self.choice.why}"
         if self.choice.setting == self.start:
             parts = [f"your own setting stays: {self.choice.setting}"]

@@ -145,8 +145,7 @@ class Section:
     def systems(self) -> TextTable:
         summary = self.summary
         heads = ["system", "setting", "speed-up", "80 % interval"]
-        settings = {"the choice": summary.choice.setting}
-        settings |= {name: each.setting for name, each in summary.systems.items()}
+        settings = {"the choice": summary.choice.setting, **summary.systems}
         gains = {name: summary.speed_up_of(each) for name, each in settings.items()}
         rows = [
             [name, str(settings[name]), times(gain.value), f"{times(gain.low)} to {times(gain.high)}"]
@@ -176,31 +175,6 @@ class Section:
         speeds = self.summary.profile.speeds
         rows = [[str(rank), number(speed)] for rank, speed in enumerate(speeds)]
         return TextTable(["rank", "samples/s"], rows, bars={1: [speed / max(speeds) for speed in speeds]})
-
-
-def page(
-    target: float | None,
-    monitor: str,
-    statement: str,
-    run: RunTimes | None,
-    sections: Sequence[Section],
-    written: ReportOrigin | None = None,
-) -> str:
-    overview = [each.overview for each in sections]
-    heads = ["epoch", "training before", "choice", "spent"]
-    return (
-        templates()
-        .get_template("tuning.html")
-        .render(
-            until="" if target is None else f" until {monitor} is {number(target)}",
-            statement=statement,
-            is_outside=sections[-1].summary.is_outside,
-            written=written.sentence if written is not None else "",
-            run=None if run is None else _run(run, target is not None),
-            searches=TextTable(heads, overview, len(overview) - 1) if len(overview) > 1 else None,
-            sections=list(reversed(sections)),  # the latest search is at the top
-        )
-    )
 
 
 @cache
@@ -362,7 +336,21 @@ class TuningReport(Serializable):
             Section(place, *parts)
             for place, parts in enumerate(zip(self.rounds, self.summaries, pictures, strict=True))
         ]
-        return page(self.target, self.monitor, self.statement, self.times, sections, self.written)
+        overview, target = [each.overview for each in sections], self.target
+        heads = ["epoch", "training before", "choice", "spent"]
+        return (
+            templates()
+            .get_template("tuning.html")
+            .render(
+                until="" if target is None else f" until {self.monitor} is {number(target)}",
+                statement=self.statement,
+                is_outside=sections[-1].summary.is_outside,
+                written=self.written.sentence if self.written is not None else "",
+                run=None if self.times is None else _run(self.times, target is not None),
+                searches=TextTable(heads, overview, len(overview) - 1) if len(overview) > 1 else None,
+                sections=list(reversed(sections)),  # the latest search is at the top
+            )
+        )
 
     def _repr_html_(self) -> str:
         text = html.escape(self.html())

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import Any, TypeVar
 
-from lightning_omni.tuning.model.forecast import Forecast, Setting, SettingEstimate
+from lightning_omni.serialization import Serializable
+from lightning_omni.tuning.model.forecast import Setting
 from lightning_omni.tuning.model.profile import BOTTLENECKS
 from lightning_omni.tuning.search import constants as c
 from lightning_omni.tuning.search.evidence import Evidence, is_faster, mean_error
@@ -27,17 +28,14 @@ def cheapest(options: Sequence[Option], log_cost: Callable[[Option], float], ord
 
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(Serializable):
     """The setting that a search has chosen, with its reasons.
 
-    Attributes:
-        why: a sentence for the user.
-        estimate: expected time, speed and samples; None if the first batches have no finite losses.
+    ``why`` is a sentence for the user.
     """
 
     setting: Setting
     why: str
-    estimate: SettingEstimate | None = None
 
     def _repr_html_(self) -> str:
         return f"<p><b>{escape(str(self.setting))}</b><br>{escape(self.why)}</p>"
@@ -45,10 +43,10 @@ class Choice:
 
 def log_seconds(evidence: Evidence, setting: Setting, forming: bool = True) -> float:
     """Return the log of the predicted seconds from now to the end; ``forming`` includes the time to form groups."""
-    spec, forecast, start = evidence.spec, evidence.forecast(), evidence.start
+    spec, start = evidence.spec, evidence.start
     by_samples = math.inf if spec.ends_by_time else spec.horizon / max(evidence.throughput(start), 1e-12)
     left = min(spec.seconds, by_samples)
-    seconds = left * math.exp(forecast.log_seconds(setting) - forecast.log_seconds(start))
+    seconds = left * math.exp(evidence.log_time(setting) - evidence.log_time(start))
     needs_forming = forming and setting.groups > 1 and setting != start
     return math.log(max(seconds + spec.switch * needs_forming, 1e-12))
 
@@ -73,20 +71,20 @@ def is_worth_switching(evidence: Evidence, setting: Setting) -> bool:
 
 
 def worthwhile_settings(evidence: Evidence) -> list[Setting]:
-    promising = promising_settings(evidence, evidence.forecast())
+    promising = promising_settings(evidence)
     return [each for each in promising if is_worth_switching(evidence, each)]
 
 
 def best_enumerated(evidence: Evidence) -> Setting:
     worthwhile = worthwhile_settings(evidence)
-    return _best_of(evidence, evidence.forecast(), worthwhile) if worthwhile else evidence.start
+    return _best_of(evidence, worthwhile) if worthwhile else evidence.start
 
 
 def explain(evidence: Evidence, setting: Setting, proposed: str = "") -> str:
     """Return the reasons of a choice; ``proposed`` names the source of a setting that is not from the list."""
     if setting != evidence.spec.start:
         return _reasons(evidence, setting, proposed)
-    promising = promising_settings(evidence, evidence.forecast())
+    promising = promising_settings(evidence)
     is_too_short = any(gains_enough(evidence, each, forming=False) for each in promising)
     reason = _why_too_short(evidence) if is_too_short else "nothing is expected to be faster by enough"
     return "; ".join([reason, *evidence.corrections, _bottleneck(evidence, setting)])
@@ -107,31 +105,28 @@ def best_by_forecast(evidence: Evidence, groups: int | None = None) -> Setting:
     Uncertainty counts against a setting. Ties are decided by the fewest groups, the plainest exchange, the fewest
     samples and the smallest step, in this order.
     """
-    forecast = evidence.forecast()
-    return _best_of(evidence, forecast, promising_settings(evidence, forecast, groups))
+    return _best_of(evidence, promising_settings(evidence, groups))
 
 
-def _best_of(evidence: Evidence, forecast: Forecast, candidates: Sequence[Setting]) -> Setting:
+def _best_of(evidence: Evidence, candidates: Sequence[Setting]) -> Setting:
     return cheapest(
         candidates,
-        lambda setting: _risk_adjusted(forecast, setting),
+        lambda setting: _risk_adjusted(evidence, setting),
         lambda setting: (
             setting.groups,
             _complexity(setting),
-            forecast.theory(setting),
+            evidence.theory(setting),
             evidence.scaling.step(setting),
         ),
     )
 
 
-def promising_settings(evidence: Evidence, forecast: Forecast, groups: int | None = None) -> list[Setting]:
+def promising_settings(evidence: Evidence, groups: int | None = None) -> list[Setting]:
     """Return, of hundreds of settings, those that may be the best; the others would lose even with a free exchange."""
-    candidates = [each for each in evidence.candidates if groups in (None, each.groups)]
+    theory, candidates = evidence.theory, [each for each in evidence.candidates if groups in (None, each.groups)]
     bounds = sorted(
         (
-            risk_adjusted(
-                forecast.theory(each) - math.log(evidence.throughput_bound(each)), forecast.theory.error(each)
-            ),
+            risk_adjusted(theory(each) - math.log(evidence.throughput_bound(each)), theory.error(each)),
             number,
             each,
         )
@@ -142,12 +137,12 @@ def promising_settings(evidence: Evidence, forecast: Forecast, groups: int | Non
         if bound > lowest + math.log(c.FASTER):
             break
         found.append(evidence.with_rebalance(each))
-        lowest = min(lowest, _risk_adjusted(forecast, found[-1]))
+        lowest = min(lowest, _risk_adjusted(evidence, found[-1]))
     return found
 
 
-def _risk_adjusted(forecast: Forecast, setting: Setting) -> float:
-    return risk_adjusted(forecast.log_seconds(setting), forecast.theory.error(setting))
+def _risk_adjusted(evidence: Evidence, setting: Setting) -> float:
+    return risk_adjusted(evidence.log_time(setting), evidence.theory.error(setting))
 
 
 def _complexity(setting: Setting) -> int:
@@ -179,17 +174,16 @@ def verdict(evidence: Evidence, is_early: bool = False, may_stay: bool = True, c
         return ""
     if can_wait and not is_early and is_faster(1 + mean_error(evidence.measured), 1.0):
         return ""
-    forecast = evidence.forecast()
-    promising = promising_settings(evidence, forecast)
-    best = _best_of(evidence, forecast, promising)
+    theory, promising = evidence.theory, promising_settings(evidence)
+    best = _best_of(evidence, promising)
     if is_early and best != start:
         return ""
     if best == evidence.spec.start:
-        fastest = min((each for each in promising if each != start), key=forecast.log_seconds, default=start)
-        most = _speed_up(evidence, start, fastest)[1] * math.exp(-forecast.theory(fastest))
+        fastest = min((each for each in promising if each != start), key=evidence.log_time, default=start)
+        most = _speed_up(evidence, start, fastest)[1] * math.exp(-theory(fastest))
         return "nothing" if may_stay and most < c.GAIN else ""
     least, _ = _speed_up(evidence, evidence.spec.start, best)
-    least *= math.exp(-risk_adjusted(forecast.theory(best), forecast.theory.error(best)))
+    least *= math.exp(-risk_adjusted(theory(best), theory.error(best)))
     return "change" if least > _least_gain(best) else ""
 
 
@@ -214,13 +208,13 @@ def _bottleneck(evidence: Evidence, setting: Setting) -> str:
 
 def _reasons(evidence: Evidence, best: Setting, proposed: str = "") -> str:
     batches = len(evidence.observation.batches.losses) if evidence.observation is not None else 0
-    alone, forecast = evidence.start, evidence.forecast()
+    alone = evidence.start
     changed = [each for each in best.further if each not in alone.further]
     parts = [f"{proposed or 'predicted to reach the target first'}, from {batches} batches of the run"]
     if best.groups > 1:
         own = evidence.spec.start
         faster = evidence.throughput(best) / evidence.throughput(own)
-        more = math.exp(forecast.theory(best) - forecast.theory(own))
+        more = math.exp(evidence.theory(best) - evidence.theory(own))
         parts.append(f"{faster:.2f} times the samples per second of your own setting, for {more:.2f} times the samples")
     elif best.rebalance or best.all_reduce != alone.all_reduce:
         plain = replace(best, all_reduce=alone.all_reduce)

@@ -16,7 +16,7 @@ from lightning_omni.serialization import Serializable
 from lightning_omni.tuning.model.constants import BLOCKS, TAIL
 from lightning_omni.tuning.model.convergence import Estimate
 from lightning_omni.tuning.model.cost_model import ExchangePattern
-from lightning_omni.tuning.model.forecast import Forecast, Scaling, Setting, TrainedBatches
+from lightning_omni.tuning.model.forecast import Scaling, Setting, TrainedBatches
 from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.model.profile import Prediction, Profile
 from lightning_omni.tuning.search import constants as c
@@ -161,7 +161,6 @@ class Evidence:
         self.spec, self.observation = spec, observation
         self.known = list(known)
         self._given = list(segments)
-        self.theory = PriorTheory(spec.start, spec.scaling, prior=Prior.load())
         self._rates: dict[Setting, float] = {}
         self._uneven: dict[Setting, bool] = {}
         self._bounds: dict[tuple[int, str], float] = {}
@@ -179,14 +178,17 @@ class Evidence:
 
     @cached_property
     def profile(self) -> Profile:
-        """Return the hardware model, fitted to all measurements; its first use also sets the scatter of ``theory``."""
-        profile = Profile.fit(self.measured)
-        self.theory = replace(self.theory, scatter=scatter(self.measured))
-        return profile
+        """Return the hardware model, fitted to all measurements."""
+        return Profile.fit(self.measured)
+
+    @cached_property
+    def theory(self) -> PriorTheory:
+        measured = self.measured  # empty where the profile of planned machines holds only costs
+        return PriorTheory(self.spec.start, self.spec.scaling, Prior.load(), scatter(measured) if measured else 0.0)
 
     @cached_property
     def _may_be_uneven(self) -> bool:
-        measured = self.measured  # empty where the profile of planned machines holds only costs
+        measured = self.measured  # empty as in `theory`
         return bool(measured) and speeds_differ(measured) and is_faster(self.profile.largest_gain_of_split, 1.0)
 
     def throughput(self, setting: Setting) -> float:
@@ -295,9 +297,9 @@ class Evidence:
             self._patterns[key] = ExchangePattern.of(method, wire, setting.overlap, self.profile.nbytes)
         return self._patterns[key]
 
-    def forecast(self) -> Forecast:
-        self.profile  # noqa: B018 - it sets the scatter of step times in the theory
-        return Forecast(self.theory, self.throughput)
+    def log_time(self, setting: Setting) -> float:
+        """Return the logarithm of the time to the target, up to a constant; a search minimizes it."""
+        return self.theory(setting) - math.log(max(self.throughput(setting), 1e-12))
 
     def speed_up(self, setting: Setting, baseline: Setting) -> Estimate:
         """Return how many times faster than with a baseline a setting is expected to reach the target.
@@ -310,11 +312,12 @@ class Evidence:
         alike = replace(way, all_reduce=setting.all_reduce, further=setting.further) if is_alone else setting
         if alike == baseline:
             return Estimate(1.0, 1.0, 1.0)
-        forecast = self.forecast()
-        value = math.exp(forecast.log_seconds(baseline) - forecast.log_seconds(setting))
+        value = math.exp(self.log_time(baseline) - self.log_time(setting))
         rates = [self.prediction(each).samples_per_second for each in (setting, baseline)]
         errors = [math.log(rate.high / rate.low) / (2 * c.QUANTILE) for rate in rates]
-        width = math.exp(c.QUANTILE * math.hypot(forecast.deviation(setting, baseline), *errors))
+        if replace(setting, rebalance=baseline.rebalance) != baseline:  # a split changes no samples
+            errors += [self.theory.error(setting), self.theory.error(baseline)]
+        width = math.exp(c.QUANTILE * math.hypot(*errors))
         return Estimate(value, value / width, value * width)
 
     # --- Losses ------------------------------------------------------------------------------------------------------
@@ -391,8 +394,6 @@ class PlannedEvidence(Evidence):
     def __init__(self, spec: SearchSpec, profile: Profile) -> None:
         super().__init__(spec, profile.measured)
         self.profile = profile  # known, not fitted
-        if profile.measured:
-            self.theory = replace(self.theory, scatter=scatter(profile.measured))
 
 
 def scatter(measured: Sequence[Measured]) -> float:

@@ -20,11 +20,10 @@ from importlib.resources import files
 from typing import Any
 
 import numpy as np
-from typing_extensions import override
 
 from lightning_omni.methods import DiLoCo, LocalSGD, method_named
 from lightning_omni.serialization import Serializable
-from lightning_omni.tuning.model.forecast import Setting, Theory
+from lightning_omni.tuning.model.forecast import Scaling, Setting, explicit_for
 from lightning_omni.tuning.search import constants as c
 
 Array = np.ndarray[Any, Any]
@@ -297,15 +296,29 @@ def _known_as(method: str) -> str:
 
 
 @dataclass(frozen=True)
-class PriorTheory(Theory):
-    """A `Theory` whose costs, momentum and steps are those of a `Prior`.
+class PriorTheory:
+    """The expected log samples of settings that were not tried yet, their best momentum and steps, by a `Prior`.
 
-    ``scatter`` is the coefficient of variation of the groups' step times.
+    Args:
+        start: the user's own setting, of one group, to which all others are relative.
+        scatter: coefficient of variation of the groups' step times.
     """
 
-    prior: Prior = field(kw_only=True)
-    scatter: float = field(default=0.0, kw_only=True)
+    start: Setting
+    scaling: Scaling
+    prior: Prior
+    scatter: float = 0.0
     _costs: dict[Setting, tuple[float, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def step(self) -> float:
+        return self.scaling.step(self.start)
+
+    def tuned(self, groups: int) -> Setting:
+        """Return plain asynchronous SGD with the momentum that implicit momentum leaves, and the user's step."""
+        own = self.start.momentum
+        momentum = own if self.scaling.is_adaptive else explicit_for(own, groups - 1)
+        return Setting(groups, momentum, self.scaling.lr(groups, momentum, self.step))
 
     def suggested(self, setting: Setting) -> Setting:
         momentum, factor = self.prior.suggested(
@@ -322,12 +335,12 @@ class PriorTheory(Theory):
     def covers(self, setting: Setting) -> bool:
         return self.prior.covers(_known_as(setting.method), setting.groups, setting.period)
 
-    @override
     def __call__(self, setting: Setting) -> float:
+        """Return the logarithm of the samples to a target, up to a constant."""
         return self._cost(setting)[0]
 
-    @override
     def error(self, setting: Setting) -> float:
+        """Return the standard deviation of the log samples' error."""
         return self._cost(setting)[1]
 
     def _cost(self, setting: Setting) -> tuple[float, float]:

@@ -239,7 +239,7 @@ class Search(Evidence):
         super().__init__(spec, known, observation, segments)
         self.overhead = 0.0
         self.considered: list[ConsideredSetting] = []
-        self._chosen: tuple[Setting, str] | None = None
+        self._chosen: Choice | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self).from_dict, (self.to_dict(),)
@@ -253,7 +253,7 @@ class Search(Evidence):
             "segments": [each.to_dict() for each in self.segments],
             "overhead": self.overhead,
             "widths": self.widths,
-            "chosen": [self._chosen[0].to_dict(), self._chosen[1]] if self._chosen is not None else None,
+            "chosen": self._chosen.to_dict() if self._chosen is not None else None,
             "considered": [each.to_dict() for each in self.considered],
         }
 
@@ -266,8 +266,7 @@ class Search(Evidence):
         search.overhead, search.widths = plain["overhead"], dict(plain["widths"])
         search.considered = [ConsideredSetting.from_dict(each) for each in plain["considered"]]
         if plain["chosen"] is not None:
-            setting, why = plain["chosen"]
-            search._chosen = Setting.from_dict(setting), why
+            search._chosen = Choice.from_dict(plain["chosen"])
         return search
 
     def choice(self, asks: bool = True) -> Choice:
@@ -275,23 +274,23 @@ class Search(Evidence):
 
         With ``asks``, scikit-optimize proposes a setting, too. A choice that was made before is returned unchanged.
         """
-        setting, why = self._chosen = self._chosen or self._choose(asks)
-        return Choice(setting, why, self.forecast().of(setting) if self.observation.batches.is_finite else None)
+        self._chosen = self._chosen or self._choose(asks)
+        return self._chosen
 
-    def _choose(self, asks: bool) -> tuple[Setting, str]:
+    def _choose(self, asks: bool) -> Choice:
         if not self.observation.batches.is_finite:
             why = "the loss of the first batches is not finite: nothing was changed; lower the learning rate"
-            return self.spec.start, why
+            return Choice(self.spec.start, why)
         listed = best_enumerated(self)
         if not asks:
-            return listed, explain(self, listed)
+            return Choice(listed, explain(self, listed))
         self.considered = Optimization(self).considered(listed)
         eligible = [each for each in self.considered if self._is_eligible(each, listed)]
         best = max(eligible, key=lambda each: each.improvement, default=None)
         if best is None or best.setting == listed:
-            return listed, explain(self, listed)
+            return Choice(listed, explain(self, listed))
         proposed = f"proposed by {ASKED}" if best.by == ASKED else "it was as fast when trained"
-        return best.setting, explain(self, best.setting, proposed)
+        return Choice(best.setting, explain(self, best.setting, proposed))
 
     def _is_eligible(self, each: ConsideredSetting, listed: Setting) -> bool:
         """Return whether a setting is worth a change, or a try, and no worse than the best of the list."""

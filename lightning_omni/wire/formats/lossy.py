@@ -215,7 +215,7 @@ class Int8(Lossy, frozen=True, kw_only=True, tag="int8"):
         # With 16 bits of precision, 127 times a scale is exact, so decoded ones are encoded to the same bytes again.
         scales = scales.view(torch.int32).bitwise_and(-256).view(torch.float32)
         steps = torch.where(scales > 0, scales, 1.0)
-        multiples = (known / steps[:, None]).round()
+        multiples = (known / steps[:, None]).round().clamp_(-127, 127)  # of a subnormal scale, more is cut off
         if known is not rows:
             multiples = multiples.where(known == rows, -128.0)  # which else is none: it is decoded as NaN
         return [scales, multiples.to(torch.int8).flatten()[: numbers.numel()]]

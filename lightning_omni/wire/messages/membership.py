@@ -49,7 +49,6 @@ class Welcome(Message, frozen=True, kw_only=True):
         data_port: port of the data socket on the same host; 0 for a file beside the control socket's.
         heartbeat_timeout: seconds of silence after which the server counts as dead; for ranks, see `ServerDescription`.
         reconnect_timeout: seconds for which a rank must look for a lost server; 0 if no other will continue.
-        started_at_ms: start of the server in milliseconds, which tells successive servers at one address apart.
     """
 
     mac: bytes
@@ -58,7 +57,6 @@ class Welcome(Message, frozen=True, kw_only=True):
     servers: int = 1
     reconnect_timeout: float = 0.0
     clock: int = 0
-    started_at_ms: int = 0
 
 
 class AskServerAddresses(Message, frozen=True, kw_only=True):

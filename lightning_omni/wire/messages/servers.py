@@ -11,7 +11,6 @@ from typing import Annotated
 import msgspec
 
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.journal import JoinedEntry, LeftEntry, LostEntry
 
 # --- From a server that holds a partition to the coordinating server
 # -----------------------------------------------------
@@ -130,18 +129,6 @@ class ExpireTimers(ServerCommand, frozen=True, kw_only=True):
     """The expiry of a time that methods have requested."""
 
 
-class SaveState(ServerCommand, frozen=True, kw_only=True):
-    """The command to save each share's state, at the same moment, under a number."""
-
-    number: int
-
-
-class ReplayEntry(ServerCommand, frozen=True, kw_only=True):
-    """A decision that earlier servers had sent to ranks since the save that was loaded."""
-
-    entry: LostEntry | LeftEntry | JoinedEntry
-
-
 class EndRun(ServerCommand, frozen=True, kw_only=True):
     """The end of the run. Without a reason, all its ranks are gone, and the next run may begin."""
 
@@ -158,8 +145,6 @@ ToFollower = (
     | DecideRequest
     | ExpireTimers
     | EndRun
-    | SaveState
-    | ReplayEntry
     | m.Challenge
     | m.RefusedMessage
     | m.Acknowledged

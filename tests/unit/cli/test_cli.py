@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
 import os
 import re
 import signal
@@ -19,7 +21,7 @@ from processes import Process
 import lightning_omni
 from lightning_omni.cli import entry_point as commands
 from lightning_omni.cli import main
-from lightning_omni.cli.console import print_line, show
+from lightning_omni.cli.console import print_line, progress_bar, show
 from lightning_omni.cli.simulate_settings import SimulationSettings
 from lightning_omni.cli.simulate_task import Task
 from lightning_omni.cli.units import rate_of, seconds_of
@@ -29,7 +31,7 @@ COMMAND = [sys.executable, "-m", "lightning_omni"]
 START = 150.0
 
 
-@pytest.mark.parametrize("command", ["serve", "top", "doctor", "simulate", "compare", "device", "plan"])
+@pytest.mark.parametrize("command", ["serve", "top", "doctor", "simulate", "compare", "plan"])
 def test_the_help_of_a_command_is_its_whole_docstring_without_python_types(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -53,7 +55,7 @@ import sys, contextlib, io
 from lightning_omni.cli import entry_point as commands
 from lightning_omni.cli import main
 for arguments in (["--help"], ["--version"], ["simulate", "--help"], ["compare", "--help"], ["plan", "--help"],
-                  ["device", "--help"], ["serve", "--help"]):
+                  ["serve", "--help"]):
     with contextlib.redirect_stdout(io.StringIO()) as said:
         try:
             main(arguments)
@@ -115,7 +117,6 @@ def test_all_commands_and_yaml_know_the_same_units(tmp_path: Path, capsys: pytes
         ["compare", "--speeds=1,1", "--link=1Gbit", "--model-size=1MB", "--step", "5 parsecs"],
         ["simulate", "--config", str(cluster)],
         ["plan", "absent.json", "--latency", "5 parsecs"],
-        ["device", "absent.py:Model", "--budget", "5 parsecs"],
         ["serve", "--heartbeat-timeout", "5 parsecs", "--key-file", str(tmp_path / "key")],
     ):
         assert main(arguments) == 2
@@ -127,7 +128,6 @@ def test_all_commands_refuse_a_time_of_0_in_the_same_words(tmp_path: Path, capsy
         ("--seconds", ["simulate"]),
         ("--evaluate-every-seconds", ["simulate"]),
         ("--every", ["top", "tcp://192.0.2.1:5555"]),
-        ("--budget", ["device", "absent.py:Model"]),
         ("--save-every", ["serve", "--key-file", str(tmp_path / "key")]),
     ):
         assert main([*arguments, option, "0s"]) == 2
@@ -151,6 +151,7 @@ def test_a_port_that_there_is_not_is_refused_instead_of_another_being_listened_o
         (["--allow-optimizer", "Mine"], "--allow-optimizer Mine: pass module:Class"),
         (["--allow-module", "mine:A,mine:"], "--allow-module mine:A,mine:: pass module:Class"),
         (["--save-every", "5s"], "--save-every 5s: it is for --state, which is missing; pass both"),
+        (["--record", "run.jsonl"], "--record run.jsonl: a record is of one run; pass --once, too"),
         (["--http-host", "0.0.0.0"], "--http-host 0.0.0.0: it is for --http, which is missing; pass both"),
         (["--key-file", "taken/key"], "cannot make the key file taken/key (File exists); name another one"),
     ],
@@ -195,6 +196,19 @@ def test_tables_fit_a_terminal_and_are_whole_in_a_pipe(
     assert capsys.readouterr().out == "y" * 150 + "\n"
 
 
+def test_progress_is_shown_on_a_terminal_and_only_there(capsys: pytest.CaptureFixture[str]) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for stream, shows in ((Terminal(), True), (io.StringIO(), False)):
+        with contextlib.redirect_stderr(stream), progress_bar() as told:
+            told(0.5, "memory format: channels_last")
+            told(1.0, "done")
+        assert ("done" in stream.getvalue()) == shows
+    assert capsys.readouterr().out == ""
+
+
 @pytest.mark.processes
 def test_ctrl_c_ends_a_command_without_a_traceback(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(
@@ -204,7 +218,6 @@ def test_ctrl_c_ends_a_command_without_a_traceback(tmp_path: Path) -> None:
     )
     for arguments, sign in (
         (["simulate", "--workload", f"{tmp_path / 'slow.py'}:made"], "it runs"),
-        (["device", f"{tmp_path / 'slow.py'}:made"], "it runs"),
         (["serve", "--port", "0", "--key-file", str(tmp_path / "key")], "parameter server on"),
     ):
         process = Process([*COMMAND, *arguments], {"OMP_NUM_THREADS": "1"})

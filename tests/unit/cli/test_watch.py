@@ -175,7 +175,8 @@ def get(url: str, path: str, method: str = "GET", **headers: str) -> tuple[int, 
 
 def test_probes_tell_whether_the_loop_goes_round(status_server: StatusServer, monkeypatch: pytest.MonkeyPatch) -> None:
     url = status_server.url
-    assert get(url, "/healthz")[0] == get(url, "/readyz")[0] == 503  # nothing is served yet
+    # A state is being loaded, however long that takes.
+    assert (get(url, "/healthz")[0], get(url, "/readyz")[0]) == (200, 503)
     status_server.publish(NO_RUN)
     assert get(url, "/healthz") == get(url, "/readyz") == (200, "ok\n")
     status_server.publish(overview(over="rank 0 is gone"))
@@ -335,8 +336,8 @@ class Asked:
 
 
 def test_keys_choose_a_group_and_ask_before_one_is_evicted() -> None:
-    seen, asked_for = overview(), Asked()
-    view = View()
+    seen, view = overview(), View()
+    asked_for: Any = Asked()
     for key, chosen in ((UP, 0), (DOWN, 1), (DOWN, 1), ("x", 1)):
         view = press(view, key, seen, asked_for)
         assert view.chosen == chosen
@@ -348,6 +349,9 @@ def test_keys_choose_a_group_and_ask_before_one_is_evicted() -> None:
     assert not asked_for.evicted
     # The group that was asked about, even if another stands in its place by now.
     assert press(asked, "y", overview(group(0)), asked_for).note == "group g1 is evicted"
+    assert asked_for.evicted == ["g1"]
+    other = msgspec.structs.replace(seen, run="another")
+    assert press(asked, "y", other, asked_for).note == "group g1 stays"
     assert asked_for.evicted == ["g1"]
     assert press(view, QUIT, seen, asked_for).is_over
     barring = press(view, BAR, seen, asked_for)
@@ -366,7 +370,7 @@ def test_a_key_for_which_a_terminal_sends_several_characters_is_one_key() -> Non
 
 
 def test_a_key_saves_and_the_table_says_when_the_state_was_saved() -> None:
-    asked_for = Asked()
+    asked_for: Any = Asked()
     assert press(View(), SAVE, overview(), asked_for).note == "the state is being saved"
     assert asked_for.saves == 1
     assert "state saved" not in rendered(picture(overview(), Rates()))
@@ -535,6 +539,9 @@ def test_several_servers_show_the_run_as_one_would_and_the_others_what_they_do_t
     assert get(url, "/readyz") == (200, "ok\n")
     assert f"a run is over: {2 * updates} updates, ranks lost: 0" in server.output
     other.expect(r"a run is over\s*$", 10)  # what came of it, the first one says
+    server.kill()
+    assert other.end(30) == 1, "so that it is started again"
+    assert "the server that coordinates is gone" in other.output
 
 
 def metrics_of_two_groups(url: str) -> dict[Any, float] | None:

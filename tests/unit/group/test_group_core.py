@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from msgspec.structs import replace
 from rounds import sent, sgd
 from torch.nn import Parameter
 
 from lightning_omni.errors import NonFiniteGradients, ProtocolError, UnsupportedError
-from lightning_omni.group.core import GroupCore, LastAnswer, ServerRequest
+from lightning_omni.group.core import NO_ANSWER, GroupCore, ServerRequest
 from lightning_omni.group.leased_batches import LeaseClient
 from lightning_omni.group.merged_head import MergedHeadClient
 from lightning_omni.methods import (
@@ -86,12 +87,12 @@ def test_what_the_server_says_is_heard_whether_the_method_asked_or_not() -> None
     core, (replica,) = group(AsyncSGD())
     ask = core.fetch(0)
     assert sent(core, ask, Layout(())).message == m.FetchMessage(optimizer=0, epoch=-1, trained=0)
-    pulled = core.receive(LastAnswer(staleness=-1, progress=40, stop="validate"), [torch.zeros(2)], clock=9)
+    pulled = core.receive(replace(NO_ANSWER, staleness=-1, progress=40, stop="validate", clock=9), [torch.zeros(2)])
     assert (core.last_answer.progress, core.last_answer.stop) == (40, "validate")
     assert (pulled.clock, pulled.refused) == (9, False)
     assert core.waits_for(0) == NextGradient(), "the method has asked for nothing"
     core.gradient(0, ones(replica))
-    refused = core.receive(LastAnswer(staleness=2, applied=False), [torch.full((2,), 4.0)], clock=11)
+    refused = core.receive(replace(NO_ANSWER, staleness=2, applied=False, clock=11), [torch.full((2,), 4.0)])
     assert core.answer(0, refused) == NextGradient()
     assert (refused.refused, replica.clock, replica.weights()[0].tolist()) == (True, 11, [4.0, 4.0])
 
@@ -116,10 +117,10 @@ def test_at_a_synchronization_point_a_group_hands_in_its_own_weights_if_there_ar
 def test_a_group_gives_up_after_so_many_nonfinite_pushes_in_a_row() -> None:
     core = GroupCore(AsyncSGD(), max_nonfinite_pushes=3)
     for in_row in (1, 2, 0, 1, 2):
-        core.receive(LastAnswer(applied=not in_row, refused_in_row=in_row), [], clock=0)
+        core.receive(replace(NO_ANSWER, applied=not in_row, refused_in_row=in_row, clock=0), [])
     with pytest.raises(NonFiniteGradients, match=r"NaN or infinite 3 times in a row.*max_nonfinite_pushes="):
-        core.receive(LastAnswer(applied=False, refused_in_row=3), [], clock=0)
-    GroupCore(AsyncSGD()).receive(LastAnswer(applied=False, refused_in_row=1000), [], clock=0)
+        core.receive(replace(NO_ANSWER, applied=False, refused_in_row=3, clock=0), [])
+    GroupCore(AsyncSGD()).receive(replace(NO_ANSWER, applied=False, refused_in_row=1000, clock=0), [])
 
 
 def test_a_merged_head_is_accessed_once_in_a_step() -> None:
@@ -128,14 +129,14 @@ def test_a_merged_head_is_accessed_once_in_a_step() -> None:
     with pytest.raises(UnsupportedError, match='merged="head": the submodule is used twice'):
         side.end()
     side.check()
-    said = side.forward(((torch.ones(3, 2),), {}), autocast="bfloat16").message
+    said, _ = side.forward(((torch.ones(3, 2),), {}), autocast="bfloat16")
     assert isinstance(said, m.HeadForward)
     assert (said.exclusive, said.autocast, said.training, said.trainable) == (True, "bfloat16", (True,), (True, True))
     side.begin()
     with pytest.raises(UnsupportedError, match="used twice"):
         side.check()
     side.end()
-    back = side.backward([torch.ones(3, 1)], place=(2, 7), scale=0.5).message
+    back, _ = side.backward([torch.ones(3, 1)], place=(2, 7), scale=0.5)
     assert isinstance(back, m.HeadBackward)
     assert (back.epoch, back.trained, back.scale, back.hyperparameters[0]["lr"]) == (2, 7, 0.5, 0.5)
     with pytest.raises(UnsupportedError, match="used twice"):

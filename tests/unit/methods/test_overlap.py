@@ -10,6 +10,7 @@ import torch
 from covering import covering
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from rounds import sent, sgd
 from runs import run as real_run
 from test_cluster_methods import MOMENTUM, Net, batch_of, loss_of, untrained
@@ -21,7 +22,7 @@ from torch.utils.data import ConcatDataset
 
 from lightning_omni import Compression
 from lightning_omni.errors import ProtocolError
-from lightning_omni.group.core import GroupCore, LastAnswer, ServerRequest
+from lightning_omni.group.core import NO_ANSWER, GroupCore, ServerRequest
 from lightning_omni.methods import (
     AsyncSGD,
     Exchange,
@@ -141,7 +142,7 @@ def test_what_arrives_of_steps_under_way_and_what_is_owed_add_up_to_all_gradient
         gradient = drawn(number)
         action = core.gradient(0, Gradient(list(gradient), [{"lr": 0.1}]))
         if action == Receive():
-            action = core.answer(0, core.receive(LastAnswer(staleness=0), drawn(0), clock=number))
+            action = core.answer(0, core.receive(replace(NO_ANSWER, staleness=0, clock=number), drawn(0)))
         assert isinstance(action, ServerRequest)
         payload = sent(core, action, layout, memory).payload
         assert core.answer(0, None) == NextGradient()
@@ -150,7 +151,7 @@ def test_what_arrives_of_steps_under_way_and_what_is_owed_add_up_to_all_gradient
         for totals, values in ((given_, gradient), (arrived, came)):
             for total, value in zip(totals, values, strict=True):
                 total += value
-    core.apply_answer(0, core.receive(LastAnswer(staleness=0), drawn(0), clock=13))
+    core.apply_answer(0, core.receive(replace(NO_ANSWER, staleness=0, clock=13), drawn(0)))
     owed = core.sender_state(0).get("residual", [None] * len(SHAPES))
     assert any(each is not None for each in owed) == (name != "fp32")
     for total, there, left in zip(given_, arrived, owed, strict=True):
@@ -189,7 +190,7 @@ def test_the_answer_to_a_step_is_loaded_when_the_next_gradient_is_there() -> Non
     assert core.answer(0, None) == NextGradient()
     assert replica.weights()[0].tolist() == [1.0, 1.0], "nothing has come yet"
     assert core.gradient(0, gradient_of(replica, 2.0)) == Receive()
-    second = core.answer(0, core.receive(LastAnswer(staleness=0), [torch.full((2,), 7.0)], clock=5))
+    second = core.answer(0, core.receive(replace(NO_ANSWER, staleness=0, clock=5), [torch.full((2,), 7.0)]))
     assert replica.weights()[0].tolist() == [7.0, 7.0]
     assert isinstance(second, ServerRequest)
     message = sent(core, second, layout, memory).message
@@ -199,7 +200,7 @@ def test_the_answer_to_a_step_is_loaded_when_the_next_gradient_is_there() -> Non
     assert message.read_at == 0, "it was computed before the answer came"
     assert core.answer(0, None) == NextGradient()
     core.gradient(0, gradient_of(replica, 3.0))
-    third = core.answer(0, core.receive(LastAnswer(staleness=1), [torch.zeros(2)], clock=6))
+    third = core.answer(0, core.receive(replace(NO_ANSWER, staleness=1, clock=6), [torch.zeros(2)]))
     assert isinstance(third, ServerRequest)
     assert isinstance(third.need, Exchange)
     assert third.need.read_at == 5
@@ -226,7 +227,7 @@ def test_what_is_under_way_is_applied_before_a_group_waits_for_others() -> None:
     core, replica, layout, memory = overlapping()
     sent(core, core.gradient(0, gradient_of(replica, 1.0)), layout, memory)  # type: ignore[arg-type]
     core.answer(0, None)
-    core.apply_answer(0, core.receive(LastAnswer(staleness=0), [torch.full((2,), 4.0)], clock=3))
+    core.apply_answer(0, core.receive(replace(NO_ANSWER, staleness=0, clock=3), [torch.full((2,), 4.0)]))
     assert (replica.weights()[0].tolist(), replica.clock) == ([4.0, 4.0], 3)
     assert core.sequence(0) == 1
     with pytest.raises(ProtocolError, match="nothing is under way"):

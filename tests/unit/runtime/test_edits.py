@@ -203,7 +203,7 @@ def test_a_head_whose_loop_an_exception_has_ended_may_be_used_in_the_first_step_
     net, unused = torch.nn.Linear(2, 1), cast(Any, None)
     parameters = dict(net.named_parameters())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    part = Part(optimizer, ModelReplica(parameters, optimizer), head=("head", net))
+    part = Part(optimizer, ModelReplica(parameters, optimizer), unused, torch.device("cpu"), head=("head", net))
     head = RemoteHead(unused, unused, unused, part, 0, "head", net)
     head.install()
     head.side.begin()

@@ -46,14 +46,12 @@ from lightning_omni.runtime.registration import COMES_BACK, GroupRegistration, a
 from lightning_omni.runtime.server_process import RunServer
 from lightning_omni.runtime.state.checkpoint import CheckpointFolder
 from lightning_omni.server.membership import timeouts as time_limits
-from lightning_omni.server.membership.roster import origin
 from lightning_omni.server.status import MOST_OBSERVERS
 from lightning_omni.strategy.joining import Rejoining
 from lightning_omni.strategy.loops.epoch import DataSizes, EntryPoint
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
 from lightning_omni.topology import Topology
-from lightning_omni.transport.connections import answer_of
-from lightning_omni.transport.serving.state_directory import StateDirectory
+from lightning_omni.transport.connections import answer_of, refused_return
 from lightning_omni.transport.zeromq import ZeroMQ
 from lightning_omni.transport.zeromq.observer import Observer
 from lightning_omni.wire import messages as m
@@ -134,6 +132,18 @@ def test_if_the_group_that_was_to_begin_is_gone_the_next_one_begins() -> None:
     assert link.register(1, b"second").first == 0
 
 
+def test_a_group_that_waits_is_told_why_the_first_one_could_not_form_groups() -> None:
+    link = Joined()
+    first = link.register(1, b"first")
+    link.come(0, first.run, 1)
+    assert link.register(1, b"second").first == 1
+    link.inbox.clear()
+    link.deliver(link.core.hang_up(control_peer(0)))
+    (notice,) = [message for message, _ in link.inbox[b"second", m.CONTROL]]
+    assert notice.over
+    assert notice.reason.startswith("rank 0 is gone without a goodbye")
+
+
 def test_the_group_that_was_to_begin_does_so_at_a_server_that_was_started_again_before_it_came() -> None:
     first, link = Joined().register(2, b"first"), Joined(world_size=2)
     for rank in range(2):
@@ -152,82 +162,20 @@ def test_a_server_that_was_started_again_is_begun_with_by_the_group_that_has_ask
     assert link.register(1, b"third").run == first.run
 
 
-def restarted(path: Path) -> tuple[StateDirectory, Joined]:
-    """A server that goes on from what is saved there, if anything is."""
-    states, link = StateDirectory(path), Joined(world_size=1)
-    link.core._random = secrets.token_bytes  # no two servers draw alike
-    link.core.reset()
-    assert states.restore(link.core) == ""
-    return states, link
+def test_groups_of_a_run_of_which_a_server_knows_nothing_are_told_what_to_start() -> None:
+    link = Joined(world_size=1)
+    for begun in (False, True):
+        if begun:
+            link.come(0, link.register(1, b"another").run, 1)
+        for rank, announced in ((1, 0), (0, 2))[: 1 + begun]:
+            said = "has begun it, .* joins the other" if announced else "nothing was saved yet, .* again: each"
+            with pytest.raises(AssertionError, match=said):
+                link.come(rank, "joins-the-one-before", announced)
 
 
-def test_a_run_that_was_lost_before_anything_was_saved_is_begun_again_by_the_same_groups(tmp_path: Path) -> None:
-    states, link = restarted(tmp_path)
-    name = link.register(1, b"first").run
-    link.come(0, name, 1)
-    assert link.register(1, b"second").first == 1
-    states.poll(link.core)
-    states.close()
-    for _ in range(2):  # also if the next one is lost, too
-        states, link = restarted(tmp_path)
-        with pytest.raises(AssertionError, match="saved anything; the run is begun again"):
-            link.come(0, name, 1)
-        with pytest.raises(AssertionError, match="saved anything; the run is begun again"):
-            link.come(1, name)
-        again = link.register(1, b"second")
-        assert again.first == 0
-        assert again.run != name
-        assert origin(again.run) == origin(name)
-        link.come(0, again.run, 1)
-        with pytest.raises(AssertionError, match="saved anything; the run is begun again"):
-            link.come(1, name)
-        assert link.register(1, b"first").run == again.run
-        states.poll(link.core)
-        states.close()
-        name = again.run
-
-
-@pytest.mark.parametrize("name", ["joins-../../elsewhere", "joins-/tmp", "joins-\0", "joins-a b", "joins-ü\n"])
-def test_a_name_of_a_run_that_is_none_of_a_file_leaves_no_file_and_hinders_no_save(tmp_path: Path, name: str) -> None:
-    states, link = restarted(tmp_path / "state")
-    link.come(0, name, 1)
-    states.poll(link.core)
-    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["lock"]
-    states.poll(link.core)
-    states.close()
-
-
-def test_the_group_that_was_to_begin_begins_again_if_another_was_first_at_the_next_server(tmp_path: Path) -> None:
-    states, link = restarted(tmp_path)
-    first = link.register(1, b"first")
-    states.poll(link.core)
-    states.close()
-    states, link = restarted(tmp_path)
-    second = link.register(1, b"second")
-    with pytest.raises(AssertionError, match="saved anything; the run is begun again"):
-        link.come(0, first.run, 1)
-    link.come(0, second.run, 1)
-    states.close()
-    assert origin(first.run) == origin(second.run)
-
-
-def test_a_run_of_which_something_was_saved_or_that_is_over_is_not_begun_again(tmp_path: Path) -> None:
-    for is_over in (False, True):
-        states, link = restarted(tmp_path)
-        link.register(1, b"first")
-        states.poll(link.core)
-        assert list(tmp_path.glob("begun-*"))
-        link.begin()
-        states.poll(link.core)
-        states.wait()
-        assert not list(tmp_path.glob("begun-*"))
-        states.poll(link.core)
-        if is_over:
-            states.discard(link.core)
-        states.close()
-        assert [path.name for path in tmp_path.iterdir()] == ["lock"] or not is_over
-        for path in tmp_path.iterdir():
-            path.unlink()
+def test_a_group_does_not_join_again_a_run_that_the_server_does_not_know() -> None:
+    assert type(refused_return(Refused("gone", "no such run"))) is RankLost
+    assert type(refused_return(Refused("busy", "another run"))) is ConnectionLost
 
 
 def test_the_group_that_was_to_begin_is_missed_although_so_many_watch_that_its_connection_is_displaced() -> None:

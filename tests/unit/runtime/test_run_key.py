@@ -18,7 +18,7 @@ KEY = "ab" * 32
 
 def test_a_key_of_the_environment_is_the_runs_and_a_rank_without_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENVIRONMENT, KEY)
-    said = json.dumps({"address": "tcp://10.0.0.1:1", "key": ENVIRONMENT, "run": "a run"})
+    said = json.dumps({"answer": ["tcp://10.0.0.1:1", ENVIRONMENT, "a run"]})
     other = RunServer(1, WorldOptions(), [1, 1])
     assert other.find(lambda _: said) == ("tcp://10.0.0.1:1", bytes.fromhex(KEY), "a run")
     monkeypatch.delenv(ENVIRONMENT)

@@ -15,7 +15,7 @@ from test_transport import Group, Serving, served
 from torch import Tensor
 
 from lightning_omni.errors import Refused
-from lightning_omni.group.core import LastAnswer, ServerRequest
+from lightning_omni.group.core import ServerRequest
 from lightning_omni.methods import Method, method_named
 from lightning_omni.methods.contract import Gradient
 from lightning_omni.methods.model.server_optimizer import hyperparameters_of
@@ -51,7 +51,7 @@ class Pushed:
 
     def finish(self, answer: m.Weights, tensors: Sequence[Tensor]) -> None:
         with torch.no_grad():
-            pulled = self.group.core.receive(LastAnswer.of(answer), tensors, answer.clock, answer.note)
+            pulled = self.group.core.receive(answer, tensors)
             self.group.core.answer(0, pulled)
 
 

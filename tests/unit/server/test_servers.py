@@ -29,21 +29,23 @@ from torch.nn import Parameter
 
 import lightning_omni as omni
 from lightning_omni.cli.commands import serve
-from lightning_omni.errors import ConfigurationError, MalformedMessage, ProtocolError, RankLost, Refused
+from lightning_omni.errors import (
+    ConfigurationError,
+    MalformedMessage,
+    ProtocolError,
+    RankLost,
+    Refused,
+    UnsupportedError,
+)
 from lightning_omni.group.core import Outgoing, ServerRequest
 from lightning_omni.methods import AsyncSGD, Gradient, Master, Method, Push, Replica, method_named
-from lightning_omni.methods.contract import Total
 from lightning_omni.methods.model.fragments import UNIT, read, write
 from lightning_omni.methods.model.server_optimizer import hyperparameters_of, resolver
 from lightning_omni.server.core import ServerCore
 from lightning_omni.server.parameters.served_parameters import ServedParameters
 from lightning_omni.server.replication import MOST_HELD
-from lightning_omni.server.service import Out
 from lightning_omni.simulator import replay
 from lightning_omni.transport.connections import Control, answer_of
-from lightning_omni.transport.serving import save_files
-from lightning_omni.transport.serving.save_files import saved_weights, share_directory
-from lightning_omni.transport.serving.state_directory import ShareDirectory, StateDirectory
 from lightning_omni.transport.zeromq import ZeroMQ
 from lightning_omni.transport.zeromq import server as server_link
 from lightning_omni.transport.zeromq.dialing import SuspendAwareClock
@@ -53,7 +55,6 @@ from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack, unpack
 from lightning_omni.wire.formats import wire_of
 from lightning_omni.wire.formats.base import RAW, RESIDUAL, Memory, WireFormat
-from lightning_omni.wire.journal import LostEntry
 from lightning_omni.wire.layout import DTYPES, Layout
 from lightning_omni.wire.messages import EpochPlan
 from lightning_omni.wire.messages import servers as sm
@@ -232,33 +233,16 @@ def test_what_is_remembered_of_fragments_is_put_together_and_divided_by_their_ow
     assert same(split.tree_parts(merged), trees)
 
 
-@given(layouts, st.integers(1, 4), st.integers(1, 4), st.integers(2, 3))
-@settings(max_examples=40, deadline=None)
-def test_momentum_of_fragments_is_cut_again_for_another_number_of_servers(
-    specs: list[tuple[tuple[int, ...], str]], servers: int, others: int, of: int
-) -> None:
-    tensors = tensors_of(specs)
-    splits = [Partition.of(Layout.of(tensors), count, elementwise=True) for count in (servers, others)]
-
-    def by_cuts_of(split: Partition) -> dict[str, Any]:
-        pieces = [read(list(tensors.values()), split.layout.pieces(number, of)) for number in range(of)]
-        states = [
-            {
-                "total": Total().state(),
-                "momentum": each,
-                "outer": {place: {"momentum_buffer": piece} for place, piece in enumerate(each)},
-                "merged_at": number,
-            }
-            for number, each in enumerate(pieces)
-        ]
-        return {"step_times": {0: 1.5}, "fragments": states, "servers": len(split.shares)}
-
-    here, there = map(by_cuts_of, splits)
-    assert same(splits[1].recut(here), there)
-    assert same(splits[0].recut(there), here)
-    here["fragments"][0]["total"] = {"count": 1, "weight": 1.0, "sum": here["fragments"][0]["momentum"], "counts": []}
-    assert same(splits[1].recut(here), there) == (servers != others)
-    assert splits[1].recut({"total": 1}) == {"total": 1}
+def test_states_of_fragments_of_another_number_of_servers_are_refused_by_name() -> None:
+    one, three = (Partition.of(Layout.of({"w": torch.ones(64)}), count, elementwise=True) for count in (1, 3))
+    fragments = [{"merged_at": 0}, {"merged_at": 0}]
+    for split, tree in ((one, {"fragments": fragments}), (three, {"fragments": fragments, "servers": 3})):
+        split.check_fragments(tree)
+        split.check_fragments({"total": 1})
+    with pytest.raises(UnsupportedError, match=r"1 server, .* 2 fragments, and this run has 3: pass Server\(count=1\)"):
+        three.check_fragments({"fragments": fragments})
+    with pytest.raises(UnsupportedError, match=r"saved with 3 servers, .* this run has 1: .* serve --servers 3"):
+        one.check_fragments({"fragments": fragments, "servers": 3})
 
 
 def test_groups_that_are_remembered_are_not_taken_for_numbers_of_as_many_parameters() -> None:
@@ -551,65 +535,6 @@ def test_the_time_of_a_push_is_that_of_its_part_and_of_what_follows_when_all_par
     assert sum(group.status.updates for group in first.groups) == first.status.clock == 2
 
 
-# --- Servers that go on
-# ----------------------------------------------------------------------------------------------
-
-
-def save(ensemble: Ensemble) -> dict[int, dict[str, Any]]:
-    """All servers are told to save now. What each saves comes into the dict when it hears of it."""
-    saved: dict[int, dict[str, Any]] = {}
-
-    def keep(number: int, core: ServerCore, _: int) -> None:
-        saved[number] = unpack(*pack(core.state()))
-
-    for number, core in enumerate(ensemble.cores):
-        core.on_save = partial(keep, number, core)
-    ensemble.cores[0].on_save(1)
-    ensemble.cores[0].save_partitions(1)
-    ensemble._send(0, ensemble.cores[0].replication.drain())
-    return saved
-
-
-@given(st.integers(0, 10**6), st.integers(2, 4), st.sampled_from(METHODS), st.booleans())
-@settings(max_examples=25, deadline=None)
-def test_a_save_is_of_one_moment_at_all_servers_and_they_go_on_from_it_with_the_groups_that_there_are(
-    seed: int, servers: int, method: str, by_member: bool
-) -> None:
-    ensemble = run_of(servers, 3, method, seed=seed, by_member=by_member)
-    saved: dict[int, dict[str, Any]] = {}
-    for number in range(4):
-        if number == 2:
-            saved = save(ensemble)
-        for group in ensemble.groups:
-            group.go_on()
-            if group.is_computing:
-                group.compute()
-        for _ in range(ensemble.random.randrange(12)):
-            ensemble.step()
-    ensemble.arrive()
-    assert saved.keys() == set(range(servers))
-    services = [saved[number]["services"] for number in range(servers)]
-    assert all(same(each["Training"], services[0]["Training"]) for each in services)
-    assert len({each["Snapshots"]["parts"][0]["clock"] for each in services}) == 1
-
-    dead = ensemble.groups[1].ranks[-1]
-    ensemble.cores = [ServerCore(KEY, Random(9).randbytes, servers=servers, number=number) for number in range(servers)]
-    ensemble.queues.clear()
-    for number, core in enumerate(ensemble.cores):
-        core.load(saved[number], [LostEntry(dead, "gone")] if number == 0 else (), 0.0)
-    for number in range(1, servers):
-        ensemble._link(number)
-    ensemble.arrive()
-    for core, service in zip(ensemble.cores, services, strict=True):
-        assert core.roster.groups == (0, 2)
-        assert core.roster.lost == dict.fromkeys(ensemble.groups[1].ranks, "gone")
-        assert core.roster.formed.by_member == by_member
-        part = service["Snapshots"]["parts"][0]
-        if core.clock == part["clock"]:  # else a barrier has opened with that loss
-            assert same(core.optimizers[0].state()["weights"], part["weights"])
-    assert len({core.clock for core in ensemble.cores}) == 1
-
-
 def test_adaptive_compensation_is_merged_of_a_server_whose_whole_share_is_frozen() -> None:
     ensemble = run_of(2, 2, "delay_compensated:adaptive=true")
     first, second = ({spec.name for spec in share.specs} for share in ensemble.groups[0].split.shares)
@@ -621,105 +546,6 @@ def test_adaptive_compensation_is_merged_of_a_server_whose_whole_share_is_frozen
     trees = [tree for _, tree in ensemble.groups[0].snapshot()]
     merged = whole(ensemble.groups[0], trees, "method")
     assert merged["square"].keys() == {0, 1}
-
-
-def test_a_save_counts_when_all_servers_have_written_theirs(tmp_path: Path) -> None:
-    ensemble = run_of(2, 2)
-    saved = save(ensemble)
-    ensemble.arrive()
-    folders = [tmp_path, share_directory(tmp_path, 1)]
-    share = ShareDirectory(folders[1])
-    for number in (2, 3):
-        save_files.write_save(tmp_path, number, *pack(saved[0]))
-    save_files.write_save(folders[1], 2, *pack(saved[1]))
-    for servers in (1, 3):
-        with pytest.raises(ConfigurationError, match="a save of 2 servers lies there; pass --servers 2, or another"):
-            StateDirectory(tmp_path, servers=servers)
-    with pytest.raises(ConfigurationError, match="several servers have saved a share of the weights each"):
-        saved_weights(tmp_path)
-    (folders[1] / "new-1").write_bytes(b"half of a save, by a server that was killed")
-    states = StateDirectory(tmp_path, servers=2)
-    assert not (folders[1] / "new-1").exists()
-    cores = [ServerCore(KEY, os.urandom, servers=2, number=number) for number in range(2)]
-    assert "goes on with a run of 2 ranks" in states.restore(cores[0])
-    assert states.restored == 2
-    share.restore(cores[1], states.restored)
-    assert [core.roster.groups for core in cores] == [(0, 1), (0, 1)]
-    assert [path.name for folder in folders for path in sorted(folder.glob("state-*"))] == ["state-00000002"] * 2
-
-    states.poll(cores[0])  # what was restored is saved again, by both
-    states.wait()
-    (told,) = [out.message for out in linked(cores) if isinstance(out.message, sm.SaveState)]
-    assert told.number == 4, "no number is given twice"
-    states.poll(cores[0])
-    assert (tmp_path / "state-00000002").exists(), "until the other has written its share"
-    for _ in range(2):  # it cannot, and the next save is due
-        states._due = states._latest = states._asked = 0.0
-        states.poll(cores[0])
-        states.wait()
-    assert [path.name for path in sorted(tmp_path.glob("state-*"))] == [
-        f"state-0000000{number}" for number in (2, 5, 6)
-    ]
-    *_, told = [out.message for out in cores[0].tick(0.0) if isinstance(out.message, sm.SaveState)]
-    cores[1].follow(told)
-    assert share._writer is not None
-    share._writer.join()
-    states._asked = 0.0
-    states.poll(cores[0])
-    assert [path.name for folder in folders for path in sorted(folder.glob("state-*"))] == ["state-00000006"] * 2
-    states.close()
-
-
-def test_a_save_of_one_server_is_not_removed_by_several_and_what_is_over_is_in_the_way_of_none(tmp_path: Path) -> None:
-    saved = tmp_path / "state-00000001"
-    saved.touch()
-    with pytest.raises(ConfigurationError, match="a save of 1 server lies there; pass --servers 1, or another"):
-        StateDirectory(tmp_path, servers=2)
-    orphan = share_directory(tmp_path, 1) / "state-00000007"  # of a run whose first server's saves are gone
-    orphan.parent.mkdir()
-    orphan.touch()
-    StateDirectory(tmp_path, servers=1).close()
-    assert saved.exists()
-    assert not orphan.exists(), "a server of this run might else take it for a part of its own save"
-    saved.unlink()
-    for servers in (1, 2, 3):
-        ShareDirectory(share_directory(tmp_path, 1))
-        for late in (False, True):  # the other server has still written its share of a run that was over
-            if late:
-                orphan.parent.mkdir(exist_ok=True)
-                orphan.touch()
-            StateDirectory(tmp_path, servers=servers).close()
-            assert [path.name for path in tmp_path.iterdir()] == ["lock"]
-
-
-def linked(cores: list[ServerCore]) -> list[Out]:
-    """The second server joins the first: what it is told."""
-    told: list[Out] = []
-
-    def say(message: m.Message, expect: type[Any]) -> Any:
-        answer, *rest = cores[0].receive(m.CONTROL, b"s1", message, b"", 0.0)
-        told.extend(rest)
-        return answer.message
-
-    handshake.join_as_follower(say, KEY, cores[1].follower_hello("memory://1", NONCE))
-    return told
-
-
-def test_where_servers_save_their_state_the_loss_of_one_ends_all_and_not_the_run() -> None:
-    ensemble = run_of(3, 2)
-    ensemble.cores[0].reconnect_timeout = 60.0
-    ensemble._send(0, ensemble.cores[0].hang_up(b"s2"))
-    ensemble.arrive()
-    assert not any(isinstance(message, m.Notice) for message in ensemble.said)
-    assert ensemble.cores[0].over == ensemble.cores[1].over == ""
-    assert "all servers go on from the last save" in ensemble.cores[0].lost_server
-    alone = ServerCore(KEY, os.urandom, join_timeout=5.0, servers=2)
-    alone.reconnect_timeout = 60.0
-    hello = handshake.hello_of("run", 0, 1, Layout(()), NONCE)
-    handshake.join(lambda message, _: alone.receive(m.CONTROL, b"c0", message, b"", 0.0)[0].message, KEY, hello)
-    assert alone.receive(m.CONTROL, b"c0", m.AskServerAddresses(), b"", 0.0) == []
-    assert alone.tick(6.0) == []
-    assert "did not come within 5 s" in alone.lost_server
 
 
 # --- All of it or nothing --------------------------------------------------------------------------------------------
@@ -902,12 +728,11 @@ def test_the_run_ends_and_says_which_server_is_gone() -> None:
 
 
 @pytest.mark.parametrize("failing", [[1], [0, 1, 2]])
-@pytest.mark.parametrize(("reconnect_timeout", "dies"), [(0.0, False), (60.0, False), (60.0, True)])
+@pytest.mark.parametrize("dies", [False, True])
 def test_a_step_that_fails_at_one_of_several_servers_ends_the_run_and_no_server(
-    failing: list[int], reconnect_timeout: float, dies: bool, monkeypatch: pytest.MonkeyPatch
+    failing: list[int], dies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ensemble = run_of(3, 2 + dies, "hardsync")
-    ensemble.cores[0].reconnect_timeout = reconnect_timeout
 
     def fails(*_: Any) -> None:
         raise ProtocolError("this optimizer cannot step")
@@ -940,18 +765,16 @@ def test_a_silent_server_and_one_that_never_comes_end_the_run() -> None:
 
 
 def test_a_server_whose_process_has_ended_before_it_came_is_not_awaited() -> None:
-    for seconds in (0.0, 60.0):
-        alone = ServerCore(KEY, os.urandom, servers=3)
-        alone.reconnect_timeout = seconds
-        hello = handshake.hello_of("run", 0, 1, Layout(()), NONCE)
-        handshake.join(partial(first_answer, alone), KEY, hello)
-        assert alone.receive(m.CONTROL, b"c0", m.AskServerAddresses(), b"", 0.0) == []
-        alone.server_ended(2, "its process has ended with status -9")
-        notices = [out.message for out in alone.tick(1.0) if isinstance(out.message, m.Notice)]
-        assert [notice.over for notice in notices] == [] if seconds else [True]
-        assert "parameter server 2 of 3" in alone.lost_server
-        assert "never came: its process has ended with status -9" in alone.lost_server
-        assert bool(alone.over) == (not seconds)
+    alone = ServerCore(KEY, os.urandom, servers=3)
+    hello = handshake.hello_of("run", 0, 1, Layout(()), NONCE)
+    handshake.join(partial(first_answer, alone), KEY, hello)
+    assert alone.receive(m.CONTROL, b"c0", m.AskServerAddresses(), b"", 0.0) == []
+    alone.server_ended(2, "its process has ended with status -9")
+    notices = [out.message for out in alone.tick(1.0) if isinstance(out.message, m.Notice)]
+    assert [notice.over for notice in notices] == [True]
+    assert "parameter server 2 of 3" in alone.lost_server
+    assert "never came: its process has ended with status -9" in alone.lost_server
+    assert alone.over
 
 
 def test_the_end_of_the_process_of_a_server_that_has_come_is_told_by_its_connection() -> None:

@@ -357,7 +357,7 @@ def test_an_attribute_that_others_change_reaches_the_server_where_groups_synchro
     place: Any = SimpleNamespace(parts=[part], exchanges=True, steps_at_worker=False, all_reduce_max=list)
     states = SimpleNamespace(keep=nothing, forget=nothing)
     states.seed = lambda: theirs.append(describe(optimizer, {weight: "weight"})["attributes"])
-    replica.layout, exchange = None, SimpleNamespace(fetch=nothing, peers=SimpleNamespace(grow=nothing))
+    replica.layout, exchange = None, SimpleNamespace(read_weights=nothing, peers=SimpleNamespace(grow=nothing))
     edits = ExternalWrites(place, cast(Any, exchange), cast(Any, states))
     edits.begin()
     edits.follow()
@@ -610,9 +610,8 @@ def test_schedules_that_the_module_steps_count_its_calls_and_go_on_as_the_furthe
         lightning_module=SimpleNamespace(automatic_optimization=False),
         lr_scheduler_configs=[LRSchedulerConfig(schedule, interval="step")],
     )
-    run: Any = SimpleNamespace(progress=None)
+    run: Any = SimpleNamespace(progress=None, trainer=trainer)
     schedulers = RunSchedulers(run, lambda: 9)
-    schedulers.connect(trainer)
     schedulers.keep_pace(is_paced=True)
     optimizer.step()
     schedule.step()
@@ -1213,12 +1212,11 @@ def test_a_schedule_of_a_frequency_is_stepped_as_by_ddp_where_epochs_have_other_
     module = SimpleNamespace(automatic_optimization=True)
     config = LRSchedulerConfig(schedule, interval="step", frequency=10)
     trainer: Any = SimpleNamespace(lightning_module=module, lr_scheduler_configs=[config], current_epoch=0)
-    run: Any = SimpleNamespace(steps_at=lambda progress: progress.steps, now=lambda: run.progress)
+    run: Any = SimpleNamespace(trainer=trainer, steps_at=lambda progress: progress.steps, now=lambda: run.progress)
     monkeypatch.setattr(
         "lightning_omni.strategy.loops.run_schedulers.step_schedule", lambda _, scheduler: scheduler.step()
     )
     schedulers, calls, past = RunSchedulers(run, lambda: run.progress.steps), 0, 0
-    schedulers.connect(trainer)
     optimizer.step()
     for epoch, (batches, window) in enumerate(epochs):
         run.progress = Progress(ReferenceBatch(ranks=2, batch_size=4, window=window), batches, epoch, past=past)

@@ -293,6 +293,17 @@ def test_memory_of_copies_is_used_again() -> None:
         assert 0 < len(memory) <= count + rounds  # each time one may be let go; some are there again before one looks
 
 
+def test_a_server_gives_back_the_memory_of_copies_when_no_rank_is_left(serving: Serving) -> None:
+    with ranks(serving.address, 1, numel=2 * LITTLE // 4) as (rank,):
+        rank.begin((0,))
+        rank.push(0, read_at=0)
+        assert serving.server._copies._sent
+    deadline = time.monotonic() + DEADLINE
+    while serving.server._copies._sent or serving.server._copies._free:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 # --- Exchange ------------------------------------------------------------------------------------------------------
 
 

@@ -125,9 +125,9 @@ def test_a_setting_that_pays_is_chosen_though_a_simpler_one_nearly_as_fast_does_
     draw = np.random.default_rng(0)
     for scatter in np.linspace(0.25, 0.45, 5):
         found = search(seen(0.1 * draw.lognormal(0.0, scatter, (4, 48)), allreduce=0.001))
-        forecast, start = found.forecast(), found.spec.start
+        start = found.spec.start
         gains = {
-            each: forecast.log_seconds(start) - risk_adjusted(forecast.log_seconds(each), forecast.theory.error(each))
+            each: found.log_time(start) - risk_adjusted(found.log_time(each), found.theory.error(each))
             for each in map(found.with_rebalance, found.candidates)
         }
         least = {each: c.GAIN if each.groups > 1 else c.FASTER for each in gains}

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_omni.errors import ConfigurationError
 from lightning_omni.tuning.model import constants as c
-from lightning_omni.tuning.model.convergence import Estimate, check_level, samples_to
+from lightning_omni.tuning.model.convergence import Estimate, samples_to
 
 SAMPLES = [32.0 * batch for batch in range(1, 49)]
 
@@ -73,5 +72,3 @@ def test_any_losses_give_an_ordered_estimate_or_none(losses: list[float], target
 
 def test_estimates_are_scaled_and_shown_with_their_interval() -> None:
     assert str(Estimate(10.0, 5.0, math.inf).times(2)) == "20 (10 to inf)"
-    with pytest.raises(ConfigurationError, match=r"level=1\.0"):
-        check_level(1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -239,7 +241,7 @@ def test_a_slow_candidate_is_rejected() -> None:
     found = finding(report, "memory format")
     assert (found.verdict, found.reason) == ("rejected", "slower")
     assert found.gain == pytest.approx(2 / 3)
-    assert report.setting == report.proposal == DeviceSetting()
+    assert report.setting == DeviceSetting()
     assert report.gain is None
 
 
@@ -269,7 +271,7 @@ def test_what_is_slower_than_the_defaults_in_the_last_comparison_is_not_applied(
     report = tuned(cost, progress=lambda done, phase: phases.append(phase), skip=only("memory format"))
     found = finding(report, "memory format")
     assert (found.gain, found.verdict, found.reason) == (2.0, "rejected", "slower than the defaults in the end")
-    assert report.setting == report.proposal == DeviceSetting()
+    assert report.setting == DeviceSetting()
     assert (report.gain, report.tuned) == (None, report.baseline)
 
 
@@ -351,11 +353,11 @@ def in_bf16(model: Any, batch: Any) -> float:
 
 def test_precision_is_proposed_and_applied_only_if_allowed() -> None:
     proposed = tuned(in_bf16, bf16="propose", skip=only())
-    assert (proposed.setting.bf16, proposed.proposal.bf16) == (False, True)
+    assert not proposed.setting.bf16
     assert finding(proposed, "precision").verdict == "proposed"
     assert proposed.gain is None
     allowed = tuned(in_bf16, bf16="apply", skip=only())
-    assert allowed.setting == allowed.proposal == DeviceSetting(bf16=True)
+    assert allowed.setting == DeviceSetting(bf16=True)
     assert allowed.gain == 2.0
     assert "losses differ by" in finding(allowed, "precision").reason
 
@@ -398,6 +400,33 @@ def test_curves_agree_within_the_tolerance_and_rounding() -> None:
     assert "cannot be judged" in words
 
 
+# --- What is told -----------------------------------------------------------------------------------------------------
+
+
+def compared(low: float, high: float) -> Finding:
+    return Finding("step", "tried", "rejected", gain=(low + high) / 2, spread=(low, high))
+
+
+def test_nothing_is_said_to_be_no_faster_that_the_budget_had_no_time_for() -> None:
+    skipped = Finding("memory format", "channels_last", "skipped", "the budget of 5 s is used up")
+    for findings, said in (
+        ((skipped,), "nothing was compared with them"),
+        ((skipped, compared(0.8, 0.9)), "nothing faster was found"),
+    ):
+        stays = DeviceReport(findings, DeviceSetting(), 1.0, 1.0, None, 32)
+        assert stays.summary == f"1 samples/s with the defaults; {said}"
+
+
+def test_the_table_fits_a_terminal_of_80_columns() -> None:
+    file = io.StringIO()
+    setting = DeviceSetting(channels_last=True)
+    made = DeviceReport((compared(0.8, 1.3),) * 2, setting, 1.0, 2.0, 2.0, 32, spread=(0.7, 2.1))
+    Console(width=80, file=file).print(made.table())
+    assert "0.80–1.30" in file.getvalue()
+    assert max(map(len, file.getvalue().splitlines())) <= 80
+    assert "2.00 times, 0.70 to 2.10" in made.summary
+
+
 # --- The parts --------------------------------------------------------------------------------------------------------
 
 
@@ -416,21 +445,25 @@ class Paced:
         return seconds
 
 
+def paced(world: VirtualTime, *seconds: float) -> Any:
+    return Paced(world, *seconds)
+
+
 def test_pairs_are_timed_alternately_and_end_when_the_difference_is_clear() -> None:
     world = VirtualTime(lambda model, batch: 0)
-    found = compare(Paced(world, 2.0), Paced(world, 1.0), 1e9, world.clock)
+    found = compare(paced(world, 2.0), paced(world, 1.0), 1e9, world.clock)
     assert (found.ratios, found.is_faster, found.is_clear) == ((2.0, 2.0, 2.0), True, True)
-    found = compare(Paced(world, 1.0, 2.0), Paced(world, 1.1, 1.0), 1e9, world.clock)
+    found = compare(paced(world, 1.0, 2.0), paced(world, 1.1, 1.0), 1e9, world.clock)
     assert len(found.ratios) == 7
     assert not found.is_clear
-    assert not compare(Paced(world, 2.0), Paced(world, 1.0), world.now + 4, world.clock).is_faster, "two pairs only"
+    assert not compare(paced(world, 2.0), paced(world, 1.0), world.now + 4, world.clock).is_faster, "two pairs only"
     assert not Comparison((), ()).is_faster
 
 
 def test_short_steps_are_timed_in_blocks() -> None:
     world = VirtualTime(lambda model, batch: 0)
-    before = Paced(world, 0.004)
-    found = compare(before, Paced(world, 0.002), 1e9, world.clock)
+    before = paced(world, 0.004)
+    found = compare(before, paced(world, 0.002), 1e9, world.clock)
     assert found.gain == 2.0
     assert world.now == pytest.approx(0.006 + 3 * 50 * 0.006)
 

@@ -133,7 +133,7 @@ def test_bytes_are_those_of_the_wire_format() -> None:
         (lambda: ExchangePattern(peers=True, barrier=True), "peers=True"),
         (lambda: ExchangePattern.of("diloco", overlap=True), "overlap=True"),
         (lambda: ExchangePattern.of("local_sgd", "topk"), "topk"),
-        (lambda: known().predict(2, period=2, exchanging=ExchangePattern()), "leave the others out"),
+        (lambda: known().predict(2, period=2, exchanging=ExchangePattern()), "leave the other out"),
         (
             lambda: Profile.of(Costs(0.1), 4, 1).predict(2, exchanging=ExchangePattern(push=8)),
             "push=8: .*not measured",
@@ -152,15 +152,14 @@ def test_what_cannot_be_is_refused_by_name(ask: Any, named: str) -> None:
 @given(
     groups=st.integers(1, 4),
     period=st.integers(1, 4),
-    nbytes=st.integers(0, NBYTES),
     parts=st.lists(st.floats(0, 0.1), min_size=3, max_size=3),
 )
 def test_groups_that_wait_for_nothing_but_their_answers_are_predicted_as_before(
-    groups: int, period: int, nbytes: int, parts: list[float]
+    groups: int, period: int, parts: list[float]
 ) -> None:
     profile = known(exchange=sum(parts) + parts[2], serve=parts[1], link=parts[2])
-    before = profile.predict(groups, period=period, nbytes=nbytes)
-    now = profile.predict(groups, exchanging=ExchangePattern(period, nbytes, nbytes))
+    before = profile.predict(groups, period=period)
+    now = profile.predict(groups, exchanging=ExchangePattern(period, NBYTES, NBYTES))
     assert (now.seconds_per_update, now.parts) == (before.seconds_per_update, before.parts)
 
 

@@ -1,19 +1,23 @@
-"""Time to a target: probes against known decays, efficiencies of theory and probes, and choices by their product."""
+"""Time to a target: settings, the first batches, tuned momentum, and forecasts by the product of both efficiencies."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from searches import RANKS, found, observed, search
+from searches import START as OWN
 
-from lightning_omni.tuning.model.convergence import Estimate
-from lightning_omni.tuning.model.forecast import Forecast, Scaling, Setting, Theory, TrainedBatches
+from lightning_omni.tuning.model.convergence import Estimate, samples_to
+from lightning_omni.tuning.model.forecast import Scaling, Setting, TrainedBatches
+from lightning_omni.tuning.report.summary import SearchSummary
+from lightning_omni.tuning.search.prior import Prior, PriorTheory
 
 Law = Callable[[np.ndarray], np.ndarray]
 FEW = settings(max_examples=30, deadline=None)
@@ -96,8 +100,8 @@ def test_a_loss_that_stays_is_that_of_every_block_and_scatters_in_no_way(loss: f
 
 
 def test_plain_batches_are_the_batches_even_if_their_losses_are_no_numbers() -> None:
-    for found in (trained(LAWS["power"]), TrainedBatches(START, (), ())):
-        assert TrainedBatches.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    for batches in (trained(LAWS["power"]), TrainedBatches(START, (), ())):
+        assert TrainedBatches.from_dict(json.loads(json.dumps(batches.to_dict()))) == batches
     again = TrainedBatches.from_dict(json.loads(json.dumps(LOST.to_dict())))
     assert not again.is_finite
     assert repr(again) == repr(LOST)
@@ -107,110 +111,74 @@ def test_plain_batches_are_the_batches_even_if_their_losses_are_no_numbers() -> 
 
 
 @FEW
-@given(st.sampled_from([1, 2, 4, 8]), st.floats(0, 0.95), st.floats(1e-3, 1.0), st.integers(1, 32), st.booleans())
-def test_theory_keeps_the_step_and_explicit_and_implicit_momentum_together(
-    started: int, momentum: float, lr: float, groups: int, adaptive: bool
+@given(st.floats(0, 0.95), st.floats(1e-3, 1.0), st.integers(1, 32), st.booleans())
+def test_tuned_groups_keep_the_step_and_explicit_and_implicit_momentum_together(
+    momentum: float, lr: float, groups: int, adaptive: bool
 ) -> None:
-    theory = Theory(Setting(started, momentum, lr), Scaling(is_adaptive=adaptive))
-    proposed = theory.setting(groups)
+    theory = PriorTheory(Setting(1, momentum, lr), Scaling(is_adaptive=adaptive), Prior.load())
+    proposed = theory.tuned(groups)
     assert theory.scaling.step(proposed) == pytest.approx(theory.step, rel=1e-3)
-    own = theory.setting(started)
+    own = theory.tuned(1)
     assert (own.momentum, own.lr) == pytest.approx((momentum, lr), rel=1e-3, abs=1e-5)
     if adaptive:
         assert proposed.momentum == momentum
     elif 0 < proposed.momentum < momentum:
-        assert 1 - (1 - proposed.momentum) / groups == pytest.approx(theory.total_momentum, abs=1e-5)
+        assert 1 - (1 - proposed.momentum) / groups == pytest.approx(momentum, abs=1e-5)
     elif proposed.momentum < momentum:
-        assert 1 - 1 / groups >= theory.total_momentum - 1e-5  # implicit momentum alone is more
-
-
-@FEW
-@given(st.integers(1, 16), st.floats(0.1, 10), st.floats(-0.5, 0.5))
-def test_theory_expects_least_of_what_it_proposes_and_more_of_staler_settings(
-    groups: int, factor: float, momentum: float
-) -> None:
-    theory = Theory(START, SGD)
-    proposed = theory.setting(groups)
-    least = theory(proposed)
-    assert theory(START) == pytest.approx(0.0, abs=1e-6)
-    assert theory(replace(proposed, lr=factor * proposed.lr)) >= least - 1e-9
-    other = min(max(proposed.momentum + momentum, 0.0), 0.95)
-    assert theory(Setting(groups, other, SGD.lr(groups, other, theory.step))) >= least - 1e-9
-    assert theory(theory.setting(groups + 1)) > least
-    assert theory(replace(proposed, period=3)) > least or groups == 1  # one group exchanges with none
-
-
-def test_theory_never_proposes_more_momentum_than_it_starts_from() -> None:
-    chosen = Theory(START, SGD).setting(4)
-    assert Theory(chosen, SGD).momentum(1) == chosen.momentum < START.momentum
-
-
-THEORY = Theory(START, SGD)
+        assert 1 - 1 / groups >= momentum - 1e-5  # implicit momentum alone is more
+    assert proposed.momentum <= momentum
 
 
 # --- Forecast --------------------------------------------------------------------------------------------------------
 
 
-def speed(setting: Setting) -> float:
-    return 100.0 * math.sqrt(setting.groups) * (1.2 if setting.rebalance else 1.0)
+def test_the_best_has_the_smallest_product_of_samples_and_seconds_per_sample() -> None:
+    made = search(observed(allreduce=1.0))
+    best = min(made.candidates, key=made.log_time)
+    products = [math.exp(made.theory(each)) / made.throughput(each) for each in made.candidates]
+    assert math.exp(made.theory(best)) / made.throughput(best) == pytest.approx(min(products))
 
 
-def forecast(samples: Estimate | None = None) -> Forecast:
-    return Forecast(THEORY, speed, samples)
-
-
-@FEW
-@given(st.lists(setting_of, min_size=1, max_size=8))
-def test_the_best_has_the_smallest_product_of_samples_and_seconds_per_sample(candidates: Sequence[Setting]) -> None:
-    found = forecast()
-    best = found.of(min(candidates, key=found.log_seconds))
-    products = [math.exp(found.theory(each)) / speed(each) for each in candidates]
-    assert math.exp(found.theory(best.setting)) / speed(best.setting) == pytest.approx(min(products))
-    assert best.seconds.value == pytest.approx(min(found.of(each).seconds.value for each in candidates))
-
-
-@FEW
-@given(setting_of)
-def test_seconds_are_samples_by_speed(setting: Setting) -> None:
-    estimate = forecast(Estimate(1000.0, 800.0, 1500.0)).of(setting)
-    assert estimate.samples_per_second == speed(setting)
-    for ours, samples in zip(
-        (estimate.seconds.low, estimate.seconds.value, estimate.seconds.high),
-        (estimate.samples.low, estimate.samples.value, estimate.samples.high),
-        strict=True,
-    ):
-        assert ours == pytest.approx(samples / speed(setting))
-    assert estimate.seconds.low <= estimate.seconds.value <= estimate.seconds.high
-
-
-def test_samples_of_the_setting_that_theory_starts_from_are_those_to_the_target() -> None:
-    estimate = forecast(Estimate(1000.0, 900.0, 1100.0)).of(START)
-    assert estimate.samples.value == pytest.approx(1000.0)
+def test_intervals_hold_eight_in_ten() -> None:
+    summary, setting = SearchSummary(found()), found().choice().setting
+    assert width(summary.samples(setting)) == pytest.approx(2 * 1.2816 * found().theory.error(setting), rel=1e-3)
 
 
 def width(estimate: Estimate) -> float:
     return math.log(estimate.high / estimate.low)
 
 
-def test_intervals_hold_eight_in_ten() -> None:
-    assert width(forecast().of(START).samples) == pytest.approx(2 * 1.2816 * THEORY.error(START), rel=1e-3)
+def test_seconds_to_a_target_are_samples_by_speed() -> None:
+    summary, setting = SearchSummary(found(), target=0.9), found().choice().setting
+    batches = found().observation.batches
+    to_target, factor = samples_to(0.9, batches.samples, batches.losses), summary.samples(setting)
+    assert to_target is not None
+    assert summary.seconds is not None
+    rate = found().throughput(setting)
+    for name in ("low", "value", "high"):
+        samples = getattr(to_target, name) * getattr(factor, name)
+        assert getattr(summary.seconds, name) == pytest.approx(samples / rate)
+    assert summary.seconds.low < summary.seconds.value < summary.seconds.high
 
 
-def test_the_ratio_of_a_setting_to_itself_is_known_whatever_its_batches_are_split_by() -> None:
-    found, other = forecast(), THEORY.setting(4)
-    assert found.deviation(other, other) == found.deviation(other, replace(other, rebalance=True)) == 0
-    assert found.deviation(START, other) == math.hypot(THEORY.error(START), THEORY.error(other))
+def test_the_samples_of_a_setting_are_known_whatever_its_batches_are_split_by() -> None:
+    made = found()
+    plain = replace(made.choice().setting, rebalance=False)
+    split, more = replace(plain, rebalance=True), replace(plain, momentum=0.5 * plain.momentum)
+    rates = [made.prediction(each).samples_per_second for each in (plain, split)]
+    known = math.hypot(*(width(each) for each in rates))
+    assert width(made.speed_up(split, plain)) == pytest.approx(known)
+    assert width(made.speed_up(more, plain)) > known
 
 
 def test_systems_are_what_they_would_have_set() -> None:
-    systems = forecast().of_systems(ranks=8, saturating=4)
-    by_word = {name.split(" ")[0].strip(","): estimate.setting for name, estimate in systems.items()}
-    assert by_word["DDP"] == START
-    assert by_word["proportional"] == Setting(1, 0.9, 0.1, rebalance=True)
-    assert by_word["Downpour"] == Setting(8, 0.9, 0.1)
-    assert by_word["Rudra"] == Setting(8, 0.9, by_word["Rudra"].lr)
-    assert by_word["Rudra"].lr == pytest.approx(0.1 / 7)
-    assert by_word["Omnivore"] == THEORY.setting(4)
-    assert all(estimate.seconds.value > 0 for estimate in systems.values())
-    faster = systems["proportional batches"].seconds.value / systems["DDP, Horovod (synchronous)"].seconds.value
-    assert faster == pytest.approx(1 / 1.2)  # the gradient is the same
+    summary = SearchSummary(found())
+    by_word = {name.split(" ")[0].strip(","): setting for name, setting in summary.systems.items()}
+    momentum, lr = OWN.momentum, OWN.lr
+    assert by_word["your"] == OWN
+    assert by_word["DDP"] == Setting(1, momentum, lr)
+    assert by_word["proportional"] == Setting(1, momentum, lr, rebalance=True)
+    assert by_word["Downpour"] == Setting(RANKS, momentum, lr)
+    assert by_word["Rudra"] == Setting(RANKS, momentum, by_word["Rudra"].lr)
+    assert by_word["Rudra"].lr == pytest.approx(lr / (RANKS - 1))
+    assert by_word["Omnivore"] == found().theory.tuned(summary.profile.saturating_groups())

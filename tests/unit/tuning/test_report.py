@@ -228,7 +228,7 @@ def test_what_is_told_twice_is_told_alike() -> None:
     for figure in (span(summary.speed_up), interval(summary.seconds)):
         assert figure in whole.statement
         assert f"<td>{figure}</td>" in page
-    assert summary.systems["your own setting"].setting == START
+    assert summary.systems["your own setting"] == START
     assert f">{times(summary.speed_up.low)} to {times(summary.speed_up.high)}</td>" in page  # among the systems
     assert "<td>reached after 80 s, 5 s of them for tuning</td>" in page
     assert whole.times is not None
@@ -451,7 +451,7 @@ def test_what_each_part_of_the_choice_gives_multiplies_to_what_all_of_it_gives()
     parts = summary.contributions
     assert choice.groups > 1
     assert "local_sgd, period 32" in [each.part for each in parts]
-    own, chosen = (summary.forecast.log_seconds(each) for each in (summary.start, choice))
+    own, chosen = (made.log_time(each) for each in (summary.start, choice))
     assert math.prod(each.speed_up for each in parts) == pytest.approx(math.exp(own - chosen))
     rates = [made.throughput(each) for each in (summary.start, choice)]
     assert math.prod(each.rate for each in parts) == pytest.approx(rates[1] / rates[0])

@@ -102,6 +102,15 @@ def test_of_a_parameter_that_no_member_has_used_nothing_unsent_is_sent() -> None
         assert torch.equal(memory[0].factor, factor)
 
 
+def test_what_one_member_alone_uses_has_the_mean_of_ddp() -> None:
+    memories: list[Memory] = [{}, {}]
+    whole = torch.outer(torch.arange(1.0, 41), torch.arange(1.0, 31)).double()
+    for _ in range(6):
+        mine = [[whole.clone()], [torch.zeros_like(whole)]]
+        average(PowerSGD(rank=2), mine, memories)
+        torch.testing.assert_close(mine[0][0], whole / 2)
+
+
 def test_a_gradient_of_low_rank_comes_through_whole() -> None:
     random = torch.Generator().manual_seed(0)
     matrix = torch.randn(60, 2, generator=random) @ torch.randn(2, 50, generator=random)

@@ -195,6 +195,12 @@ def test_a_number_that_is_not_finite_spoils_no_other_in_int8(value: float) -> No
     assert float((arrived - numbers)[numbers.isfinite()].abs().max()) < 0.05
 
 
+def test_numbers_whose_scale_is_subnormal_stay_finite_in_int8() -> None:
+    (arrived,), _ = sent(wire_named("int8"), [torch.full((300,), 5.87e-39)], {})
+    assert arrived is not None
+    assert arrived.isfinite().all()
+
+
 @every_format
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_comes_out_as_such(name: str, value: float) -> None:
