@@ -14,6 +14,7 @@ Rule: an answer is consistent. It is copied before the next message, and the wei
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
@@ -153,9 +154,11 @@ class Untaken:
         sent = self._sent.setdefault(peer, deque())
         self._forget_taken(peer)
         if self._sizes[peer] > MOST_UNTAKEN and peer not in self._late:
+            until = time.monotonic() + _RELEASE_TIME
             with contextlib.suppress(zmq.NotDone):  # pyzmq's thread, which releases what is out, may not have run yet
-                sent[0][1].wait(_RELEASE_TIME)
-            self._forget_taken(peer)
+                while self._sizes[peer] > MOST_UNTAKEN:
+                    sent[0][1].wait(max(0.0, until - time.monotonic()))
+                    self._forget_taken(peer)
         if self._sizes[peer] > MOST_UNTAKEN:
             self._late.add(peer)
             return []

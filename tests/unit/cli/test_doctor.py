@@ -286,7 +286,7 @@ def test_answers_of_a_few_bytes_that_are_not_taken_are_bounded_too() -> None:
 
 def test_an_answer_is_not_withheld_because_what_is_out_is_released_a_moment_late() -> None:
     untaken, piece = Untaken(), bytes(m.LARGEST_ECHO)
-    kept = [untaken.add(b"observer", [piece]) for _ in range(MOST_UNTAKEN // m.LARGEST_ECHO)]
+    kept = [untaken.add(b"observer", [b"head", piece]) for _ in range(MOST_UNTAKEN // m.LARGEST_ECHO)]
     assert all(kept)
     released = threading.Timer(0.01, kept.clear)  # as ZeroMQ's thread does, when it comes to it
     released.start()
