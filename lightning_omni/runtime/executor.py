@@ -248,11 +248,11 @@ class Exchanging(Executor):
         if not self._parallel.steps_at_worker:
             # The optimizer steps at the server, but users' step hooks are on this rank: an average of weights, say.
             step = Optimizer.profile_hook_step(step)
-        self.is_stepping = True
+        before, self.is_stepping = self.is_stepping, True  # a hook, or a closure, may step another optimizer
         try:
             loss = step(optimizer, closure)
         finally:
-            self.is_stepping = False
+            self.is_stepping = before
         optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn of a missing step
         return loss
 

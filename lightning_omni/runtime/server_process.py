@@ -221,7 +221,7 @@ class RunServer:
         """Return address, key and a name for the run on all ranks, which call it; a key that they have is not sent.
 
         Raises:
-            ConfigurationError: there is no server, and none could be started.
+            ConfigurationError, ConnectionLost: there is no server, and none could be started.
         """
         failed = "rank 0 could not start the parameter server"
         address, key, run = ask_for_all(broadcast_text, self._rank == 0, self._found, failed, ConfigurationError)

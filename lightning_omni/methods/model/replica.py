@@ -157,7 +157,7 @@ class Replica:
         for parameter, direction in zip(self.ordered, gradient, strict=True):
             if parameter.grad is not direction:
                 parameter.grad = direction
-        # This calls the class's step, because strategies and schedulers replace that of the instance.
+        # This calls the class's step, because schedulers replace that of the instance.
         with torch.enable_grad():
             closure = [] if self.closure is None else [self._evaluated(self.closure)]
             type(self.optimizer).step(self.optimizer, *closure, **self.arguments)

@@ -43,7 +43,7 @@ def test_the_server_beside_the_controller_gets_the_options_of_the_torch_config(m
     monkeypatch.delitem(sys.modules, "lightning_omni.ray.backend", raising=False)
     config = elastic_torch_config(serve_options="--allow-optimizer 'mine:Own'")
     backend = importlib.import_module("lightning_omni.ray.backend")
-    monkeypatch.delitem(sys.modules, "lightning_omni.ray.backend")
+    del sys.modules["lightning_omni.ray.backend"]
     started: list[list[str]] = []
 
     def start(command: list[str], **options: Any) -> Any:
