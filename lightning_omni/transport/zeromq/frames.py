@@ -39,9 +39,9 @@ MOST_UNTAKEN = 16 << 20
 `doctor` requests half as many.
 """
 _RELEASE_TIME = 0.05
-"""Seconds in which the memory of an answer that is out is released, even on a busy machine."""
+"""Seconds in which what is out is released, even on a busy machine."""
 _ENVELOPE = 4 << 10
-"""An upper bound of the bytes that encryption adds to a frame."""
+"""The most bytes that encryption adds to a frame."""
 LARGEST_CONTROL_FRAME = 64 << 10
 """The most bytes of a frame to a server on the control channel; ZeroMQ ends connections that send larger ones."""
 LARGEST_DATA_FRAME = CHUNK + _ENVELOPE
@@ -51,7 +51,7 @@ LARGEST_ANSWER_FRAME = 16 << 20
 KEPT_ALIVE = 60
 """Seconds of silence after which the system checks a connection with a TCP keep-alive.
 
-Firewalls and address translation drop connections that are silent for a few minutes, as a data connection may be.
+Firewalls drop connections that are silent for minutes, as data connections may be.
 """
 CHUNK_MARK = b""
 PROBE = b""
