@@ -71,6 +71,7 @@ from lightning_omni.tuning import search as search
 from lightning_omni.tuning.callback.online_tuner import FirstBatches as FirstBatches
 from lightning_omni.tuning.callback.tuned_run import Command as Command
 from lightning_omni.tuning.device import DeviceSetting as DeviceSetting
+from lightning_omni.tuning.model.cost_model import CostModel as CostModel
 from lightning_omni.tuning.model.cost_model import ExchangePattern as ExchangePattern
 from lightning_omni.tuning.model.forecast import Setting as Setting
 from lightning_omni.tuning.model.forecast import TrainedBatches as TrainedBatches

@@ -1,7 +1,7 @@
 """Rates that the hardware model predicts for ways of exchanging, beside those of the simulator, and the bottlenecks.
 
-Four devices whose step takes 8 ms train in one group, or in four with asynchronous SGD, and a profile is fitted to
-that. The links carry the weights in a part of a step, that is ``LINKS``; the ring's are the server's.
+Four devices whose step takes 8 ms train in one group, and a profile is fitted to that. The links carry the weights in a
+part of a step, that is ``LINKS``; the ring's are the server's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from core import ExchangePattern, Measured, Prediction, Profile
+from core import CostModel, ExchangePattern, Prediction, Profile
 from simulated_measurements import measurements_of
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -117,21 +117,48 @@ def rate_of(trace: Trace) -> float:
 
 
 @cache
-def profiles(devices: str, links: str) -> dict[str, Profile]:
-    """Fitted to 40 steps of one group, and to these and 80 of four that did not start together just before."""
-    cluster = cluster_of(devices, links)
-    one, four = (
-        measurements_of(simulated(Way("async_sgd", pushes), "fp32", groups, cluster, groups))
-        for groups, pushes in ((1, 40), (RANKS, 100))
+def fitted(devices: str, links: str) -> Profile:
+    """To 40 steps of one group."""
+    return Profile.fit([measurements_of(simulated(Way("async_sgd", 40), "fp32", 1, cluster_of(devices, links), 1))])
+
+
+def known_profile(
+    ranks: int,
+    batch_size: float,
+    *,
+    per_sample: float,
+    overhead: float = 0.0,
+    allreduce: float = 0.0,
+    hop: float = 0.0,
+    exchange: float = 0.0,
+    serve: float = 0.0,
+    link: float = 0.0,
+    nbytes: int = 0,
+    servers: int = 1,
+    per_node: bool = False,
+) -> Profile:
+    """Of equal ranks without jitter; ``serve``, and ``link`` both ways, are parts of ``exchange``, for one server."""
+    ones = np.ones(2)
+    per_byte = link / max(nbytes, 1) * ones
+    model = CostModel(
+        devices=dict.fromkeys(range(ranks), 0),
+        overhead=overhead * ones[:, None],
+        per_sample=per_sample * ones[:, None],
+        jitter=np.ones((2, 1, 1)),
+        ring=allreduce * ones,
+        hop=hop * ones,
+        between=0 * ones,
+        delay=max(0.0, exchange - serve - 2 * link) * ones,
+        own_per_byte=per_byte,
+        serve=serve * ones,
+        link_per_byte=per_byte,
+        hand_ring=allreduce * ones,
+        hand_hop=hop * ones,
+        nbytes=nbytes,
+        servers=servers,
+        per_node=per_node,
     )
-    return {"one": Profile.fit([one]), "both": Profile.fit([one, last_steps(four, 80)])}
-
-
-def last_steps(measured: Measured, count: int) -> Measured:
-    """The same without what was before."""
-    names = "samples", "own", "steps", "exchanges"
-    cut: dict[str, Any] = {name: tuple(row[-count:] for row in getattr(measured, name)) for name in names}
-    return replace(measured, **cut)
+    return Profile((), model, batch_size)
 
 
 @dataclass(frozen=True)
@@ -149,9 +176,9 @@ class Cell:
         """As the hardware model sees it."""
         return ExchangePattern.of(self.way.method, self.wire, self.way.overlap, NBYTES)
 
-    def predicted(self, measured: str) -> Prediction:
-        """From steps of ``"one"`` group, or of ``"both"``."""
-        return profiles(self.devices, self.links)[measured].predict(self.groups, exchanging=self.pattern)
+    def predicted(self) -> Prediction:
+        """From steps of one group."""
+        return fitted(self.devices, self.links).predict(self.groups, exchanging=self.pattern)
 
     def rate(self, **faster: Any) -> float:
         """Samples per second in the simulator; on another cluster, if something else of it is told."""

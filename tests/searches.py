@@ -20,11 +20,10 @@ def measured(steps: int, allreduce: float = 0.1, seed: int = 0, nbytes: int = 4_
     random = np.random.default_rng(seed)
     own = [(0.01 + BATCH * 0.004 * slowness) * random.lognormal(-0.02, 0.2, steps) for slowness in SLOWNESS]
     return Measured(
-        (tuple(range(RANKS)),),
+        tuple(range(RANKS)),
         ((float(BATCH),) * steps,) * RANKS,
         tuple(map(tuple, own)),
-        (tuple(np.max(own, axis=0) + allreduce),),
-        ((0.0,) * steps,),
+        tuple(np.max(own, axis=0) + allreduce),
         serve=0.003,
         nbytes=nbytes,
     )

@@ -12,47 +12,26 @@ from lightning_omni.trace import Trace
 
 
 def measurements_of(trace: Trace) -> Measured:
-    """Of a run without a merged head, in which each group made two steps or more."""
-    groups = {number: tuple(members) for number, members in enumerate(trace.meta["groups"]) if members}
-    ranks = sorted(rank for members in groups.values() for rank in members)
+    """Of a run in one group."""
+    (ranks,) = (tuple(members) for members in trace.meta["groups"] if members)
     samples, own = (_columns(trace.work, "rank", ranks, name) for name in ("samples", "seconds"))
-    steps, exchanges = (_columns(trace.steps, "group", [*groups], name) for name in ("seconds", "exchange"))
-    pushed = list(trace.weights.values())
-    link = trace.meta["cluster"]["link"]["latency"] + trace.meta["cluster"]["server"]["latency"]
-    return Measured(
-        tuple(groups.values()),
-        samples,
-        own,
-        steps,
-        exchanges,
-        nbytes=sum(weight.nbytes for weight in pushed),
-        shapes=tuple(weight.shape for weight in pushed),
-        round_trip=2 * float(link),
-        **(_of_exchanges(trace) if len(groups) > 1 else _of_one_group(trace, len(ranks))),
-    )
-
-
-def _of_one_group(trace: Trace, ranks: int) -> dict[str, Any]:
-    bandwidth = float(trace.meta["cluster"]["group_link"]["bandwidth"])
-    return {"serve": _serve_time(trace), "reduce_per_byte": 2 * (ranks - 1) / ranks / bandwidth, "hands_on": True}
-
-
-def _serve_time(trace: Trace) -> float:
-    return float(trace.meta["cluster"]["update_seconds"])
-
-
-def _of_exchanges(trace: Trace) -> dict[str, Any]:
-    cluster, steps = trace.meta["cluster"], trace.rows["steps"]
+    cluster, pushed = trace.meta["cluster"], list(trace.weights.values())
     per_node = cluster.get("servers") == "per-node"
     devices = sum(kind["count"] for kind in cluster["devices"])
-    servers = (cluster["nodes"] or devices) if per_node else cluster.get("servers", 1)
-    return {
-        "serve": _serve_time(trace) / servers,
-        "hands_on": True,
-        "period": max(1, round(float(steps.mean()))) if len(steps) else 1,
-        "servers": servers,
-        "per_node": per_node,
-    }
+    return Measured(
+        ranks,
+        samples,
+        own,
+        tuple(trace.steps["seconds"].tolist()),
+        serve=float(cluster["update_seconds"]),
+        nbytes=sum(weight.nbytes for weight in pushed),
+        servers=(cluster["nodes"] or devices) if per_node else cluster.get("servers", 1),
+        per_node=per_node,
+        round_trip=2 * float(cluster["link"]["latency"] + cluster["server"]["latency"]),
+        reduce_per_byte=2 * (len(ranks) - 1) / len(ranks) / float(cluster["group_link"]["bandwidth"]),
+        hands_on=True,
+        shapes=tuple(weight.shape for weight in pushed),
+    )
 
 
 def _columns(

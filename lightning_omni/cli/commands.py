@@ -156,7 +156,7 @@ def plan(
     """Predict how fast more machines, or another network, would train, and with how many groups.
 
     Args:
-        file: An omni-tuning.json that OmniTuner wrote, or the JSON of a Profile.
+        file: An omni-tuning.json that OmniTuner wrote.
         ranks: Number of devices, of the measured kinds. By default as measured.
         bandwidth: Bandwidth of the network, as in 10Gbit or 1GB/s, or in bytes per second. By default as measured.
         latency: Latency of one message, as in 50us, or in seconds. By default as measured.
@@ -171,8 +171,8 @@ def plan(
         all_reduce: Format in which the members of a group average gradients, as in powersgd:8; fp32 for uncompressed.
             By default the best, likewise.
         samples: Samples that training takes with one group, to predict the time of the whole training.
-        momentum: Momentum that suits a single group. By default the file's; 0.9 if it has none.
-        lr: Learning rate that suits a single group. By default the file's; if it has none, rates are multiples of it.
+        momentum: Momentum that suits a single group. By default the file's.
+        lr: Learning rate that suits a single group. By default the file's.
         out: Folder for the page, plan.html, and the picture.
     """
     check_above_zero({"samples": samples, "lr": lr})
@@ -185,21 +185,24 @@ def plan(
     delay = None if latency is None else seconds_of("--latency", latency)
     # Imported here, so that --help does not wait for torch.
     from lightning_omni.cli.plan import exchanges_of, tables
+    from lightning_omni.tuning.model.forecast import Setting
+    from lightning_omni.tuning.report import TuningReport
     from lightning_omni.tuning.report import plan as of
 
-    known = of.PlanSource.of(file)
+    search = TuningReport.load(file).rounds[-1].search
+    start = search.spec.start
+    own = Setting(1, start.momentum if momentum is None else momentum, start.lr if lr is None else lr)
     per_node = servers == "per-node"
-    count = nodes or ranks or known.profile.ranks if per_node else servers
+    count = nodes or ranks or search.profile.ranks if per_node else servers
     changes = {"ranks": ranks, "bandwidth": rate, "latency": delay, "servers": count, "batch_size": batch_size}
     given: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
     given |= {"per_node": True} if per_node else {}
-    has_lr = known.search is not None or lr is not None
-    ways = exchanges_of(known, method, compression, period, all_reduce)
+    ways = exchanges_of(search, method, compression, period, all_reduce)
     if out is not None:
         make_folder("--out", out)
         for each in of.files(out):
             check_file("--out", each)
-    planned = of.Plan(known, given, known.own(momentum, lr), ways, has_lr)
+    planned = of.Plan(search, given, own, ways)
     show(*tables(planned, samples))
     for line in of.sentences(planned, samples):
         print_sentence(line)

@@ -20,8 +20,9 @@ from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.model.profile import Profile
 from lightning_omni.tuning.report.summary import number
 from lightning_omni.tuning.search.choice import best_by_forecast, best_enumerated
+from lightning_omni.tuning.search.constants import FASTER
 from lightning_omni.tuning.search.evidence import PlannedEvidence
-from lightning_omni.tuning.search.space import DEFAULT_METHODS, DEFAULT_WIRES, SearchSpec, Space, group_counts
+from lightning_omni.tuning.search.space import AVERAGED, DEFAULT_METHODS, DEFAULT_WIRES, SearchSpec, Space, group_counts
 
 __all__ = ["ASSUMED", "ComparedRow", "DescribedMachines", "MachineComparison", "described", "strategy_text"]
 
@@ -112,11 +113,10 @@ class DescribedMachines:
             several = {"nodes": nodes, "server_node": 0, "node_per_byte": 1 / self.bandwidth}
             several["node_round_trip"] = 2 * self.latency
         return Measured(
-            groups=(tuple(range(ranks)),),
+            ranks=tuple(range(ranks)),
             samples=((float(self.batch_size),) * DESCRIBED_STEPS,) * ranks,
             own=tuple(map(tuple, own.tolist())),
-            steps=(tuple((own.max(axis=0) + self.exposed).tolist()),),
-            exchanges=((0.0,) * DESCRIBED_STEPS,),
+            steps=tuple((own.max(axis=0) + self.exposed).tolist()),
             serve=self.serve_per_byte * self.nbytes,
             nbytes=self.nbytes,
             round_trip=2 * self.delay,
@@ -132,26 +132,23 @@ class DescribedMachines:
 
 # --- Comparison -------------------------------------------------------------------------------------------------------
 
-_AVERAGE = "diloco:outer_lr=1.0,outer_momentum=0"
 _OURS = Space((1,), method=DEFAULT_METHODS, compression=DEFAULT_WIRES, all_reduce=("bf16",))
-_STREAMED = f"{_AVERAGE},fragments=4,delay=1,keep_steps=true"
+_STREAMED = f"{AVERAGED},fragments=4,delay=1,keep_steps=true"
 _PEERS = {
     "torch: DDP's bf16 hook": replace(_OURS, rebalance=False, method=(), compression=()),
     "torch: post-local SGD": Space((1,), rebalance=False, method=("local_sgd",), compression=("fp32",)),
     "torchft: DiLoCo": Space(
         (1,),
         rebalance=False,
-        method=(_AVERAGE, _STREAMED),
+        method=(AVERAGED, _STREAMED),
         compression=("fp32", "int8/int8"),
         all_reduce=("bf16",),
     ),
     "hivemind: local updates": Space(
-        (1,), rebalance=False, method=(f"{_AVERAGE},dynamic_steps=true",), compression=("fp32", "int8/int8")
+        (1,), rebalance=False, method=(f"{AVERAGED},dynamic_steps=true",), compression=("fp32", "int8/int8")
     ),
 }
 """The methods of this package that have the form of each peer's."""
-_FASTER = 1.05
-"""How much faster servers on each node must be predicted to be than one server."""
 _LONG = 1e6
 """Batches of a run, in which the time to form groups counts for nothing."""
 _ASSUMPTIONS: tuple[dict[str, Any], ...] = (
@@ -283,7 +280,7 @@ class MachineComparison:
                 each.row("lightning-omni", best if pays else best_by_forecast(each.described), per_node)
                 for per_node, (each, best) in enumerate(zip(ours, found, strict=True))
             ),
-            key=lambda row: row.time.value * (_FASTER if row.per_node else 1),
+            key=lambda row: row.time.value * (FASTER if row.per_node else 1),
         )
         slowest, fastest = min(machines.speeds), max(machines.speeds)
         kind = "equal devices" if slowest == fastest else f"devices of speeds {slowest:g} to {fastest:g}"
@@ -377,7 +374,7 @@ def described(setting: Setting) -> str:
     words = [counted(setting.groups, "group")]
     if setting.groups > 1:
         name, _, rest = setting.method.partition(":")
-        is_average = setting.method.startswith(_AVERAGE)
+        is_average = setting.method.startswith(AVERAGED)
         name = "local SGD" if is_average or name == "local_sgd" else name.replace("_", " ")
         words.append(f"{'streamed ' * ('fragments' in rest)}{name}")
         words += [f"every {setting.period} steps"] * (setting.period > 1)

@@ -14,33 +14,25 @@ from lightning_omni.cli.console import table_of
 from lightning_omni.combinations import refuse_pairs
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import method_named, text_of
-from lightning_omni.tuning.report.plan import Plan, PlanSource, title
+from lightning_omni.tuning.report.plan import Plan, title
 from lightning_omni.tuning.report.plan import rows as rows_of
-from lightning_omni.tuning.search.space import (
-    DEFAULT_ALL_REDUCES,
-    DEFAULT_METHODS,
-    DEFAULT_WIRES,
-    Space,
-    compression_named,
-)
+from lightning_omni.tuning.search import Search, Space
+from lightning_omni.tuning.search.space import compression_named
 from lightning_omni.wire.compression import EXACT, all_reduce_of
 
 _Read = TypeVar("_Read")
 
 
 def exchanges_of(
-    known: PlanSource, method: str | None, wire: str | None, period: int | None, all_reduce: str | None = None
+    search: Search, method: str | None, wire: str | None, period: int | None, all_reduce: str | None = None
 ) -> Space:
     if period is not None:
         _as_option(
             "period", lambda: check_whole("period", period, "local steps between two exchanges, 1 or more", low=1)
         )
-    spec = known.search.spec if known.search is not None else None
-    methods: tuple[str, ...] = DEFAULT_METHODS
-    wires: tuple[str, ...] = DEFAULT_WIRES
-    if spec is not None:
-        methods = spec.space.method or tuple(filter(None, [spec.start.method]))  # "" is unknown here
-        wires = spec.space.compression or tuple(filter(None, [spec.start.wire]))
+    space, start = search.spec.space, search.spec.start
+    methods = space.method or tuple(filter(None, [start.method]))  # "" is unknown here
+    wires = space.compression or tuple(filter(None, [start.wire]))
     if method is not None:
         value = _as_option("method", lambda: method_named(method))
         methods = (text_of(value, without=("period",)),)
@@ -49,15 +41,16 @@ def exchanges_of(
     if wire is not None:
         wires = (wire,)
         _check_wire(wire, methods if method is not None else ())
-    all_reduces = DEFAULT_ALL_REDUCES if spec is None else spec.space.all_reduce
+    all_reduces = space.all_reduce
     if all_reduce is not None:
-        all_reduces = _asked_all_reduce(all_reduce, known)
+        is_exact = _as_option("all-reduce", lambda: all_reduce_of(all_reduce)) == EXACT
+        all_reduces = () if is_exact else (all_reduce,)
     return Space(
         groups=(1,),
         method=methods,
         compression=wires,
         period=() if period is None else (period,),
-        all_reduce=all_reduces if known.profile.shapes else (),
+        all_reduce=all_reduces,
     )
 
 
@@ -65,17 +58,6 @@ def _check_wire(wire: str, methods: Sequence[str]) -> None:
     formats = _as_option("compression", lambda: compression_named(wire).features)
     for method in methods:
         _as_option("compression", partial(refuse_pairs, method_named(method), formats))
-
-
-def _asked_all_reduce(all_reduce: str, known: PlanSource) -> tuple[str, ...]:
-    if _as_option("all-reduce", lambda: all_reduce_of(all_reduce)) == EXACT:
-        return ()
-    if not known.profile.shapes:
-        raise ConfigurationError(
-            f"--all-reduce {all_reduce}: how many bytes that is depends on the parameters' shapes, which the file does"
-            " not have; pass one that OmniTuner wrote, or leave it out"
-        )
-    return (all_reduce,)
 
 
 def _as_option(option: str, read: Callable[[], _Read]) -> _Read:

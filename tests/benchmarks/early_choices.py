@@ -112,11 +112,10 @@ class Cluster:
         own = STEP * factors * samples[:, None] / BATCH
         count = factors.shape[1]
         return Measured(
-            groups=(tuple(range(self.ranks)),),
+            ranks=tuple(range(self.ranks)),
             samples=tuple((float(number),) * count for number in samples),
             own=tuple(map(tuple, own)),
-            steps=(tuple(own.max(axis=0) + 2e-3),),
-            exchanges=((0.0,) * count,),
+            steps=tuple(own.max(axis=0) + 2e-3),
             serve=5e-4,
             round_trip=3e-4,
             reduce_per_byte=1e-9,
@@ -129,7 +128,7 @@ class Cluster:
     def _search(self, measured: list[Measured]) -> Search:
         space = Space.of({}, self.ranks, momentum=OWN.momentum)
         space = replace(space, method=DEFAULT_METHODS, compression=DEFAULT_WIRES, all_reduce=DEFAULT_ALL_REDUCES)
-        batch, count = BATCH * self.ranks, len(measured[-1].steps[0])
+        batch, count = BATCH * self.ranks, len(measured[-1].steps)
         ends = tuple(float(batch * (number + 1)) for number in range(count))
         seen = Observation(TrainedBatches(OWN, ends, (1.0,) * count), measured[-1])
         return Search(SearchSpec(OWN, batch, 1e6, space, Scaling(False)), seen, measured[:-1])

@@ -356,7 +356,10 @@ def main() -> None:
                 "why": tuner.choice.why if tuner and tuner.choice else "",
                 "problem": tuner.problem if tuner else "",
                 "refused": refused,
-                "in_training": tuner.state_dict()["after"] if tuner else [],
+                "in_training": [
+                    [(int(groups), rate) for groups, rate in each["measured_after"].items()]
+                    for each in (tuner.state_dict()["searches"] if tuner else [])
+                ],
                 "considered": [
                     each.setting.to_dict() for search in (tuner.searches if tuner else []) for each in search.considered
                 ],

@@ -25,6 +25,7 @@ from lightning_omni.strategy.namespaces import need_namespace
 from lightning_omni.tuning.callback.online_tuner import frequent_switches
 from lightning_omni.tuning.callback.tuned_fit import MONITORED, Fit, JoinedFit, TunedFit, may_form_groups
 from lightning_omni.tuning.callback.tuned_run import TunedRun, TunerOptions, TunerState, last_choice, strategy_of
+from lightning_omni.tuning.report import Round
 from lightning_omni.tuning.search import Choice, Search, Space
 from lightning_omni.tuning.trainer import names_for
 
@@ -279,7 +280,7 @@ class OmniTunerHooks(_CallbackBase):
     def take_omni_results(self, results: dict[str, Any]) -> None:
         """Load the results of rank 0's process in the script's process."""
         self._kept = results["state"]
-        searches = [Search.from_dict(each) for each in self._kept.get("searches", ())]
+        searches = [Round.from_dict(each).search for each in self._kept.get("searches", ())]
         choice = last_choice(searches, TunerState.from_dict(self._kept)) if searches else None
         folder = Path(results["folder"]) if results["folder"] else None
         self._remote = RemoteResults(searches, choice, results["problem"], folder)

@@ -151,15 +151,15 @@ class FirstBatches:
         if take_long:
             self._alone.time_averaging(self.spec.space.all_reduce)
         losses = [math.fsum(row[step].loss for row in rows) / len(rows) for step in range(count)]
+        losses = losses if all(map(math.isfinite, losses)) else []
         ends = [float(sum(samples[: step + 1])) for step in range(count)]
         alone, server = self._alone, self._world.server
         places = alone.sites if take_long else alone.nodes
         measured = Measured(
-            groups=(self._world.members,),
+            ranks=self._world.members,
             samples=tuple(tuple(each.samples for each in row) for row in rows),
             own=tuple(tuple(max(each.own, 1e-9) for each in row) for row in rows),
-            steps=(tuple(seconds),),
-            exchanges=((0.0,) * count,),
+            steps=tuple(seconds),
             serve=alone.push,
             round_trip=alone.round_trip,
             reduce_per_byte=alone.reduce_per_byte,

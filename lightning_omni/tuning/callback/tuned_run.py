@@ -305,17 +305,13 @@ class TunedRun:
     def state_dict(self) -> dict[str, Any]:
         return {
             **self.state.to_dict(),
-            "searches": [each.to_dict() for each in self.searches],
-            "when": [(each.epoch, each.seconds_run) for each in self.rounds],
-            "after": [sorted(each.measured_after.items()) for each in self.rounds],
-            "spent": self.spent,
+            "searches": [each.to_dict() for each in self.rounds],
             "trained": self.seconds,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.state = TunerState.from_dict(state)
-        rounds = zip(state["searches"], state["when"], state["after"], strict=True)
-        self.rounds = [Round(Search.from_dict(each), when[0], when[1], dict(after)) for each, when, after in rounds]
+        self.rounds = [Round.from_dict(each) for each in state["searches"]]
         self.renew_choice()
         if self._began:  # in a run, as after a learning-rate finder: the state has the time so far
             self.begin()

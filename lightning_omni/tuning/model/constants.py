@@ -12,12 +12,6 @@ COMMON = 1e-3
 """Significance level above which the ranks of a group count as independent, not as slow in the same steps."""
 ALIKE = 0.05
 """Relative difference of speeds that is not worth a change: up to it, ranks are not sorted, and batches not split."""
-NOTICED = 0.1
-"""Relative excess over the server's busy time from which another resource counts as the bottleneck of exchanges."""
-SHORTEST_EXCHANGE = 0.05
-"""Weight in a fit of the shortest measured exchange, where it is longer than an exchange without waiting."""
-SLOPE_STEP = 1e-3
-"""Step of a fit's finite differences, as a fraction of the longest cycle."""
 QUEUE_ROUNDS = 40
 """Largest number of rounds of the fixed-point iteration for the time of groups in queues."""
 QUEUE_TOLERANCE = 1e-6

@@ -1,4 +1,4 @@
-"""The fitted or known costs from which `Profile` predicts, with resampled draws for the intervals.
+"""The fitted costs from which `Profile` predicts, with resampled draws for the intervals.
 
 They depend on the placement of ranks and on the pattern of exchanges.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar, cast
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
-import msgspec
 import numpy as np
 
 from lightning_omni.checks import check_number, check_whole, keep_plain
@@ -115,21 +115,12 @@ def sites_of(nodes: Sequence[int], seconds: Sequence[float], apart: float) -> tu
     return tuple(bisect(starts, numbers[node]) for node in nodes), inside
 
 
-def over_links(measured: Measured) -> list[int]:
-    """Return the numbers of the groups whose exchanges cross links, because their leader is not on the server's node.
-
-    If there is no such group, return all.
-    """
-    here = Placement.measured([measured]).are_here(measured.groups)
-    return [number for number, is_here in enumerate(here) if not is_here] or [*range(len(here))]
-
-
 @dataclass(frozen=True)
 class ExchangePattern(Serializable):
     """The properties of a method, a wire format and an overlap that `Profile.predict` needs.
 
     Args:
-        period: local steps between two exchanges; None for the measured number.
+        period: local steps between two exchanges.
         push: bytes of an exchange to the server; None for the measured number.
         pull: bytes of its answer, likewise.
         barrier: whether each exchange waits for those of all groups.
@@ -147,7 +138,7 @@ class ExchangePattern(Serializable):
         ExchangePattern(period=12, push=1000000, pull=1000000, barrier=True, delay=2, peers=False, dynamic=False)
     """
 
-    period: int | None = None
+    period: int = 1
     push: int | None = None
     pull: int | None = None
     barrier: bool = False
@@ -157,13 +148,12 @@ class ExchangePattern(Serializable):
 
     def __post_init__(self) -> None:
         keep_plain(self)
-        if self.period is not None:
-            check_whole("period", self.period, "local steps between two exchanges, 1 or more", low=1)
+        check_whole("period", self.period, "local steps between two exchanges, 1 or more", low=1)
         for name in ("push", "pull"):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), "bytes of an exchange, 0 or more, or None", 0, below=math.inf)
         check_whole("delay", self.delay, "steps that an exchange is not waited for, 0 or more")
-        if self.delay > (self.period or self.delay):
+        if self.delay > self.period:
             raise ConfigurationError(
                 f"delay={self.delay} with period={self.period}: an answer is waited for before the next exchange;"
                 f" pass 0 to {self.period}"
@@ -227,91 +217,6 @@ def _mean_bytes(wire_format: WireFormat, nbytes: int | Layout, fragments: int) -
 
 
 @dataclass(frozen=True)
-class Costs(Serializable):
-    """The known costs in seconds, for equal ranks without jitter.
-
-    ``exchange``, ``serve`` and ``link`` are those of one server.
-
-    Args:
-        per_sample: forward and backward pass of a sample on one rank.
-        overhead: part of a rank's step that does not depend on its samples.
-        allreduce: a gradient on a rank's link; a ring of k ranks takes 2 (k - 1) / k of it.
-        allreduce_latency: each of the 2 (k - 1) messages of a ring.
-        exchange: a push and its answer, without waiting for other groups.
-        serve: part of ``exchange`` in which the server computes; pushes queue for it.
-        link: part of ``exchange`` in which a push is on the server's link; its answer takes as long the other way.
-        nbytes: bytes of one exchange, one way; 0 if unknown.
-        period: local steps between two exchanges, H.
-        servers: number of servers, each with a share of the weights, of ``serve`` and of ``link``.
-        per_node: whether each node runs one server.
-
-    Raises:
-        ConfigurationError: a number is out of range.
-    """
-
-    per_sample: float
-    overhead: float = 0.0
-    allreduce: float = 0.0
-    allreduce_latency: float = 0.0
-    exchange: float = 0.0
-    serve: float = 0.0
-    link: float = 0.0
-    nbytes: int = 0
-    period: int = 1
-    servers: int = 1
-    per_node: bool = False
-
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            if each.name == "per_node":
-                continue
-            least = int(each.name in ("period", "servers"))
-            check_number(each.name, getattr(self, each.name), f"a number, {least} or more", least, below=math.inf)
-        if self.per_sample + self.overhead <= 0:
-            raise ConfigurationError("per_sample=0: pass the seconds of a sample, or overhead= of a step")
-        # Rounding must not matter: in binary, 0.1 + 2 * 0.1 is slightly more than 0.3.
-        if (parts := self.serve + 2 * self.link) > self.exchange and not math.isclose(parts, self.exchange):
-            raise ConfigurationError(
-                f"exchange={self.exchange}: serve, and link both ways, are parts of it; pass {parts:g} or more"
-            )
-        if self.link and not self.nbytes:
-            raise ConfigurationError(f"link={self.link}: pass nbytes= as well, the bytes that take so long")
-
-
-class ClusterChange(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A set of differences from the measured cluster, as in `Profile.scaled`; None keeps a measured value.
-
-    Raises:
-        ConfigurationError: a value is out of range.
-    """
-
-    ranks: int | None = None
-    bandwidth: float | None = None
-    latency: float | None = None
-    servers: int | None = None
-    per_node: bool = False
-    batch_size: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.servers is not None:
-            check_whole("servers", self.servers, "a whole number, 1 or more", low=1)
-        if self.per_node and self.servers is None:
-            raise ConfigurationError("per_node=True: pass servers=, the number of nodes, as well")
-        if self.ranks is not None:
-            check_whole("ranks", self.ranks, "a whole number, 1 or more", low=1)
-        if self.bandwidth is not None:
-            check_number("bandwidth", self.bandwidth, "a positive number", above=0)
-        if self.latency is not None:
-            check_number("latency", self.latency, "a number, 0 or more", low=0, below=math.inf)
-        if self.batch_size is not None:
-            size = self.batch_size
-            check_number("batch_size", size, "samples per rank and step, above 0", above=0, below=math.inf)
-
-
-Drawn = TypeVar("Drawn")
-
-
-@dataclass(frozen=True)
 class CostModel:
     """The costs of training on a cluster. Arrays have a first axis of draws; draw 0 is the fit to the measurements.
 
@@ -336,7 +241,6 @@ class CostModel:
         hands_on: whether leaders forward answers to the other members, which ``delay`` does not include.
         node_ring: ``ring`` of a group on one node, if it is known to differ.
         node_hop: ``hop`` of such a group.
-        forecast: the same costs with a forecast exchange; None if it was measured, or cannot be forecast.
     """
 
     devices: Mapping[int, int]
@@ -352,44 +256,24 @@ class CostModel:
     link_per_byte: Array
     hand_ring: Array
     hand_hop: Array
-    period: int
     nbytes: int
-    knows_overhead: bool
     servers: int = 1
     per_node: bool = False
     hands_on: bool = False
     placement: Placement = field(default_factory=Placement)
     node_ring: float | None = None
     node_hop: float = 0.0
-    forecast: CostModel | None = None
-
-    @classmethod
-    def of(cls, costs: Costs, ranks: int) -> CostModel:
-        ones = np.ones(2)
-        return cls(
-            devices=dict.fromkeys(range(ranks), 0),
-            overhead=costs.overhead * ones[:, None],
-            per_sample=costs.per_sample * ones[:, None],
-            jitter=np.ones((2, 1, 1)),
-            ring=costs.allreduce * ones,
-            hop=costs.allreduce_latency * ones,
-            between=0 * ones,
-            delay=max(0.0, costs.exchange - costs.serve - 2 * costs.link) * ones,
-            own_per_byte=costs.link / max(costs.nbytes, 1) * ones,
-            serve=costs.serve * ones,
-            link_per_byte=costs.link / max(costs.nbytes, 1) * ones,
-            hand_ring=costs.allreduce * ones,
-            hand_hop=costs.allreduce_latency * ones,
-            period=costs.period,
-            nbytes=costs.nbytes,
-            knows_overhead=True,
-            servers=costs.servers,
-            per_node=costs.per_node,
-        )
 
     @property
     def away(self) -> float:
-        return part_away(self.servers, self.per_node)
+        """Return the part of an exchange that crosses links."""
+        return (self.servers - 1) / self.servers if self.per_node and self.servers > 1 else 1.0
+
+    @cached_property
+    def likely(self) -> CostModel:
+        """Return the model with its first draw only."""
+        cut: dict[str, Any] = {name: each[:1] for name, each in vars(self).items() if isinstance(each, np.ndarray)}
+        return replace(self, **cut)
 
     def all_reduce(self, sizes: Array, together: Array) -> Array:
         """Return the seconds of an all-reduce in each group, shape (draws, groups).
@@ -412,11 +296,10 @@ class CostModel:
 
     def known(self, exchanging: ExchangePattern) -> ExchangePattern:
         for name in ("push", "pull"):
-            if getattr(exchanging, name) is not None:
+            if getattr(exchanging, name):
                 self.check_nbytes(f"{name}={getattr(exchanging, name)}: what an exchange had was")
-        period = self.period if exchanging.period is None else exchanging.period
         push, pull = (self.nbytes if nbytes is None else nbytes for nbytes in (exchanging.push, exchanging.pull))
-        return replace(exchanging, period=period, push=push, pull=pull)
+        return replace(exchanging, push=push, pull=pull)
 
     def check_nbytes(self, asked: str) -> None:
         if not self.nbytes:
@@ -426,36 +309,35 @@ class CostModel:
         seconds = self.overhead[0] + samples * self.per_sample[0]
         return {rank: float(samples / seconds[device]) for rank, device in self.devices.items()}
 
-    def changed(self, change: ClusterChange) -> CostModel:
-        """Return the costs on a changed cluster."""
+    def changed(
+        self,
+        ranks: int | None = None,
+        bandwidth: float | None = None,
+        latency: float | None = None,
+        servers: int | None = None,
+        per_node: bool = False,
+    ) -> CostModel:
+        """Return the costs on a changed cluster; the arguments are those of `Profile.scaled`."""
         model, alike = self, np.ones_like(self.delay)
-        if model.forecast is not None:
-            model = replace(model, forecast=model.forecast.changed(change))
-        if change.servers is not None:
-            placement = replace(model.placement, server=None) if change.per_node else model.placement
-            model = replace(model, servers=change.servers, per_node=change.per_node, placement=placement)
-        if change.ranks is not None:
+        if per_node and servers is None:
+            raise ConfigurationError("per_node=True: pass servers=, the number of nodes, as well")
+        if servers is not None:
+            check_whole("servers", servers, "a whole number, 1 or more", low=1)
+            placement = replace(model.placement, server=None) if per_node else model.placement
+            model = replace(model, servers=servers, per_node=per_node, placement=placement)
+        if ranks is not None:
+            check_whole("ranks", ranks, "a whole number, 1 or more", low=1)
             known = list(model.devices.values())
-            devices = {rank: known[rank % len(known)] for rank in range(change.ranks)}
-            model = replace(model, devices=devices, placement=model.placement.repeated(change.ranks))
-        if change.bandwidth is not None:
-            per_byte = alike / change.bandwidth
+            devices = {rank: known[rank % len(known)] for rank in range(ranks)}
+            model = replace(model, devices=devices, placement=model.placement.repeated(ranks))
+        if bandwidth is not None:
+            check_number("bandwidth", bandwidth, "a positive number", above=0)
+            self.check_nbytes(f"bandwidth={bandwidth}: bytes of an exchange were")
+            per_byte = alike / bandwidth
             ring = model.nbytes * per_byte
             model = replace(model, ring=ring, hand_ring=ring, own_per_byte=per_byte, link_per_byte=per_byte)
-        if change.latency is not None:
-            hop = alike * change.latency
+        if latency is not None:
+            check_number("latency", latency, "a number, 0 or more", low=0, below=math.inf)
+            hop = alike * latency
             model = replace(model, hop=hop, hand_hop=hop, delay=2 * hop)
         return model
-
-
-def first_draw(drawn: Drawn) -> Drawn:
-    cut: dict[str, Any] = {name: each[:1] for name, each in vars(drawn).items() if isinstance(each, np.ndarray)}
-    return cast(Drawn, replace(cast(Any, drawn), **cut))
-
-
-def part_away(servers: int, per_node: bool) -> float:
-    return (servers - 1) / servers if per_node and servers > 1 else 1.0
-
-
-def messages_of(servers: int) -> int:
-    return 1 if servers == 1 else 2

@@ -7,7 +7,6 @@ Rule 2: Proportional batches have the sample efficiency of equal ones, because t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -132,7 +131,8 @@ class TrainedBatches(Serializable):
 
     Attributes:
         samples: samples trained when each batch ended, ascending, shape (batches,).
-        losses: mean training loss of each batch, before the update with it, shape (batches,).
+        losses: mean training loss of each batch, before the update with it, shape (batches,); empty if one of them is
+            not finite.
     """
 
     setting: Setting
@@ -149,7 +149,7 @@ class TrainedBatches(Serializable):
 
     @property
     def is_finite(self) -> bool:
-        return bool(self.samples) and all(map(math.isfinite, self.losses))
+        return len(self.losses) == len(self.samples) > 0
 
     @property
     def level(self) -> float:
@@ -160,14 +160,6 @@ class TrainedBatches(Serializable):
         """Return the standard deviation of a batch's loss about the trend, from differences of successive losses."""
         differences = np.diff(self.losses)
         return float(np.sqrt(np.mean(differences**2) / 2)) if len(differences) else 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        losses = [loss if math.isfinite(loss) else None for loss in self.losses]
-        return {**super().to_dict(), "losses": losses}
-
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> TrainedBatches:
-        return super().from_dict({**plain, "losses": [math.nan if loss is None else loss for loss in plain["losses"]]})
 
     def blocks(self, count: int = c.BLOCKS) -> Array:
         """Return the mean loss of each of ``count`` equal segments of the samples."""

@@ -1,11 +1,10 @@
-"""The measurements that ranks take of their own steps."""
+"""The measurements that the ranks of one group take of their own steps."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from lightning_omni.checks import check_number
 from lightning_omni.errors import ConfigurationError
@@ -14,27 +13,22 @@ from lightning_omni.serialization import Serializable
 
 @dataclass(frozen=True)
 class Measured(Serializable):
-    """A segment of training with one grouping, as measured by its ranks, without warm-up. 0 and empty mean unknown.
+    """A segment of training in one group, as measured by its ranks, without warm-up. 0 and empty mean unknown.
 
     Args:
-        groups: ranks of each group.
-        samples: for each rank, in ascending order, its samples in each of its steps.
+        ranks: the ranks, in ascending order.
+        samples: for each rank, its samples in each step.
         own: for each rank, its compute time in each step, in seconds (load, forward, backward, the optimizer's step),
-            without exchange and waiting.
-        steps: for each group, seconds of each step, from the end of one to the end of the next.
-        exchanges: for each group, seconds of each step in the exchange with the server; zeros for one group.
-        serve: seconds that a server computes for one push, or for its share of one; with one group, those that a single
-            server would need.
-        period: local steps between two exchanges, H.
+            without waiting.
+        steps: seconds of each step, from the end of one to the end of the next.
+        serve: seconds that a single server would compute for one push.
         nbytes: bytes of one exchange, one way.
-        servers: number of servers; with one group, the number that several would use.
-        per_node: whether each node ran one server.
-        round_trip: seconds until the server, or another rank, answers a nearly empty message; used only if no exchange
-            was measured.
+        servers: number of servers that several groups would use.
+        per_node: whether each node would run one server.
+        round_trip: seconds until another rank answers a nearly empty message.
         reduce_per_byte: seconds that each byte adds to an all-reduce of all ranks, timed by itself. It limits the part
-            of a step that is attributed to the all-reduce, if no exchange was measured.
-        hands_on: whether leaders forward answers to the other members, over the links of their all-reduce. Measured
-            exchanges include that.
+            of a step that is attributed to the all-reduce.
+        hands_on: whether leaders forward answers to the other members, over the links of their all-reduce.
         nodes: for each rank, its node; or its site, if links between some nodes are much faster. It is empty if each
             rank has links of its own, or all are on one node.
         server_node: node of a single server, existing or not; None if it is on none of these, or unknown.
@@ -53,20 +47,17 @@ class Measured(Serializable):
 
     Example:
         >>> measured = Measured(
-        ...     groups=((0,), (1,)), samples=((8, 8), (8, 8)), own=((0.1, 0.1), (0.2, 0.2)),
-        ...     steps=((0.11, 0.11), (0.21, 0.21)), exchanges=((0.01, 0.01), (0.01, 0.01)),
+        ...     ranks=(0, 1), samples=((8, 8), (8, 8)), own=((0.1, 0.1), (0.2, 0.2)), steps=(0.21, 0.21)
         ... )
         >>> Measured.from_dict(measured.to_dict()) == measured
         True
     """
 
-    groups: tuple[tuple[int, ...], ...]
+    ranks: tuple[int, ...]
     samples: tuple[tuple[float, ...], ...]
     own: tuple[tuple[float, ...], ...]
-    steps: tuple[tuple[float, ...], ...]
-    exchanges: tuple[tuple[float, ...], ...]
+    steps: tuple[float, ...]
     serve: float = 0.0
-    period: int = 1
     nbytes: int = 0
     servers: int = 1
     per_node: bool = False
@@ -84,11 +75,10 @@ class Measured(Serializable):
     loading: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("groups", "samples", "own", "steps", "exchanges"):  # accepts lists
-            kind = int if name == "groups" else float
-            object.__setattr__(self, name, tuple(tuple(map(kind, row)) for row in getattr(self, name)))
-        object.__setattr__(self, "nodes", tuple(map(int, self.nodes)))
-        object.__setattr__(self, "loading", tuple(map(float, self.loading)))
+        for name in ("samples", "own"):  # accepts lists
+            object.__setattr__(self, name, tuple(tuple(map(float, row)) for row in getattr(self, name)))
+        for name, kind in (("ranks", int), ("steps", float), ("nodes", int), ("loading", float)):
+            object.__setattr__(self, name, tuple(map(kind, getattr(self, name))))
         object.__setattr__(self, "shapes", tuple(tuple(map(int, shape)) for shape in self.shapes))
         _check_counts(self)
         _check_numbers(self)
@@ -100,16 +90,6 @@ class Measured(Serializable):
         slowest = means.index(max(means))
         return self.loading[slowest] / means[slowest] if self.loading else 0.0
 
-    @cached_property
-    def ranks(self) -> tuple[int, ...]:
-        return tuple(sorted(rank for members in self.groups for rank in members))
-
-
-def servers_of(measured: Sequence[Measured]) -> tuple[int, bool]:
-    """Return the number of servers in the last segment with several groups, or the last, and if each node ran one."""
-    last = ([each for each in measured if len(each.groups) > 1] or measured)[-1]
-    return last.servers, last.per_node
-
 
 def mean_samples(measured: Sequence[Measured]) -> float:
     counts = [number for each in measured for row in each.samples for number in row]
@@ -117,44 +97,26 @@ def mean_samples(measured: Sequence[Measured]) -> float:
 
 
 def _check_counts(measured: Measured) -> None:
-    ranks = [rank for members in measured.groups for rank in members]
-    if not ranks or not all(measured.groups) or len(set(ranks)) != len(ranks):
-        raise ConfigurationError(f"groups={measured.groups}: pass the ranks of each group, each rank once")
-    for name, count, of in (
-        ("samples", len(ranks), "rank"),
-        ("own", len(ranks), "rank"),
-        ("steps", len(measured.groups), "group"),
-        ("exchanges", len(measured.groups), "group"),
-    ):
-        if len(getattr(measured, name)) != count:
-            raise ConfigurationError(f"{name}: {len(getattr(measured, name))} rows; pass one for each {of}, {count}")
+    ranks, count = len(measured.ranks), len(measured.steps)
+    if not ranks or list(measured.ranks) != sorted(set(measured.ranks)):
+        raise ConfigurationError(f"ranks={measured.ranks}: pass each rank once, in ascending order")
+    if not count:
+        raise ConfigurationError("steps: none; measure at least one, better 30")
+    for name in ("samples", "own"):
+        found = [len(row) for row in getattr(measured, name)]
+        if found != [count] * ranks:
+            raise ConfigurationError(f"{name}: rows of {found}; pass one for each rank, {ranks}, of {count} steps")
     for name in ("nodes", "loading"):
-        if (found := len(getattr(measured, name))) not in (0, len(ranks)):
-            raise ConfigurationError(f"{name}: of {found} ranks; pass that of each of {len(ranks)}, or none")
-    order = sorted(ranks)
-    for number, members in enumerate(measured.groups):
-        count = len(measured.steps[number])
-        if not count:
-            raise ConfigurationError(f"steps: none of group {number}; measure at least one, better 30")
-        if len(measured.exchanges[number]) != count:
-            raise ConfigurationError(f"exchanges: {len(measured.exchanges[number])} of group {number}; pass {count}")
-        for rank in members:
-            for name in ("samples", "own"):
-                found = len(getattr(measured, name)[order.index(rank)])
-                if found != count:
-                    raise ConfigurationError(
-                        f"{name}: {found} of rank {rank}, whose group made {count} steps; pass one for each step"
-                    )
+        if (known := len(getattr(measured, name))) not in (0, ranks):
+            raise ConfigurationError(f"{name}: of {known} ranks; pass that of each of {ranks}, or none")
 
 
 def _check_numbers(measured: Measured) -> None:
-    for name in ("samples", "own", "steps"):
-        if not all(0 < number < math.inf for row in getattr(measured, name) for number in row):
+    for name, rows in (("samples", measured.samples), ("own", measured.own), ("steps", (measured.steps,))):
+        if not all(0 < number < math.inf for row in rows for number in row):
             raise ConfigurationError(f"{name}: pass numbers above 0; leave out steps that were not measured")
-    if not all(0 <= number < math.inf for row in measured.exchanges for number in row):
-        raise ConfigurationError("exchanges: pass seconds, 0 or more")
     per_byte = "reduce_per_byte", "node_per_byte", "copy_per_byte", "host_per_byte"
     seconds = "serve", "round_trip", "node_round_trip", *per_byte
-    least = dict.fromkeys((*seconds, "nbytes"), 0) | {"period": 1, "servers": 1}
+    least = dict.fromkeys((*seconds, "nbytes"), 0) | {"servers": 1}
     for name, low in least.items():
         check_number(name, getattr(measured, name), f"a number, {low} or more", low, below=math.inf)

@@ -13,7 +13,7 @@ import numpy as np
 from lightning_omni.group.leased_batches import apportion
 from lightning_omni.topology import Topology
 from lightning_omni.tuning.model import constants as c
-from lightning_omni.tuning.model.cost_model import CostModel, ExchangePattern, first_draw, messages_of
+from lightning_omni.tuning.model.cost_model import CostModel, ExchangePattern
 from lightning_omni.tuning.model.queueing import (
     BarrierExchange,
     quantiles_of_slowest,
@@ -49,7 +49,7 @@ class TrainingPlan:
 
     @property
     def period(self) -> int:
-        return self.exchanging.period or 1
+        return self.exchanging.period
 
     @cached_property
     def speeds(self) -> dict[int, float]:
@@ -57,7 +57,7 @@ class TrainingPlan:
 
     def bottleneck(self, topology: Topology) -> str:
         """Return the part that would speed training up most if it took half as long."""
-        model, rough = first_draw(self.model), replace(self, is_rough=True)
+        model, rough = self.model.likely, replace(self, is_rough=True)
 
         def rate(halved: Sequence[str]) -> float:
             costs = {name: getattr(model, name) for name in halved}
@@ -86,7 +86,6 @@ class TrainingPlan:
         allreduce = allreduce + np.where(here & ~together, 0.0, handed)
         steps = self._local_steps(compute + allreduce + between)
         per_step = seconds.delay / steps, seconds.serve[:, None] / steps, seconds.link / steps
-        shared = SharedStations(seconds, ring)
         if self.exchanging.barrier or self.exchanging.delay:
             alone = allreduce + between
             few = np.minimum(self.exchanging.delay, steps)  # steps made during an exchange
@@ -94,7 +93,7 @@ class TrainingPlan:
             if self.exchanging.barrier:
                 cycle, waiting = self._at_a_barrier(hidden, then, seconds)
             else:
-                cycle, waiting = self._beside(hidden, then, self.period * variance, shared)
+                cycle, waiting = self._beside(hidden, then, self.period * variance, seconds, ring)
             cycle = cycle / steps
             compute = np.maximum(waiting / steps - alone, compute)
             exposed = np.maximum(cycle - compute - alone, 0.0)
@@ -102,7 +101,7 @@ class TrainingPlan:
             return Outcome(sizes * self.batch, *parts, *per_step[1:], nothing, cycle)
         compute = compute + between
         think = self.period * (compute + allreduce) + seconds.delay
-        spent = shared.spent(think, self.period * variance) / self.period
+        spent = seconds.spent(think, self.period * variance, ring) / self.period
         return Outcome(sizes * self.batch, compute, allreduce, *per_step, spent)
 
     # --- Exchanges ---------------------------------------------------------------------------------------------------
@@ -143,7 +142,7 @@ class TrainingPlan:
         serve, per_byte, both = model.serve / model.servers, per_byte / links, push + pull
         # A message crosses its group's link and the server's at once; at a barrier, all groups' messages do.
         beyond = np.maximum(own * both - per_byte * both * (len(here) if pattern.barrier else 1), 0.0)
-        delay = delay * messages_of(model.servers) + beyond
+        delay = delay * (1 if model.servers == 1 else 2) + beyond
         return ExchangeSeconds(delay, serve, per_byte * push, per_byte * pull + handed)
 
     def _local_steps(self, seconds: Array) -> Array:
@@ -161,13 +160,15 @@ class TrainingPlan:
         alone = BarrierExchange(nothing, nothing, nothing).cycle(hidden[:1], rest[:1], is_rough=True)
         return cycle, alone + 0 * cycle
 
-    def _beside(self, hidden: Array, rest: Array, variance: Array, shared: SharedStations) -> tuple[Array, Array]:
+    def _beside(
+        self, hidden: Array, rest: Array, variance: Array, seconds: ExchangeSeconds, ring: Array
+    ) -> tuple[Array, Array]:
         """Return the results of `_at_a_barrier` for groups that do not wait for each other."""
-        then, delay = rest.mean(axis=2), shared.seconds.delay
-        spent = np.maximum(shared.seconds.serve[:, None], shared.seconds.link)
+        then = rest.mean(axis=2)
+        spent = np.maximum(seconds.serve[:, None], seconds.link)
         for _ in range(c.OVERLAP_ROUNDS):
-            cycle = np.maximum(hidden, (delay + spent)[:, :, None]).mean(axis=2) + then
-            spent = (spent + shared.spent(cycle - spent, variance)) / 2
+            cycle = np.maximum(hidden, (seconds.delay + spent)[:, :, None]).mean(axis=2) + then
+            spent = (spent + seconds.spent(cycle - spent, variance, ring)) / 2
         return cycle, hidden.mean(axis=2) + then
 
     # --- The steps ---------------------------------------------------------------------------------------------------
@@ -225,25 +226,16 @@ class ExchangeSeconds:
     def link(self) -> Array:
         return np.maximum(self.push, self.pull)
 
+    def spent(self, think: Array, variance: Array, ring: Array) -> Array:
+        """Compute the seconds of a cycle at the server and its link, with waiting, of shape (draws, groups).
 
-@dataclass(frozen=True)
-class SharedStations:
-    """The resources that groups share: the server and its link.
-
-    Attributes:
-        seconds: seconds of an exchange for each group.
-        ring: seconds of a cycle's all-reduces on the server's link; ``think`` includes them, shape (draws, groups).
-    """
-
-    seconds: ExchangeSeconds
-    ring: Array
-
-    def spent(self, think: Array, variance: Array) -> Array:
-        """Compute the seconds of a cycle at shared resources, with waiting, shape (draws, groups); see `residence`."""
-        ring = self.ring[:, :, None]  # in both directions at once
-        links = np.stack([self.seconds.push, self.seconds.pull], axis=2) + ring
-        counted = np.divide(links - ring / 2, links, out=np.ones_like(links), where=links > 0)
-        return time_shared(think - self.ring, variance, links, counted, self.seconds.serve) - self.ring
+        ``ring`` are the seconds of a cycle's all-reduces on the server's link, which ``think`` includes; see
+        `residence`.
+        """
+        rings = ring[:, :, None]  # in both directions at once
+        links = np.stack([self.push, self.pull], axis=2) + rings
+        counted = np.divide(links - rings / 2, links, out=np.ones_like(links), where=links > 0)
+        return time_shared(think - ring, variance, links, counted, self.serve) - ring
 
 
 @dataclass(frozen=True)
@@ -304,9 +296,3 @@ class Outcome:
         """Return whether groups that did not wait would exceed the capacity of a serial part."""
         alone = self.exchange + self.serve + 2 * self.link
         return bool(self._busy(1 / (self.compute + self.allreduce + alone))[0] >= 1 - 1e-9)
-
-    @property
-    def bottleneck(self) -> str:
-        names = ("serve", "link") if self.is_saturated else ("compute", "allreduce", "exchange")
-        largest = max(names, key=self.parts.__getitem__)
-        return "server" if largest == "serve" else largest

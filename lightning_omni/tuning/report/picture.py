@@ -136,7 +136,7 @@ def _bottleneck_of_choice(summary: SearchSummary) -> str:
 def _loss(axes: Any, summary: SearchSummary, losses: Sequence[tuple[float, float]], monitor: str) -> None:
     if len(losses) < 2:
         axes.set_title("Loss of the timed batches")
-        seconds, values = _timed(summary)
+        seconds, values = _timed(summary) if summary.search.observation.batches.is_finite else ([], [])
         axes.plot(seconds, values, color=YOURS, marker="." if len(values) < 40 else "")
         axes.set(xlabel="seconds (no validation yet)", ylabel="training loss")
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from base64 import b64encode
 from collections.abc import Mapping
@@ -11,12 +10,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.palette import CHOSEN, EXPECTED, can_draw, new_figure, plot_interval, png_of
 from lightning_omni.tuning.model.convergence import Estimate
-from lightning_omni.tuning.model.forecast import Scaling, Setting
+from lightning_omni.tuning.model.forecast import Setting
 from lightning_omni.tuning.model.profile import BOTTLENECKS, Prediction, Profile
 from lightning_omni.tuning.report.summary import ReportOrigin, duration
 from lightning_omni.tuning.report.tuning import TextTable, templates
@@ -28,51 +25,6 @@ from lightning_omni.tuning.search.space import group_counts
 
 _STEM = "plan"
 """Name of the page and of the picture, without suffix."""
-_USUAL_MOMENTUM = 0.9
-_FILE = "pass an omni-tuning.json that OmniTuner wrote, or the JSON of a Profile"
-
-
-# --- Inputs -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PlanSource:
-    """The contents of a file of measurements; ``search`` is None if it is a profile only."""
-
-    profile: Profile
-    search: Search | None
-
-    @classmethod
-    def of(cls, path: Path) -> PlanSource:
-        """Read a file.
-
-        Raises:
-            ConfigurationError: the file has another format, or holds no timings.
-        """
-        try:
-            plain = json.loads(path.read_text(encoding="utf-8"))
-            if "measured" in plain:
-                return cls(Profile.from_dict(plain), None)
-            search = Search.from_dict(plain["rounds"][-1]["search"])
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, msgspec.ValidationError) as error:
-            missing = f"it has no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
-            reason = getattr(error, "strerror", None) or missing
-            raise ConfigurationError(f"file {str(path)!r}: {reason}; {_FILE}") from error
-        return cls(search.profile, search)
-
-    @property
-    def rebalance(self) -> bool:
-        return self.search is None or self.search.spec.space.rebalance
-
-    def own(self, momentum: float | None, lr: float | None) -> Setting:
-        """Return the file's setting of one group, with another momentum or learning rate if given."""
-        known = self.search.spec.start if self.search is not None else Setting(1, _USUAL_MOMENTUM, 1.0)
-        return Setting(1, known.momentum if momentum is None else momentum, known.lr if lr is None else lr)
-
-    @property
-    def scaling(self) -> Scaling:
-        return self.search.spec.scaling if self.search is not None else Scaling()
-
 
 # --- Predictions ------------------------------------------------------------------------------------------------------
 
@@ -104,28 +56,20 @@ class PlanRow:
 class Plan:
     """The predictions for planned machines, for each number of groups.
 
-    ``changes`` of the measured machines are arguments of `Profile.scaled`; ``own`` is the setting of one group. Groups
-    may exchange, and their members average gradients, as in ``ways``; numbers of groups follow from the ranks.
-    If learning rates are unknown (not ``has_lr``), they are multiples of the user's.
+    ``changes`` of the machines in ``search`` are arguments of `Profile.scaled`; ``own`` is the setting of one group.
+    Groups may exchange, and their members average gradients, as in ``ways``; numbers of groups follow from the ranks.
     """
 
-    known: PlanSource
+    search: Search
     changes: Mapping[str, Any]
     own: Setting
     ways: Space
-    has_lr: bool
-
-    def describe(self, setting: Setting) -> str:
-        if self.has_lr:
-            return str(setting)
-        factor = "" if setting.lr == 1 else f"{setting.lr:.3g} times "
-        return f"{str(setting).rpartition(', lr')[0]}, {factor}your lr"
 
     @cached_property
     def profile(self) -> Profile:
-        measured = self.known.profile
+        measured = self.search.profile
         try:
-            return measured.scaled(**self.changes) if self.changes else measured
+            return measured.scaled(**self.changes)
         except ConfigurationError as error:
             raise ConfigurationError(f"--{error}") from error
 
@@ -142,10 +86,10 @@ class Plan:
 
     @cached_property
     def _evidence(self) -> PlannedEvidence:
-        profile, ways = self.profile, self.ways
-        space = replace(ways, groups=tuple(group_counts(profile.ranks)), rebalance=self.known.rebalance)
+        profile, spec = self.profile, self.search.spec
+        space = replace(self.ways, groups=tuple(group_counts(profile.ranks)), rebalance=spec.space.rebalance)
         batch = max(1, round(profile.ranks * profile.batch_size))
-        return PlannedEvidence(SearchSpec(self.own, batch, batch, space, self.known.scaling), profile)
+        return PlannedEvidence(SearchSpec(self.own, batch, batch, space, spec.scaling), profile)
 
     @cached_property
     def best(self) -> PlanRow:
@@ -175,8 +119,8 @@ class Plan:
 
 
 def title(plan: Plan) -> str:
-    profile = plan.profile
-    servers = f", {profile.servers} servers" if profile.servers > 1 else ""
+    profile, count = plan.profile, plan.profile.model.servers
+    servers = f", {count} servers" if count > 1 else ""
     return f"{profile.ranks} ranks, {_speeds(profile)}{servers}"
 
 
@@ -195,7 +139,7 @@ def rows(plan: Plan, samples: float | None) -> list[dict[str, str]]:
             "time": f"{plan.relative(row):.2f}×{'*' * row.is_extrapolated}",
             **({"hours": f"{plan.seconds(row, samples) / 3600:.3g}"} if samples is not None else {}),
             "momentum": f"{row.setting.momentum:.3g}",
-            "lr" if plan.has_lr else "lr / yours": f"{row.setting.lr:.3g}",
+            "lr": f"{row.setting.lr:.3g}",
         }
         for row in plan.rows
     ]
@@ -209,15 +153,15 @@ def _speeds(profile: Profile) -> str:
 
 
 def sentences(plan: Plan, samples: float | None) -> list[str]:
-    best, known = plan.best, plan.known
+    best = plan.best
     alone = plan.relative(plan.rows[0])
-    text = f"use {plan.describe(best.setting)}: {best.prediction.samples_per_second.value:.4g} samples/s"
+    text = f"use {best.setting}: {best.prediction.samples_per_second.value:.4g} samples/s"
     if best.setting.groups > 1:
         text += f", {alone:.2f} times faster to the target than one group"
     if samples is not None:
         text += f", {duration(plan.seconds(best, samples))} for {samples:.4g} samples"
     lines = [text, f"buy next: {_advice(plan)}"]
-    profile, measured = plan.profile, known.profile
+    profile, measured = plan.profile, plan.search.profile
     growth = profile.ranks * profile.batch_size / (measured.ranks * measured.batch_size)
     if abs(growth - 1) > 0.01:
         lines.append(
@@ -242,16 +186,15 @@ def _advice(plan: Plan) -> str:
         change, other = f"{count} ranks", plan.changed(ranks=count)
     elif bottleneck in ("allreduce", "exchange", "link") and "bandwidth" in plan.changes:
         change, other = "twice the bandwidth", plan.changed(bandwidth=2 * plan.changes["bandwidth"])
-    elif bottleneck in ("server", "link") and not plan.profile.per_node:
-        count = 2 * plan.profile.servers
+    elif bottleneck in ("server", "link") and not plan.profile.model.per_node:
+        count = 2 * plan.profile.model.servers
         change, other = f"{count} servers", plan.changed(servers=count)
     else:
         what = "servers twice as fast" if bottleneck == "server" else "a network twice as fast"
         faster = f"{what} would be at most {_halved(plan.best.prediction):.2f} times faster"
         return f"{BOTTLENECKS[bottleneck]} is the bottleneck; {faster}"
     gain = math.exp(plan.best.log_seconds - other.best.log_seconds)
-    best = plan.describe(other.best.setting)
-    faster = f"{change} would be {gain:.2f} times faster to the target, with {best}"
+    faster = f"{change} would be {gain:.2f} times faster to the target, with {other.best.setting}"
     return f"{BOTTLENECKS[bottleneck]} is the bottleneck; {faster}"
 
 
@@ -343,7 +286,7 @@ def _draw_time(axes: Any, plan: Plan) -> None:
     widths = [math.exp(QUANTILE * plan.deviation(row)) for row in rows]
     drawn = [Estimate(time, time / width, time * width) for time, width in zip(times, widths, strict=True)]
     plot_interval(axes, groups, drawn, EXPECTED)
-    axes.set(ylabel="time to the target  (1: the best)", title=f"★ {plan.describe(plan.best.setting)}")
+    axes.set(ylabel="time to the target  (1: the best)", title=f"★ {plan.best.setting}")
     axes.set_ylim(0, 1.1 * max(each.high for each in drawn))
     if max(times) > 6:  # a linear axis would not separate the best ones
         ticks = [tick for tick in (0.5, 1, 2, 5, 10, 20, 50, 100, 1000) if tick < 2 * max(times)]

@@ -324,14 +324,10 @@ class TuningReport(Serializable):
         """Return the picture of one round as the bytes of a PNG file; None if matplotlib is missing."""
         return png_of(self.figure(which)) if can_draw() else None
 
-    @cached_property
-    def _pictures(self) -> list[bytes]:
-        """Return the pictures of the page, which has their statements as text."""
-        return [png_of(self._drawn(place, "")) for place in range(len(self.rounds))]
-
     def html(self) -> str:
         """Return a page that loads nothing from elsewhere."""
-        pictures = self._pictures if can_draw() else [None] * len(self.rounds)
+        places = range(len(self.rounds))
+        pictures = [png_of(self._drawn(place, "")) if can_draw() else None for place in places]  # texts are beside them
         sections = [
             Section(place, *parts)
             for place, parts in enumerate(zip(self.rounds, self.summaries, pictures, strict=True))

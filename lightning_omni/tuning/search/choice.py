@@ -207,7 +207,7 @@ def _bottleneck(evidence: Evidence, setting: Setting) -> str:
 
 
 def _reasons(evidence: Evidence, best: Setting, proposed: str = "") -> str:
-    batches = len(evidence.observation.batches.losses) if evidence.observation is not None else 0
+    batches = len(evidence.observation.batches.samples) if evidence.observation is not None else 0
     alone = evidence.start
     changed = [each for each in best.further if each not in alone.further]
     parts = [f"{proposed or 'predicted to reach the target first'}, from {batches} batches of the run"]

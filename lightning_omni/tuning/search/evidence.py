@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -101,7 +101,7 @@ def _place(setting: Setting) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Observation:
+class Observation(Serializable):
     """The measurements of a run's first batches: their losses, their times, and the gradient noise scale.
 
     The noise scale, in samples, if it is known, is only reported.
@@ -110,18 +110,6 @@ class Observation:
     batches: TrainedBatches
     measured: Measured
     noise_scale: float | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "batches": self.batches.to_dict(),
-            "measured": self.measured.to_dict(),
-            "noise_scale": self.noise_scale,
-        }
-
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> Observation:
-        batches, measured = TrainedBatches.from_dict(plain["batches"]), Measured.from_dict(plain["measured"])
-        return cls(batches, measured, plain.get("noise_scale"))  # reports of earlier versions lack it
 
 
 @dataclass(frozen=True)
@@ -162,9 +150,7 @@ class Evidence:
         self.known = list(known)
         self._given = list(segments)
         self._rates: dict[Setting, float] = {}
-        self._uneven: dict[Setting, bool] = {}
         self._bounds: dict[tuple[int, str], float] = {}
-        self._patterns: dict[tuple[str, int, str, bool], ExchangePattern] = {}
 
     @property
     def scaling(self) -> Scaling:
@@ -183,13 +169,11 @@ class Evidence:
 
     @cached_property
     def theory(self) -> PriorTheory:
-        measured = self.measured  # empty where the profile of planned machines holds only costs
-        return PriorTheory(self.spec.start, self.spec.scaling, Prior.load(), scatter(measured) if measured else 0.0)
+        return PriorTheory(self.spec.start, self.spec.scaling, Prior.load(), scatter(self.measured))
 
     @cached_property
     def _may_be_uneven(self) -> bool:
-        measured = self.measured  # empty as in `theory`
-        return bool(measured) and speeds_differ(measured) and is_faster(self.profile.largest_gain_of_split, 1.0)
+        return speeds_differ(self.measured) and is_faster(self.profile.largest_gain_of_split, 1.0)
 
     def throughput(self, setting: Setting) -> float:
         key = replace(setting, momentum=0.0, lr=0.0)
@@ -257,8 +241,7 @@ class Evidence:
         """Return the samples per second that a setting's groups would reach with a free exchange."""
         key = setting.groups, setting.all_reduce or "fp32"
         if key not in self._bounds:
-            none = 0 if self.profile.nbytes else None
-            free = ExchangePattern(period=sys.maxsize, push=none, pull=none)
+            free = ExchangePattern(period=sys.maxsize, push=0, pull=0)
             ways = (False, True) if self.spec.space.rebalance else (False,)
             alike = [each for each in self.candidates if each.groups == setting.groups] if self.segments else []
             self._bounds[key] = max(map(self._correction, alike), default=1.0) * max(
@@ -269,14 +252,11 @@ class Evidence:
 
     def prediction(self, setting: Setting) -> Prediction:
         """Return the hardware model's prediction of a setting, corrected by the segments."""
-        pattern, all_reduce = self._pattern(setting), setting.all_reduce or "fp32"
-        period = setting.period if pattern is None else None
         found = self.profile.predict(
             setting.groups,
             rebalance=setting.rebalance,
-            period=period,
-            exchanging=pattern,
-            all_reduce=all_reduce,
+            exchanging=self._pattern(setting),
+            all_reduce=setting.all_reduce or "fp32",
         )
         factor = self._correction(setting)
         return found if factor == 1 else found.faster(factor)
@@ -290,12 +270,7 @@ class Evidence:
         """Return the exchange pattern of a setting; None for one group and for the run's own method."""
         if setting.groups == 1 or not setting.method:
             return None
-        key = setting.method, setting.period, setting.wire, setting.overlap
-        if key not in self._patterns:
-            method = with_period(method_named(setting.method), setting.period)
-            wire = compression_named(setting.wire) if setting.wire else "fp32"
-            self._patterns[key] = ExchangePattern.of(method, wire, setting.overlap, self.profile.nbytes)
-        return self._patterns[key]
+        return _pattern_of(setting.method, setting.period, setting.wire, setting.overlap, self.profile.model.nbytes)
 
     def log_time(self, setting: Setting) -> float:
         """Return the logarithm of the time to the target, up to a constant; a search minimizes it."""
@@ -346,13 +321,11 @@ class Evidence:
     # --- Settings ----------------------------------------------------------------------------------------------------
 
     def gains_from_rebalance(self, setting: Setting) -> bool:
-        if not self.spec.space.rebalance or setting.groups == len(self.profile.speeds):
+        is_single = setting.groups == len(self.profile.speeds)
+        if not self.spec.space.rebalance or is_single or not self._may_be_uneven:
             return False
-        key = replace(setting, momentum=0.0, lr=0.0, rebalance=False, further=())
-        if key not in self._uneven:
-            split, plain = (replace(key, rebalance=how) for how in (True, False))
-            self._uneven[key] = self._may_be_uneven and is_faster(self.throughput(split), self.throughput(plain))
-        return self._uneven[key]
+        split, plain = (replace(setting, rebalance=how, further=()) for how in (True, False))
+        return is_faster(self.throughput(split), self.throughput(plain))
 
     @property
     def start(self) -> Setting:
@@ -386,6 +359,12 @@ class Evidence:
             lr = self.scaling.lr(best.updates_per_batch, momentum, self.scaling.step(best))
             best = replace(best, momentum=momentum, lr=lr)
         return holds(best)
+
+
+@cache
+def _pattern_of(name: str, period: int, wire: str, overlap: bool, nbytes: int) -> ExchangePattern:
+    method = with_period(method_named(name), period)
+    return ExchangePattern.of(method, compression_named(wire) if wire else "fp32", overlap, nbytes)
 
 
 class PlannedEvidence(Evidence):

@@ -308,7 +308,6 @@ class PriorTheory:
     scaling: Scaling
     prior: Prior
     scatter: float = 0.0
-    _costs: dict[Setting, tuple[float, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def step(self) -> float:
@@ -344,17 +343,15 @@ class PriorTheory:
         return self._cost(setting)[1]
 
     def _cost(self, setting: Setting) -> tuple[float, float]:
-        if setting not in self._costs:  # a search requests hundreds of settings several times
-            self._costs[setting] = self.prior.log_cost(
-                _known_as(setting.method),
-                setting.groups,
-                setting.period,
-                scatter=self.scatter,
-                momentum=setting.momentum,
-                step=self.scaling.step(setting) / self.step,
-                is_adaptive=self.scaling.is_adaptive,
-                wire=setting.wire not in ("", "fp32"),
-                overlap=setting.overlap,
-                all_reduce=setting.all_reduce if setting.all_reduce != self.start.all_reduce else "",
-            )
-        return self._costs[setting]
+        return self.prior.log_cost(
+            _known_as(setting.method),
+            setting.groups,
+            setting.period,
+            scatter=self.scatter,
+            momentum=setting.momentum,
+            step=self.scaling.step(setting) / self.step,
+            is_adaptive=self.scaling.is_adaptive,
+            wire=setting.wire not in ("", "fp32"),
+            overlap=setting.overlap,
+            all_reduce=setting.all_reduce if setting.all_reduce != self.start.all_reduce else "",
+        )

@@ -10,19 +10,18 @@ from itertools import product
 from numbers import Integral, Real
 from typing import Any, ClassVar
 
-import msgspec
-
 from lightning_omni.checks import plain
 from lightning_omni.combinations import refuse_pairs
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method, method_named
+from lightning_omni.serialization import Serializable
 from lightning_omni.tuning.model.forecast import Scaling, Setting
 from lightning_omni.tuning.search import constants as c
 from lightning_omni.wire.compression import Compression, all_reduce_of
 
-_AVERAGED = "diloco:outer_lr=1.0,outer_momentum=0"
-_STREAMED = f"{_AVERAGED},fragments=4,delay=1,keep_steps=true,dynamic_steps=true"
-DEFAULT_METHODS = ("async_sgd", "local_sgd", "elastic_averaging", _AVERAGED, _STREAMED)
+AVERAGED = "diloco:outer_lr=1.0,outer_momentum=0"
+_STREAMED = f"{AVERAGED},fragments=4,delay=1,keep_steps=true,dynamic_steps=true"
+DEFAULT_METHODS = ("async_sgd", "local_sgd", "elastic_averaging", AVERAGED, _STREAMED)
 DEFAULT_WIRES = ("fp32", "int8", "int8/bf16")
 """The default ways in which groups may exchange. DiLoCo's outer step with a rate of 1 is local SGD that sends changes,
 so that its answers may be rounded, too, and its fragments may travel during the computation."""
@@ -30,6 +29,8 @@ so that its answers may be rounded, too, and its fragments may travel during the
 DEFAULT_ALL_REDUCES = ("bf16", "powersgd:16,dtype=bf16", "powersgd:8,dtype=bf16", "powersgd:4,dtype=bf16")
 """The default formats in which the members of a group may average their gradients."""
 
+UNBOUNDED = 1e30
+"""Bound of a number without one; JSON has no infinity."""
 Axis = list[Any] | tuple[float, float]
 """The possible values, or the smallest and the largest value."""
 
@@ -108,7 +109,7 @@ class Space:
 
     groups: tuple[int, ...]
     momentum: tuple[float, float] = (0.0, 0.95)
-    lr: tuple[float, float] = (0.0, math.inf)
+    lr: tuple[float, float] = (0.0, UNBOUNDED)
     rebalance: bool = True
     period: tuple[int, ...] = ()
     further: tuple[Dimension, ...] = ()
@@ -302,7 +303,7 @@ def _numbers(name: str, value: Any, whole: bool = False) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class SearchSpec:
+class SearchSpec(Serializable):
     """The specification of a search for a setting.
 
     Args:
@@ -324,7 +325,7 @@ class SearchSpec:
     horizon: float
     space: Space
     scaling: Scaling = field(default_factory=Scaling)
-    seconds: float = math.inf
+    seconds: float = UNBOUNDED
     ends_by_time: bool = False
     switch: float = 0.0
     budget: float = 1.0
@@ -336,18 +337,8 @@ class SearchSpec:
             raise ConfigurationError(f"lr={self.start.lr}: there is nothing to tune; pass a learning rate above 0")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, without user-defined dimensions; an infinite bound becomes None."""
-        plain: dict[str, Any] = msgspec.to_builtins(replace(self, space=replace(self.space, further=())))
-        plain["space"]["lr"] = [None if math.isinf(bound) else bound for bound in self.space.lr]
-        return {**plain, "seconds": None if math.isinf(self.seconds) else self.seconds}
-
-    @staticmethod
-    def from_dict(plain: Mapping[str, Any]) -> SearchSpec:
-        """Rebuild a specification from `to_dict`."""
-        low, high = plain["space"]["lr"]
-        space = {**plain["space"], "lr": (low, math.inf if high is None else high)}
-        seconds = math.inf if plain["seconds"] is None else plain["seconds"]
-        return msgspec.convert({**plain, "space": space, "seconds": seconds}, SearchSpec)
+        """Return plain values, without user-defined dimensions."""
+        return Serializable.to_dict(replace(self, space=replace(self.space, further=())))
 
     def can_wait(self, steps: int) -> bool:
         """Return whether measuring more pays: the run has many ranks, and the steps are a small part of it."""

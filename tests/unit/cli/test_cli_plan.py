@@ -15,9 +15,10 @@ from searches import BATCH, found, observed, search, space_of
 from lightning_omni import Compression
 from lightning_omni.cli import main
 from lightning_omni.methods import method_named, with_period
-from lightning_omni.tuning.model.cost_model import Costs, ExchangePattern
-from lightning_omni.tuning.model.profile import Profile
+from lightning_omni.tuning.model.cost_model import ExchangePattern
 from lightning_omni.tuning.report import Round, TuningReport
+from lightning_omni.tuning.search import Search
+from lightning_omni.tuning.search.evidence import scatter
 from lightning_omni.tuning.search.prior import Prior
 from lightning_omni.tuning.search.space import compression_named
 
@@ -30,27 +31,22 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "260")
 
 
-@pytest.fixture(scope="module")
-def report() -> str:
-    """A report as JSON, which takes seconds to make."""
-    return json.dumps(TuningReport((Round(found(), 0, 0.0),), None, "loss").to_dict())
-
-
 @pytest.fixture
-def file(report: str, tmp_path: Path) -> str:
+def file(tmp_path: Path) -> str:
+    return written(found(), tmp_path)
+
+
+def written(made: Search, folder: Path) -> str:
     """A report, without what takes time to draw."""
-    path = tmp_path / "omni-tuning.json"
-    path.write_text(report)
+    path = folder / "omni-tuning.json"
+    path.write_text(json.dumps(TuningReport((Round(made, 0, 0.0),), None, "loss").to_dict()))
     return str(path)
 
 
-@pytest.fixture
-def profile(tmp_path: Path) -> str:
-    """A profile alone: eight equal ranks, and exchanges of 4 MB."""
-    costs = Costs(per_sample=0.005, allreduce=0.05, exchange=0.1, link=0.04, nbytes=4_000_000)
-    path = tmp_path / "profile.json"
-    path.write_text(json.dumps(Profile.of(costs, ranks=8, batch_size=16).to_dict()))
-    return str(path)
+def measured_otherwise(**changes: Any) -> Search:
+    """A search of a run whose ranks measured the same but for this."""
+    seen = observed()
+    return search(replace(seen, measured=replace(seen.measured, **changes)))
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -99,7 +95,7 @@ def test_numbers_are_those_of_the_profile(
         pattern = None
         if groups > 1:
             method, period, wire = read_exchange(row[2])
-            pattern = ExchangePattern.of(with_period(method_named(method), period), wire, nbytes=planned.nbytes)
+            pattern = ExchangePattern.of(with_period(method_named(method), period), wire, nbytes=planned.model.nbytes)
         expected = planned.predict(groups, rebalance=row[1] == "proportional", exchanging=pattern)
         assert row[3] == str(expected.samples_per_second)
         assert row[4] == f"{1000 * expected.seconds_per_update.value:.4g}"
@@ -123,21 +119,20 @@ def test_on_the_same_machines_the_advice_is_the_choice_of_the_search(
 @pytest.mark.parametrize(
     "options", [[], ["--bandwidth", "2MB/s", "--period", "4"], ["--method", "local_sgd", "--compression", "bf16"]]
 )
-def test_without_probes_groups_exchange_as_suits_them_by_the_profile_and_the_prior(
-    options: list[str], profile: str, capsys: pytest.CaptureFixture[str]
+def test_groups_exchange_as_suits_them_by_the_profile_and_the_prior(
+    options: list[str], file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = cells(said(capsys, profile, "--momentum", "0.8", "--lr", "0.1", *options))
-    planned = Profile.from_dict(json.loads(Path(profile).read_text()))
-    planned = planned.scaled(bandwidth=2e6) if "--bandwidth" in options else planned
+    rows = cells(said(capsys, file, "--momentum", "0.8", "--lr", "0.1", *options))
+    planned = found().profile.scaled(bandwidth=2e6) if "--bandwidth" in options else found().profile
     assert rows[1][-2:] == ["0.8", "0.1"]
     assert rows[1][2] == "-"
     for groups in (2, 4, 8):
         method, period, wire = read_exchange(rows[groups][2])
-        pattern = ExchangePattern.of(with_period(method_named(method), period), wire, nbytes=planned.nbytes)
+        pattern = ExchangePattern.of(with_period(method_named(method), period), wire, nbytes=planned.model.nbytes)
         expected = planned.predict(groups, rebalance=rows[groups][1] == "proportional", exchanging=pattern)
         assert rows[groups][3] == str(expected.samples_per_second)
         momentum, _ = Prior.load().suggested(
-            method_known(method), groups, period, momentum=0.8, scatter=0.0, is_adaptive=False
+            method_known(method), groups, period, momentum=0.8, scatter=scatter(planned.measured), is_adaptive=False
         )
         assert float(rows[groups][-2]) == pytest.approx(momentum, abs=0.01)
         if "--method" in options:
@@ -158,13 +153,12 @@ def method_known(name: str) -> str:
     return "local_sgd" if name.startswith("diloco:outer_lr=1.0") else name
 
 
-def test_on_a_slow_link_fewer_bytes_are_sent_and_less_often(profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_a_slow_link_fewer_bytes_are_sent_and_less_often(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     def bytes_per_step(*options: str) -> float:
-        method, period, wire = read_exchange(cells(said(capsys, profile, "--ranks", "4", *options))[4][2])
+        method, period, wire = read_exchange(cells(said(capsys, file, "--ranks", "4", *options))[4][2])
         pattern = ExchangePattern.of(with_period(method_named(method), period), wire, nbytes=4_000_000)
         assert pattern.push is not None
         assert pattern.pull is not None
-        assert pattern.period is not None
         return (pattern.push + pattern.pull) / pattern.period
 
     assert bytes_per_step("--bandwidth", "1MB/s") < bytes_per_step("--bandwidth", "1GB/s") / 4
@@ -180,20 +174,12 @@ def test_where_the_all_reduce_is_slow_a_plan_averages_in_fewer_bytes_as_the_tune
     made = search(replace(seen, batches=replace(seen.batches, setting=start)), space, start)
     choice = made.choice().setting
     assert (choice.groups, choice.all_reduce) == (1, "powersgd:8")
-    path = tmp_path / "omni-tuning.json"
-    path.write_text(json.dumps(TuningReport((Round(made, 0, 0.0),), None, "loss").to_dict()))
-    assert f"use {choice}: " in said(capsys, str(path))
-    exact = said(capsys, str(path), "--all-reduce", "fp32")
+    file = written(made, tmp_path)
+    assert f"use {choice}: " in said(capsys, file)
+    exact = said(capsys, file, "--all-reduce", "fp32")
     assert "all-reduce powersgd" not in exact
-    assert main(["plan", str(path), "--all-reduce", "int8"]) == 2
+    assert main(["plan", file, "--all-reduce", "int8"]) == 2
     assert "--all-reduce='int8' is not known" in capsys.readouterr().err
-
-
-def test_without_a_learning_rate_none_is_invented(profile: str, capsys: pytest.CaptureFixture[str]) -> None:
-    output = said(capsys, profile, "--method", "async_sgd")
-    assert re.search(r"use .* your lr: ", output)
-    assert "lr / yours" in output
-    assert re.search(r"use .* lr [\d.]+: ", said(capsys, profile, "--method", "async_sgd", "--lr", "0.1"))
 
 
 def test_samples_give_hours(file: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,7 +197,7 @@ def test_larger_batches_of_all_ranks_are_pointed_out(file: str, capsys: pytest.C
     assert "times those that were measured" not in smaller
 
 
-def test_what_to_buy_next_is_the_bottleneck(file: str, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_to_buy_next_is_the_bottleneck(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     def advice(*arguments: str) -> str:
         return next(line for line in said(capsys, *arguments).splitlines() if line.startswith("buy next"))
 
@@ -219,7 +205,7 @@ def test_what_to_buy_next_is_the_bottleneck(file: str, profile: str, capsys: pyt
         r"compute is the bottleneck; 32 ranks would be 1\.\d\d times faster to the target",
         advice(file, "--ranks", "16", "--bandwidth", "1e10", *SAME),
     )
-    slow = advice(profile, "--bandwidth", "1e7", "--method", "async_sgd", "--compression", "fp32")
+    slow = advice(file, "--bandwidth", "1e7", "--method", "async_sgd", "--compression", "fp32")
     assert re.search(
         r"(link|exchange|server|all-reduce) is the bottleneck; twice the bandwidth would be \d\.\d\d times", slow
     )
@@ -230,10 +216,9 @@ def test_what_to_buy_next_is_the_bottleneck(file: str, profile: str, capsys: pyt
 def test_where_the_server_is_always_busy_more_of_them_are_advised(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "known.json"
-    costs = Costs(per_sample=0.01, allreduce=1.0, exchange=0.1, serve=0.1)
-    path.write_text(json.dumps(Profile.of(costs, ranks=8, batch_size=8).to_dict()))
-    file = str(path), "--method", "async_sgd"
+    equal = {"samples": ((8,) * 16,) * 8, "own": ((0.08,) * 16,) * 8, "steps": (2.0,) * 16}
+    made = measured_otherwise(**equal, serve=0.1, host_per_byte=1e-15)
+    file = written(made, tmp_path), "--method", "async_sgd"
     assert re.search(r"server is the bottleneck; 2 servers would be 2\.00 times", said(capsys, *file))
     several = said(capsys, *file, "--servers", "2")
     assert "8 ranks, 100 samples/s each, 2 servers" in several
@@ -303,11 +288,9 @@ def test_wrong_options_are_one_line_that_names_the_flag(
 
 def test_files_that_are_none_are_refused_with_what_to_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = tmp_path / "wrong.json"
-    for text in ("", "[]", "3", '{"rounds": []}', '{"measured": []}', '{"measured": [{"groups": 1}]}'):
+    for text in ("", "[]", "3", "{}", '{"rounds": []}', '{"measured": []}'):
         wrong.write_text(text)
-        assert "pass an omni-tuning.json that OmniTuner wrote, or the JSON of a Profile" in refusal(capsys, str(wrong))
-    wrong.write_text("{}")
-    assert "it has no 'rounds'; pass an omni-tuning.json" in refusal(capsys, str(wrong))
+        assert "pass an omni-tuning.json that" in refusal(capsys, str(wrong)), text
     assert "No such file" in refusal(capsys, str(tmp_path / "absent.json"))
     earlier = {"target": None, "monitor": "loss", "rounds": [{"search": {"job": {}}, "epoch": 0, "measured_after": {}}]}
     wrong.write_text(json.dumps(earlier))
@@ -315,11 +298,9 @@ def test_files_that_are_none_are_refused_with_what_to_pass(tmp_path: Path, capsy
 
 
 def test_without_the_bytes_of_an_exchange_there_is_no_other_bandwidth(
-    profile: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    unknown = Profile.of(Costs(per_sample=0.005, exchange=0.1), ranks=8, batch_size=16)
-    Path(profile).write_text(json.dumps(unknown.to_dict()))
-    refused = refusal(capsys, profile, "--bandwidth", "1Gbit")
+    refused = refusal(capsys, written(measured_otherwise(nbytes=0), tmp_path), "--bandwidth", "1Gbit")
     assert "--bandwidth=125000000.0: bytes of an exchange were not measured" in refused
 
 

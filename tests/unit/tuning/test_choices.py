@@ -38,11 +38,10 @@ def seen(own: np.ndarray, allreduce: float = 0.002) -> Observation:
     """The first batches of ranks that compute so long, shape (ranks, steps), of 64 samples each, in one group."""
     ranks, steps = own.shape
     measured = Measured(
-        groups=(tuple(range(ranks)),),
+        ranks=tuple(range(ranks)),
         samples=((64,) * steps,) * ranks,
         own=own.tolist(),
-        steps=((own.max(axis=0) + allreduce).tolist(),),
-        exchanges=((0.0,) * steps,),
+        steps=(own.max(axis=0) + allreduce).tolist(),
         nbytes=LENET,
         round_trip=0.0005,
     )
@@ -417,7 +416,7 @@ def test_learnt_is_what_lies_below_the_last_of_the_first_batches_by_more_than_th
 
 def test_of_first_batches_whose_losses_are_no_numbers_it_is_not_known_what_would_be_better() -> None:
     observation = seen(equal())
-    lost = search(replace(observation, batches=replace(observation.batches, losses=(math.nan,) * 12)))
+    lost = search(replace(observation, batches=replace(observation.batches, losses=())))
     assert math.isnan(lost.learnt_below)
     assert math.isnan(lost.divergence_threshold)
     assert lost.choice().setting == OWN

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from predictions import WAYS, Cell
+from predictions import WAYS, Cell, known_profile
 
 from lightning_omni import Compression
 from lightning_omni.errors import ConfigurationError
@@ -26,7 +25,7 @@ from lightning_omni.methods import (
     text_of,
     with_period,
 )
-from lightning_omni.tuning.model.cost_model import Costs, ExchangePattern
+from lightning_omni.tuning.model.cost_model import ExchangePattern
 from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.model.profile import Prediction, Profile
 from lightning_omni.tuning.model.queueing import BarrierExchange, quantiles_of_slowest, quantiles_of_sum, slowest
@@ -37,7 +36,7 @@ NBYTES = 4_000_000
 
 def known(**costs: Any) -> Profile:
     """Four ranks that take 0.1 s a step."""
-    return Profile.of(Costs(per_sample=0.1, nbytes=NBYTES, **costs), ranks=4, batch_size=1)
+    return known_profile(4, 1, per_sample=0.1, nbytes=NBYTES, **costs)
 
 
 def step(prediction: Prediction) -> float:
@@ -133,9 +132,8 @@ def test_bytes_are_those_of_the_wire_format() -> None:
         (lambda: ExchangePattern(peers=True, barrier=True), "peers=True"),
         (lambda: ExchangePattern.of("diloco", overlap=True), "overlap=True"),
         (lambda: ExchangePattern.of("local_sgd", "topk"), "topk"),
-        (lambda: known().predict(2, period=2, exchanging=ExchangePattern()), "leave the other out"),
         (
-            lambda: Profile.of(Costs(0.1), 4, 1).predict(2, exchanging=ExchangePattern(push=8)),
+            lambda: known_profile(4, 1, per_sample=0.1).predict(2, exchanging=ExchangePattern(push=8)),
             "push=8: .*not measured",
         ),
     ],
@@ -151,16 +149,13 @@ def test_what_cannot_be_is_refused_by_name(ask: Any, named: str) -> None:
 @settings(max_examples=15, deadline=None)
 @given(
     groups=st.integers(1, 4),
-    period=st.integers(1, 4),
     parts=st.lists(st.floats(0, 0.1), min_size=3, max_size=3),
 )
-def test_groups_that_wait_for_nothing_but_their_answers_are_predicted_as_before(
-    groups: int, period: int, parts: list[float]
+def test_without_a_pattern_groups_exchange_after_each_step_and_wait_for_nothing_but_their_answers(
+    groups: int, parts: list[float]
 ) -> None:
     profile = known(exchange=sum(parts) + parts[2], serve=parts[1], link=parts[2])
-    before = profile.predict(groups, period=period)
-    now = profile.predict(groups, exchanging=ExchangePattern(period, NBYTES, NBYTES))
-    assert (now.seconds_per_update, now.parts) == (before.seconds_per_update, before.parts)
+    assert profile.predict(groups) == profile.predict(groups, exchanging=ExchangePattern(1, NBYTES, NBYTES))
 
 
 def test_at_a_barrier_the_slowest_group_counts_and_all_answers_are_there_when_the_last_one_is() -> None:
@@ -178,8 +173,7 @@ def test_at_a_barrier_the_slowest_group_counts_and_all_answers_are_there_when_th
 def test_of_equal_groups_at_a_barrier_the_last_answer_is_waited_for(
     groups: int, period: int, way: float, link: float, hides: bool
 ) -> None:
-    costs = Costs(per_sample=0.1, exchange=way + 2 * link, link=link, nbytes=NBYTES)
-    profile = Profile.of(costs, ranks=groups, batch_size=1)
+    profile = known_profile(groups, 1, per_sample=0.1, exchange=way + 2 * link, link=link, nbytes=NBYTES)
     barrier = ExchangePattern(period, NBYTES, NBYTES, barrier=True, delay=period if hides else 0)
     found = period * step(profile.predict(groups, exchanging=barrier))
     if hides:
@@ -265,11 +259,10 @@ def synchronous(bandwidth: float, latency: float = 1e-4, compute: float = 0.1, *
     return Profile.fit(
         [
             Measured(
-                groups=((0, 1, 2, 3),),
+                ranks=(0, 1, 2, 3),
                 samples=((64,) * 12,) * 4,
                 own=own,
-                steps=((compute + ring,) * 12,),
-                exchanges=((0.0,) * 12,),
+                steps=(compute + ring,) * 12,
                 nbytes=LENET,
                 round_trip=2 * latency,
                 **known,
@@ -310,19 +303,16 @@ def test_a_forecast_from_the_all_reduce_has_a_wider_interval() -> None:
     alone, four = slow.predict(1).samples_per_second, slow.predict(4, exchanging=exchanging).samples_per_second
     assert alone.high / alone.low == pytest.approx(1)  # nothing scattered
     assert 1.5 < four.high / four.low < 3
-    again = Profile.from_dict(json.loads(json.dumps(slow.to_dict())))
-    assert again.predict(4, exchanging=exchanging) == slow.predict(4, exchanging=exchanging)
 
 
 def test_what_a_step_takes_beside_computation_and_messages_is_no_cost_of_bytes() -> None:
     own, beside, bytes_, round_trip = 0.1, 0.05, 0.02, 0.001
     step = own + beside + bytes_ + 6 * round_trip / 2  # four ranks: six messages
     measured = Measured(
-        groups=(tuple(range(4)),),
+        ranks=tuple(range(4)),
         samples=((8.0,) * 9,) * 4,
         own=((own,) * 9,) * 4,
-        steps=((step,) * 9,),
-        exchanges=((0.0,) * 9,),
+        steps=(step,) * 9,
         nbytes=4000,
         round_trip=round_trip,
         shapes=((1000,),),
@@ -340,7 +330,7 @@ def test_what_a_step_takes_beside_computation_and_messages_is_no_cost_of_bytes()
     assert seconds("fp32", 10 * per_byte) == pytest.approx(step), "and never more than the step had"
     alone = seconds("fp32", per_byte, groups=4)
     assert own + beside < alone < own + beside + 3 * bytes_, "each group has it in its own steps, too"
-    hidden = replace(measured, steps=((own,) * 9,), reduce_per_byte=per_byte)
+    hidden = replace(measured, steps=(own,) * 9, reduce_per_byte=per_byte)
     exchanging = ExchangePattern.of("async_sgd", nbytes=4000)
     rate = Profile.fit([hidden]).predict(4, exchanging=exchanging).samples_per_second.value
     assert 4 * 8.0 / rate > own + bytes_, "an exchange does not hide behind a backward pass as that all-reduce did"
@@ -358,7 +348,7 @@ def test_a_round_trip_tells_hops_from_bytes_and_the_optimizers_step_is_the_serve
 
 def test_where_no_bytes_are_known_the_exchange_counts_as_nothing() -> None:
     own = ((0.1,) * 5,) * 2
-    profile = Profile.fit([Measured(((0, 1),), ((8,) * 5,) * 2, own, ((0.2,) * 5,), ((0.0,) * 5,))])
+    profile = Profile.fit([Measured((0, 1), ((8,) * 5,) * 2, own, (0.2,) * 5)])
     assert profile.predict(2).seconds_per_update.value == pytest.approx(0.05)
 
 
@@ -374,24 +364,16 @@ def test_where_no_bytes_are_known_the_exchange_counts_as_nothing() -> None:
         ("one slow", "middling", 8, "fp32", "compute"),
     ],
 )
-@pytest.mark.parametrize("measured", ["one", "both"])
 def test_ways_of_exchanging_that_were_not_measured_are_predicted_to_ten_per_cent(
-    devices: str, links: str, way: int, wire: str, named: str, measured: str
+    devices: str, links: str, way: int, wire: str, named: str
 ) -> None:
     cell = Cell(devices, links, WAYS[way]._replace(pushes=15), wire, groups=4)
-    found = cell.predicted(measured)
-    assert found.samples_per_second.value == pytest.approx(rate(cell), rel=0.1)
+    found = cell.predicted()
+    assert found.samples_per_second.value == pytest.approx(cell.rate(), rel=0.1)
     assert found.bottleneck == named
 
 
-@pytest.mark.parametrize("measured", ["one", "both"])
 @pytest.mark.parametrize("wire", ["fp32", "int8"])
-def test_what_members_get_of_their_leader_is_predicted_whatever_was_measured(wire: Any, measured: str) -> None:
+def test_what_members_get_of_their_leader_is_predicted(wire: Any) -> None:
     cell = Cell("nearly equal", "slow", WAYS[4]._replace(pushes=15), wire, groups=2)
-    assert cell.predicted(measured).samples_per_second.value == pytest.approx(cell.rate(), rel=0.02)
-
-
-@cache
-def rate(cell: Cell) -> float:
-    """In the simulator."""
-    return cell.rate()
+    assert cell.predicted().samples_per_second.value == pytest.approx(cell.rate(), rel=0.02)

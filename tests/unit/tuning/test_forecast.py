@@ -46,7 +46,7 @@ def trained(law: Law, batches: int = 32, size: float = 10.0, noise: float = 0.0)
     return TrainedBatches(START, tuple(ends.tolist()), tuple(losses.tolist()))
 
 
-LOST = TrainedBatches(START, (10.0, 20.0, 30.0), (1.0, 2.0, math.nan))
+LOST = TrainedBatches(START, (10.0, 20.0, 30.0), ())
 
 
 # --- Settings --------------------------------------------------------------------------------------------------------

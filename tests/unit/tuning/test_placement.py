@@ -33,11 +33,10 @@ def one_group(ranks: int = 4, scatter: float = 0.0, **known: Any) -> Measured:
     own *= STEP / own.mean(axis=1, keepdims=True)
     count = own.shape[1]
     return Measured(
-        groups=(tuple(range(ranks)),),
+        ranks=tuple(range(ranks)),
         samples=((BATCH,) * count,) * ranks,
         own=tuple(map(tuple, own.tolist())),
-        steps=(tuple((own.max(axis=0) + 2 * (ranks - 1) / ranks * NBYTES / LINK).tolist()),),
-        exchanges=((0.0,) * count,),
+        steps=tuple((own.max(axis=0) + 2 * (ranks - 1) / ranks * NBYTES / LINK).tolist()),
         nbytes=NBYTES,
         round_trip=1e-6,
         **known,
@@ -213,31 +212,6 @@ def test_a_server_that_is_busy_beside_a_busy_link_slows_the_groups_beyond_it_alo
     assert 0.9 * alone < quick - slow < 2.5 * alone
 
 
-# --- Where exchanges were measured ------------------------------------------------------------------------------------
-
-
-def test_what_the_group_near_the_server_waits_says_nothing_of_the_link() -> None:
-    """Three groups whose exchanges take 20 ms, and one whose exchanges take 1 ms, which is the server's time."""
-    count, far, near = 40, 0.02, 0.001
-    exchanges = ((near,) * count, *((far,) * count,) * 3)
-    measured = Measured(
-        groups=((0,), (1,), (2,), (3,)),
-        samples=((BATCH,) * count,) * 4,
-        own=((STEP,) * count,) * 4,
-        steps=tuple(tuple(STEP + each for each in row) for row in exchanges),
-        exchanges=exchanges,
-        serve=near,
-        nbytes=NBYTES,
-        **HOSTS,
-    )
-    found = Profile.fit([measured]).predict(4)
-    assert found.samples_per_second.value == pytest.approx(BATCH * (1 / (STEP + near) + 3 / (STEP + far)), rel=0.01)
-    seldom = Profile.fit([measured]).predict(4, period=4)
-    assert seldom.samples_per_second.value == pytest.approx(
-        BATCH * (1 / (STEP + near / 4) + 3 / (STEP + far / 4)), rel=0.01
-    )
-
-
 # --- Several ranks on a node ------------------------------------------------------------------------------------------
 
 NODES: dict[str, Any] = {
@@ -265,25 +239,6 @@ def test_a_format_with_half_the_bytes_halves_them_within_a_node_too() -> None:
         for each in ("fp32", "bf16")
     ]
     assert seconds[0] - seconds[1] == pytest.approx(NBYTES * 1e-8 / 2, rel=0.01)
-
-
-def test_groups_within_nodes_that_were_measured_beside_one_over_links_are_as_fast_as_measured() -> None:
-    within, exchange, count = NBYTES * 1e-9, 0.2, 12
-    two = Measured(
-        groups=((0, 1), (2, 3)),
-        samples=((BATCH,) * count,) * 4,
-        own=((STEP,) * count,) * 4,
-        steps=((STEP + within + 1e-3,) * count, (STEP + within + exchange,) * count),
-        exchanges=((1e-3,) * count, (exchange,) * count),
-        nbytes=NBYTES,
-        **HOSTS | {"nodes": (0, 0, 1, 1)},
-    )
-    profile = Profile.fit([one_group(nodes=(0, 0, 1, 1), server_node=0), two])
-    found = profile.predict(2)
-    assert found.parts["allreduce"] == pytest.approx(within / 2, rel=0.01)
-    measured = sum(2 * BATCH / row[0] for row in two.steps)
-    assert found.samples_per_second.value == pytest.approx(measured, rel=0.05)
-    assert profile.predict(1).parts["allreduce"] == pytest.approx(1.5 * NBYTES / LINK, rel=0.01)
 
 
 def test_an_all_reduce_within_nodes_is_the_bottleneck_where_it_takes_longest() -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.tuning.model.forecast import Scaling, Setting
 from lightning_omni.tuning.search import SearchSpec, Space
+from lightning_omni.tuning.search.space import UNBOUNDED
 
 FEW = settings(max_examples=15, deadline=None)
 START = Setting(1, 0.9, 0.05)
@@ -36,14 +37,14 @@ job_of = st.builds(
     space=st.builds(
         Space,
         groups=st.sets(st.integers(1, 9), max_size=4).map(lambda groups: tuple(sorted(groups | {1}))),
-        lr=st.sampled_from([(0.0, math.inf), (0.01, 0.1), (0.5, math.inf)]),
+        lr=st.sampled_from([(0.0, UNBOUNDED), (0.01, 0.1), (0.5, UNBOUNDED)]),
         rebalance=st.booleans(),
         period=st.sampled_from([(), (1,), (1, 4)]),
     ),
     scaling=st.builds(Scaling, st.booleans()),
     switch=st.floats(0, 1e3),
     budget=st.floats(0, 0.99),
-    seconds=st.just(math.inf) | st.floats(0, 1e6),
+    seconds=st.just(UNBOUNDED) | st.floats(0, 1e6),
     allowance=st.floats(-10, 10),
     seed=st.integers(0, 99),
 )

@@ -271,7 +271,7 @@ def test_arithmetic_is_timed_with_a_part_of_large_models() -> None:
 
 
 def test_without_shapes_a_forecast_of_fewer_bytes_is_refused() -> None:
-    measured = Measured(((0, 1),), ((8.0,) * 9,) * 2, ((0.1,) * 9,) * 2, ((0.2,) * 9,), ((0.0,) * 9,), nbytes=400)
+    measured = Measured((0, 1), ((8.0,) * 9,) * 2, ((0.1,) * 9,) * 2, (0.2,) * 9, nbytes=400)
     with pytest.raises(ConfigurationError, match="shapes"):
         Profile.fit([measured]).predict(1, all_reduce="bf16")
     assert Profile.fit([measured]).predict(1, all_reduce="fp32").samples_per_second.value > 0
