@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
-import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,7 +11,6 @@ from tempfile import TemporaryFile
 from typing import NamedTuple
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -84,29 +81,6 @@ def log(console: Console, line: str, style: str | None = None, highlight: bool |
         console.print(line, style=style, soft_wrap=True, markup=False, highlight=highlight)
 
 
-@contextmanager
-def progress_bar() -> Iterator[Callable[[float, str], None]]:
-    """Show a transient bar on a terminal's standard error; yield a function of completed fraction and text."""
-    console = Console(stderr=True)
-    columns = (
-        BarColumn(bar_width=max(10, min(40, console.width // 3))),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}", markup=False),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        bar = bars.add_task("starting", total=1.0)
-
-        def update(done: float, text: str) -> None:
-            if math.isfinite(done):
-                bars.update(bar, completed=done, description=text)
-
-        yield update
-
-
-_SOON = 1.0
-"""Seconds of waiting that a log omits."""
-
-
 class CommandOutput(NamedTuple):
     """Functions that print a result, and that announce the next wait."""
 
@@ -116,28 +90,11 @@ class CommandOutput(NamedTuple):
 
 @contextmanager
 def command_output() -> Iterator[CommandOutput]:
-    """Show results when they are found, and announce each wait in between."""
-    console, timers = _output(), list[threading.Timer]()
-
-    def is_over() -> None:
-        for timer in timers:
-            timer.cancel()
-        timers.clear()
-
-    def wait_for(what: str) -> None:
-        is_over()
-        timers.append(threading.Timer(_SOON, log, (Console(stderr=True), f"waiting for {what}")))
-        timers[0].daemon = True
-        timers[0].start()
-
-    if console.is_terminal:
-        with console.status("") as status:
-            yield CommandOutput(console.print, lambda what: status.update(Text(f"waiting for {what}")))
-        return
-    try:
-        yield CommandOutput(show, wait_for)
-    finally:
-        is_over()
+    """Show results when they are found, and on a terminal what is waited for in between."""
+    console = _output()
+    with console.status("") as status:  # nothing without a terminal
+        result = console.print if console.is_terminal else show
+        yield CommandOutput(result, lambda what: status.update(Text(f"waiting for {what}")))
 
 
 def _output() -> Console:

@@ -20,7 +20,6 @@ from lightning_omni.cli.console import (
     make_folder,
     print_line,
     print_sentence,
-    progress_bar,
     show,
     table_of,
     tall_table_of,
@@ -33,6 +32,7 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import AsyncSGD, Method, method_named
 from lightning_omni.palette import check_can_draw
 from lightning_omni.simulator import StopSimulation
+from lightning_omni.simulator.settings import progress_bar
 from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace, plot_comparison
 

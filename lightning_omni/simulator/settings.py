@@ -8,6 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+
 from lightning_omni.checks import check_choice, check_kind, check_number, check_whole, keep_plain
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method
@@ -170,6 +174,25 @@ class StopSimulation(Exception):
 
 
 @contextmanager
+def progress_bar() -> Iterator[Progress]:
+    """Show a transient bar on a terminal's standard error; yield a function of completed fraction and text."""
+    console = Console(stderr=True)
+    columns = (
+        BarColumn(bar_width=max(10, min(40, console.width // 3))),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
+    with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        bar = bars.add_task("starting", total=1.0)
+
+        def update(done: float, text: str) -> None:
+            if math.isfinite(done):
+                bars.update(bar, completed=done, description=text)
+
+        yield update
+
+
+@contextmanager
 def progress_of(wanted: bool | Progress) -> Iterator[Progress | None]:
     """Provide the progress function: that of a bar, the caller's, or None."""
     if callable(wanted):
@@ -177,10 +200,7 @@ def progress_of(wanted: bool | Progress) -> Iterator[Progress | None]:
     elif wanted is False:
         yield None
     elif wanted is True:
-        from rich.progress import Progress as Bars
-
-        with Bars() as bars:
-            bar = bars.add_task("simulating", total=1.0)
-            yield lambda done, text: bars.update(bar, completed=done, description=text)
+        with progress_bar() as shown:
+            yield shown
     else:
         raise ConfigurationError(f"progress={wanted!r}: pass True, False or a function of a fraction and a text")

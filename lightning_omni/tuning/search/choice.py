@@ -208,22 +208,14 @@ def _bottleneck(evidence: Evidence, setting: Setting) -> str:
 
 def _reasons(evidence: Evidence, best: Setting, proposed: str = "") -> str:
     batches = len(evidence.observation.batches.samples) if evidence.observation is not None else 0
-    alone = evidence.start
+    alone, own = evidence.start, evidence.spec.start
     changed = [each for each in best.further if each not in alone.further]
-    parts = [f"{proposed or 'predicted to reach the target first'}, from {batches} batches of the run"]
-    if best.groups > 1:
-        own = evidence.spec.start
-        faster = evidence.throughput(best) / evidence.throughput(own)
-        more = math.exp(evidence.theory(best) - evidence.theory(own))
-        parts.append(f"{faster:.2f} times the samples per second of your own setting, for {more:.2f} times the samples")
-    elif best.rebalance or best.all_reduce != alone.all_reduce:
-        plain = replace(best, all_reduce=alone.all_reduce)
-        if best.all_reduce != plain.all_reduce:
-            gain = evidence.throughput(best) / evidence.throughput(plain)
-            parts.append(f"averaging gradients by {best.all_reduce} makes one group {gain:.2f} times faster")
-        if best.rebalance:
-            gain = evidence.throughput(plain) / evidence.throughput(replace(plain, rebalance=False))
-            parts.append(f"proportional batches make one group {gain:.2f} times faster, without staleness")
+    faster = evidence.throughput(best) / evidence.throughput(own)
+    more = math.exp(evidence.theory(best) - evidence.theory(own))
+    parts = [
+        f"{proposed or 'predicted to reach the target first'}, from {batches} batches of the run",
+        f"{faster:.2f} times the samples per second of your own setting, for {more:.2f} times the samples",
+    ]
     if changed:
         values = ", ".join(f"{name}={value}" for name, value in changed)
         gain = evidence.throughput(best) / evidence.throughput(replace(best, further=alone.further))

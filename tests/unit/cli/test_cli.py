@@ -21,11 +21,12 @@ from processes import Process
 import lightning_omni
 from lightning_omni.cli import entry_point as commands
 from lightning_omni.cli import main
-from lightning_omni.cli.console import print_line, progress_bar, show
+from lightning_omni.cli.console import print_line, show
 from lightning_omni.cli.simulate_settings import SimulationSettings
 from lightning_omni.cli.simulate_task import Task
 from lightning_omni.cli.units import rate_of, seconds_of
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.simulator.settings import progress_bar
 
 COMMAND = [sys.executable, "-m", "lightning_omni"]
 START = 150.0

@@ -175,13 +175,12 @@ def test_a_key_file_that_others_can_read_is_warned_of_at_both_ends(
         server.kill()
 
 
-def test_each_step_is_told_when_it_is_done_and_then_what_is_waited_for() -> None:
+def test_each_step_is_told_when_it_is_done() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
         doctor = Process([*COMMAND, "doctor", address], {"LIGHTNING_OMNI_KEY": KEY})
         try:
-            doctor.expect(r"waiting for a parameter server to shake hands, up to 10 s", 150)
-            assert re.search(r"✓ │ control port ", doctor.output), doctor.output
+            doctor.expect(r"✓ │ control port ", 150)
             assert "│ handshake" not in doctor.output, "it is not over"
         finally:
             doctor.kill()
