@@ -387,7 +387,7 @@ def test_groups_of_the_users_are_not_formed_where_they_cannot_train() -> None:
 
     def ask(fit: Any, trainer: Any) -> None:
         stash = fit.run.strategy.parts.user_groups
-        stash._users = stash._users._replace(topology=Topology.even(2, 2))
+        stash._users = Topology.even(2, 2), *stash._users[1:]
         with pytest.raises(UnsupportedError, match="min_steps") as found:
             stash.form()
         refused.append(found.value)

@@ -182,7 +182,8 @@ def progress_bar() -> Iterator[Progress]:
         TimeElapsedColumn(),
         TextColumn("{task.description}", markup=False),
     )
-    with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+    is_shown = console.is_terminal or console.is_jupyter
+    with Bars(*columns, console=console, transient=True, disable=not is_shown) as bars:
         bar = bars.add_task("starting", total=1.0)
 
         def update(done: float, text: str) -> None:

@@ -267,7 +267,7 @@ def train(options: argparse.Namespace, rate: float, scenario: str | None, seed: 
     if tuner is None or rank_zero_only.rank:  # type: ignore[attr-defined]
         return Outcome(clock.seconds, clock.steps, clock.best, clock.ready, problem=problem)
     chosen = str(tuner.choice.setting) if tuner.choice is not None else tuner.problem
-    spent = tuner.state_dict()["spent"]
+    spent = sum(each.overhead for each in tuner.searches)
     return Outcome(clock.seconds, clock.steps, clock.best, clock.ready, spent, chosen, problem)
 
 

@@ -13,8 +13,6 @@ Rule: an answer is consistent. It is copied before the next message, and the wei
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
@@ -38,10 +36,8 @@ MOST_UNTAKEN = 16 << 20
 
 `doctor` requests half as many.
 """
-_RELEASE_TIME = 0.05
-"""Seconds in which what is out is released, even on a busy machine."""
 _ENVELOPE = 4 << 10
-"""The most bytes that encryption adds to a frame."""
+"""An upper bound of the bytes that encryption adds to a frame."""
 LARGEST_CONTROL_FRAME = 64 << 10
 """The most bytes of a frame to a server on the control channel; ZeroMQ ends connections that send larger ones."""
 LARGEST_DATA_FRAME = CHUNK + _ENVELOPE
@@ -51,7 +47,7 @@ LARGEST_ANSWER_FRAME = 16 << 20
 KEPT_ALIVE = 60
 """Seconds of silence after which the system checks a connection with a TCP keep-alive.
 
-Firewalls drop connections that are silent for minutes, as data connections may be.
+Firewalls and address translation drop connections that are silent for a few minutes, as a data connection may be.
 """
 CHUNK_MARK = b""
 PROBE = b""
@@ -147,22 +143,14 @@ class Untaken:
     def __init__(self) -> None:
         self._sent: dict[bytes, deque[tuple[int, zmq.MessageTracker]]] = {}
         self._sizes: Counter[bytes] = Counter()
-        self._late: set[bytes] = set()  # peers that are not waited for again
 
     def add(self, peer: bytes, parts: Sequence[bytes]) -> list[zmq.Frame]:
         """Return the frames of an answer to send now; none if the peer has left too much unread."""
         sent = self._sent.setdefault(peer, deque())
-        self._forget_taken(peer)
-        if self._sizes[peer] > MOST_UNTAKEN and peer not in self._late:
-            until = time.monotonic() + _RELEASE_TIME
-            with contextlib.suppress(zmq.NotDone):  # pyzmq's thread, which releases what is out, may not have run yet
-                while self._sizes[peer] > MOST_UNTAKEN:
-                    sent[0][1].wait(max(0.0, until - time.monotonic()))
-                    self._forget_taken(peer)
+        while sent and sent[0][1].done:
+            self._sizes[peer] -= sent.popleft()[0]
         if self._sizes[peer] > MOST_UNTAKEN:
-            self._late.add(peer)
             return []
-        self._late.discard(peer)
         # ZeroMQ copies small frames by default, and does not report when a copied frame has been sent.
         frames = [zmq.Frame(part, track=True, copy=False, copy_threshold=0) for part in parts]
         for part, frame in zip(parts, frames, strict=True):
@@ -171,15 +159,9 @@ class Untaken:
             sent.append((size, frame.tracker))
         return frames
 
-    def _forget_taken(self, peer: bytes) -> None:
-        sent = self._sent[peer]
-        while sent and sent[0][1].done:
-            self._sizes[peer] -= sent.popleft()[0]
-
     def tidy(self) -> None:
         for peer in [peer for peer, sent in self._sent.items() if all(tracker.done for _, tracker in sent)]:
             del self._sent[peer], self._sizes[peer]
-            self._late.discard(peer)
 
 
 def message_frames(message: Message, places: MemoryRanges = NO_RANGES) -> Iterator[list[Any]]:

@@ -428,7 +428,7 @@ class SearchSummary:
     @property
     def expense(self) -> str:
         observed = self.search.observation
-        text = f"chosen from {len(observed.batches.losses)} batches, in {duration(self.search.overhead)}"
+        text = f"chosen from {len(observed.batches.samples)} batches, in {duration(self.search.overhead)}"
         if observed.noise_scale is None:
             return text
         return f"{text}; their gradient noise scale is {number(observed.noise_scale)} samples"

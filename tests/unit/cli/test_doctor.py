@@ -283,16 +283,6 @@ def test_answers_of_a_few_bytes_that_are_not_taken_are_bounded_too() -> None:
     assert untaken.add(b"observer", [b"few"])
 
 
-def test_an_answer_is_not_withheld_because_what_is_out_is_released_a_moment_late() -> None:
-    untaken, piece = Untaken(), bytes(m.LARGEST_ECHO)
-    kept = [untaken.add(b"observer", [b"head", piece]) for _ in range(MOST_UNTAKEN // m.LARGEST_ECHO)]
-    assert all(kept)
-    released = threading.Timer(0.01, kept.clear)  # as ZeroMQ's thread does, when it comes to it
-    released.start()
-    assert untaken.add(b"observer", [piece]), "doctor would wait for it for 30 s"
-    released.join()
-
-
 def test_an_encryption_that_there_is_not_is_no_fault_of_the_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "tcp://127.0.0.1:1", "--encryption", "tls"]) == 2
     assert "encryption='tls': pass \"curve\"" in capsys.readouterr().err
