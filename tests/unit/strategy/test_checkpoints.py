@@ -70,17 +70,15 @@ def test_groups_resume_with_the_servers_clock_state_and_schedule(saved: Run) -> 
 
 
 def test_groups_resume_with_the_momentum_of_the_fragments_that_their_servers_have_cut(saved: Run) -> None:
-    half, later, at_one = (
-        rank0(saved, name) for name in ("fragments half", "fragments from fragments", "fragments at one server")
-    )
-    for fit, servers in ((half, 2), (later, 2), (at_one, 1)):
+    half, later = (rank0(saved, name) for name in ("fragments half", "fragments from fragments"))
+    for fit in (half, later):
         (remembered,) = fit["omni"]["run"]["server"]
-        assert remembered.get("servers", 1) == servers
+        assert remembered.get("servers", 1) == 2
         assert len(remembered["fragments"]) == 2
         assert all(each["outer"] for each in remembered["fragments"])
-    clocks = [fit["omni"]["run"]["cut"]["clocks"][0] for fit in (half, later, at_one)]
-    assert clocks[1] == clocks[2] == 2 * clocks[0] > 0
-    assert max(later["val_loss"], at_one["val_loss"]) < half["val_loss"]
+    clocks = [fit["omni"]["run"]["cut"]["clocks"][0] for fit in (half, later)]
+    assert clocks[1] == 2 * clocks[0] > 0
+    assert later["val_loss"] < half["val_loss"]
 
 
 def test_groups_resume_from_a_ddp_checkpoint(saved: Run) -> None:
