@@ -312,9 +312,9 @@ def serve(
         http: Port for /metrics (Prometheus), /status (JSON), /healthz and /readyz, which anyone who can connect may
             read; 0 selects a free one. By default the server has no HTTP port.
         http_host: Address for --http; see --host.
-        state: Directory in which the server saves its state. If it is killed, another one continues its run at once (on
-            Linux), or a server that you start with the same directory and address. Ranks try to reconnect for five
-            minutes.
+        state: Directory in which a single server saves its state. If it is killed, another one continues its run at
+            once (on Linux), or a server that you start with the same directory and address. Ranks try to reconnect for
+            five minutes.
         save_every: Time between two saves in --state, as in 30s, or in seconds.
         progress_timeout: Time without progress after which a live group that has trained is evicted, as in 10min, or in
             seconds, at least 2; 0 for never.

@@ -56,7 +56,6 @@ def table_of(
 
 
 def tall_table_of(rows: Sequence[Mapping[str, str]], title: str | None = None) -> Table:
-    """Return a table with a column for each row, whose texts are folded."""
     first, *heads = dict.fromkeys(head for row in rows for head in row)
     columns = [Column(Text(row[first]), justify="right", overflow="fold") for row in rows]
     table = Table(Column(first, no_wrap=True), *columns, title=title)

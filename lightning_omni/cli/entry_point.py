@@ -173,7 +173,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _own(error: BaseException | None) -> OmniError | None:
-    """Return an error of this package, or that behind another error; None if there is none."""
     while error is not None and not isinstance(error, OmniError):
         error = error.__cause__
     return error

@@ -49,8 +49,6 @@ EVERY = 0.25
 
 
 class RunLog:
-    """A log of the runs of a server."""
-
     def __init__(self, core: ServerCore, console: Console) -> None:
         self._core, self._console = core, console
         self._last: RunEvent | None = None

@@ -84,7 +84,6 @@ class Task:
 
     @property
     def own_rate(self) -> float | None:
-        """Return the learning rate of the workload's own optimizer; None if it has none, or 0."""
         optimizer = self.workload.optimizer(copy.deepcopy(self.workload.model).parameters())
         rate = optimizer.param_groups[0].get("lr")
         return float(rate) if rate else None

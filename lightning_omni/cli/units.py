@@ -97,7 +97,6 @@ def flag(name: str) -> str:
 
 
 def check_above_zero(given: Mapping[str, float | None]) -> None:
-    """Raise `ConfigurationError`, with the option, if a number is not above 0, or infinite; skip None."""
     for name, value in given.items():
         if value is not None and not 0 < value < math.inf:
             raise ConfigurationError(f"{flag(name)} {value}: pass a number above 0")

@@ -1,7 +1,4 @@
-"""The two ways in which ranks train together: as one group (plain data parallelism), or as several that exchange.
-
-`World.executor` is the one for the present groups.
-"""
+"""The two ways in which ranks train together: as one group (plain data parallelism), or as several that exchange."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ from lightning_omni.wire.partition import check_by_parts
 class Executor:
     """The operations in which one group and several groups differ; this base class is for one group.
 
-    With one group, merged heads are ordinary modules, and the last two attributes False.
+    With one group, merged heads are ordinary modules.
 
     Attributes:
         exchanges: whether groups exchange: several, or those that join on their own.
@@ -84,8 +81,7 @@ class Executor:
     ) -> Any:
         """Make one step of optimizer ``index``; all ranks of the group call it. Return the closure's result.
 
-        ``closure`` computes loss and gradients; ``arguments`` are further keyword arguments of the optimizer's
-        ``step``.
+        ``closure`` and ``arguments`` are as in `OmniOptimizer.step`.
         """
         closures = () if closure is None else (closure,)
         return optimizer.step(*closures, **arguments)

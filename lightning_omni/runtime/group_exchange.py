@@ -91,12 +91,7 @@ def _broadcast_tree(tree: Any, is_source: bool, broadcast: Callable[[Tensor], An
 
 @dataclass(frozen=True)
 class EncodedAnswer:
-    """An encoded answer of servers, which is decoded a part at a time on a device, and at once on the CPU.
-
-    Attributes:
-        answers: wire format of the answer.
-        split: division of its tensors over the servers.
-    """
+    """An encoded answer of servers, which is decoded a part at a time on a device, and at once on the CPU."""
 
     answers: WireFormat
     split: Partition

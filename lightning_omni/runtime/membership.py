@@ -134,7 +134,6 @@ class Connection:
 
     @property
     def _division(self) -> str:
-        """Return how a group's members divide the parameters, in words; "" unless they are sharded."""
         parallel = self._parallel
         if not parallel.is_sharded:
             return ""
@@ -317,7 +316,6 @@ class GroupFormation:
                 )
 
     def read_again(self) -> None:
-        """Load the server's weights again, if necessary: see `World.read_again`."""
         parallel = self._parallel
         written = torch.tensor(any(part.replica.written() for part in parallel.parts), device=parallel.device)
         if len(parallel.members) > 1:

@@ -297,8 +297,6 @@ def _not_offered(name: str) -> Callable[..., dist.Work]:
 
 
 class LiveWorld(dist.ProcessGroup):
-    """A process group of all live ranks."""
-
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg, unused-ignore]
         self._global_rank = rank  # until `connect` sets another

@@ -52,10 +52,9 @@ class GroupRegistration:
         broadcast_text: returns the text of rank 0 on every rank of the group.
 
     Attributes:
-        first: number of the group's first rank; the others' follow.
+        first: as in `GroupRegistered`, as is ``silence``.
         announced: number of ranks in the group that has begun the run.
         begins: whether this group begins the run.
-        silence: seconds of a connection's silence after which the server evicts the group; 0 for never.
 
     Raises:
         OmniError: the server cannot be reached or refuses; or the run is over, or is not the one that evicted this

@@ -417,7 +417,6 @@ class ServerExchange:
             part.release()
 
     def _free_connections(self) -> Requests:
-        """Return the data connections, after receiving the answer of an exchange in flight."""
         requests = self._servers()
         if self._travels is not None:
             optimizer = self._travels.optimizer

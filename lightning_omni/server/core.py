@@ -46,10 +46,7 @@ class ServerCore:
 
     Args:
         random: returns a number of random bytes (nonces).
-        heartbeat_timeout: ``heartbeat`` of `TimeLimits`, in seconds, as are the next three.
-        joined_heartbeat_timeout: its ``joined_heartbeat``.
-        progress_timeout: its ``progress``.
-        join_timeout: its ``join``.
+        heartbeat_timeout: ``heartbeat`` of `TimeLimits`, in seconds; the other time-outs likewise.
         resolve: returns the class of a class path, as ``resolve_module`` does for a merged head's module.
         clock: returns seconds, to measure the server's arithmetic; None in virtual time.
         record: takes every event of the weights, in order.
@@ -311,8 +308,6 @@ class ServerCore:
     def load(self, state: Mapping[str, Any], journal: Iterable[Entry], now: float) -> None:
         """Continue a run with the weights of a `state`, and all decisions since.
 
-        ``now`` is this server's time in seconds.
-
         Raises:
             ConfigurationError: this server cannot continue from the state.
         """
@@ -326,7 +321,6 @@ class ServerCore:
 
     @property
     def over(self) -> str:
-        """Return why the run cannot continue, or ""."""
         return self.membership.over
 
     @property

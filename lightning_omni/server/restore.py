@@ -1,7 +1,4 @@
-"""The saved state of a run, from which another server continues: a state, and the journal since then.
-
-The weights are those of the state; decisions that ranks have received since then stay valid.
-"""
+"""The saved state of a run, from which another server continues: a state, and the journal since then."""
 
 from __future__ import annotations
 
@@ -58,7 +55,6 @@ class Restore:
         self._collective_service, self._validation_service = synchronization, evaluations
 
     def state(self) -> dict[str, Any]:
-        """Return the state; see `ServerCore.state`."""
         services = {type(each).__name__: each.state() for each in self._services}
         return {
             "name": STATE,

@@ -58,7 +58,6 @@ class Service:
     """The base of all services, with the notifications that each receives besides its messages."""
 
     def check_packed(self, sender: Sender, message: PackedMessage) -> int:
-        """Return the checked size of the payload."""
         check_specs(message.packed.specs, message.nbytes)
         return message.nbytes
 

@@ -179,7 +179,6 @@ class Observers:
         return peer in self._admitted
 
     def admit(self, peer: Peer, proof: m.ObserverProof) -> bytes:
-        """Admit an observer that holds the key, and return the server's proof."""
         hello, challenge = self.challenges.proved(peer, proof.mac, lambda _: self._key)
         self._admitted[peer] = None
         while len(self._admitted) > MOST_OBSERVERS:

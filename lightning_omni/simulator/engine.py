@@ -22,7 +22,7 @@ class Priority(IntEnum):
     """The order of events at the same time, before the order in which they were scheduled."""
 
     FAILURE = 0
-    """A rank or the server dies; other events of the rank's group at that time do not happen."""
+    """A rank dies; other events of its group at that time do not happen."""
     EVENT = 1
     """All other events."""
 

@@ -51,7 +51,6 @@ class SimulationContext:
 
     Attributes:
         groups: the living groups by number.
-        barrier: their barrier between two epochs.
     """
 
     engine: Engine
@@ -359,7 +358,6 @@ class SimulatedGroup:
     # --- From group to group -----------------------------------------------------------------------------------------
 
     def _read_peer(self, number: int) -> Timeline:
-        """Wait for the published weights of a group; return them, or None."""
         yield self._context.network.to_peer()
         peer = self._context.groups.get(number)
         published = peer._published if peer is not None else None

@@ -100,7 +100,6 @@ class Monitor:
                 return
 
     def evaluate_at_end(self) -> None:
-        """Evaluate the run at its end, unless its last update has been evaluated."""
         if self._metrics is None:
             return
         _, updates, samples, _ = self.evaluations[-1] if self.evaluations else (0.0, -1, -1, {})
@@ -127,7 +126,6 @@ def arrays(columns: Mapping[str, type[Any]], rows: Sequence[tuple[Any, ...]]) ->
 
 
 def evaluated(evaluations: Sequence[tuple[float, int, int, dict[str, float]]]) -> Columns:
-    """Return one array for each column of these evaluations; a missing metric is NaN."""
     columns = {"time": np.float64, "update": np.int64, "samples": np.int64}
     names = dict.fromkeys(name for *_, metrics in evaluations for name in metrics)
     return arrays(columns, [row[:3] for row in evaluations]) | {

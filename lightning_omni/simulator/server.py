@@ -136,7 +136,6 @@ class SimulatedServer:
         self.served = self.core.optimizers[0]
 
     def join(self, members: int, name: str) -> tuple[m.Joined, tuple[int, ...], list[Out]]:
-        """Add a group; return the answer to it, its ranks, and the server's messages."""
         first = max(self._topology.ranks) + 1
         ranks = tuple(range(first, first + members))
         for rank in ranks:

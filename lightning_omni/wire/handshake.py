@@ -152,7 +152,6 @@ class Challenges(Generic[First]):
         self._open: dict[bytes, tuple[First, bytes]] = {}
 
     def ask(self, peer: bytes, hello: First) -> bytes:
-        """Return the nonce of a challenge to a connection."""
         nonce = self._random(NONCE_BYTES)
         if problem := version_problem(hello):
             raise Refused("version", problem)

@@ -136,7 +136,6 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def _places(self) -> tuple[tuple[str, tuple[int, ...], tuple[int, ...], int], ...]:
-        """Return each tensor's dtype, shape, strides and offset, the last two in elements."""
         return tuple(
             (spec.dtype, spec.local_shape, spec.strides, start // DTYPES[spec.dtype].itemsize)
             for spec, start in zip(self.specs, self.offsets, strict=True)

@@ -402,7 +402,6 @@ def _wholes(layout: Layout, servers: int) -> list[list[tuple[int, TensorSpec]]]:
 
 
 def _piece(tensor: Tensor, whole: TensorSpec, part: TensorSpec) -> Tensor:
-    """Return a share's part of a tensor, copied only if the tensor is not contiguous."""
     if part.range == whole.range:
         return tensor
     begin = _begin(part, whole)

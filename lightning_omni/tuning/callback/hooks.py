@@ -1,7 +1,4 @@
-"""`OmniTuner`: Lightning's hooks, translated into calls of a `Fit`, which decides.
-
-A `TunedFit` serves runs whose ranks were started together, a `JoinedFit` runs that groups join and leave.
-"""
+"""`OmniTuner`: Lightning's hooks, translated into calls of a `Fit`, which decides."""
 
 from __future__ import annotations
 

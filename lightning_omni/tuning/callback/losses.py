@@ -116,8 +116,6 @@ class TrainingLosses(Serializable):
 
 
 class TrialOutcome(IntEnum):
-    """The outcome of a trial."""
-
     BETTER = 0
     """The trial has lowered the loss by more than the setting before is expected to."""
     NEITHER = 1

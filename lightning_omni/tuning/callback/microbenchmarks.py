@@ -102,14 +102,14 @@ class Microbenchmarks:
 
     @cached_property
     def copy_per_byte(self) -> float:
-        """Return the seconds of each byte between rank 0's device and its host, both ways averaged."""
+        """Return `Measured.copy_per_byte` of rank 0."""
         if not self._has_device:
             return 0.0
         return gather(self._world, [seconds_per_byte(self._seconds_of_copy, self.nbytes)])[0][0]
 
     @cached_property
     def host_per_byte(self) -> float:
-        """Return the seconds of each byte between the hosts of the last and the first member, if they have devices."""
+        """Return `Measured.host_per_byte`."""
         return seconds_per_byte(self._seconds_between_hosts, self.nbytes) if self._has_device else 0.0
 
     @cached_property

@@ -96,7 +96,7 @@ class PlateauGuard:
 
     @property
     def _is_watched(self) -> bool:
-        """Return whether the run trains with a choice that a trial may replace; the same on all ranks."""
+        """Return whether a trial may replace the choice; the same on all ranks."""
         state = self._run.state
         is_chosen = state.setting is not None and not state.is_final and not self._applied.is_user_setting
         return self._run.may_change_inside and is_chosen  # a trial ends inside an epoch
@@ -172,7 +172,7 @@ class PlateauGuard:
             copy_averages_to_module(self._run.trainer)
 
     def _losses(self, trial: UserSettingTrial) -> list[float]:
-        """Return the mean loss of each batch over ranks. All ranks call it."""
+        """Return each batch's mean loss over ranks. All ranks call it."""
         summed = self._run.strategy.reduce(torch.stack(trial.losses), reduce_op="mean") if trial.losses else None
         return [] if summed is None else list(summed.tolist())
 

@@ -50,8 +50,6 @@ _USUAL = ("async_sgd", Compression(), False)
 
 
 class FitSpace:
-    """The search space of one fit."""
-
     def __init__(self, run: TunedRun) -> None:
         self._run, self._has_no_server = run, False
 
@@ -70,7 +68,6 @@ class FitSpace:
         return not self._has_no_server
 
     def why_impossible(self, groups: int) -> str:
-        """Return why a number of groups is impossible, or ""."""
         run = self._run
         if self._has_no_server:
             return "there is no parameter server"
@@ -249,7 +246,7 @@ class AppliedSetting:
         self.form(command.setting, command.speeds, command.by_speed)
 
     def form(self, setting: Setting, speeds: Mapping[int, float] | None = None, by_speed: bool = False) -> None:
-        """Form the groups of a setting, with its exchange and its split of batches. All ranks call it."""
+        """Form the groups of a setting. All ranks call it."""
         strategy, world, began = self._run.strategy, self._run.world, time.perf_counter()
         communicates = communicate(strategy, communication_of(setting, world.communication)) and setting.groups > 1
         if setting.groups > 1:

@@ -102,7 +102,7 @@ class TunerState(Serializable):
 
 @dataclass(frozen=True)
 class TunerOptions:
-    """The options of a tuner, which are the arguments of `OmniTunerHooks`."""
+    """The arguments of `OmniTunerHooks`."""
 
     target: float | None
     monitor: str
@@ -333,8 +333,6 @@ _log = logging.getLogger(__name__)
 
 
 class TunerReports:
-    """The reports of one fit."""
-
     def __init__(self, run: TunedRun) -> None:
         self._run = run
 

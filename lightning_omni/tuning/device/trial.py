@@ -29,10 +29,7 @@ _OWN_OF_TORCH = ("step", "_opt_called", "_zero_grad_profile_name", "defaults", "
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """The model, loss, optimizer and batches of a training.
-
-    Batches, at least one and all of one size, are used cyclically.
-    """
+    """The model, loss, optimizer and batches of a training."""
 
     model: nn.Module
     loss: Loss

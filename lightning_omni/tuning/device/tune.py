@@ -100,7 +100,6 @@ class DeviceReport(Serializable):
 
     @property
     def summary(self) -> str:
-        """Return the result in one sentence."""
         if self.gain is None:
             return f"{_number(self.baseline)} samples/s with the defaults; {self.of_none}"
         scatter = f", {self.spread[0]:.2f} to {self.spread[1]:.2f}" if self.spread else ""

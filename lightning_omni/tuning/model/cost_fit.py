@@ -1,8 +1,4 @@
-"""The fit of costs to measured steps of one group, and to resampled ones, which show its uncertainty.
-
-References:
-    Künsch 1989 (resampling of blocks).
-"""
+"""The fit of costs to measured steps of one group, and to resampled ones, which show its uncertainty."""
 
 from __future__ import annotations
 
@@ -167,7 +163,6 @@ def _fit_allreduce(drawn: Sequence[Resampled], measured: Sequence[Measured]) -> 
 
 
 def _most_of_bytes(measured: Sequence[Measured]) -> float:
-    """Return the seconds of a gradient's bytes in an all-reduce timed by itself; infinity without one."""
     return min((each.reduce_per_byte * each.nbytes for each in measured if each.reduce_per_byte), default=np.inf)
 
 

@@ -202,7 +202,6 @@ class Profile:
         return 1 + max(0.0, saved - computed) * max(self.speeds) / self.batch_size
 
     def _averaging(self, model: CostModel, all_reduce: str) -> CostModel:
-        """Return a model whose members average gradients in a format."""
         format_ = all_reduce_of(all_reduce)
         if format_ == EXACT:
             return model

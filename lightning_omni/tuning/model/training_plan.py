@@ -262,7 +262,6 @@ class Outcome:
         return np.asarray(rates / busy[:, None])
 
     def _busy(self, rates: Array) -> Array:
-        """Return the fraction of time in which the busiest serial part works, shape (draws,)."""
         return np.asarray(np.max([(each * rates).sum(axis=1) for each in (self.serve, self.link)], axis=0))
 
     @property

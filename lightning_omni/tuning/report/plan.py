@@ -93,10 +93,7 @@ class Plan:
 
     @cached_property
     def best(self) -> PlanRow:
-        """Return the row that reaches the target first; among equals the one with the fewest groups.
-
-        Rows that are extrapolated are never recommended.
-        """
+        """Return the row, not extrapolated, that reaches the target first; among equals, with the fewest groups."""
         known = [row for row in self.rows if not row.is_extrapolated]
         return cheapest(known, lambda row: row.risk_adjusted, lambda row: row.setting.groups)
 

@@ -222,7 +222,7 @@ class SearchSummary:
 
     Args:
         target: loss to be reached, if any.
-        measured_after: samples per second measured after the search, by groups.
+        measured_after: as in `Round`.
     """
 
     def __init__(
@@ -315,7 +315,6 @@ class SearchSummary:
         return found
 
     def samples(self, setting: Setting) -> Estimate:
-        """Return the samples to the target with a setting, relative to the user's own."""
         theory = self.search.theory
         mean, width = theory(setting) - theory(self.start), QUANTILE * theory.error(setting)
         return Estimate(*(math.exp(each) for each in (mean, mean - width, mean + width)))

@@ -146,13 +146,11 @@ def _risk_adjusted(evidence: Evidence, setting: Setting) -> float:
 
 
 def _complexity(setting: Setting) -> int:
-    """Count the features of a setting that serve its speed alone; the fewest decide a tie."""
     lossy = [each not in ("", "fp32") for each in (setting.wire, setting.all_reduce)]
     return sum((setting.method != "async_sgd", setting.overlap, *lossy))
 
 
 def _least_gain(setting: Setting) -> float:
-    """Return the predicted speed-up that a setting needs: more for several groups, whose cost is less certain."""
     return c.GAIN if setting.groups > 1 else c.FASTER
 
 

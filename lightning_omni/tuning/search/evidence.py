@@ -164,7 +164,6 @@ class Evidence:
 
     @cached_property
     def profile(self) -> Profile:
-        """Return the hardware model, fitted to all measurements."""
         return Profile.fit(self.measured)
 
     @cached_property
@@ -267,7 +266,6 @@ class Evidence:
         return share if share > 1 / 2 else 0.0
 
     def _pattern(self, setting: Setting) -> ExchangePattern | None:
-        """Return the exchange pattern of a setting; None for one group and for the run's own method."""
         if setting.groups == 1 or not setting.method:
             return None
         return _pattern_of(setting.method, setting.period, setting.wire, setting.overlap, self.profile.model.nbytes)

@@ -57,8 +57,8 @@ class PriorRow(Serializable):
         times: name of the distribution of step times.
         scatter: coefficient of variation of a group's step times.
         momentum: the momentum that needed the fewest samples (β1 of AdamW).
-        step: the step that needed them, relative to that of the user's own setting.
-        log_cost: logarithm of these samples, relative to those of the user's own synchronous setting.
+        step: the step that needed them, relative to the user's own.
+        log_cost: logarithm of these samples, relative to those of synchronous training.
         deviation: standard deviation of ``log_cost`` from task to task, with the error of the mean.
         tasks: number of measured tasks; 0 if the row was derived from its neighbours.
         seeds: number of orders of the data.
@@ -339,7 +339,6 @@ class PriorTheory:
         return self._cost(setting)[0]
 
     def error(self, setting: Setting) -> float:
-        """Return the standard deviation of the log samples' error."""
         return self._cost(setting)[1]
 
     def _cost(self, setting: Setting) -> tuple[float, float]:

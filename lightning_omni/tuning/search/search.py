@@ -259,7 +259,6 @@ class Search(Evidence):
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Search:
-        """Rebuild a search from `to_dict`, including its last choice."""
         known = [Measured.from_dict(each) for each in plain["known"]]
         segments = [TrainedSegment.from_dict(each) for each in plain["segments"]]
         search = cls(SearchSpec.from_dict(plain["spec"]), Observation.from_dict(plain["observation"]), known, segments)

@@ -1,7 +1,4 @@
-"""The lossy wire formats, with error feedback at the sender: bf16, fp16, int8 and top-k.
-
-The part that a push leaves out is its sender's residual, which is added to the next push.
-"""
+"""The lossy wire formats, with error feedback at the sender: bf16, fp16, int8 and top-k."""
 
 from __future__ import annotations
 
