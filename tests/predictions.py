@@ -118,7 +118,7 @@ def rate_of(trace: Trace) -> float:
 
 @cache
 def fitted(devices: str, links: str) -> Profile:
-    """To 40 steps of one group."""
+    """Return a profile fitted to 40 steps of one group."""
     return Profile.fit([measurements_of(simulated(Way("async_sgd", 40), "fp32", 1, cluster_of(devices, links), 1))])
 
 
@@ -137,7 +137,10 @@ def known_profile(
     servers: int = 1,
     per_node: bool = False,
 ) -> Profile:
-    """Of equal ranks without jitter; ``serve``, and ``link`` both ways, are parts of ``exchange``, for one server."""
+    """Return a profile of equal ranks without jitter, from the costs of one server.
+
+    ``serve``, and ``link`` both ways, are parts of ``exchange``.
+    """
     ones = np.ones(2)
     per_byte = link / max(nbytes, 1) * ones
     model = CostModel(
@@ -177,7 +180,7 @@ class Cell:
         return ExchangePattern.of(self.way.method, self.wire, self.way.overlap, NBYTES)
 
     def predicted(self) -> Prediction:
-        """From steps of one group."""
+        """Return the prediction of a profile fitted to steps of one group."""
         return fitted(self.devices, self.links).predict(self.groups, exchanging=self.pattern)
 
     def rate(self, **faster: Any) -> float:

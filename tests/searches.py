@@ -29,12 +29,12 @@ def measured(steps: int, allreduce: float = 0.1, seed: int = 0, nbytes: int = 4_
     )
 
 
-def observed(setting: Setting = START, allreduce: float = 0.1, seed: int = 0, steps: int = 16) -> Observation:
+def observed(allreduce: float = 0.1, seed: int = 0, steps: int = 16) -> Observation:
     """The first batches of a run, whose loss falls."""
     random = np.random.default_rng(seed)
     samples = np.arange(1, steps + 1) * float(BATCH * RANKS)
     losses = 0.4 + 1.9 / (1 + samples / 500) + random.normal(0, 0.02, steps)
-    return Observation(TrainedBatches(setting, tuple(samples), tuple(losses)), measured(steps, allreduce, seed))
+    return Observation(TrainedBatches(tuple(samples), tuple(losses)), measured(steps, allreduce, seed))
 
 
 def space_of(**given: Any) -> Space:
@@ -46,7 +46,7 @@ def search(
     observation: Observation | None = None, space: Space | None = None, start: Setting = START, **changes: Any
 ) -> Search:
     """A search that saw these."""
-    observation = observation or observed(start)
+    observation = observation or observed()
     segments = changes.pop("segments", ())
     known = SearchSpec(start, BATCH * RANKS, 1e5, space or space_of())
     return Search(replace(known, **changes), observation, segments=segments)

@@ -12,7 +12,7 @@ from lightning_omni.trace import Trace
 
 
 def measurements_of(trace: Trace) -> Measured:
-    """Of a run in one group."""
+    """Return the measurements of a simulated run in one group."""
     (ranks,) = (tuple(members) for members in trace.meta["groups"] if members)
     samples, own = (_columns(trace.work, "rank", ranks, name) for name in ("samples", "seconds"))
     cluster, pushed = trace.meta["cluster"], list(trace.weights.values())

@@ -50,8 +50,8 @@ class SimulationSettings:
         updates: Updates after which a run ends.
         seconds: Virtual time after which a run ends, as in 10min, or in seconds.
         target: A metric that ends a run when it is reached, as in accuracy=0.9.
-        evaluate_every: Updates between two evaluations. Without it and --evaluate-every-seconds, about 50 if nothing
-            waits.
+        evaluate_every: Updates between two evaluations. Without it and --evaluate-every-seconds, a run has about 50
+            evaluations, or more if groups wait for one another.
         evaluate_every_seconds: Virtual time between two evaluations, as in 30s, or in seconds.
         seed: Seed of weights, data order and jitter. The same seed gives the same trace.
         threads: Threads for the arithmetic. Small models are fastest with one.

@@ -21,8 +21,8 @@ from lightning_omni.wire.messages import servers as sm
 class Admission:
     """The service that admits ranks and their data connections.
 
-    ``data_port`` returns the port of the data socket; ``standing`` for how many seconds ranks look for a server that is
-    gone, and the updates in its weights.
+    ``data_port`` returns the port of the data socket; ``reconnect_timeout`` for how many seconds ranks look for a lost
+    server.
     """
 
     def __init__(
@@ -31,11 +31,11 @@ class Admission:
         key: bytes,
         random: Callable[[int], bytes],
         data_port: Callable[[], int],
-        standing: Callable[[], tuple[float, int]],
+        reconnect_timeout: Callable[[], float],
     ) -> None:
         self._roster, self._replication, self._limits, self._now = run.roster, run.replication, run.limits, run.now
         self._key, self._challenges = key, Challenges[m.Hello](random)
-        self._data_port, self._standing = data_port, standing
+        self._store, self._data_port, self._reconnect_timeout = run.store, data_port, reconnect_timeout
         self._attaching = Challenges[m.Attach](random, refusal=OPENS_NOTHING)
         self._attached: dict[Peer, int] = {}
         self._data_peers: dict[int, Peer] = {}
@@ -73,14 +73,13 @@ class Admission:
     def admit(self, sender: Sender, message: m.Proof, payload: Payload) -> list[Out]:
         hello, challenge = self._challenges.proved(sender.peer, message.mac, lambda _: self._key)
         self._roster.admit(sender.peer, hello, challenge, self._now())
-        reconnect_timeout, clock = self._standing()
         welcome = m.Welcome(
             mac=server_mac(self._key, hello, challenge),
             data_port=self._data_port(),
             heartbeat_timeout=self._limits.heartbeat,
             servers=self._replication.count,
-            reconnect_timeout=reconnect_timeout,
-            clock=clock,
+            reconnect_timeout=self._reconnect_timeout(),
+            clock=self._store.clock,
         )
         self._replication.send_to_all(sm.AdmitRank(hello=hello, challenge=challenge, joins=self._roster.joining))
         return [Out(sender.peer, m.CONTROL, welcome)]

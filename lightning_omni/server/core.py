@@ -56,10 +56,10 @@ class ServerCore:
         number: number of this server; 0 coordinates the others.
 
     Attributes:
-        now: time of the current message.
-        observers: its observing processes.
-        router: one service of a run, as are ``admission``, ``membership``, ``training``, ``status_service`` and
-            ``observation``.
+        now: time of the current message, in seconds.
+        observers: processes that observe this server, also from one run to the next.
+        router: router of the run's messages; `reset` replaces it, as it does ``admission``, ``membership``,
+            ``training``, ``status_service`` and ``observation``.
         journal: takes the decisions since the state was saved.
         reconnect_timeout: seconds for which ranks look for this server when it is gone; 0 if no other continues.
         resumed: whether it has continued the run of an earlier server.
@@ -127,13 +127,7 @@ class ServerCore:
         run = RunContext(
             self.roster, self._store, self._epochs, self.events, self.journal, replication, self.limits, self._last_now
         )
-        self.admission = Admission(
-            run,
-            self.key,
-            self._random,
-            lambda: self.data_port,
-            lambda: (self.reconnect_timeout, self.clock),
-        )
+        self.admission = Admission(run, self.key, self._random, lambda: self.data_port, lambda: self.reconnect_timeout)
         training = self.training = Training(run, self.admission)
         self._collective_service = CollectiveService(run, training, lambda *brought: self.router.forward(*brought))
         self._validation_service = ValidationService(run, training)
@@ -355,9 +349,6 @@ class ServerCore:
     @property
     def clock(self) -> int:
         return self._store.clock
-
-    def status(self, sent: float) -> m.Status:
-        return self.status_service.status(sent)
 
     def note_life(self, peer: Peer, now: float) -> None:
         if (member := self.roster.by_peer(peer)) is not None:

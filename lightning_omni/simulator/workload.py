@@ -117,7 +117,7 @@ def workload_named(text: str, seed: int = 0) -> Workload:
         >>> workload_named("synthetic").nbytes
         9000
     """
-    make = synthetic if text == BUILT_IN else imported(text)
+    make = synthetic if text == BUILT_IN else _imported(text)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         workload = make()
@@ -128,7 +128,7 @@ def workload_named(text: str, seed: int = 0) -> Workload:
     return workload
 
 
-def imported(text: str) -> Callable[..., Any]:
+def _imported(text: str) -> Callable[..., Any]:
     place, colon, name = text.rpartition(":")
     if not colon or not place or not name:
         known = f"{BUILT_IN!r}, 'file.py:function' or 'package.module:function'"

@@ -154,9 +154,7 @@ class Control(ABC):
             raise ConnectionLost(f"the parameter server at {self.address} is gone")
 
     def wait_for_server(self) -> None:
-        self.check()
-        if self.is_server_gone:
-            raise ConnectionLost(f"the parameter server at {self.address} is gone")
+        self.check_same_server(self.server_epoch)
 
     def reconnected(self, welcome: m.Welcome) -> None:
         self.server_epoch, self.is_server_gone = self.server_epoch + 1, False

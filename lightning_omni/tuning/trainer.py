@@ -18,12 +18,8 @@ if TYPE_CHECKING:
     from pytorch_lightning import Trainer
 
 
-def tuner_module(kind: type) -> Any:
-    return module_in("tuning.callback", namespace_of(kind) or NAMESPACES[-1])
-
-
 def names_for(trainer: object) -> Any:
-    return tuner_module(type(trainer)).Names
+    return module_in("tuning.callback", namespace_of(type(trainer)) or NAMESPACES[-1]).Names
 
 
 def log(trainer: Trainer, metrics: Mapping[str, float]) -> None:

@@ -130,7 +130,7 @@ class Cluster:
         space = replace(space, method=DEFAULT_METHODS, compression=DEFAULT_WIRES, all_reduce=DEFAULT_ALL_REDUCES)
         batch, count = BATCH * self.ranks, len(measured[-1].steps)
         ends = tuple(float(batch * (number + 1)) for number in range(count))
-        seen = Observation(TrainedBatches(OWN, ends, (1.0,) * count), measured[-1])
+        seen = Observation(TrainedBatches(ends, (1.0,) * count), measured[-1])
         return Search(SearchSpec(OWN, batch, 1e6, space, Scaling(False)), seen, measured[:-1])
 
     @property

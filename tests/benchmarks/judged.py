@@ -146,7 +146,7 @@ class Judged:
             measured = measurements_of(trace)
             samples = tuple(float(self.task.batch * (number + 1)) for number in range(batches))
             losses = tuple(trace.rows["loss"].tolist())
-            search = Search(spec, Observation(TrainedBatches(self.own, samples, losses), measured))
+            search = Search(spec, Observation(TrainedBatches(samples, losses), measured))
             is_early = batches == DECISION_STEPS[0]
             if verdict(search, is_early=is_early, can_wait=spec.can_wait(batches)):
                 break

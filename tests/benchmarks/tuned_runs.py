@@ -243,7 +243,7 @@ class TunedRun:
             for steps in moments:
                 found = self.stretch(setting, since, most=steps)
                 ends = tuple(float(spec.batch * (number + 1)) for number in range(steps))
-                batches = TrainedBatches(own, ends, tuple(found.trace.rows["loss"].tolist()))
+                batches = TrainedBatches(ends, tuple(found.trace.rows["loss"].tolist()))
                 search = Search(spec, Observation(batches, measurements_of(found.trace)), known, segments)
                 is_early, is_last = steps == DECISION_STEPS[0], steps == moments[-1]
                 hurried, may_stay = spec.can_wait(steps), not segments

@@ -330,7 +330,7 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def all_finite(tensors: Sequence[Tensor | None] | None) -> bool:
-    """Return whether there are tensors, and all are finite: a peer that diverged must not spoil the others."""
+    """Return whether all tensors that are present are finite; False for None, where a peer has none to give."""
     there = [tensor for tensor in tensors or () if tensor is not None]
     if not there:
         return tensors is not None

@@ -34,7 +34,7 @@ def file_of(folder: Path, kind: str, number: int) -> Path:
 def numbers_in(folder: Path, kind: str) -> list[int]:
     try:
         names = os.listdir(folder)
-    except FileNotFoundError:  # its server has not started yet
+    except FileNotFoundError:  # the directory has been removed meanwhile
         return []
     found = (name.removeprefix(kind) for name in names if name.startswith(kind))
     return sorted(int(number) for number in found if number.isdigit())

@@ -153,7 +153,6 @@ class StateDirectory:
         if not self._is_written and self._number in numbers_in(self._path, SAVED):
             self._is_written = True
             core.journal.saves += 1
-            self._remove_before(self._number)
             if self._gap < self._number:
                 self._gap, core.reconnect_timeout = 0, self._reconnect_timeout
                 self._failures.end()

@@ -177,7 +177,7 @@ class FirstBatches:
             copy_per_byte=alone.copy_per_byte,
             host_per_byte=alone.host_per_byte,
         )
-        return Observation(TrainedBatches(self.spec.start, tuple(ends), tuple(losses)), measured, noise_scale(rows))
+        return Observation(TrainedBatches(tuple(ends), tuple(losses)), measured, noise_scale(rows))
 
     def close(self) -> None:
         self._balance.end()

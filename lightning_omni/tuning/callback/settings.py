@@ -92,7 +92,7 @@ class FitSpace:
         return Space.of(self._run.options.space, self._run.world.size).rebalance
 
     def specification(self, hyperparameters: Hyperparameters, switch: float) -> SearchSpec:
-        """Return the specification of a search that starts from the present setting.
+        """Return the specification of a search that starts from the user's own setting.
 
         ``switch`` are the measured or assumed seconds to form groups.
         """

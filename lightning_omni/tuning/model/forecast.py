@@ -127,7 +127,7 @@ class Scaling:
 
 @dataclass(frozen=True)
 class TrainedBatches(Serializable):
-    """The losses of batches that a run trained with one setting.
+    """The losses of a run's first batches, in one group.
 
     Attributes:
         samples: samples trained when each batch ended, ascending, shape (batches,).
@@ -135,7 +135,6 @@ class TrainedBatches(Serializable):
             not finite.
     """
 
-    setting: Setting
     samples: tuple[float, ...]
     losses: tuple[float, ...]
 
@@ -145,7 +144,7 @@ class TrainedBatches(Serializable):
 
     @property
     def first_loss(self) -> float:
-        return float(np.mean(self.losses[: self.setting.groups])) if self.losses else math.nan
+        return self.losses[0] if self.losses else math.nan
 
     @property
     def is_finite(self) -> bool:

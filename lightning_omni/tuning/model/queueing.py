@@ -110,7 +110,7 @@ def _distribution_of_slowest(values: Array, counts: Array) -> tuple[Array, Array
     return times, np.diff(product, axis=1, prepend=0.0)
 
 
-def time_shared(think: Array, variance: Array, links: Array, counted: Array | None, service: Array) -> Array:
+def time_shared(think: Array, variance: Array, links: Array, counted: Array, service: Array) -> Array:
     """Compute the seconds of a group's cycle at shared links and in a shared queue, shape (draws, groups).
 
     The arguments are those of `residence` and of `residence_on_links`, with ``links`` for ``demand``.
@@ -120,7 +120,7 @@ def time_shared(think: Array, variance: Array, links: Array, counted: Array | No
         return residence(think, variance, service)[:, None] + nothing
     if not service.any():
         return residence_on_links(think, links, counted)
-    alone = crossing = (links if counted is None else links * counted).sum(axis=2)
+    alone = crossing = (links * counted).sum(axis=2)
     queued = nothing
     for _ in range(c.QUEUE_ROUNDS):
         # The waiting time on links has a standard deviation as large as its mean.
@@ -162,7 +162,7 @@ def residence(think: Array, variance: Array, service: Array) -> Array:
     spent = service
     for number in range(c.QUEUE_ROUNDS):
         cycle = groups / (1 / (think + spent[:, None])).sum(axis=1)
-        if service.size == 1:  # the case in every step of a fit
+        if service.size == 1:  # the case of every speed without an interval
             found = np.array([_residence_of_one(groups, (cycle - spent).item(), scatter.item(), service.item())])
         else:
             found = _residence_of_equals(groups, cycle - spent, scatter, service)
@@ -230,7 +230,7 @@ def _kinds(demand: Array) -> tuple[Array, Array, Array]:
     Groups of one kind have equal rows of ``demand``, shape (groups, links).
     """
     groups = len(demand)
-    if (demand == demand[:1]).all():  # the case in nearly every step of a fit
+    if (demand == demand[:1]).all():  # the case unless some leaders are on the server's node
         return np.zeros(1, int), np.zeros(groups, int), np.array([groups])
     _, firsts, kinds, counts = np.unique(
         demand.round(9), axis=0, return_index=True, return_inverse=True, return_counts=True

@@ -206,8 +206,8 @@ def _bottleneck(evidence: Evidence, setting: Setting) -> str:
 
 def _reasons(evidence: Evidence, best: Setting, proposed: str = "") -> str:
     batches = len(evidence.observation.batches.samples) if evidence.observation is not None else 0
-    alone, own = evidence.start, evidence.spec.start
-    changed = [each for each in best.further if each not in alone.further]
+    own = evidence.spec.start
+    changed = [each for each in best.further if each not in own.further]
     faster = evidence.throughput(best) / evidence.throughput(own)
     more = math.exp(evidence.theory(best) - evidence.theory(own))
     parts = [
@@ -216,7 +216,7 @@ def _reasons(evidence: Evidence, best: Setting, proposed: str = "") -> str:
     ]
     if changed:
         values = ", ".join(f"{name}={value}" for name, value in changed)
-        gain = evidence.throughput(best) / evidence.throughput(replace(best, further=alone.further))
+        gain = evidence.throughput(best) / evidence.throughput(replace(best, further=own.further))
         known = best.further in [each.setting.further for each in evidence.segments]
         parts.append(f"with {values} it was {gain:.2f} times faster" if known else f"nothing is known of {values} yet")
     return "; ".join([*parts, *evidence.corrections, _bottleneck(evidence, best)])

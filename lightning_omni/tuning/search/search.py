@@ -221,7 +221,7 @@ class Search(Evidence):
         >>> from lightning_omni.tuning.model.measurements import Measured
         >>> from lightning_omni.tuning.search import Observation, SearchSpec, Space
         >>> spec = SearchSpec(Setting(1, 0.9, 0.1), batch=64, horizon=64_000, space=Space((1, 2)))
-        >>> batches = TrainedBatches(spec.start, (64.0, 128.0, 192.0), (2.3, 2.2, 2.1))
+        >>> batches = TrainedBatches((64.0, 128.0, 192.0), (2.3, 2.2, 2.1))
         >>> times = Measured((0, 1), ((32,) * 3,) * 2, ((0.1,) * 3,) * 2, (0.1,) * 3)
         >>> str(Search(spec, Observation(batches, times)).choice().setting)
         '1 group, momentum 0.9, lr 0.1'

@@ -171,7 +171,7 @@ def test_where_the_all_reduce_is_slow_a_plan_averages_in_fewer_bytes_as_the_tune
     seen = replace(seen, measured=replace(seen.measured, shapes=((1000, 1000), (1000,))))
     start = replace(found().spec.start, all_reduce="fp32")
     space = space_of(groups=[1], all_reduce=["bf16", "powersgd:8"], rebalance=False)
-    made = search(replace(seen, batches=replace(seen.batches, setting=start)), space, start)
+    made = search(seen, space, start)
     choice = made.choice().setting
     assert (choice.groups, choice.all_reduce) == (1, "powersgd:8")
     file = written(made, tmp_path)

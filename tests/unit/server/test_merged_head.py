@@ -713,4 +713,4 @@ def test_the_length_of_accesses_is_measured() -> None:
         heads.forward(0, x)
         heads.link.now += 0.25
         heads.backward(0, torch.ones(3, 2))
-    assert heads.link.core.status(0.0).head_time == pytest.approx(0.25)
+    assert heads.link.core.status_service.status(0.0).head_time == pytest.approx(0.25)

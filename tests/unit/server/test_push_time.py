@@ -26,16 +26,16 @@ def test_the_time_of_a_push_is_measured_until_its_answer_is_handed_over() -> Non
     link = ticking(trained_link((0, 1), (2,)), 0.25)
     link.data(0, m.FetchMessage(optimizer=0))
     link.core.status_service.end()
-    assert link.core.status(0.0).serve_time == 0
+    assert link.core.status_service.status(0.0).serve_time == 0
     for step in range(3):
         link.data(0, *push_of(gradient(step)))
         # The first push after groups were formed is not counted.
-        assert link.core.status(0.0).serve_time == pytest.approx(0.25 if step > 1 else 0.0)
+        assert link.core.status_service.status(0.0).serve_time == pytest.approx(0.25 if step > 1 else 0.0)
         link.core.status_service.end()
         link.core.status_service.end()  # says nothing new
-    assert link.core.status(0.0).serve_time == pytest.approx(0.25)
+    assert link.core.status_service.status(0.0).serve_time == pytest.approx(0.25)
     link.core.reset()
-    assert link.core.status(0.0).serve_time == 0
+    assert link.core.status_service.status(0.0).serve_time == 0
 
 
 def test_a_server_with_sockets_reports_it() -> None:
@@ -56,7 +56,7 @@ def test_a_server_with_sockets_reports_it() -> None:
 
 
 def test_it_is_logged_once_it_is_known() -> None:
-    status = trained_link((0, 1), (2,)).core.status(0.0)
+    status = trained_link((0, 1), (2,)).core.status_service.status(0.0)
     assert "omni/serve_time" not in live_metrics(status, Staleness(), StepTimes())
     known = msgspec.structs.replace(status, serve_time=0.5)
     assert m.decode(m.encode(known), at="rank", channel=m.CONTROL) == known

@@ -1228,7 +1228,7 @@ def test_no_message_of_an_admitted_rank_breaks_the_server(
             payload = bytes(expected_payload(link, peer, message))
         link.say(peer, message, payload, channel)
         link.tick(0.5)
-    assert isinstance(link.core.status(0.0), m.Status)
+    assert isinstance(link.core.status_service.status(0.0), m.Status)
 
 
 def expected_payload(link: Link, peer: bytes, message: m.Message) -> int:

@@ -266,7 +266,7 @@ def test_weights_that_are_not_finite_stay_out_of_the_mean_and_their_group_is_tol
     told = {rank: link.inbox[data_peer(rank), m.DATA][0][0] for rank in range(2)}
     assert (told[0].applied, told[1].applied) == (True, False)
     assert told[1].refused_in_row == 1
-    assert link.core.status(0.0).refused == 1
+    assert link.core.status_service.status(0.0).refused == 1
     assert_same(link.weights(), own(4.0))
 
 

@@ -398,7 +398,7 @@ def test_heartbeats_bring_the_status_home(serving: Serving) -> None:
         rank.begin((0,))
         rank.push(0, read_at=0)
         rank.control.report_timings(0.25, 0.5, 0.125)
-        assert eventually(lambda: serving.core.status(0.0).groups[0].compute_time == 0.25)
+        assert eventually(lambda: serving.core.status_service.status(0.0).groups[0].compute_time == 0.25)
         assert eventually(lambda: rank.control.status is not None and rank.control.status.clock == 1)
 
 

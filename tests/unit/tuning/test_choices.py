@@ -46,7 +46,7 @@ def seen(own: np.ndarray, allreduce: float = 0.002) -> Observation:
         round_trip=0.0005,
     )
     ends = 64.0 * ranks * np.arange(1, steps + 1)
-    return Observation(TrainedBatches(OWN, tuple(ends), tuple(2.3 - 0.02 * np.arange(steps))), measured)
+    return Observation(TrainedBatches(tuple(ends), tuple(2.3 - 0.02 * np.arange(steps))), measured)
 
 
 def equal(steps: int = 12, ranks: int = 4, slow: float = 1.0) -> np.ndarray:
@@ -60,7 +60,6 @@ def exponential(steps: int = 24, ranks: int = 4) -> np.ndarray:
 
 
 def search(observation: Observation, space: Space = EVERYTHING, own: Setting = OWN) -> Search:
-    observation = replace(observation, batches=replace(observation.batches, setting=own))
     return Search(SearchSpec(own, batch=256, horizon=600_000, space=space), observation)
 
 
@@ -408,7 +407,7 @@ def test_learnt_is_what_lies_below_the_last_of_the_first_batches_by_more_than_th
     level: float, scatter: float, steps: int, seed: int
 ) -> None:
     losses = level + scatter * level * np.random.default_rng(seed).normal(size=steps)
-    batches = TrainedBatches(OWN, tuple(256.0 * np.arange(1, steps + 1)), tuple(losses.tolist()))
+    batches = TrainedBatches(tuple(256.0 * np.arange(1, steps + 1)), tuple(losses.tolist()))
     found = search(Observation(batches, seen(equal()).measured)).learnt_below
     error = scatter * level / math.sqrt(3 / 8 * steps)
     assert found == pytest.approx(losses[-3 * steps // 8 :].mean() - error, abs=0.6 * error + 1e-9)

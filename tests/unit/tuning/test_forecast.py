@@ -21,7 +21,6 @@ from lightning_omni.tuning.search.prior import Prior, PriorTheory
 
 Law = Callable[[np.ndarray], np.ndarray]
 FEW = settings(max_examples=30, deadline=None)
-START = Setting(1, 0.9, 0.1)
 SGD, ADAM = Scaling(), Scaling(is_adaptive=True)
 LAWS: dict[str, Law] = {
     "exponential": lambda t: 0.5 + 2 * np.exp(-t / 150),
@@ -43,10 +42,10 @@ def trained(law: Law, batches: int = 32, size: float = 10.0, noise: float = 0.0)
     """Losses are of batches before they were learnt from."""
     ends = size * np.arange(1, batches + 1)
     losses = law(ends - size) + noise * np.random.default_rng(0).normal(size=batches)
-    return TrainedBatches(START, tuple(ends.tolist()), tuple(losses.tolist()))
+    return TrainedBatches(tuple(ends.tolist()), tuple(losses.tolist()))
 
 
-LOST = TrainedBatches(START, (10.0, 20.0, 30.0), ())
+LOST = TrainedBatches((10.0, 20.0, 30.0), ())
 
 
 # --- Settings --------------------------------------------------------------------------------------------------------
@@ -84,7 +83,7 @@ batches_of = st.lists(st.tuples(st.floats(0.1, 50), st.floats(-5, 5)), min_size=
 @given(batches_of, st.integers(1, 12))
 def test_blocks_keep_the_sum_of_all_losses(batches: list[tuple[float, float]], count: int) -> None:
     sizes, losses = np.array(batches).T
-    found = TrainedBatches(START, tuple(np.cumsum(sizes).tolist()), tuple(losses.tolist()))
+    found = TrainedBatches(tuple(np.cumsum(sizes).tolist()), tuple(losses.tolist()))
     blocks = found.blocks(count)
     assert blocks.shape == (count,)
     assert blocks.mean() * found.end == pytest.approx(float(sizes @ losses), rel=1e-9, abs=1e-9)
@@ -100,7 +99,7 @@ def test_a_loss_that_stays_is_that_of_every_block_and_scatters_in_no_way(loss: f
 
 
 def test_plain_batches_are_the_batches_even_if_their_losses_are_no_numbers() -> None:
-    for batches in (trained(LAWS["power"]), TrainedBatches(START, (), ())):
+    for batches in (trained(LAWS["power"]), TrainedBatches((), ())):
         assert TrainedBatches.from_dict(json.loads(json.dumps(batches.to_dict()))) == batches
     again = TrainedBatches.from_dict(json.loads(json.dumps(LOST.to_dict())))
     assert not again.is_finite

@@ -297,7 +297,7 @@ def test_a_number_is_the_same_under_its_name_everywhere_before_and_after_loading
 ) -> None:
     start = replace(START, further=(("workers", 0.1),)) if further else START
     space = space_of(workers=Workers()) if further else space_of()
-    seen = observed(start, allreduce, seed)
+    seen = observed(allreduce, seed)
     chosen = search(seen, space, start).choice().setting
     segments = []
     if log_ratio is not None:
