@@ -35,7 +35,7 @@ class Executor:
 
     Attributes:
         exchanges: whether groups exchange: several, or those that join on their own.
-        is_stepping: whether `step` makes the step or the exchange in its place, with hooks, but not its closure.
+        is_stepping: whether `step` runs: also in its step hooks, but not in its first call of the closure.
     """
 
     exchanges: ClassVar[bool] = False

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_omni.errors import MalformedMessage
 from lightning_omni.methods import Inbox
-from lightning_omni.runtime.model.replica import Part
+from lightning_omni.runtime.model.replica import PREFIX, Part
 from lightning_omni.runtime.model.tensor_sync import broadcast_bytes, broadcast_from
 from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.transport.connections import Address, Peers
@@ -30,9 +30,6 @@ from lightning_omni.wire.partition import Partition
 # One rank exchanges with other groups or the server, and passes the answer on: the leader to its whole group; where the
 # members hold the model together, the rank that exchanges a share to those with the same share.
 
-PREFIX = 256
-"""Bytes of further information in front of the tensors that a rank broadcasts."""
-
 
 class GroupBroadcast:
     """Broadcasts in this rank's group, and one to all live ranks; the receivers make the same calls."""
@@ -45,7 +42,7 @@ class GroupBroadcast:
 
         On the CPU it is the memory in which a rank that exchanges receives them.
         """
-        return part.memory(PREFIX) if self._parallel.device.type == "cpu" else part.on_device(PREFIX)
+        return part.memory() if self._parallel.device.type == "cpu" else part.on_device()
 
     def broadcast(self, memory: Tensor) -> None:
         if len(self._parallel.members) > 1:
@@ -68,10 +65,6 @@ class GroupBroadcast:
         live = self._parallel.process_groups.live
         broadcast = partial(dist.broadcast, group=live, group_src=live.ranks.index(source))
         return _broadcast_tree(tree, self._parallel.rank == source, broadcast)
-
-    def largest(self, number: int) -> int:
-        """Return the largest of a number over the ranks with which this one holds a replica."""
-        return self._parallel.process_groups.largest([number], self._parallel.holder_group)[0]
 
 
 def _broadcast_tree(tree: Any, is_source: bool, broadcast: Callable[[Tensor], Any]) -> tuple[Any, str]:
@@ -222,7 +215,7 @@ class PeerExchange:
             if len(self._parallel.members) == 1 and letter.is_cpu:
                 return tensors, count
             if self._parallel.exchanges:
-                memory = part.memory(PREFIX)
+                memory = part.memory()
                 memory[:PREFIX].view(torch.int64)[0] = count
                 if tensors:
                     torch._foreach_copy_(layout.views(memory[PREFIX:]), list(tensors))

@@ -186,9 +186,9 @@ class Connection:
 
 
 class GroupFormation:
-    """The groups that ranks form, or with which this rank joins a run on its own.
+    """The forming of groups by all live ranks, and the joining of a running run by one group.
 
-    Its rank numbers are then those that `GroupRegistration` has reserved.
+    The joining group has the rank numbers that its `GroupRegistration` has reserved.
     """
 
     def __init__(self, parallel: ParallelState, exchange: ServerExchange, connection: Connection) -> None:

@@ -439,7 +439,7 @@ class ParallelState:
     def broadcast_from_recorder(self, tree: Any) -> Any:
         """Return the recorder's tree of plain values and tensors on all live ranks; each its own if that one has died.
 
-        All call it, connected to the server. The tree may have `LARGEST_UPLOAD` bytes.
+        All call it, connected to the server. The tree has at most `LARGEST_UPLOAD` bytes.
         """
         packed, buffer = pack(tree)
         mine = msgspec.msgpack.encode((packed, bytes(buffer.numpy()))) if self.is_recorder else b""

@@ -276,7 +276,7 @@ class _Done(dist.Work):
         self._future: torch.futures.Future[Any] = torch.futures.Future()
         self._future.set_result(result)
 
-    def wait(self, timeout: timedelta | None = None) -> bool:  # that of torch for a future takes no timeout
+    def wait(self, timeout: timedelta | None = None) -> bool:  # torch's own, for a future, takes no timeout
         return True
 
     def is_completed(self) -> bool:

@@ -33,7 +33,7 @@ COMES_BACK = "OMNI_COMES_BACK_TO"
 def comes_back_to() -> tuple[str, int, bool]:
     """Return the run that this group rejoins, its rejoins in a row, and whether the run is saved; or "", 0 and True.
 
-    Another server could continue a run that is saved. This rejoin is one of those in a row.
+    The number includes this rejoin. Another server could continue a saved run.
     """
     name, count, unsaved, *_ = [*os.environ.get(COMES_BACK, "").split(" "), "", ""]
     return name, int(count or 0), not unsaved
@@ -145,8 +145,8 @@ def ask_for_all(
 ) -> Any:
     """Return the answer to rank 0's request on all ranks; raise its error there.
 
-    Others raise a ConnectionLost if rank 0 may try again, or an error of a ``kind``; ``what`` has failed. ``asks`` is
-    true on rank 0, whose ``ask`` returns plain values.
+    Other ranks raise a ConnectionLost if rank 0 may try again, else a ``kind``; the message begins with ``what``.
+    ``asks`` is true on rank 0, whose ``ask`` returns plain values.
     """
     failure: Exception | None = None
     result: dict[str, Any] = {}

@@ -15,8 +15,8 @@ from torch import Tensor
 from lightning_omni.errors import ProtocolError, Refused
 from lightning_omni.group.core import Action, Outgoing, ServerRequest
 from lightning_omni.methods import Exchange, Publish, Pulled, ReadInbox, ReadPeer, Receive, SendPeer
-from lightning_omni.runtime.group_exchange import PREFIX, EncodedAnswer, GroupBroadcast, PeerExchange
-from lightning_omni.runtime.model.replica import Part
+from lightning_omni.runtime.group_exchange import EncodedAnswer, GroupBroadcast, PeerExchange
+from lightning_omni.runtime.model.replica import PREFIX, Part
 from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.runtime.timing import Clock, clock_of
 from lightning_omni.transport.connections import Answer
@@ -312,7 +312,7 @@ class ServerExchange:
         if not ask.waits and self._parallel.device.type == "cpu":
             # Meanwhile the group trains, and its weights are compared with the last answer's.
             part.swap()
-        return route.part.memories(part.memory(PREFIX)[PREFIX:])
+        return route.part.memories(part.memory()[PREFIX:])
 
     def finish_exchanges(self) -> None:
         """Wait for the exchanges in flight, and let the method apply the answers. All members call it."""
@@ -386,7 +386,7 @@ class ServerExchange:
         part, split, coded = self._parallel.parts[ask.optimizer], route.part, route.coded
         flat = None
         if route.pulls and coded is None:
-            flat = part.memory(PREFIX)[PREFIX:]
+            flat = part.memory()[PREFIX:]
         if ask.optimizer in self._arrived:
             received = self._arrived.pop(ask.optimizer)
         else:

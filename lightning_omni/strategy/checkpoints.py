@@ -258,9 +258,8 @@ def _count_as_ddp(checkpoint: dict[str, Any], progress: Progress, is_of_validati
     # Before the first exchange the loops have counted batches that are in no weights, and at the epoch's begin none.
     has_begun = progress.samples > 0 or batches_in(checkpoint["loops"]) > batches
     if has_begun and batches < progress.batches:
-        if is_of_validation:
-            checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
-        set_batches(checkpoint["loops"], batches)
+        count = cut_short if is_of_validation else set_batches
+        count(checkpoint["loops"], batches)
 
 
 def _without_tensors(world: World, trees: Sequence[Any], tensors: dict[str, Any]) -> list[Any]:
@@ -362,9 +361,9 @@ def set_batches(loops: Mapping[str, Any], batches: int, is_over: bool = False) -
 
 
 def cut_short(loops: Mapping[str, Any], batches: int) -> None:
-    """Mark an epoch that max_steps has ended as incomplete after ``batches`` of DDP, in place.
+    """Mark an epoch as incomplete after ``batches`` of DDP, in place.
 
-    Otherwise a resumed run with more steps would begin the next epoch.
+    Otherwise a resumed run would begin the next epoch.
     """
     loops["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
     set_batches(loops, batches)

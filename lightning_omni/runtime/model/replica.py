@@ -35,6 +35,8 @@ SAMPLED = 1 << 16
 """Approximate number of a tensor's elements by which ranks compare it, or detect a write where they synchronize."""
 _FEW = 1 << 12
 """Approximate number of a frozen weight's elements that a step compares to detect a write."""
+PREFIX = 256
+"""Bytes of further information in front of the tensors that a rank broadcasts."""
 
 
 class ModelReplica(Replica):
@@ -336,17 +338,17 @@ class Part:
         self._into, self._spare, self.coded = (Memory(self.empty) for _ in range(3))
         self.release()
 
-    def memory(self, before: int) -> Tensor:
-        """Return memory in which a rank that exchanges receives the weights, after so many bytes."""
-        return self._into.room(before + self.replica.layout.nbytes)
+    def memory(self) -> Tensor:
+        """Return memory in which a rank that exchanges receives the weights, after `PREFIX` bytes."""
+        return self._into.room(PREFIX + self.replica.layout.nbytes)
 
     def swap(self) -> None:
         """Receive the next weights in other memory: the last ones are still compared with the group's."""
         self._into, self._spare = self._spare, self._into
 
-    def on_device(self, before: int) -> Tensor:
+    def on_device(self) -> Tensor:
         """Return memory for an answer's tensors on the device of the weights, if that is not the CPU."""
-        return self._flat.room(before + self.replica.layout.nbytes)
+        return self._flat.room(PREFIX + self.replica.layout.nbytes)
 
     def release(self) -> None:
         """Release the memory on the device."""

@@ -205,9 +205,7 @@ class _ControlledEpochLoop(_TrainingEpochLoop):
     @property
     @override
     def _is_training_done(self) -> bool:
-        if (limit := self._control.parts.epochs.run.step_limit) is None:
-            return super()._is_training_done
-        with _with_max_steps(self, limit):
+        with _with_max_steps(self, self._control.parts.epochs.run.step_limit):
             return super()._is_training_done
 
     @override

@@ -22,7 +22,7 @@ from lightning_omni.errors import ConfigurationError, MalformedMessage
 from lightning_omni.group.core import GroupCore, ServerRequest
 from lightning_omni.methods import AsyncSGD, Gradient, NextGradient, Pulled, Replica
 from lightning_omni.methods.model.server_optimizer import hyperparameters_of
-from lightning_omni.runtime.group_exchange import PREFIX
+from lightning_omni.runtime.model.replica import PREFIX
 from lightning_omni.server.event_log import Event
 from lightning_omni.simulator import Cluster, Computation, Jitter, Limits, Workload, simulate
 from lightning_omni.simulator.cluster import Link as NetworkLink
