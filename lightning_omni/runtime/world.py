@@ -143,7 +143,7 @@ class World(ParallelState):
     def dismiss_server(self) -> None:
         """End a server that was started as a precaution, if there is one group and no rank has joined."""
         if self.control is None and not self.executor.exchanges:
-            self.server.dismiss()
+            self.server.stop(waits=False)
 
     def check_method(self, groups: int) -> None:
         """Raise an error unless the method allows so many groups, and the server can import it and the format."""

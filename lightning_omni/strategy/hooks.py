@@ -283,7 +283,8 @@ class OmniStrategyHooks(_Base):
                 options=replace(options, timeout=timeout),
                 ranks_per_node=self._ranks_per_node(),
             )
-            world.server.process, parts.server_process = parts.server_process, None  # also if the next call raises
+            if parts.server_process is not None:
+                world.server.processes[0], parts.server_process = parts.server_process, None
             world.check_same(self._fit_options.of_all_ranks)
             world.connection.is_writing = lambda: parts.checkpoints.is_writing
             if world.registration is not None:

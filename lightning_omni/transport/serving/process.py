@@ -57,7 +57,6 @@ class ServerSettings(msgspec.Struct, frozen=True):
         state: directory for the server's state; empty to save none.
         save_every: seconds between two saves.
         progress_timeout: as in `ServerCore`; None for infinite.
-        again: address of an earlier server whose run this one continues.
     """
 
     key: str
@@ -78,7 +77,6 @@ class ServerSettings(msgspec.Struct, frozen=True):
     coordinator: str = ""
     state: str = ""
     save_every: float = 30.0
-    again: str = ""
     progress_timeout: float | None = None
     joined_heartbeat_timeout: float | None = None
 
@@ -140,25 +138,18 @@ class ServerProcess:
                 pass
         return self._how_ended
 
-    def wait(self) -> int:
-        return self._process.wait()
-
     def leave(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
 
-    def dismiss(self) -> None:
-        """Request the server's end by a line on its standard input; `stop` waits for it."""
+    def stop(self, timeout: float = 5.0) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError, ValueError):  # it has ended, or this is not the first call
             self._process.stdin.write(b"\n")
             self._process.stdin.flush()
         self.leave()
-
-    def stop(self, timeout: float = 5.0) -> None:
-        self.dismiss()
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
